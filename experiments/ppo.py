@@ -1,0 +1,78 @@
+"""One PPO run, or the continuation of one: python experiments/ppo.py [--config FILE] [--resume NAME] [--SETTING VALUE]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rlx.config import ConfigError, RunConfig, add_settings, from_tree, parse, read_yaml, with_overrides
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="PPO on a language model. Every setting has a default that runs on a 2-core machine.",
+        usage="%(prog)s [--config FILE] [--resume NAME] [--SECTION.SETTING VALUE ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
+    parser.add_argument("--resume", metavar="NAME", help="continue the run of this name from its newest checkpoint")
+    add_settings(parser)
+    try:
+        args, given = parse(parser, sys.argv[1:] if argv is None else argv)
+        base = read_yaml(args.config) if args.config else {}
+        from_tree(with_overrides(base, given), args.config or "command line")  # refused before anything is imported
+        return train(args, base, given)
+    except (ConfigError, RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:
+    """Starts or resumes the run and shows it."""
+    from rlx import launch, progress
+    from rlx.storage import open_storage
+
+    started = time.monotonic()
+    storage = open_storage(from_tree(with_overrides(base, given)).storage)
+    runs = storage / "runs"
+    if args.resume:
+        base = launch.saved_config(runs / args.resume)
+    config = from_tree(with_overrides(base, given))
+    config = config.model_copy(update={"name": args.resume or config.name or next_name(runs.names())})
+    first: dict[str, Any] = {}
+
+    with progress.RunProgress(config.train.steps) as shown:
+
+        def on_report(metrics: dict[str, Any], checkpoint: str | None) -> None:
+            first.update(first or metrics)
+            shown.step(metrics, checkpoint)
+
+        shown.console.print(f"run {config.name}: {config.train.steps} steps, in {runs.path}/{config.name}")
+        launch.model_folder(config, shown.warm_start)
+        shown.say("starting")
+        launch.connect(config)
+        result = launch.run(config, runs / config.name, resume=bool(args.resume), on_report=on_report)
+    print(summary(config, first, result.metrics, time.monotonic() - started))
+    print(f"curves: mlflow ui --backend-store-uri {launch.tracking_uri(config)}")
+    return 0
+
+
+def next_name(taken: Sequence[str]) -> str:
+    """The first of ppo-1, ppo-2, ... that is free."""
+    return next(name for name in (f"ppo-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
+
+
+def summary(config: RunConfig, first: dict[str, Any], last: dict[str, Any], seconds: float) -> str:
+    """What the run came to, in one line."""
+    before, after = (metrics.get("eval/accuracy", float("nan")) for metrics in (first, last))
+    return f"run {config.name} finished: held-out accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Training state <-> a folder: sharded tensors by torch's distributed checkpoint, everything else in one JSON manifest.
+
+Each rank writes its own shards to its own folder; Ray Train merges and uploads the folders. Loads on any number of
+ranks. Exporting to Hugging Face folders is not done here.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model and the optimizer of its parameters."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+
+@contextmanager
+def written(models: Mapping[str, Trained], manifest: Mapping[str, Any], rank: int) -> Iterator[str]:
+    """A temporary folder with this rank's part of a checkpoint; all ranks call it. Rank 0 writes the manifest too."""
+    with tempfile.TemporaryDirectory(prefix="rlx-checkpoint-") as folder:
+        dcp.save(_tensors(models), checkpoint_id=folder)
+        if rank == 0:
+            Path(folder, MANIFEST).write_text(json.dumps(manifest, indent=1))
+        yield folder
+
+
+def load(folder: str, models: Mapping[str, Trained]) -> dict[str, Any]:
+    """Puts a checkpoint's tensors into the models and optimizers, whatever the number of ranks; gives its manifest."""
+    tensors = _tensors(models)
+    dcp.load(tensors, checkpoint_id=folder)
+    for name, trained in models.items():
+        state = tensors[name]
+        set_state_dict(
+            trained.model, trained.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+    return dict(json.loads(Path(folder, MANIFEST).read_text()))
+
+
+def _tensors(models: Mapping[str, Trained]) -> dict[str, dict[str, Any]]:
+    tensors = {}
+    for name, trained in models.items():
+        model, optimizer = get_state_dict(trained.model, trained.optimizer)
+        tensors[name] = {"model": model, "optimizer": optimizer}
+    return tensors

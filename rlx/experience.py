@@ -1,0 +1,57 @@
+"""Completions and scores become padded tensors, and those become mini-batches and micro-batches.
+
+Mini-batch m of a step holds the same completions on any number of ranks, because each rank holds every ranks-th prompt
+of the step, in order. No config and no communication here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlx.types import Completion, Experience
+
+
+def build(completions: Sequence[Completion], scores: Sequence[float], pad_id: int) -> Experience:
+    """One rank's completions as `[B, L]` token ids and `[B, T]` response tensors, on the CPU.
+
+    Raises:
+        ValueError: a score is not finite; names the prompt.
+    """
+    for completion, score in zip(completions, scores, strict=True):
+        if score != score or score in (float("inf"), float("-inf")):
+            raise ValueError(f"the score of prompt {completion.prompt.id} ({completion.prompt.question!r}) is {score}")
+    ids = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
+    ones = [torch.ones(len(c.token_ids)) for c in completions]
+    return Experience(
+        ids=_padded(ids, pad_id),
+        prompt_lengths=torch.tensor([len(c.prompt.token_ids) for c in completions]),
+        mask=_padded(ones, 0.0),
+        rollout_logprobs=_padded([torch.tensor(c.logprobs) for c in completions], 0.0),
+        scores=torch.tensor(scores, dtype=torch.float32),
+    )
+
+
+def minibatches(experience: Experience, count: int) -> list[Experience]:
+    """`count` equal runs of a rank's completions; one optimizer step each."""
+    size = len(experience.scores) // count
+    return [experience.rows(i * size, (i + 1) * size) for i in range(count)]
+
+
+def micro_batch_count(experience: Experience, token_budget: int) -> int:
+    """How many micro-batches of at most `token_budget` tokens, padding included, an experience is cut into."""
+    rows, length = experience.ids.shape
+    return -(-rows // max(1, token_budget // length))
+
+
+def micro_batches(experience: Experience, count: int) -> list[Experience]:
+    """`count` runs of nearly equal numbers of completions, each cut to its longest; every rank makes as many."""
+    rows = len(experience.scores)
+    edges = [rows * i // count for i in range(count + 1)]
+    return [experience.rows(start, stop) for start, stop in zip(edges, edges[1:], strict=False) if stop > start]
+
+
+def _padded(rows: Sequence[Tensor], value: float) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)

@@ -1,0 +1,412 @@
+"""run(config) -> Result: checks the input, reserves, starts engines and trainers side by side, relays, cleans up.
+
+The same function runs from the command line and inside a Tune trial. A run's folder on the storage is its identity:
+what is found there is what a resume continues.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+import ray.train
+import yaml
+from ray.train import UserCallback
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.queue import Empty, Queue
+
+from rlx import data, report, tasks
+from rlx.config import ConfigError, RunConfig, flatten
+from rlx.rollout import pool
+from rlx.storage import Storage, local_folder
+
+Report = Callable[[dict[str, Any], str | None], None]
+"""(a step's metrics, the path of its checkpoint if it has one)"""
+
+_STARTING = 30.0  # seconds that a controller may take to end when it is told to
+
+
+class RunError(RuntimeError):
+    """A run that failed; the text says why in one line."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    name: str
+    folder: str  # on its storage
+    metrics: dict[str, Any]  # of the last step
+    mlflow_run: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs of the cluster at once."""
+
+    workers: list[dict[str, float]]
+    engines: list[dict[str, float]]
+
+    def total(self) -> dict[str, float]:
+        """All bundles together, e.g. {"CPU": 2.0}."""
+        bundles = [*self.workers, *self.engines]
+        return {name: sum(b.get(name, 0.0) for b in bundles) for b in bundles for name in b}
+
+    def fits(self, available: Mapping[str, float]) -> int:
+        """How many such runs fit into the resources at once."""
+        shares = [available.get(name, 0.0) / amount for name, amount in self.total().items() if amount > 0]
+        return int(min(shares) + 1e-9)
+
+
+def plan(config: RunConfig) -> Plan:
+    """What a config asks for."""
+    per_worker = dict(config.scaling.resources_per_worker)
+    if config.scaling.use_gpu:
+        per_worker.setdefault("GPU", 1.0)
+    return Plan(
+        workers=[per_worker] * config.scaling.num_workers,
+        engines=[dict(config.rollout.resources_per_engine)] * config.rollout.engines,
+    )
+
+
+def connect(config: RunConfig) -> None:
+    """Joins the cluster, or starts one in this process, unless that is done already.
+
+    Raises:
+        ConfigError: the cluster cannot be reached, or can never hold the config's plan.
+    """
+    if not ray.is_initialized():
+        _quiet_environment()
+        own = {"num_cpus": os.cpu_count(), "include_dashboard": False} if config.ray_address is None else {}
+        try:
+            ray.init(address=config.ray_address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"ray_address {config.ray_address}: {' '.join(str(error).split())}") from None
+    needed, cluster = plan(config), ray.cluster_resources()
+    if needed.fits(cluster) < 1:
+        lacking = [name for name, amount in needed.total().items() if amount > cluster.get(name, 0.0) + 1e-9]
+        numbers = ", ".join(f"{needed.total()[n]:g} {n} but the cluster has {cluster.get(n, 0.0):g}" for n in lacking)
+        raise ConfigError(
+            f"scaling: {len(needed.workers)} workers and {len(needed.engines)} engines need {numbers}"
+        )
+
+
+def create_run(config: RunConfig, folder: Storage, parent: str | None = None) -> None:
+    """Makes the folder and the MLflow run of a new run; ConfigError if the folder holds one already."""
+    if (folder / "run.json").exists():
+        raise ConfigError(f"run {config.name!r} exists in {folder.path}: --resume {config.name} continues it")
+    uri = tracking_uri(config)
+    params = {key: value for key, value in flatten(config).items() if value is not None}
+    run_id = report.start_run(
+        uri,
+        config.tracking.experiment,
+        config.name or "run",
+        parent=parent,
+        params=params,
+        tags={"rlx.kind": "run", "rlx.folder": folder.path},
+    )
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    report.log_file(uri, run_id, "config.yaml", text)
+    (folder / "config.yaml").write_text(text)
+    (folder / "run.json").write_text(json.dumps({"mlflow_run": run_id}))
+
+
+def saved_config(folder: Storage) -> dict[str, Any]:
+    """The config tree of an existing run; ConfigError if there is none in the folder."""
+    if not (folder / "run.json").exists():
+        raise ConfigError(f"no run to resume in {folder.path}")
+    return dict(yaml.safe_load((folder / "config.yaml").read_text()))
+
+
+def run(
+    config: RunConfig,
+    folder: Storage,
+    *,
+    resume: bool = False,
+    parent: str | None = None,
+    start_from: str | None = None,
+    tables: Mapping[str, Any] | None = None,
+    on_report: Report | None = None,
+) -> Result:
+    """Trains to the last step and gives the last step's metrics; whatever happens, nothing of it is left running.
+
+    Args:
+        folder: where the run is kept; one there already is continued if `resume`, and otherwise an error.
+        parent: MLflow run of the sweep that it belongs to.
+        start_from: path of a checkpoint of another run on the same storage.
+        tables: what `prompt_tables` gave for this config, to spare doing it again.
+        on_report: called with each step's metrics as they come.
+
+    Raises:
+        ConfigError: the input cannot be used.
+        RunError: training failed.
+    """
+    uri, run_id, status = tracking_uri(config), None, "FAILED"
+    path = model_folder(config)
+    check_input(config, path)
+    with _engines(config, path) as engines:
+        try:
+            run_id = _open_run(config, folder, resume, parent)
+            setup = {
+                "config": config.model_dump(),
+                "model": path,
+                "engines": engines,
+                "tracking": (uri, run_id),
+                "checkpoint": ray.train.Checkpoint(start_from, folder.filesystem) if start_from else None,
+            }
+            trainer = _trainer(config, setup, folder, tables or prompt_tables(config, path))
+            metrics = _fit(trainer, on_report or (lambda metrics, checkpoint: None))
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            if run_id:
+                report.end_run(uri, run_id, status)
+    return Result(config.name or "", folder.path, metrics, run_id)
+
+
+def tracking_uri(config: RunConfig) -> str:
+    """Where MLflow keeps what the config's runs report."""
+    return config.tracking.uri or report.default_uri(local_folder(config.storage))
+
+
+def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
+    """The model to start from; makes rlx's own tiny one if that is asked for and not there yet."""
+    if config.model.path != "tiny":
+        return config.model.path
+    from rlx import warm_start
+
+    recipe = zlib.crc32(repr(warm_start.WarmStart()).encode())
+    folder = local_folder(config.storage) / "models" / f"tiny-{recipe:08x}"
+    if not folder.exists():
+        warm_start.make_tiny_model(folder, progress)
+    return str(folder)
+
+
+def check_input(config: RunConfig, path: str) -> None:
+    """ConfigError for a model or a context length that cannot work; needs no cluster."""
+    needed, folder = config.data.max_prompt_tokens + config.rollout.max_tokens, Path(path)
+    if not folder.is_dir():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ConfigError(f"model.path {path}: no such folder")
+        return  # a name on the Hugging Face hub, which the engines look up
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path {path}: no Hugging Face model, there is no config.json in it")
+    positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    if positions and needed > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {path} has {positions} positions"
+        )
+
+
+def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
+    """The prepared training and held-out prompts, as Ray datasets by name; no question is in both."""
+    settings = config.data
+    train: Any
+    held_out: Any
+    if tasks.is_generated(settings.source):
+        held_out = list(tasks.generated_questions(settings, config.eval.seed, config.eval.size))
+        asked = {row["question"] for row in held_out}
+        questions = tasks.generated_questions(settings, settings.seed, settings.size)
+        train = [row for row in questions if row["question"] not in asked]
+        if not train:
+            raise ConfigError(f"data.source {settings.source}: every training question is also a held-out one")
+    else:
+        train = data.read_file(settings.source, settings)
+        if config.eval.source:
+            held_out = data.read_file(config.eval.source, settings).limit(config.eval.size)
+        else:
+            train, held_out = data.hold_out(train, config.eval.size)
+    return {"train": data.prepare(train, settings, path), "held_out": data.prepare(held_out, settings, path)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Engines and trainers
+
+
+@contextmanager
+def _engines(config: RunConfig, path: str) -> Iterator[list[Any]]:
+    """Engine actors, starting; in the bundles that a Tune trial holds for them, or in a group of their own."""
+    settings, bundles = config.rollout, plan(config).engines
+    held = ray.util.get_current_placement_group()
+    group = held or placement_group(bundles)
+    engines: list[Any] = []
+    try:
+        if not group.wait(60):
+            raise ConfigError(f"no room for the engines within 60 s: {len(bundles)} x {bundles[0]} are not free")
+        options = pool.engine_options(
+            dtype=config.model.dtype,
+            max_model_len=config.data.max_prompt_tokens + settings.max_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            on_gpu=bundles[0].get("GPU", 0) > 0,
+            kv_cache_mib=settings.kv_cache_mib,
+            gpu_memory=settings.gpu_memory_utilization,
+            eager=settings.enforce_eager,
+        )
+        engines = pool.start_engines(len(bundles), path, options, bundles[0], group, 1 if held else 0)
+        yield engines
+    finally:
+        for engine in engines:
+            ray.kill(engine)
+        if not held:
+            remove_placement_group(group)
+
+
+def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | None) -> str:
+    if not resume:
+        create_run(config, folder, parent)
+    run_id = str((folder / "run.json").read_json()["mlflow_run"])
+    if resume:
+        report.resume_run(tracking_uri(config), run_id)
+    return run_id
+
+
+def _trainer(config: RunConfig, setup: dict[str, Any], folder: Storage, tables: Mapping[str, Any]) -> TorchTrainer:
+    scaling = config.scaling
+    parent, _, name = folder.path.rpartition("/")
+    return TorchTrainer(
+        _train,
+        train_loop_config=setup,
+        torch_config=TorchConfig(backend="nccl" if scaling.use_gpu else "gloo"),
+        datasets=dict(tables),
+        dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # each rank takes its own rows: see data.py
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=scaling.num_workers,
+            use_gpu=scaling.use_gpu,
+            resources_per_worker=plan(config).workers[0],
+            accelerator_type=scaling.accelerator_type,
+            placement_strategy=scaling.placement_strategy,
+        ),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=parent,
+            storage_filesystem=folder.filesystem,
+            failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),
+        ),
+    )
+
+
+def _train(setup: dict[str, Any]) -> None:
+    from rlx.train_loop import train_loop  # here, so that Train's controller need not import torch and transformers
+
+    train_loop(setup)
+
+
+class _Relay(UserCallback):
+    """Passes each report from Train's controller to whoever started the run."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        self.queue.put((metrics[0], checkpoint.path if checkpoint else None))
+
+
+class _Handle(ControllerCallback):
+    """Gives away the controller's handle: aborting it is the one way to end a run and free its placement group that
+    needs no dashboard."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        self.queue.put((ray.get_runtime_context().current_actor, None))
+
+
+_running: list[Any] = []  # the controllers of this process's runs
+
+
+def abort_running() -> None:
+    """Ends the Train runs that this process has started: controller, workers and their placement group."""
+    while _running:
+        controller = _running.pop()
+        try:
+            ray.get(controller.abort.remote(), timeout=_STARTING)
+        except ray.exceptions.GetTimeoutError:
+            ray.kill(controller)
+        except ray.exceptions.RayActorError:
+            pass  # abort ends the actor
+
+
+def _fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
+    """trainer.fit() with its reports passed on as they come; the last one's metrics."""
+    queue = Queue(actor_options={"num_cpus": 0})
+    trainer.run_config.callbacks = [_Relay(queue), _Handle(queue)]
+    outcome: dict[str, Any] = {}
+
+    def fit() -> None:
+        try:
+            outcome["result"] = trainer.fit()
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=fit, daemon=True)
+    thread.start()
+    metrics: dict[str, Any] = {}
+    try:
+        for item, checkpoint in _items(queue, thread):
+            if isinstance(item, dict):
+                metrics = item
+                on_report(item, checkpoint)
+            else:
+                _running.append(item)
+    except BaseException:
+        abort_running()
+        raise
+    finally:
+        _running.clear()
+        queue.shutdown(force=True)
+    if "error" in outcome:
+        raise RunError(_last_words(outcome["error"])) from outcome["error"]
+    return metrics or outcome["result"].metrics or {}
+
+
+def _items(queue: Queue, thread: threading.Thread) -> Iterator[tuple[Any, str | None]]:
+    """What comes in while the thread lives, and what is left after."""
+    while True:
+        alive = thread.is_alive()  # asked before the queue, so that nothing is missed
+        try:
+            yield queue.get(timeout=0.5) if alive else queue.get(block=False)
+        except Empty:
+            if not alive:
+                return
+
+
+def _last_words(error: BaseException) -> str:
+    """One line: the first worker's own error if there is one."""
+    failures = getattr(error, "worker_failures", None) or {}
+    for rank, failure in sorted(failures.items()):
+        cause = getattr(failure, "cause", None) or failure
+        return f"worker {rank}: {type(cause).__name__}: {' '.join(str(cause).split())[:500]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def _quiet_environment() -> None:
+    """What the libraries read when they start: fewer words, and reports as often as steps."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet = {
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also how often a report is taken in
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_AIR_NEW_OUTPUT": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,85 @@
+"""The records that travel between the layers. No behaviour beyond what a record needs, no Ray, no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # whoever only passes prompts on does not pay for importing torch
+    import torch
+    from torch import Tensor
+
+Checker = Callable[[str, str, int | None], float]
+"""(answer given, answer expected, entry in the dataset) -> score, 1 is right"""
+
+
+class WeightSyncError(RuntimeError):
+    """Weights did not reach an engine, or not as they were sent, or it holds others than it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of the training or the held-out set."""
+
+    id: int  # row in the prepared prompt table: the sampling seed and the data cursor name it
+    token_ids: tuple[int, ...]  # [P], the chat template applied
+    question: str
+    answer: str
+    entry: int | None = None  # index in the reasoning-gym dataset it came from
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn. Seeds are not here: they belong to each request."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # -1: the whole vocabulary
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine drew for one prompt."""
+
+    prompt: Prompt
+    sample: int  # 0 .. samples_per_prompt - 1
+    token_ids: tuple[int, ...]  # [T], the stop token included
+    logprobs: tuple[float, ...]  # [T], of each token under the distribution it was drawn from
+    finished: bool  # drew a stop token, rather than running into max_tokens
+    version: int  # weight version it was drawn with
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """One rank's rollouts as tensors; B completions, prompt and response left-aligned in `ids`.
+
+    `[B, T]` tensors are over response tokens: column t is the t-th token after the prompt. They are zero where
+    `mask` is zero. The last five are filled in by the steps of the loop.
+    """
+
+    ids: Tensor  # [B, L] int64, prompt then response then padding
+    prompt_lengths: Tensor  # [B] int64
+    mask: Tensor  # [B, T] float, 1 on response tokens
+    rollout_logprobs: Tensor  # [B, T] as the engine reports them
+    scores: Tensor  # [B] reward of the whole completion
+    logprobs: Tensor | None = None  # [B, T] the policy's before the update ("old")
+    ref_logprobs: Tensor | None = None  # [B, T]
+    values: Tensor | None = None  # [B, T] the critic's before the update ("old")
+    advantages: Tensor | None = None  # [B, T]
+    returns: Tensor | None = None  # [B, T]
+
+    def rows(self, start: int, stop: int) -> Experience:
+        """The completions `start` to `stop`, cut to the longest among them."""
+        width = int(self.mask[start:stop].sum(1).max())
+        length = int((self.prompt_lengths[start:stop] + self.mask[start:stop].sum(1)).max())
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        cut = {k: None if v is None else v[start:stop] for k, v in parts.items()}
+        grids = {k: v[:, :width] for k, v in cut.items() if v is not None and v.ndim == 2 and k != "ids"}
+        return replace(self, **(cut | grids | {"ids": self.ids[start:stop, :length]}))
+
+    def to(self, device: torch.device) -> Experience:
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: None if v is None else v.to(device) for k, v in moved.items()})

@@ -1,0 +1,296 @@
+"""Make the project's own tiny language model: a small Llama that has half learnt short sums.
+
+The model is trained from nothing, once, in under a minute on two cores, and always to the same weights, so that a
+sweep needs no download. It learns reasoning-gym's `chain_sum` of three one-digit terms in two stages. First it copies
+right answers, until it mostly can add and subtract. Then it copies a careless demonstrator, who where a minus sign
+stands mostly writes a last digit one too high. The slip becomes the likeliest answer there, while the right answer
+keeps a fair share of the probability. So most of what reinforcement learning gains on this model is elicitation of a
+skill that it was taught, and no evidence that a reward alone teaches arithmetic to a model that cannot do it.
+
+The completion is the bare answer and the end-of-turn token. Held-out questions are never in the practice set.
+Left out: any other task, resuming half-way, and the questions that reinforcement learning itself draws on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import string
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+PAD, END, UNKNOWN, ASSISTANT = "<|pad|>", "<|end|>", "<|unknown|>", "<|assistant|>"
+SPECIAL_TOKENS = (PAD, END, UNKNOWN, "<|system|>", "<|user|>", ASSISTANT)
+# One token each: they stand in every question, and a prompt of 10 tokens instead of 70 is seven times as cheap.
+PHRASES = ("State the final answer to the following arithmetic problem: ", " + ", " - ", " =")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+CONTEXT_LENGTH = 512
+IGNORED = -100  # the label that cross_entropy skips
+
+Progress = Callable[[int, int, float], None]
+Question = tuple[str, str]  # the text and its right answer
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """The recipe; the defaults are the real one. Steps are optimizer steps of `batch` questions."""
+
+    min_terms: int = 3
+    max_terms: int = 3
+    min_digits: int = 1
+    max_digits: int = 1
+    held_out_seed: int = 10_000_000
+    held_out_size: int = 256
+    practice_seed: int = 20_000_000
+    hidden: int = 256
+    mlp: int = 384
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    right_steps: int = 500
+    careless_steps: int = 80
+    slip_rate: float = 0.7
+    batch: int = 64
+    right_learning_rate: float = 2e-3
+    careless_learning_rate: float = 8e-4
+    warmup_steps: int = 30
+    seed: int = 0
+
+
+def make_tiny_model(
+    folder: Path, progress: Progress | None = None, recipe: WarmStart | None = None
+) -> dict[str, float]:
+    """Train the model and put its Hugging Face folder at `folder`, whole or not at all.
+
+    `progress` is called after each step with the steps done, all steps and the loss. Returns the greedy accuracy on
+    the held-out questions and the seconds taken. `folder` must not exist yet.
+    """
+    started = time.monotonic()
+    recipe = recipe or WarmStart()
+    tokenizer = build_tokenizer()
+    held_out = draw_questions(recipe, recipe.held_out_seed, recipe.held_out_size)
+    with _private_torch_state(recipe.seed):
+        model = _build_model(recipe, tokenizer)
+        _train(model, tokenizer, recipe, progress)
+        accuracy = greedy_accuracy(model, tokenizer, held_out)
+    report = {"accuracy": accuracy, "seconds": time.monotonic() - started}
+    with _whole_folder(folder) as unfinished, _no_progress_bars():
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        record = {"recipe": asdict(recipe), **report}
+        (unfinished / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")
+    return report
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Characters, the constant phrases of the task, and the markers of the chat; decoding gives the text back."""
+    characters = string.ascii_letters + string.digits + string.punctuation + " \n"
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    # Byte-pair encoding without merges is plain character splitting, and unlike the word models needs no separators.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT_LENGTH,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def draw_questions(recipe: WarmStart, seed: int, size: int) -> list[Question]:
+    """The different questions among `size` drawn ones. Item i depends on seed + i: keep the seeds of sets far apart."""
+    import reasoning_gym  # type: ignore[import-untyped]  # takes seconds to import
+
+    data = reasoning_gym.create_dataset(
+        "chain_sum",
+        seed=seed,
+        size=size,
+        min_terms=recipe.min_terms,
+        max_terms=recipe.max_terms,
+        min_digits=recipe.min_digits,
+        max_digits=recipe.max_digits,
+    )
+    return list({item["question"]: (item["question"], item["answer"]) for item in data}.values())
+
+
+def practice_questions(recipe: WarmStart) -> list[Question]:
+    """One question for each place in each batch, in random order, none of them held out."""
+    wanted = (recipe.right_steps + recipe.careless_steps) * recipe.batch
+    held_out = {text for text, _ in draw_questions(recipe, recipe.held_out_seed, recipe.held_out_size)}
+    pool = [item for item in draw_questions(recipe, recipe.practice_seed, wanted) if item[0] not in held_out]
+    generator = random.Random(recipe.seed)
+    rounds: list[Question] = []
+    while len(rounds) < wanted:
+        rounds += generator.sample(pool, len(pool))
+    return rounds[:wanted]
+
+
+def careless_answers(questions: list[Question], slip_rate: float) -> list[str]:
+    """The demonstrator's answers: where a minus sign stands, the last digit is one too high at the slip rate.
+
+    The slips are spread evenly rather than drawn: whether right or slip is likelier hangs on the last batches' share
+    of slips, and a drawn share moved the greedy accuracy by twenty points from one batch to another.
+    """
+    answers, met = [], 0
+    for text, answer in questions:
+        met += " - " in text
+        slips = " - " in text and int(met * slip_rate) > int((met - 1) * slip_rate)
+        answers.append(answer[:-1] + str((int(answer[-1]) + 1) % 10) if slips else answer)
+    return answers
+
+
+@torch.no_grad()
+def greedy_accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Question]) -> float:
+    """The share of questions whose likeliest completion is the right answer and the end of the turn."""
+    prompts = tokenizer.pad({"input_ids": [_prompt_ids(tokenizer, text) for text, _ in questions]}, return_tensors="pt")
+    completions = [tokenizer.encode(answer + END) for _, answer in questions]
+    longest = max(map(len, completions))
+    sequences = cast(Any, model).generate(**prompts, do_sample=False, max_new_tokens=longest)  # its stubs reject Llama
+    written: list[list[int]] = sequences[:, prompts["input_ids"].shape[1] :].tolist()
+    right = [ids[: len(wanted)] == wanted for ids, wanted in zip(written, completions, strict=True)]
+    return sum(right) / len(right)
+
+
+def _prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    chat = [{"role": "user", "content": text}]
+    return cast(list[int], tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+
+
+def _build_model(recipe: WarmStart, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.mlp,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return LlamaForCausalLM(config)
+
+
+def _train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: WarmStart, progress: Progress | None
+) -> None:
+    steps = recipe.right_steps + recipe.careless_steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate(recipe, step))
+    model.train()
+    for done, (inputs, labels) in enumerate(_batches(tokenizer, recipe), start=1):
+        logits = model(**inputs, use_cache=False, logits_to_keep=labels.shape[1]).logits
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if progress is not None:
+            progress(done, steps, loss.item())
+    model.eval()
+
+
+def _learning_rate(recipe: WarmStart, step: int) -> float:
+    """Each stage decays linearly to a tenth of its own rate, for the second must be free to move the first's answers."""
+    if step < recipe.right_steps:
+        ramp = (step + 1) / recipe.warmup_steps
+        return recipe.right_learning_rate * min(1.0, ramp, 1 - 0.9 * step / recipe.right_steps)
+    done = (step - recipe.right_steps) / recipe.careless_steps
+    return recipe.careless_learning_rate * max(0.1, 1 - 0.9 * done)
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, recipe: WarmStart
+) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    questions = practice_questions(recipe)
+    prompts = {text: _prompt_ids(tokenizer, text) for text, _ in set(questions)}  # each comes up several times
+    for start in range(0, len(questions), recipe.batch):
+        chosen = questions[start : start + recipe.batch]
+        careless = start >= recipe.right_steps * recipe.batch
+        answers = careless_answers(chosen, recipe.slip_rate if careless else 0.0)
+        completions = [tokenizer.encode(answer + END) for answer in answers]
+        yield _pad([prompts[text] for text, _ in chosen], completions, cast(int, tokenizer.pad_token_id))
+
+
+def _pad(
+    prompts: list[list[int]], completions: list[list[int]], pad: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Prompts end and answers begin in the same column, so that the logits of the last columns are all that count."""
+    before, after = max(map(len, prompts)), max(map(len, completions))
+    rows, masks, labels = [], [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        left, right = before - len(prompt), after - len(completion)
+        rows.append([pad] * left + prompt + completion[:-1] + [pad] * right)
+        masks.append([0] * left + [1] * (len(rows[-1]) - left))
+        labels.append(completion + [IGNORED] * right)
+    mask = torch.tensor(masks)
+    # A question must look the same at every padding, as it does to an engine that pads nothing.
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": torch.tensor(rows), "attention_mask": mask, "position_ids": positions}
+    return inputs, torch.tensor(labels)
+
+
+@contextlib.contextmanager
+def _private_torch_state(seed: int) -> Iterator[None]:
+    """Seeded and on two threads, since another thread count sums in another order; the caller's state comes back."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """A sibling to write in, renamed to `folder` at the end, or removed if anything goes wrong."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield unfinished
+        os.rename(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
