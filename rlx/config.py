@@ -45,7 +45,7 @@ class ModelConfig(_Section):
 class DataConfig(_Section):
     source: str = "reasoning_gym:chain_sum"
     """training prompts: reasoning_gym:DATASET, or a .jsonl, .parquet or .csv file"""
-    params: dict[str, Any] = Field(default_factory=lambda: {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1})
+    params: dict[str, Any] = Field(default_factory=lambda: {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1})
     """parameters of the reasoning-gym dataset, e.g. --data.params.max_digits 3"""
     size: PositiveInt = 4096
     """how many training prompts to generate (reasoning-gym only; held-out questions among them are left out)"""

@@ -25,7 +25,9 @@ import yaml
 from ray.train import UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.execution.callback import ControllerCallback
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray._raylet import PlacementGroupID
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.queue import Empty, Queue
 
 from rlx import data, report, tasks
@@ -124,6 +126,11 @@ def create_run(config: RunConfig, folder: Storage, parent: str | None = None) ->
     (folder / "run.json").write_text(json.dumps({"mlflow_run": run_id}))
 
 
+def mlflow_run(folder: Storage) -> str:
+    """The id of a run's MLflow run."""
+    return str((folder / "run.json").read_json()["mlflow_run"])
+
+
 def saved_config(folder: Storage) -> dict[str, Any]:
     """The config tree of an existing run; ConfigError if there is none in the folder."""
     if not (folder / "run.json").exists():
@@ -165,6 +172,7 @@ def run(
                 "model": path,
                 "engines": engines,
                 "tracking": (uri, run_id),
+                "folder": folder.path,
                 "checkpoint": ray.train.Checkpoint(start_from, folder.filesystem) if start_from else None,
             }
             trainer = _trainer(config, setup, folder, tables or prompt_tables(config, path))
@@ -269,7 +277,7 @@ def _engines(config: RunConfig, path: str) -> Iterator[list[Any]]:
 def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | None) -> str:
     if not resume:
         create_run(config, folder, parent)
-    run_id = str((folder / "run.json").read_json()["mlflow_run"])
+    run_id = mlflow_run(folder)
     if resume:
         report.resume_run(tracking_uri(config), run_id)
     return run_id
@@ -304,7 +312,24 @@ def _trainer(config: RunConfig, setup: dict[str, Any], folder: Storage, tables: 
 def _train(setup: dict[str, Any]) -> None:
     from rlx.train_loop import train_loop  # here, so that Train's controller need not import torch and transformers
 
+    group = ray.util.get_current_placement_group()
+    _internal_kv_put(_group_key(setup["folder"]), group.id.binary())
     train_loop(setup)
+
+
+def remove_leftovers(folder: Storage) -> None:
+    """Frees what the workers of a run had reserved, for one whose process was killed before it could itself.
+
+    Ray ends the workers with their owner but keeps their placement group until the job ends.
+    """
+    key = _group_key(folder.path)
+    if reserved := _internal_kv_get(key):
+        remove_placement_group(PlacementGroup(PlacementGroupID(reserved)))
+        _internal_kv_del(key)
+
+
+def _group_key(folder: str) -> bytes:
+    return f"rlx/placement_group/{folder}".encode()
 
 
 class _Relay(UserCallback):

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 _SHOWN = (
@@ -73,3 +74,59 @@ class RunProgress:
         if "time/eval" in metrics or not self.console.is_terminal:
             self.console.print(line + ("  checkpoint" if checkpoint else ""))
         self.say(line) if self.console.is_terminal else None
+
+
+class SweepProgress:
+    """The live table of a sweep: one row per trial. Off a terminal, a line when a trial starts, evaluates or ends."""
+
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self.steps = steps
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._live = Live(console=self.console, get_renderable=self._table, refresh_per_second=1)
+
+    def __enter__(self) -> SweepProgress:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def watch(self, trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None:
+        """News of a trial."""
+        known = self._rows.setdefault(trial, {"settings": settings, "metrics": {}, "state": "", "since": time.time()})
+        changed = known["state"] != state
+        known["metrics"], known["state"] = {**known["metrics"], **metrics}, state
+        if not self.console.is_terminal and (changed or "time/eval" in metrics):
+            step = f"step {known['metrics']['step']}/{self.steps}  " if "step" in known["metrics"] else ""
+            shown = step + described(known["metrics"]) if not changed or state != "running" else _settings(settings)
+            self.console.print(f"{trial} {state}  {shown}", soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        varied = list(next(iter(self._rows.values()))["settings"]) if self._rows else []
+        short = [key.rpartition(".")[2] for key in varied]
+        for column in ("trial", *short, "step", *(label for label, _, _ in _SHOWN), "left", "state"):
+            table.add_column(column, justify="left" if column in ("trial", "state") else "right", no_wrap=True)
+        for trial, row in self._rows.items():
+            metrics = row["metrics"]
+            values = [_short(row["settings"].get(key)) for key in varied]
+            watched = [form.format(metrics[key]) if key in metrics else "" for _, key, form in _SHOWN]
+            done = f"{metrics['step']}/{self.steps}" if "step" in metrics else ""
+            table.add_row(trial, *values, done, *watched, self._left(row), row["state"])
+        return table
+
+    def _left(self, row: Mapping[str, Any]) -> str:
+        metrics = row["metrics"]
+        if row["state"] != "running" or "time/step" not in metrics:
+            return ""
+        return time_left(metrics["time/step"] * (self.steps - metrics["step"]))
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return "  ".join(f"{key} {_short(value)}" for key, value in settings.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

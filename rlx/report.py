@@ -125,6 +125,12 @@ def end_run(uri: str, run_id: str, status: str) -> None:
     client(uri).set_terminated(run_id, status)
 
 
+def end_run_if_open(uri: str, run_id: str, status: str) -> None:
+    """Closes a run whose own process could not."""
+    if client(uri).get_run(run_id).info.status == "RUNNING":
+        end_run(uri, run_id, status)
+
+
 def log_file(uri: str, run_id: str, name: str, text: str) -> None:
     """Stores a text artifact, e.g. the resolved config."""
     client(uri).log_text(run_id, text, name)

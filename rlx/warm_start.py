@@ -1,6 +1,6 @@
 """Make the project's own tiny language model: a small Llama that has half learnt short sums.
 
-The model is trained from nothing, once, in under a minute on two cores, and always to the same weights, so that a
+The model is trained from nothing, once, on two cores, and on one machine always to the same weights, so that a
 sweep needs no download. It learns reasoning-gym's `chain_sum` of three one-digit terms in two stages. First it copies
 right answers, until it mostly can add and subtract. Then it copies a careless demonstrator, who where a minus sign
 stands mostly writes a last digit one too high. The slip becomes the likeliest answer there, while the right answer
@@ -66,9 +66,9 @@ class WarmStart:
     layers: int = 2
     heads: int = 4
     kv_heads: int = 2
-    right_steps: int = 500
+    right_steps: int = 700
     careless_steps: int = 80
-    slip_rate: float = 0.7
+    slip_rate: float = 0.82
     batch: int = 64
     right_learning_rate: float = 2e-3
     careless_learning_rate: float = 8e-4
@@ -154,7 +154,7 @@ def careless_answers(questions: list[Question], slip_rate: float) -> list[str]:
     """The demonstrator's answers: where a minus sign stands, the last digit is one too high at the slip rate.
 
     The slips are spread evenly rather than drawn: whether right or slip is likelier hangs on the last batches' share
-    of slips, and a drawn share moved the greedy accuracy by twenty points from one batch to another.
+    of slips, and a drawn share moved the greedy accuracy by twenty points within twenty steps.
     """
     answers, met = [], 0
     for text, answer in questions:

@@ -1,0 +1,81 @@
+"""A hyperparameter sweep of PPO: python experiments/ppo_sweep.py [--trials N] [--scheduler asha] [--SETTING VALUE]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlx.config import ConfigError, add_settings, from_tree, parse, read_yaml, with_overrides
+
+HERE = Path(__file__).resolve().parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="A sweep of PPO runs; every setting that the search space does not vary can be given too.",
+        usage="%(prog)s [--space FILE] [--trials N] [--scheduler NAME] [--resume [NAME]] [--SECTION.SETTING VALUE ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", default=str(HERE / "configs" / "sweep.yaml"), help="YAML settings")
+    parser.add_argument("--space", metavar="FILE", default=str(HERE.parent / "search_spaces" / "ppo.py"))
+    parser.add_argument("--trials", metavar="N", type=int, default=4, help="settings to try (random search)")
+    parser.add_argument("--search", choices=["random", "grid"], default="random")
+    parser.add_argument("--scheduler", choices=["none", "asha"], default="none", help="asha stops bad trials early")
+    parser.add_argument("--max-concurrent", metavar="N", type=int, help="at most so many trials at once")
+    parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
+    add_settings(parser)
+    try:
+        args, given = parse(parser, sys.argv[1:] if argv is None else argv)
+        tree = with_overrides(read_yaml(args.config), given)
+        from_tree(tree, args.config)  # refused before anything is imported
+        return run_sweep(args, tree)
+    except (ConfigError, RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: --resume continues the sweep", file=sys.stderr)
+        return 130
+
+
+def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
+    """Starts or resumes the sweep, shows it, and writes its analysis."""
+    from rlx import analysis, launch, progress, sweep
+    from rlx.storage import open_storage
+
+    started = time.monotonic()
+    storage = open_storage(from_tree(tree).storage)
+    if args.resume is not None:
+        plan = sweep.saved_sweep(storage, args.resume or None)
+    else:
+        name = tree.pop("name", None) or next_name((storage / "sweeps").names())
+        plan = sweep.Sweep(name, tree, args.space, args.trials, args.search, args.scheduler, args.max_concurrent)
+    config = from_tree(plan.tree)
+    uri = launch.tracking_uri(config)
+    with progress.SweepProgress(config.train.steps) as shown:
+        with progress.RunProgress(config.train.steps, shown.console) as making:
+            launch.check_input(config, launch.model_folder(config, making.warm_start))
+        launch.connect(config)
+        if args.resume is None:
+            plan = sweep.create_sweep(plan, storage)
+        at_once = sweep.concurrency(plan)
+        shown.console.print(f"sweep {plan.name}: {plan.trials} trials, {at_once} at once, {config.train.steps} steps")
+        sweep.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
+    loaded = analysis.load_sweep(uri, config.tracking.experiment, plan.name)
+    paths = analysis.write(loaded, Path(config.storage) / "analysis" / plan.name, uri)
+    print(analysis.format_table(analysis.rank(loaded)))
+    print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s; " + ", ".join(str(p) for p in paths))
+    print(f"curves: mlflow ui --backend-store-uri {uri}")
+    return 0
+
+
+def next_name(taken: Sequence[str]) -> str:
+    """The first of sweep-1, sweep-2, ... that is free."""
+    return next(name for name in (f"sweep-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""A sweep: a Tuner whose every trial is one launch.run, under an MLflow parent run, resumable and leaving nothing behind.
+
+A trial is a function trainable that starts a Ray Train run of its own and relays its reports, each with a small pointer
+to the newest checkpoint. Tables and figures are analysis's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.search.basic_variant import BasicVariantGenerator
+from ray.tune.search.sample import Categorical, Domain
+from ray.tune.trainable.function_trainable import wrap_function
+
+from rlx import launch, report
+from rlx.config import ConfigError, RunConfig, from_tree, nearest, setting_keys, with_overrides
+from rlx.storage import Storage
+
+METRIC, MODE = "eval/accuracy", "max"
+_RECORD = "sweep.json"
+
+Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
+"""(trial, its settings, its newest metrics, its state), called whenever one of them changes"""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep is made of; kept with it, so that it can be resumed."""
+
+    name: str
+    tree: dict[str, Any]  # the config that all trials share
+    space: str  # path of the search space
+    trials: int = 4
+    search: str = "random"
+    scheduler: str = "none"
+    max_concurrent: int | None = None
+    mlflow_run: str = field(default="")
+
+
+def _fifo(config: RunConfig) -> TrialScheduler:
+    return FIFOScheduler()
+
+
+def _asha(config: RunConfig) -> TrialScheduler:
+    """Stops the worse half at each rung; the first rung comes after the first evaluation."""
+    steps = config.train.steps
+    first = min(steps, config.eval.every or steps)
+    return ASHAScheduler(time_attr="step", max_t=steps + 1, grace_period=first, reduction_factor=2)
+
+
+SCHEDULERS: dict[str, Callable[[RunConfig], TrialScheduler]] = {"none": _fifo, "asha": _asha}
+
+
+def _random(space: dict[str, Any]) -> dict[str, Any]:
+    return space
+
+
+def _grid(space: dict[str, Any]) -> dict[str, Any]:
+    """Every combination of the choices."""
+    for key, domain in space.items():
+        if isinstance(domain, Domain) and not isinstance(domain, Categorical):
+            raise ConfigError(f"--search grid needs a list of values for {key}: use tune.choice")
+    return {k: tune.grid_search(d.categories) if isinstance(d, Categorical) else d for k, d in space.items()}
+
+
+SEARCHES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"random": _random, "grid": _grid}
+
+
+def load_space(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The search space of a Python file with a function space(), each setting checked against the config tree.
+
+    Raises:
+        ConfigError: no such file or function, an unknown setting, or a value that the setting does not take.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"--space {path}: no such file")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "space"):
+        raise ConfigError(f"--space {path}: it has no function space()")
+    space: dict[str, Any] = module.space()
+    for key, domain in space.items():
+        if key not in setting_keys():
+            raise ConfigError(f"--space {path}: unknown setting {key}{nearest(key, setting_keys())}")
+        for value in _extremes(domain):
+            from_tree(with_overrides(dict(config), {key: value}), f"--space {path}")
+    return space
+
+
+def create_sweep(sweep: Sweep, storage: Storage) -> Sweep:
+    """Records a new sweep in its folder and in MLflow; ConfigError if its name is taken."""
+    folder = storage / "sweeps" / sweep.name
+    if (folder / _RECORD).exists():
+        raise ConfigError(f"sweep {sweep.name!r} exists in {folder.path}: --resume {sweep.name} continues it")
+    config = from_tree(sweep.tree)
+    space = load_space(sweep.space, sweep.tree)
+    run_id = report.start_run(
+        launch.tracking_uri(config),
+        config.tracking.experiment,
+        sweep.name,
+        parent=None,
+        params={"trials": sweep.trials, "search": sweep.search, "scheduler": sweep.scheduler, "space": sweep.space},
+        tags={"rlx.kind": "sweep", "rlx.folder": folder.path, "rlx.space": json.dumps(list(space))},
+    )
+    sweep = Sweep(**asdict(sweep) | {"mlflow_run": run_id})
+    (folder / _RECORD).write_text(json.dumps(asdict(sweep), indent=1))
+    return sweep
+
+
+def saved_sweep(storage: Storage, name: str | None) -> Sweep:
+    """A recorded sweep by name, or the newest one; ConfigError if there is none."""
+    sweeps = storage / "sweeps"
+    names = [n for n in sweeps.names() if (sweeps / n / _RECORD).exists()]
+    if not names or (name and name not in names):
+        raise ConfigError(f"no sweep {name or ''} in {sweeps.path}{nearest(name or '', names)}")
+    newest = max(names, key=lambda n: sweeps.filesystem.get_file_info((sweeps / n / _RECORD).path).mtime)
+    return Sweep(**(sweeps / (name or newest) / _RECORD).read_json())
+
+
+def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -> list[Any]:
+    """Runs a recorded sweep, or the rest of it, to the end; Tune's result of each trial.
+
+    The cluster must be connected. Ends the sweep's MLflow run.
+    """
+    uri, status = launch.tracking_uri(from_tree(sweep.tree)), "FAILED"
+    try:
+        tuner = _restored(sweep, storage, watch) if resume else _tuner(sweep, storage, watch)
+        results = list(tuner.fit())
+        status = "FINISHED"
+        return results
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        report.end_run(uri, sweep.mlflow_run, status)
+
+
+def concurrency(sweep: Sweep) -> int:
+    """How many trials run at once: as many whole plans as the cluster has room for. Ray would start more and let them
+    wait for ever, each holding what the other needs."""
+    room = launch.plan(from_tree(sweep.tree)).fits(ray.cluster_resources())
+    return max(1, min(room, sweep.max_concurrent or room))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trials
+
+
+def _tuner(sweep: Sweep, storage: Storage, watch: Watch) -> tune.Tuner:
+    config = from_tree(sweep.tree)
+    search = SEARCHES[sweep.search]
+    return tune.Tuner(
+        _trainable(sweep, storage),
+        param_space=search(load_space(sweep.space, sweep.tree)),
+        tune_config=tune.TuneConfig(
+            metric=METRIC,
+            mode=MODE,
+            num_samples=1 if sweep.search == "grid" else sweep.trials,
+            max_concurrent_trials=concurrency(sweep),
+            scheduler=SCHEDULERS[sweep.scheduler](config),
+            search_alg=BasicVariantGenerator(random_state=config.seed),
+            trial_name_creator=trial_name,
+            trial_dirname_creator=trial_name,
+        ),
+        run_config=tune.RunConfig(
+            name=sweep.name,
+            storage_path=f"{storage.path}/sweeps",
+            storage_filesystem=storage.filesystem,
+            callbacks=[_Watcher(sweep, storage, watch)],
+            verbose=0,
+        ),
+    )
+
+
+def _restored(sweep: Sweep, storage: Storage, watch: Watch) -> tune.Tuner:
+    """The interrupted sweep's Tuner: finished trials stay as they are, the others go on from their checkpoints."""
+    folder = storage / "sweeps" / sweep.name
+    if not tune.Tuner.can_restore(folder.path, storage_filesystem=storage.filesystem):
+        return _tuner(sweep, storage, watch)  # it ended before its first trial began
+    return tune.Tuner.restore(
+        folder.path,
+        trainable=_trainable(sweep, storage),
+        storage_filesystem=storage.filesystem,
+        resume_unfinished=True,
+        resume_errored=True,
+    )
+
+
+def trial_name(trial: Trial) -> str:
+    """trial_00003 and the like: it depends on nothing but the trial, so that a restored one finds its folder."""
+    return f"trial_{trial.trial_id.rpartition('_')[2]}"
+
+
+def _trainable(sweep: Sweep, storage: Storage) -> Any:
+    """A trial as Tune wants it, with the engines' resources; Train reserves the workers' itself."""
+
+    def trial(settings: dict[str, Any]) -> None:
+        _run_trial(sweep, storage, settings)
+
+    class Trainable(wrap_function(trial, name="trial")):  # type: ignore[misc]
+        def cleanup(self) -> None:  # Tune calls it when a trial ends, also one that a scheduler stops
+            from rlx import launch  # the class is pickled by value: this is the trial process's own module
+
+            launch.abort_running()
+            super().cleanup()
+
+    Trainable.__name__ = "trial"
+    engines = launch.plan(from_tree(sweep.tree)).engines
+    # Tune refuses a bundle with nothing in it, and a CPU here would be one that nobody uses.
+    return tune.with_resources(Trainable, tune.PlacementGroupFactory([{"CPU": 0.0, "memory": 1e6}, *engines]))
+
+
+def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any]) -> None:
+    """In the trial's own process: one run, its reports passed on to Tune."""
+    name = tune.get_context().get_trial_name()
+    config = from_tree(with_overrides(sweep.tree, settings | {"name": f"{sweep.name}.{name}"}))
+    folder = storage / "sweeps" / sweep.name / "runs" / name
+
+    def relay(metrics: dict[str, Any], checkpoint: str | None) -> None:
+        if checkpoint is None:
+            tune.report(metrics)
+            return
+        with tempfile.TemporaryDirectory() as pointer:  # restoring a trial asks for a checkpoint of Tune's own
+            Path(pointer, "pointer.json").write_text(json.dumps({"checkpoint": checkpoint}))
+            tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(pointer))
+
+    launch.connect(config)
+    resume = (folder / "run.json").exists()
+    launch.run(config, folder, resume=resume, parent=sweep.mlflow_run, on_report=relay)
+
+
+class _Watcher(tune.Callback):
+    """Shows trials, and clears away what a trial that was stopped or killed could not clear itself."""
+
+    def __init__(self, sweep: Sweep, storage: Storage, watch: Watch) -> None:
+        self.runs = storage / "sweeps" / sweep.name / "runs"
+        self.uri = launch.tracking_uri(from_tree(sweep.tree))
+        self.watch = watch
+
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self._show(trial, {}, "running")
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any
+    ) -> None:
+        self._show(trial, result, "running")
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self._clear(trial, "FINISHED")
+        self._show(trial, trial.last_result, "finished")
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self._clear(trial, "FAILED")
+        self._show(trial, trial.last_result, "failed")
+
+    def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
+        self.watch(trial_name(trial), trial.config, metrics, state)
+
+    def _clear(self, trial: Trial, status: str) -> None:
+        folder = self.runs / trial_name(trial)
+        launch.remove_leftovers(folder)
+        if (folder / "run.json").exists():
+            report.end_run_if_open(self.uri, launch.mlflow_run(folder), status)
+
+
+def _extremes(domain: Any) -> list[Any]:
+    """Values that show whether a setting takes what a domain gives."""
+    if isinstance(domain, Categorical):
+        return list(domain.categories)
+    if isinstance(domain, Domain):
+        return [domain.lower, domain.upper] if hasattr(domain, "lower") else [domain.sample()]
+    if isinstance(domain, dict) and "grid_search" in domain:
+        return list(domain["grid_search"])
+    return [domain]
