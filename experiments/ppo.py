@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:
     """Starts or resumes the run and shows it."""
     from rlx import launch, progress
-    from rlx.storage import open_storage
+    from rlx.storage import absolute, open_storage
 
     started = time.monotonic()
     storage = open_storage(from_tree(with_overrides(base, given)).storage)
@@ -44,7 +44,8 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     if args.resume:
         base = launch.saved_config(runs / args.resume)
     config = from_tree(with_overrides(base, given))
-    config = config.model_copy(update={"name": args.resume or config.name or next_name(runs.names())})
+    name = args.resume or config.name or next_name(runs.names())
+    config = config.model_copy(update={"name": name, "storage": absolute(config.storage)})
     first: dict[str, Any] = {}
 
     with progress.RunProgress(config.train.steps) as shown:

@@ -44,10 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
     from rlx import analysis, launch, progress, sweep
-    from rlx.storage import open_storage
+    from rlx.storage import absolute, open_storage
 
     started = time.monotonic()
-    storage = open_storage(from_tree(tree).storage)
+    tree["storage"] = absolute(from_tree(tree).storage)
+    storage = open_storage(tree["storage"])
     if args.resume is not None:
         plan = sweep.saved_sweep(storage, args.resume or None)
     else:

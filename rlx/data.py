@@ -11,76 +11,95 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.csv  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
 import ray.data
+import ray.exceptions
+import ray.train
 
-from rlx.config import ConfigError, DataConfig
+from rlx.config import ConfigError, nearest
+from rlx.settings import DataConfig
 from rlx.types import Prompt
 
-_READERS = {".jsonl": ray.data.read_json, ".parquet": ray.data.read_parquet, ".csv": ray.data.read_csv}
-# Tasks that ask for a CPU would wait for ever while trainers hold them all.
-_NO_CPU = {"num_cpus": 0}
+_LOG = logging.getLogger("rlx")
+_CSV = pa.csv.ParseOptions(newlines_in_values=True)
+_ROWS = pa.schema([("question", pa.string()), ("answer", pa.string())])
 
 
-def read_file(path: str, config: DataConfig) -> ray.data.Dataset:
-    """The rows {question, answer} of a prompt file, in file order; ConfigError names what is wrong and where."""
+def read_file(path: str, config: DataConfig, setting: str = "data.source") -> ray.data.Dataset:
+    """The rows {question, answer} of a prompt file, all of them text, in file order.
+
+    Args:
+        setting: what an error names as the origin of the path.
+
+    Raises:
+        ConfigError: the file or a row cannot be used; of a .jsonl file it names the line.
+    """
     file = Path(path)
-    reader = _READERS.get(file.suffix)
-    if reader is None:
-        raise ConfigError(f"data.source {path}: expected reasoning_gym:DATASET or a file ending in {', '.join(_READERS)}")
+    if file.suffix not in _COLUMNS:
+        raise ConfigError(f"{setting} {path}: expected reasoning_gym:DATASET or a file ending in {', '.join(_COLUMNS)}")
     if not file.is_file():
-        raise ConfigError(f"data.source {path}: no such file")
-    if file.stat().st_size == 0:
-        raise ConfigError(f"data.source {path}: the file is empty")
+        raise ConfigError(f"{setting} {path}: no such file")
+    wanted = (config.prompt_column, config.answer_column)
     _quiet()
     try:
-        rows = reader(str(file.resolve()), ray_remote_args=_NO_CPU).materialize()
-    except Exception as error:  # Ray wraps whatever its reader raised; the cause is found in the file itself
-        raise ConfigError(f"data.source {path}{_bad_line(file) or ': ' + _last_line(error)}") from None
-    columns = rows.columns() or []
-    for column in (config.prompt_column, config.answer_column):
-        if column not in columns:
-            raise ConfigError(f"data.source {path}: no column {column!r}; it has {', '.join(columns) or 'no rows'}")
-    named = {config.prompt_column: "question", config.answer_column: "answer"}
-    return rows.select_columns(list(named)).rename_columns(named)
+        _check_columns(_COLUMNS[file.suffix](file), wanted)
+        rows = _read(path, *wanted).materialize()
+        if not rows.count():
+            raise ValueError("there are no rows in it")
+    except Exception as error:  # Ray wraps whatever a reader raises
+        reason = _reason(error)
+        raise ConfigError(f"{setting} {reason if reason.startswith(path) else f'{path}: {reason}'}") from None
+    return rows
 
 
 def hold_out(rows: ray.data.Dataset, size: int) -> tuple[ray.data.Dataset, ray.data.Dataset]:
     """(training rows, held-out rows): the last `size` rows, at most a tenth but at least one, are held out."""
     rows = rows.materialize()
     count = rows.count()
+    if count < 2:
+        raise ConfigError(f"data.source: {count} rows are too few to hold one out; set eval.source")
     train, held_out = rows.split_at_indices([count - max(1, min(size, count // 10))])
     return train, held_out
 
 
-def prepare(rows: ray.data.Dataset | Iterable[dict[str, Any]], config: DataConfig, model: str) -> ray.data.Dataset:
-    """The prompt table: token ids with the model's chat template applied, over-long prompts left out.
+def prepare(
+    rows: ray.data.Dataset | Iterable[dict[str, Any]], config: DataConfig, model: str, trust_remote_code: bool = False
+) -> ray.data.Dataset:
+    """The prompt table: token ids with the model's chat template applied, over-long prompts left out with a warning.
 
     Args:
         rows: {question, answer[, entry]} each.
         model: folder or name of the model whose tokenizer is used.
 
     Raises:
-        ConfigError: a question or answer that is no text, or no prompt left.
+        ConfigError: the tokenizer cannot be used, or no prompt is left.
     """
     _quiet()
     source = rows if isinstance(rows, ray.data.Dataset) else ray.data.from_items(list(rows), override_num_blocks=1)
-    tokenize = functools.partial(_tokenize, model=model, system=config.system, limit=config.max_prompt_tokens)
+    source = source.materialize()
+    settings = {"model": model, "trust": trust_remote_code, "system": config.system, "limit": config.max_prompt_tokens}
     try:
-        table = source.map_batches(tokenize, batch_format="pandas", batch_size=None, **_NO_CPU).materialize()
+        table = source.map_batches(
+            _tokenize, fn_kwargs=settings, batch_format="pyarrow", batch_size=None, num_cpus=0
+        ).materialize()
     except Exception as error:
-        raise ConfigError(f"data.source {config.source}: {_last_line(error)}") from None
-    if not table.count():
-        raise ConfigError(
-            f"data.source {config.source}: no prompt is left, all are longer than data.max_prompt_tokens "
-            f"({config.max_prompt_tokens})"
-        )
+        raise ConfigError(f"model.path {model}: its tokenizer: {_reason(error)}") from None
+    count, left = source.count(), table.count()
+    too_long = f"{count - left} of {count} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens})"
+    if not left:
+        raise ConfigError(f"no prompt is left: {too_long}")
+    if left < count:
+        _LOG.warning("%s and left out", too_long)
     return table
 
 
@@ -97,7 +116,7 @@ def read_shard(name: str) -> pa.Table:
     return pa.concat_tables(shard.iter_batches(batch_size=None, batch_format="pyarrow"))
 
 
-def prompts(table: pa.Table, positions: Iterable[int]) -> list[Prompt]:
+def prompts(table: pa.Table, positions: Sequence[int]) -> list[Prompt]:
     """Rows of a prompt table as records."""
     picked = table.take(pa.array(positions, type=pa.int64())).to_pydict()
     entries = picked.get("entry") or [None] * len(picked["question"])
@@ -149,52 +168,136 @@ def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(size)
 
 
-@functools.cache
-def _cached_tokenizer(model: str) -> Any:
-    return load_tokenizer(model)
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompt files
 
 
-def _tokenize(batch: Any, model: str, system: str | None, limit: int) -> Any:
-    """One block of rows -> the same rows with token_ids, those longer than `limit` left out (runs in a Ray task)."""
-    tokenizer = _cached_tokenizer(model)
-    before = [{"role": "system", "content": system}] if system else []
-    token_ids = []
-    for question, answer in zip(batch["question"], batch["answer"], strict=True):
-        if not isinstance(question, str) or not question.strip():
-            raise ValueError(f"a question is {question!r}, expected text (its answer is {answer!r})")
-        if answer is None or answer != answer:
-            raise ValueError(f"the answer to {question!r} is missing")
-        if tokenizer.chat_template:
-            messages = [*before, {"role": "user", "content": question}]
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = tokenizer(question).input_ids
-        token_ids.append(list(ids))
-    fits = [len(ids) <= limit for ids in token_ids]
-    return batch.assign(answer=batch["answer"].astype(str), token_ids=token_ids)[fits]
+def _read(path: str, question: str, answer: str) -> ray.data.Dataset:
+    """The file's rows through Ray Data; only the two columns are read."""
+    file, columns = str(Path(path).resolve()), [question, answer]
+    names = {"question": question, "answer": answer}
+    if file.endswith(".jsonl"):
+        # Not Ray's own JSON reader: it takes texts that look like dates for dates, and numbers no line.
+        lines = ray.data.read_binary_files(file, num_cpus=0)
+        return lines.map_batches(
+            _json_rows, fn_kwargs=names | {"path": path}, batch_format="pyarrow", batch_size=None, num_cpus=0
+        )
+    if file.endswith(".parquet"):
+        table = ray.data.read_parquet(file, columns=columns, num_cpus=0)
+    else:
+        as_text = pa.csv.ConvertOptions(  # "007", "1e3" and "NA" are what stands there
+            include_columns=columns,
+            column_types=dict.fromkeys(columns, pa.string()),
+            strings_can_be_null=True,
+            null_values=[""],
+        )
+        table = ray.data.read_csv(file, num_cpus=0, parse_options=_CSV, convert_options=as_text)
+    return table.map_batches(_column_rows, fn_kwargs=names, batch_format="pyarrow", batch_size=None, num_cpus=0)
 
 
-def _bad_line(file: Path) -> str | None:
-    """Where a .jsonl file is malformed: ":LINE: what"; None if it is not, or is no .jsonl file."""
-    if file.suffix != ".jsonl":
-        return None
-    with file.open(errors="replace") as lines:
+def _json_rows(batch: pa.Table, path: str, question: str, answer: str) -> pa.Table:
+    """The contents of a .jsonl file -> its rows."""
+    rows = []
+    for number, line in enumerate(batch["bytes"][0].as_py().split(b"\n"), 1):
+        if line.strip():
+            row = _json_object(line, where := f"{path}:{number}: ")
+            rows.append(_row(row.get(question), row.get(answer), where))
+    return pa.Table.from_pylist(rows, _ROWS)
+
+
+def _column_rows(batch: pa.Table, question: str, answer: str) -> pa.Table:
+    pairs = zip(batch[question].to_pylist(), batch[answer].to_pylist(), strict=True)
+    return pa.Table.from_pylist([_row(*pair) for pair in pairs], _ROWS)
+
+
+def _row(question: Any, answer: Any, where: str = "") -> dict[str, str]:
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{where}a question is {question!r:.80}, expected text (its answer is {answer!r:.80})")
+    if answer is None or answer != answer or isinstance(answer, list | dict):
+        raise ValueError(f"{where}the answer to {question!r:.80} is {answer!r:.80}, expected text or a number")
+    # Whole numbers become floats in a table with a missing value anywhere in their column.
+    whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
+    return {"question": question, "answer": str(int(answer) if whole else answer)}
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}malformed JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}expected a JSON object per line, found {type(row).__name__}")
+    return row
+
+
+def _json_columns(file: Path) -> list[str]:
+    """The keys of the first object."""
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line) if line.strip() else {}
-            except ValueError as error:
-                return f":{number}: malformed JSON: {error}"
-            if not isinstance(row, dict):
-                return f":{number}: expected an object per line, found {type(row).__name__}"
-    return None
+            if line.strip():
+                return list(_json_object(line, f"{file}:{number}: "))
+    raise ValueError("there are no rows in it")
 
 
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+def _csv_columns(file: Path) -> list[str]:
+    with pa.csv.open_csv(file, parse_options=_CSV) as reader:
+        return list(reader.schema.names)
+
+
+def _parquet_columns(file: Path) -> list[str]:
+    return list(pa.parquet.read_schema(file).names)
+
+
+_COLUMNS: dict[str, Callable[[Path], list[str]]] = {
+    ".jsonl": _json_columns,
+    ".parquet": _parquet_columns,
+    ".csv": _csv_columns,
+}
+
+
+def _check_columns(names: Sequence[str], wanted: Iterable[str]) -> None:
+    counts = Counter(names)
+    for column in wanted:
+        if column not in counts:
+            raise ValueError(f"no column {column!r}, it has {', '.join(names)}{nearest(column, names)}")
+        if counts[column] > 1:
+            raise ValueError(f"{counts[column]} columns are called {column!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In Ray tasks
+
+
+_cached_tokenizer = functools.cache(load_tokenizer)
+
+
+def _tokenize(batch: pa.Table, model: str, trust: bool, system: str | None, limit: int) -> pa.Table:
+    """One block of rows -> the same rows with token_ids, those longer than `limit` left out."""
+    tokenizer = _cached_tokenizer(model, trust)
+    token_ids = [_encode(tokenizer, question, system) for question in batch["question"].to_pylist()]
+    # Typed, since a block of which nothing is left must still fit to the others.
+    table = batch.append_column("token_ids", pa.array(token_ids, pa.list_(pa.int32())))
+    return table.filter(pa.array([len(ids) <= limit for ids in token_ids], pa.bool_()))
+
+
+def _encode(tokenizer: Any, question: str, system: str | None) -> list[int]:
+    if not tokenizer.chat_template:
+        return list(tokenizer(f"{system}\n\n{question}" if system else question).input_ids)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": question})
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def _reason(error: Exception) -> str:
+    """An error as one line; what was raised in a Ray task arrives as a chain of tracebacks in text, the cause first."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = str(error).partition("\n\nThe above exception")[0]
+        return re.sub(r"^[\w.]+: ", "", cause.strip().splitlines()[-1])
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _quiet() -> None:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True  # rows keep their place from run to run
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is raised

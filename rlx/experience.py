@@ -6,6 +6,8 @@ of the step, in order. No config and no communication here.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +23,7 @@ def build(completions: Sequence[Completion], scores: Sequence[float], pad_id: in
         ValueError: a score is not finite; names the prompt.
     """
     for completion, score in zip(completions, scores, strict=True):
-        if score != score or score in (float("inf"), float("-inf")):
+        if not math.isfinite(score):
             raise ValueError(f"the score of prompt {completion.prompt.id} ({completion.prompt.question!r}) is {score}")
     ids = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
     ones = [torch.ones(len(c.token_ids)) for c in completions]
@@ -35,22 +37,42 @@ def build(completions: Sequence[Completion], scores: Sequence[float], pad_id: in
 
 
 def minibatches(experience: Experience, count: int) -> list[Experience]:
-    """`count` equal runs of a rank's completions; one optimizer step each."""
-    size = len(experience.scores) // count
-    return [experience.rows(i * size, (i + 1) * size) for i in range(count)]
+    """`count` equal runs of a rank's completions; one optimizer step each.
+
+    Raises:
+        ValueError: they cannot be equal.
+    """
+    rows = len(experience.scores)
+    if rows % count:
+        raise ValueError(f"{rows} completions do not make {count} equal mini-batches")
+    return _runs(experience, count)
 
 
 def micro_batch_count(experience: Experience, token_budget: int) -> int:
-    """How many micro-batches of at most `token_budget` tokens, padding included, an experience is cut into."""
+    """How many micro-batches of at most `token_budget` tokens, padding included, an experience is cut into.
+
+    A completion that is longer than the budget is a micro-batch of its own.
+    """
     rows, length = experience.ids.shape
     return -(-rows // max(1, token_budget // length))
 
 
 def micro_batches(experience: Experience, count: int) -> list[Experience]:
-    """`count` runs of nearly equal numbers of completions, each cut to its longest; every rank makes as many."""
+    """`count` runs of nearly equal numbers of completions, each cut to its longest; every rank makes as many.
+
+    Raises:
+        ValueError: there are fewer completions.
+    """
+    rows = len(experience.scores)
+    if rows < count:
+        raise ValueError(f"{rows} completions do not fill {count} micro-batches")
+    return _runs(experience, count)
+
+
+def _runs(experience: Experience, count: int) -> list[Experience]:
     rows = len(experience.scores)
     edges = [rows * i // count for i in range(count + 1)]
-    return [experience.rows(start, stop) for start, stop in zip(edges, edges[1:], strict=False) if stop > start]
+    return [experience.rows(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def _padded(rows: Sequence[Tensor], value: float) -> Tensor:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import threading
+import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +26,10 @@ import yaml
 from ray.train import UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray import cloudpickle
 from ray._raylet import PlacementGroupID
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.queue import Empty, Queue
 
 from rlx import data, report, tasks
 from rlx.config import ConfigError, RunConfig, flatten
@@ -38,7 +39,17 @@ from rlx.storage import Storage, local_folder
 Report = Callable[[dict[str, Any], str | None], None]
 """(a step's metrics, the path of its checkpoint if it has one)"""
 
-_STARTING = 30.0  # seconds that a controller may take to end when it is told to
+_ABORT_S = 30.0  # a controller that takes longer to end is killed
+_POLL_S = 0.2  # how often reports are looked for
+# Nobody preempts or scrapes a cluster that lives in this process: no actors for that. And starting more processes than
+# cores is what a plan with fractions of a CPU means to do.
+_OWN_CLUSTER = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_maximum_startup_concurrency": "16",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
 
 
 class RunError(RuntimeError):
@@ -92,7 +103,10 @@ def connect(config: RunConfig) -> None:
     """
     if not ray.is_initialized():
         _quiet_environment()
-        own = {"num_cpus": os.cpu_count(), "include_dashboard": False} if config.ray_address is None else {}
+        own = {}
+        if config.ray_address is None:
+            own = {"num_cpus": os.cpu_count(), "include_dashboard": False}
+            os.environ.update(_OWN_CLUSTER)
         try:
             ray.init(address=config.ray_address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -333,35 +347,42 @@ def _group_key(folder: str) -> bytes:
 
 
 class _Relay(UserCallback):
-    """Passes each report from Train's controller to whoever started the run."""
+    """Posts each report where `_posts` reads it. Runs in Train's controller."""
 
-    def __init__(self, queue: Queue) -> None:
-        self.queue = queue
+    def __init__(self, box: str) -> None:
+        self.box = box
+        self.count = 0
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        self.queue.put((metrics[0], checkpoint.path if checkpoint else None))
+        post = (metrics[0], checkpoint.path if checkpoint else None)
+        _internal_kv_put(f"{self.box}/{self.count}".encode(), cloudpickle.dumps(post))
+        self.count += 1
 
 
 class _Handle(ControllerCallback):
-    """Gives away the controller's handle: aborting it is the one way to end a run and free its placement group that
-    needs no dashboard."""
+    """Posts the controller's handle: aborting it is the one way to end a run and free its placement group that needs
+    no dashboard."""
 
-    def __init__(self, queue: Queue) -> None:
-        self.queue = queue
+    def __init__(self, box: str) -> None:
+        self.box = box
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        self.queue.put((ray.get_runtime_context().current_actor, None))
+        handle = ray.get_runtime_context().current_actor
+        _internal_kv_put(f"{self.box}/controller".encode(), cloudpickle.dumps(handle))
 
 
-_running: list[Any] = []  # the controllers of this process's runs
+_running: list[str] = []  # the boxes of this process's runs
 
 
 def abort_running() -> None:
     """Ends the Train runs that this process has started: controller, workers and their placement group."""
     while _running:
-        controller = _running.pop()
+        posted = _internal_kv_get(f"{_running.pop()}/controller".encode())
+        if posted is None:
+            continue
+        controller = cloudpickle.loads(posted)
         try:
-            ray.get(controller.abort.remote(), timeout=_STARTING)
+            ray.get(controller.abort.remote(), timeout=_ABORT_S)
         except ray.exceptions.GetTimeoutError:
             ray.kill(controller)
         except ray.exceptions.RayActorError:
@@ -370,8 +391,8 @@ def abort_running() -> None:
 
 def _fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
     """trainer.fit() with its reports passed on as they come; the last one's metrics."""
-    queue = Queue(actor_options={"num_cpus": 0})
-    trainer.run_config.callbacks = [_Relay(queue), _Handle(queue)]
+    box = f"rlx/posts/{uuid.uuid4().hex}"
+    trainer.run_config.callbacks = [_Relay(box), _Handle(box)]
     outcome: dict[str, Any] = {}
 
     def fit() -> None:
@@ -382,34 +403,34 @@ def _fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
 
     thread = threading.Thread(target=fit, daemon=True)
     thread.start()
+    _running.append(box)
     metrics: dict[str, Any] = {}
     try:
-        for item, checkpoint in _items(queue, thread):
-            if isinstance(item, dict):
-                metrics = item
-                on_report(item, checkpoint)
-            else:
-                _running.append(item)
+        for metrics, checkpoint in _posts(box, thread):
+            on_report(metrics, checkpoint)
     except BaseException:
         abort_running()
         raise
     finally:
         _running.clear()
-        queue.shutdown(force=True)
+        _internal_kv_del(box.encode(), del_by_prefix=True)
     if "error" in outcome:
         raise RunError(_last_words(outcome["error"])) from outcome["error"]
     return metrics or outcome["result"].metrics or {}
 
 
-def _items(queue: Queue, thread: threading.Thread) -> Iterator[tuple[Any, str | None]]:
-    """What comes in while the thread lives, and what is left after."""
+def _posts(box: str, thread: threading.Thread) -> Iterator[tuple[dict[str, Any], str | None]]:
+    """The reports posted while the thread lives, and those that are left after."""
+    count = 0
     while True:
-        alive = thread.is_alive()  # asked before the queue, so that nothing is missed
-        try:
-            yield queue.get(timeout=0.5) if alive else queue.get(block=False)
-        except Empty:
-            if not alive:
-                return
+        alive = thread.is_alive()  # asked before looking, so that nothing is missed
+        if (post := _internal_kv_get(f"{box}/{count}".encode())) is not None:
+            count += 1
+            yield cloudpickle.loads(post)
+        elif not alive:
+            return
+        else:
+            thread.join(_POLL_S)
 
 
 def _last_words(error: BaseException) -> str:
@@ -425,6 +446,7 @@ def _quiet_environment() -> None:
     """What the libraries read when they start: fewer words, and reports as often as steps."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     quiet = {
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in a config mean the same everywhere
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also how often a report is taken in
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_AIR_NEW_OUTPUT": "0",

@@ -13,6 +13,7 @@ from rlx.types import Checker
 
 Reward = Callable[[str, str], float]
 """(answer given, answer expected) -> score"""
+_SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # of thousands: "1,2" is not 12
 
 
 def exact_match(given: str, expected: str) -> float:
@@ -21,9 +22,10 @@ def exact_match(given: str, expected: str) -> float:
 
 
 def numeric(given: str, expected: str) -> float:
-    """1 if both are the same number: "1,000", "1000.0" and "+1e3" are alike."""
+    """1 if both are the same number: "1,000", "1000.0" and "+1e3" are alike; 0 if one of them is none."""
     try:
-        return float(math.isclose(_number(given), _number(expected), rel_tol=1e-9))
+        # The tolerance is for 0.1 + 0.2 alone: a wider one takes long integers that differ by one for the same.
+        return float(math.isclose(_number(given), _number(expected), rel_tol=1e-14))
     except ValueError:
         return 0.0
 
@@ -31,14 +33,17 @@ def numeric(given: str, expected: str) -> float:
 REWARDS: dict[str, Reward] = {"exact_match": exact_match, "numeric": numeric}
 
 
-def extract_answer(text: str, pattern: re.Pattern[str] | None) -> str:
-    """The part of a completion that is its answer: the last match's first group, or all of it without a pattern."""
+def extract_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    """The part of a completion that is its answer: the last match's first group, or its whole if it has no groups.
+
+    All of the completion without a pattern; None if nothing matches, or the group took no part in the match.
+    """
     if pattern is None:
         return text.strip()
-    found = list(pattern.finditer(text))
-    if not found:
-        return ""
-    return (found[-1].group(1) if pattern.groups else found[-1].group()).strip()
+    answer: str | None = None
+    for match in pattern.finditer(text):
+        answer = match.group(1 if pattern.groups else 0)
+    return None if answer is None else answer.strip()
 
 
 def score(
@@ -49,12 +54,21 @@ def score(
     checker: Checker,
     pattern: re.Pattern[str] | None,
 ) -> list[float]:
-    """One score per completion; `function` is a key of REWARDS, or "task" for the task's own checker."""
-    given = [extract_answer(text, pattern) for text in texts]
-    if function == "task":
-        return [checker(*row) for row in zip(given, answers, entries, strict=True)]
-    return [REWARDS[function](*row) for row in zip(given, answers, strict=True)]
+    """One score per completion, 0 where it has no answer.
+
+    `function` is a key of REWARDS, or "task" for the task's own checker.
+    """
+    scores = []
+    for text, expected, entry in zip(texts, answers, entries, strict=True):
+        given = extract_answer(text, pattern)
+        if given is None:
+            scores.append(0.0)
+        elif function == "task":
+            scores.append(checker(given, expected, entry))
+        else:
+            scores.append(REWARDS[function](given, expected))
+    return scores
 
 
 def _number(text: str) -> float:
-    return float(text.replace(",", "").strip())
+    return float(_SEPARATOR.sub("", text))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyarrow import fs
+from pyarrow import fs  # type: ignore[import-untyped]
 
 
 class StorageError(ValueError):
@@ -60,17 +60,28 @@ class Storage:
 def open_storage(address: str) -> Storage:
     """The storage at a folder or URI; StorageError if the address is malformed or the folder cannot be made."""
     try:
-        if "://" in address:
-            filesystem, path = fs.FileSystem.from_uri(address)
-        else:
-            filesystem, path = fs.LocalFileSystem(), str(Path(address).expanduser().resolve())
+        filesystem, path = _located(address)
         filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
         raise StorageError(f"storage {address}: {' '.join(str(error).split())}") from None
     return Storage(filesystem, path.rstrip("/"))
 
 
+def absolute(address: str) -> str:
+    """The same address, good from any working directory: workers and trials have their own."""
+    return address if "://" in address else str(Path(address).expanduser().resolve())
+
+
 def local_folder(address: str) -> Path:
     """Where things that need a real disk go (the model that rlx makes, the MLflow database): the storage folder
     itself, or ./storage when that is remote."""
-    return Path("storage").resolve() if "://" in address else Path(address).expanduser().resolve()
+    if "://" in address and not address.startswith("file://"):
+        return Path("storage").resolve()
+    return Path(_located(address)[1])
+
+
+def _located(address: str) -> tuple[fs.FileSystem, str]:
+    if "://" in address:
+        filesystem, path = fs.FileSystem.from_uri(address)
+        return filesystem, path
+    return fs.LocalFileSystem(), str(Path(address).expanduser().resolve())

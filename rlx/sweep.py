@@ -137,7 +137,8 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
     """
     uri, status = launch.tracking_uri(from_tree(sweep.tree)), "FAILED"
     try:
-        tuner = _restored(sweep, storage, watch) if resume else _tuner(sweep, storage, watch)
+        _Watcher.watch = watch
+        tuner = _restored(sweep, storage) if resume else _tuner(sweep, storage)
         results = list(tuner.fit())
         status = "FINISHED"
         return results
@@ -159,7 +160,7 @@ def concurrency(sweep: Sweep) -> int:
 # Trials
 
 
-def _tuner(sweep: Sweep, storage: Storage, watch: Watch) -> tune.Tuner:
+def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
     config = from_tree(sweep.tree)
     search = SEARCHES[sweep.search]
     return tune.Tuner(
@@ -169,9 +170,8 @@ def _tuner(sweep: Sweep, storage: Storage, watch: Watch) -> tune.Tuner:
             metric=METRIC,
             mode=MODE,
             num_samples=1 if sweep.search == "grid" else sweep.trials,
-            max_concurrent_trials=concurrency(sweep),
             scheduler=SCHEDULERS[sweep.scheduler](config),
-            search_alg=BasicVariantGenerator(random_state=config.seed),
+            search_alg=BasicVariantGenerator(max_concurrent=concurrency(sweep), random_state=config.seed),
             trial_name_creator=trial_name,
             trial_dirname_creator=trial_name,
         ),
@@ -179,17 +179,17 @@ def _tuner(sweep: Sweep, storage: Storage, watch: Watch) -> tune.Tuner:
             name=sweep.name,
             storage_path=f"{storage.path}/sweeps",
             storage_filesystem=storage.filesystem,
-            callbacks=[_Watcher(sweep, storage, watch)],
+            callbacks=[_Watcher(sweep, storage)],
             verbose=0,
         ),
     )
 
 
-def _restored(sweep: Sweep, storage: Storage, watch: Watch) -> tune.Tuner:
+def _restored(sweep: Sweep, storage: Storage) -> tune.Tuner:
     """The interrupted sweep's Tuner: finished trials stay as they are, the others go on from their checkpoints."""
     folder = storage / "sweeps" / sweep.name
     if not tune.Tuner.can_restore(folder.path, storage_filesystem=storage.filesystem):
-        return _tuner(sweep, storage, watch)  # it ended before its first trial began
+        return _tuner(sweep, storage)  # it ended before its first trial began
     return tune.Tuner.restore(
         folder.path,
         trainable=_trainable(sweep, storage),
@@ -206,9 +206,10 @@ def trial_name(trial: Trial) -> str:
 
 def _trainable(sweep: Sweep, storage: Storage) -> Any:
     """A trial as Tune wants it, with the engines' resources; Train reserves the workers' itself."""
+    tables = _shared_tables(sweep)
 
     def trial(settings: dict[str, Any]) -> None:
-        _run_trial(sweep, storage, settings)
+        _run_trial(sweep, storage, settings, ray.get(tables) if tables else None)
 
     class Trainable(wrap_function(trial, name="trial")):  # type: ignore[misc]
         def cleanup(self) -> None:  # Tune calls it when a trial ends, also one that a scheduler stops
@@ -223,7 +224,16 @@ def _trainable(sweep: Sweep, storage: Storage) -> Any:
     return tune.with_resources(Trainable, tune.PlacementGroupFactory([{"CPU": 0.0, "memory": 1e6}, *engines]))
 
 
-def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any]) -> None:
+def _shared_tables(sweep: Sweep) -> Any:
+    """The prompt tables in the object store, prepared once for all trials; None if the trials differ in prompts."""
+    config = from_tree(sweep.tree)
+    apart = ("data.", "eval.", "model.")
+    if any(key.startswith(apart) for key in load_space(sweep.space, sweep.tree)):
+        return None
+    return ray.put(launch.prompt_tables(config, launch.model_folder(config)))
+
+
+def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any], tables: Any) -> None:
     """In the trial's own process: one run, its reports passed on to Tune."""
     name = tune.get_context().get_trial_name()
     config = from_tree(with_overrides(sweep.tree, settings | {"name": f"{sweep.name}.{name}"}))
@@ -239,16 +249,18 @@ def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any]) -> None
 
     launch.connect(config)
     resume = (folder / "run.json").exists()
-    launch.run(config, folder, resume=resume, parent=sweep.mlflow_run, on_report=relay)
+    launch.run(config, folder, resume=resume, parent=sweep.mlflow_run, tables=tables, on_report=relay)
 
 
 class _Watcher(tune.Callback):
     """Shows trials, and clears away what a trial that was stopped or killed could not clear itself."""
 
-    def __init__(self, sweep: Sweep, storage: Storage, watch: Watch) -> None:
+    # Tune keeps its callbacks with the sweep, pickled; whoever watches is no part of that.
+    watch: Watch = staticmethod(lambda trial, settings, metrics, state: None)
+
+    def __init__(self, sweep: Sweep, storage: Storage) -> None:
         self.runs = storage / "sweeps" / sweep.name / "runs"
         self.uri = launch.tracking_uri(from_tree(sweep.tree))
-        self.watch = watch
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self._show(trial, {}, "running")
@@ -267,7 +279,7 @@ class _Watcher(tune.Callback):
         self._show(trial, trial.last_result, "failed")
 
     def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
-        self.watch(trial_name(trial), trial.config, metrics, state)
+        _Watcher.watch(trial_name(trial), trial.config, metrics, state)
 
     def _clear(self, trial: Trial, status: str) -> None:
         folder = self.runs / trial_name(trial)

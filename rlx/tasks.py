@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
-from rlx.config import ConfigError, DataConfig, nearest
+from rlx.config import ConfigError, nearest
+from rlx.settings import GENERATED, DataConfig
 from rlx.types import Checker
-
-_GENERATED = "reasoning_gym:"
 
 
 def is_generated(source: str) -> bool:
     """Whether a source names a reasoning-gym dataset rather than a file."""
-    return source.startswith(_GENERATED)
+    return source.startswith(GENERATED)
 
 
 def generated_questions(config: DataConfig, seed: int, size: int) -> Iterator[dict[str, Any]]:
@@ -39,8 +39,9 @@ def answer_checker(config: DataConfig, seed: int, size: int) -> Checker:
     dataset = _dataset(config, seed, size)
 
     def check(given: str, expected: str, entry: int | None) -> float:
+        item = dataset[entry]
         try:
-            return float(dataset.score_answer(given, dataset[entry]))
+            return float(dataset.score_answer(given, item))
         except Exception:  # scorers parse what the model wrote, and that may be anything: unreadable is wrong
             return 0.0
 
@@ -48,14 +49,18 @@ def answer_checker(config: DataConfig, seed: int, size: int) -> Checker:
 
 
 def _dataset(config: DataConfig, seed: int, size: int) -> Any:
-    name = config.source.removeprefix(_GENERATED)
+    name = config.source.removeprefix(GENERATED)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package compiles sources with invalid escapes on first import
-        import reasoning_gym  # imports a hundred datasets and takes seconds: only where it is used
-        from reasoning_gym.factory import DATASETS
+        import reasoning_gym  # type: ignore[import-untyped]  # imports a hundred datasets and takes seconds: only where it is used
+        from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped]
     if name not in DATASETS:
         raise ConfigError(f"data.source: reasoning-gym has no dataset {name!r}{nearest(name, list(DATASETS))}")
+    known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+    for key in config.params:
+        if key not in known:
+            raise ConfigError(f"data.params.{key}: {name} has no such parameter{nearest(key, known)}")
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **config.params)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"data.params for {name}: {error}") from None
+        raise ConfigError(f"data.params {config.params}: {name} refuses them: {error}") from None

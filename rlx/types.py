@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # whoever only passes prompts on does not pay for importing torch
     import torch
@@ -73,13 +73,14 @@ class Experience:
 
     def rows(self, start: int, stop: int) -> Experience:
         """The completions `start` to `stop`, cut to the longest among them."""
-        width = int(self.mask[start:stop].sum(1).max())
-        length = int((self.prompt_lengths[start:stop] + self.mask[start:stop].sum(1)).max())
+        widths = self.mask[start:stop].cumsum(1).argmax(1) + 1  # to the last 1: zeros may lie between
+        width, length = int(widths.max()), int((self.prompt_lengths[start:stop] + widths).max())
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        cut = {k: None if v is None else v[start:stop] for k, v in parts.items()}
+        cut: dict[str, Any] = {k: None if v is None else v[start:stop] for k, v in parts.items()}
         grids = {k: v[:, :width] for k, v in cut.items() if v is not None and v.ndim == 2 and k != "ids"}
         return replace(self, **(cut | grids | {"ids": self.ids[start:stop, :length]}))
 
     def to(self, device: torch.device) -> Experience:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: None if v is None else v.to(device) for k, v in moved.items()})
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: None if v is None else v.to(device) for k, v in parts.items()}
+        return replace(self, **moved)

@@ -1,0 +1,67 @@
+"""A sweep's results from MLflow as a table and figures: python experiments/analyze.py [--sweep NAME] [--metric NAME]"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlx import report
+from rlx.config import ConfigError
+from rlx.storage import local_folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Ranks a sweep's trials, draws them, and stores both with the sweep in MLflow.", allow_abbrev=False
+    )
+    parser.add_argument("--sweep", metavar="NAME", help="the sweep to analyse (default: the newest)")
+    parser.add_argument("--experiment", default="rlx", help="MLflow experiment that it is in (default: %(default)s)")
+    parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: that of --storage)")
+    parser.add_argument("--storage", default="storage", help="where the runs are kept (default: %(default)s)")
+    parser.add_argument("--metric", default="eval/accuracy", help="what trials are ranked by (default: %(default)s)")
+    parser.add_argument("--mode", choices=("max", "min"), default="max", help="which end of the metric is good")
+    parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
+    try:
+        return analyze(parser.parse_args(argv))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def analyze(args: argparse.Namespace) -> int:
+    """Shows the sweep and writes its files."""
+    from rlx import analysis
+
+    storage = local_folder(args.storage)
+    uri = args.tracking_uri or default_uri(storage)
+    names = analysis.sweep_names(uri, args.experiment)
+    sweep = analysis.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
+    if not args.sweep and len(names) > 1:
+        print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
+    print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {args.metric}\n")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(analysis.format_table(analysis.rank(sweep, args.metric, args.mode), width))
+    best = analysis.ranked(sweep, args.metric, args.mode)[0]
+    if len(best.curve(args.metric)):
+        print(f"\nthe best again:\n{analysis.rerun_command(best)}")
+    folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
+    paths = analysis.write(sweep, folder, uri, args.metric, args.mode)
+    print("\n" + "\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
+    return 0
+
+
+def default_uri(storage: Path) -> str:
+    """The storage's own MLflow store; ConfigError if nothing has run there yet, rather than a new folder."""
+    if not storage.is_dir():
+        raise ConfigError(f"no storage folder {storage}")
+    return report.default_uri(storage)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
