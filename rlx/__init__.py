@@ -2,6 +2,8 @@
 
 import os
 
-# Read when torch loads its thread pool: threads that wait must not spin on cores that an engine or another worker
-# needs; spinning made the same work 20 x slower on 2 cores.
+# What torch and Ray read when they are imported, so before anything here imports them.
+# Threads that wait must not spin on cores that an engine or another worker needs: it made the same work 20 x slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Many small actors on few cores are the plan of a run on a laptop, no reason for a warning.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker processes have been started on node")

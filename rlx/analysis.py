@@ -40,6 +40,7 @@ Mode = Literal["max", "min"]
 
 METRIC = "eval/accuracy"
 WATCHED = (METRIC, "eval/reward", "reward/mean", "task/accuracy", "kl/ref", "response/length_mean", "tokens/total")
+_PLACE = ("name", "storage")  # settings that say where a run is kept, not what it does
 _NAMED = 5  # curves that are emphasised and named
 _NAME_GAP = 0.12  # between those names, as a fraction of the axis
 _TICK_GAP = 0.035  # between numbers at an axis of parallel coordinates, likewise
@@ -132,8 +133,15 @@ def _search(door: Any, experiment_id: str, tag: str, value: str) -> list[Any]:
     return list(door.search_runs([experiment_id], f"tags.`{tag}` = '{value}'", max_results=50_000, order_by=order))
 
 
+def _params(run: Any) -> dict[str, str]:
+    """A run's settings as MLflow has them, the entries of dict-valued ones also on their own: data.params.max_digits."""
+    params = dict(run.data.params)
+    whole = {key: value for key, text in params.items() if isinstance(value := _literal(text), dict)}
+    return params | {f"{key}.{name}": str(value) for key, entries in whole.items() for name, value in entries.items()}
+
+
 def _trial(door: Any, run: Any, sweep: str, varied: Sequence[str], metrics: Sequence[str]) -> Trial:
-    info, params = run.info, dict(run.data.params)
+    info, params = run.info, _params(run)
     ended = info.end_time and info.status != "RUNNING"  # a resumed run still has its earlier end
     return Trial(
         name=str(info.run_name).removeprefix(f"{sweep}."),
@@ -174,7 +182,7 @@ def _options(params: Mapping[str, str], varied: Sequence[str]) -> dict[str, str]
     for key, default in flatten(from_tree({})).items():
         logged = params.get(key, "None")  # None itself is not logged
         newer = key not in params and not _takes_none(key)  # a setting that the run's version of rlx did not have
-        if logged != str(default) and not newer and key != "name":  # the rerun is another run
+        if logged != str(default) and not newer and key not in _PLACE:
             options.setdefault(key, _option(logged))
     return options
 
@@ -253,13 +261,10 @@ def write(sweep: Sweep, folder: Path, uri: str, metric: str = METRIC, mode: Mode
     table = rank(sweep, metric, mode)
     table.to_csv(folder / "trials.csv", index=False)
     (folder / "trials.md").write_text(f"# Sweep {sweep.name}, by {metric} ({mode})\n\n{format_table(table)}\n")
-    figures = {
-        "learning_curves.png": curves_figure(sweep, metric, mode),
-        "parallel_coordinates.png": parallel_coordinates_figure(sweep, metric, mode),
-    }
-    for name, figure in figures.items():
-        figure.savefig(folder / name, dpi=150)
-    paths = [folder / name for name in ("trials.csv", "trials.md", *figures)]
+    figures = {"learning_curves.png": curves_figure, "parallel_coordinates.png": parallel_coordinates_figure}
+    for file, draw in figures.items():
+        draw(sweep, metric, mode).savefig(folder / file, dpi=150)
+    paths = [folder / file for file in ("trials.csv", "trials.md", *figures)]
     report.log_files(uri, sweep.run_id, paths, "analysis")
     return paths
 
@@ -324,18 +329,11 @@ def _name_curves(axes: Axes, trials: Sequence[Trial], metric: str, shades: Seque
     low, high = axes.get_ylim()
     ends = [float(trial.curve(metric).iloc[-1]) for trial in trials]
     heights = _apart([(end - low) / (high - low) for end in ends], _NAME_GAP)
-    for i, trial in enumerate(trials):
-        axes.annotate(
-            f"{i + 1}  {_shortened(trial.name)}   {_text(ends[i])}",
-            (trial.curve(metric).index[-1], ends[i]),
-            (1.045, heights[i] + 0.008),
-            textcoords="axes fraction",
-            va="bottom",
-            fontsize=9,
-            fontweight="bold",
-            color=shades[i],
-            arrowprops={"arrowstyle": "-", "color": shades[i], "linewidth": 0.7, "linestyle": ":", "relpos": (0, 0)},
-        )
+    style: dict[str, Any] = {"textcoords": "axes fraction", "va": "bottom", "fontsize": 9, "fontweight": "bold"}
+    for i, (trial, shade) in enumerate(zip(trials, shades, strict=False)):  # the best have names, all have shades
+        label, tip = f"{i + 1}  {_shortened(trial.name)}   {_text(ends[i])}", (trial.curve(metric).index[-1], ends[i])
+        leader = {"arrowstyle": "-", "color": shade, "linewidth": 0.7, "linestyle": ":", "relpos": (0, 0)}
+        axes.annotate(label, tip, (1.045, heights[i] + 0.008), color=shade, arrowprops=leader, **style)
         settings = ", ".join(f"{key.rpartition('.')[2]}={_text(value)}" for key, value in trial.settings.items())
         lines = textwrap.wrap(settings, 42, max_lines=2, placeholder=" ...")
         axes.text(1.045, heights[i], "\n".join(lines), transform=axes.transAxes, va="top", fontsize=7, color=_GREY)

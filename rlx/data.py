@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,6 @@ from rlx.settings import DataConfig
 from rlx.types import Prompt
 
 _LOG = logging.getLogger("rlx")
-_CSV = pa.csv.ParseOptions(newlines_in_values=True)
-_ROWS = pa.schema([("question", pa.string()), ("answer", pa.string())])
 
 
 def read_file(path: str, config: DataConfig, setting: str = "data.source") -> ray.data.Dataset:
@@ -45,18 +43,21 @@ def read_file(path: str, config: DataConfig, setting: str = "data.source") -> ra
         ConfigError: the file or a row cannot be used; of a .jsonl file it names the line.
     """
     file = Path(path)
-    if file.suffix not in _COLUMNS:
-        raise ConfigError(f"{setting} {path}: expected reasoning_gym:DATASET or a file ending in {', '.join(_COLUMNS)}")
+    if file.suffix not in _PARSERS:
+        raise ConfigError(f"{setting} {path}: expected reasoning_gym:DATASET or a file ending in {', '.join(_PARSERS)}")
     if not file.is_file():
         raise ConfigError(f"{setting} {path}: no such file")
-    wanted = (config.prompt_column, config.answer_column)
+    names = {"question": config.prompt_column, "answer": config.answer_column}
     _quiet()
     try:
-        _check_columns(_COLUMNS[file.suffix](file), wanted)
-        rows = _read(path, *wanted).materialize()
+        # Not Ray's own readers: they take texts that look like dates for dates, and hide which line is malformed.
+        contents = ray.data.read_binary_files(str(file.resolve()), num_cpus=0)
+        rows = contents.map_batches(
+            _parse, fn_kwargs=names | {"path": path}, batch_format="pyarrow", batch_size=None, num_cpus=0
+        ).materialize()
         if not rows.count():
             raise ValueError("there are no rows in it")
-    except Exception as error:  # Ray wraps whatever a reader raises
+    except Exception as error:  # Ray wraps whatever a parser raises
         reason = _reason(error)
         raise ConfigError(f"{setting} {reason if reason.startswith(path) else f'{path}: {reason}'}") from None
     return rows
@@ -169,55 +170,25 @@ def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Prompt files
+# Prompt files (in Ray tasks)
 
 
-def _read(path: str, question: str, answer: str) -> ray.data.Dataset:
-    """The file's rows through Ray Data; only the two columns are read."""
-    file, columns = str(Path(path).resolve()), [question, answer]
-    names = {"question": question, "answer": answer}
-    if file.endswith(".jsonl"):
-        # Not Ray's own JSON reader: it takes texts that look like dates for dates, and numbers no line.
-        lines = ray.data.read_binary_files(file, num_cpus=0)
-        return lines.map_batches(
-            _json_rows, fn_kwargs=names | {"path": path}, batch_format="pyarrow", batch_size=None, num_cpus=0
-        )
-    if file.endswith(".parquet"):
-        table = ray.data.read_parquet(file, columns=columns, num_cpus=0)
-    else:
-        as_text = pa.csv.ConvertOptions(  # "007", "1e3" and "NA" are what stands there
-            include_columns=columns,
-            column_types=dict.fromkeys(columns, pa.string()),
-            strings_can_be_null=True,
-            null_values=[""],
-        )
-        table = ray.data.read_csv(file, num_cpus=0, parse_options=_CSV, convert_options=as_text)
-    return table.map_batches(_column_rows, fn_kwargs=names, batch_format="pyarrow", batch_size=None, num_cpus=0)
+def _parse(batch: pa.Table, path: str, question: str, answer: str) -> pa.Table:
+    """The contents of a prompt file -> its rows, as text."""
+    rows = _PARSERS[Path(path).suffix](batch["bytes"][0].as_py(), path, question, answer)
+    return pa.Table.from_pylist(list(rows), pa.schema({"question": pa.string(), "answer": pa.string()}))
 
 
-def _json_rows(batch: pa.Table, path: str, question: str, answer: str) -> pa.Table:
-    """The contents of a .jsonl file -> its rows."""
-    rows = []
-    for number, line in enumerate(batch["bytes"][0].as_py().split(b"\n"), 1):
+def _json_rows(contents: bytes, path: str, question: str, answer: str) -> Iterator[dict[str, str]]:
+    checked = False
+    for number, line in enumerate(contents.split(b"\n"), 1):
         if line.strip():
-            row = _json_object(line, where := f"{path}:{number}: ")
-            rows.append(_row(row.get(question), row.get(answer), where))
-    return pa.Table.from_pylist(rows, _ROWS)
-
-
-def _column_rows(batch: pa.Table, question: str, answer: str) -> pa.Table:
-    pairs = zip(batch[question].to_pylist(), batch[answer].to_pylist(), strict=True)
-    return pa.Table.from_pylist([_row(*pair) for pair in pairs], _ROWS)
-
-
-def _row(question: Any, answer: Any, where: str = "") -> dict[str, str]:
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{where}a question is {question!r:.80}, expected text (its answer is {answer!r:.80})")
-    if answer is None or answer != answer or isinstance(answer, list | dict):
-        raise ValueError(f"{where}the answer to {question!r:.80} is {answer!r:.80}, expected text or a number")
-    # Whole numbers become floats in a table with a missing value anywhere in their column.
-    whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
-    return {"question": question, "answer": str(int(answer) if whole else answer)}
+            where = f"{path}:{number}: "
+            row = _json_object(line, where)
+            if not checked:
+                _check_columns(list(row), question, answer)
+                checked = True
+            yield _row(row.get(question), row.get(answer), where)
 
 
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
@@ -230,32 +201,48 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _json_columns(file: Path) -> list[str]:
-    """The keys of the first object."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                return list(_json_object(line, f"{file}:{number}: "))
-    raise ValueError("there are no rows in it")
+def _csv_rows(contents: bytes, path: str, question: str, answer: str) -> Iterator[dict[str, str]]:
+    # As text, since "007", "1e3" and "NA" are answers; only an empty cell is missing.
+    as_text = pa.csv.ConvertOptions(
+        column_types={question: pa.string(), answer: pa.string()}, strings_can_be_null=True, null_values=[""]
+    )
+    table = pa.csv.read_csv(
+        pa.BufferReader(contents),
+        read_options=pa.csv.ReadOptions(use_threads=False),  # with threads an error names no row
+        parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+        convert_options=as_text,
+    )
+    return _table_rows(table, question, answer)
 
 
-def _csv_columns(file: Path) -> list[str]:
-    with pa.csv.open_csv(file, parse_options=_CSV) as reader:
-        return list(reader.schema.names)
+def _parquet_rows(contents: bytes, path: str, question: str, answer: str) -> Iterator[dict[str, str]]:
+    return _table_rows(pa.parquet.ParquetFile(pa.BufferReader(contents)).read(), question, answer)
 
 
-def _parquet_columns(file: Path) -> list[str]:
-    return list(pa.parquet.read_schema(file).names)
-
-
-_COLUMNS: dict[str, Callable[[Path], list[str]]] = {
-    ".jsonl": _json_columns,
-    ".parquet": _parquet_columns,
-    ".csv": _csv_columns,
+_PARSERS: dict[str, Callable[[bytes, str, str, str], Iterator[dict[str, str]]]] = {
+    ".jsonl": _json_rows,
+    ".parquet": _parquet_rows,
+    ".csv": _csv_rows,
 }
 
 
-def _check_columns(names: Sequence[str], wanted: Iterable[str]) -> None:
+def _table_rows(table: pa.Table, question: str, answer: str) -> Iterator[dict[str, str]]:
+    _check_columns(table.column_names, question, answer)
+    for row in zip(table[question].to_pylist(), table[answer].to_pylist(), strict=True):
+        yield _row(*row)
+
+
+def _row(question: Any, answer: Any, where: str = "") -> dict[str, str]:
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{where}a question is {question!r:.80}, expected text (its answer is {answer!r:.80})")
+    if answer is None or answer != answer or isinstance(answer, list | dict):
+        raise ValueError(f"{where}the answer to {question!r:.80} is {answer!r:.80}, expected text or a number")
+    # pandas writes whole numbers as floats when one is missing in their column.
+    whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
+    return {"question": question, "answer": str(int(answer) if whole else answer)}
+
+
+def _check_columns(names: Sequence[str], *wanted: str) -> None:
     counts = Counter(names)
     for column in wanted:
         if column not in counts:
@@ -265,7 +252,7 @@ def _check_columns(names: Sequence[str], wanted: Iterable[str]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In Ray tasks
+# Tokens (in Ray tasks)
 
 
 _cached_tokenizer = functools.cache(load_tokenizer)

@@ -41,12 +41,10 @@ Report = Callable[[dict[str, Any], str | None], None]
 
 _ABORT_S = 30.0  # a controller that takes longer to end is killed
 _POLL_S = 0.2  # how often reports are looked for
-# Nobody preempts or scrapes a cluster that lives in this process: no actors for that. And starting more processes than
-# cores is what a plan with fractions of a CPU means to do.
+# Nobody preempts or scrapes a cluster that lives in this process: no actors for that.
 _OWN_CLUSTER = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_maximum_startup_concurrency": "16",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }

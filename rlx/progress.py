@@ -72,7 +72,7 @@ class RunProgress:
         left = f"  left {time_left((now - self._first[1]) / spent * (self.steps - done))}" if spent else ""
         line = f"step {done}/{self.steps}  {described(metrics)}{left}"
         if "time/eval" in metrics or not self.console.is_terminal:
-            self.console.print(line + ("  checkpoint" if checkpoint else ""))
+            self.console.print(line + ("  checkpoint" if checkpoint else ""), soft_wrap=True)
         self.say(line) if self.console.is_terminal else None
 
 

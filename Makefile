@@ -1,0 +1,38 @@
+# `make sweep` and `make test` set everything up by themselves; see README.md.
+SHELL := bash
+PYTHON ?= $(shell command -v python3.11 || echo python3)
+ACCELERATOR ?= cpu
+BIN := .venv/bin
+# Where PIP_FIND_LINKS names a folder of wheels, torch's CPU build comes from there; elsewhere from PyTorch's own index.
+TORCH := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend $(ACCELERATOR))
+PINNED := $(if $(filter cpu,$(ACCELERATOR)),--constraint constraints.txt)
+# Without cached bytecode every one of the dozen processes of a run compiles its imports again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: sweep test test-all lint bench clean
+
+sweep: .venv/ready
+	$(BIN)/python experiments/ppo_sweep.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/ready
+	$(BIN)/python bench/step.py $(ARGS)
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/uv pip install --quiet $(TORCH) $(PINNED) --editable '.[$(ACCELERATOR),dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
