@@ -54,6 +54,10 @@ class RunError(RuntimeError):
     """A run that failed; the text says why in one line."""
 
 
+class RunStopped(RuntimeError):
+    """A run that was ended from outside by `abort_running`, e.g. because a scheduler stopped its trial."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What a run came to."""
@@ -172,6 +176,7 @@ def run(
     Raises:
         ConfigError: the input cannot be used.
         RunError: training failed.
+        RunStopped: `abort_running` was called meanwhile.
     """
     uri, run_id, status = tracking_uri(config), None, "FAILED"
     path = model_folder(config)
@@ -190,6 +195,9 @@ def run(
             trainer = _trainer(config, setup, folder, tables or prompt_tables(config, path))
             metrics = _fit(trainer, on_report or (lambda metrics, checkpoint: None))
             status = "FINISHED"
+        except RunStopped:
+            status = "FINISHED"
+            raise
         except KeyboardInterrupt:
             status = "KILLED"
             raise
@@ -409,9 +417,11 @@ def _fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
     except BaseException:
         abort_running()
         raise
-    finally:
-        _running.clear()
-        _internal_kv_del(box.encode(), del_by_prefix=True)
+    stopped = box not in _running
+    _running.clear()
+    _internal_kv_del(box.encode(), del_by_prefix=True)
+    if stopped:
+        raise RunStopped("the run was stopped")
     if "error" in outcome:
         raise RunError(_last_words(outcome["error"])) from outcome["error"]
     return metrics or outcome["result"].metrics or {}

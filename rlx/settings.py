@@ -129,13 +129,13 @@ class TrainConfig(Section):
     """prompts per step, over all workers"""
     samples_per_prompt: PositiveInt = 4
     """completions drawn for each prompt"""
-    epochs: PositiveInt = 1
+    epochs: PositiveInt = 2
     """passes over a step's completions"""
     minibatches: PositiveInt = 2
     """optimizer steps per pass"""
     micro_batch_tokens: PositiveInt = 16_384
     """most tokens, padding included, in one forward and backward pass of a worker"""
-    actor_lr: PositiveFloat = 3e-4
+    actor_lr: PositiveFloat = 1e-4
     """learning rate of the policy"""
     critic_lr: PositiveFloat = 1e-3
     """learning rate of the critic"""
