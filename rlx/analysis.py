@@ -134,7 +134,7 @@ def _search(door: Any, experiment_id: str, tag: str, value: str) -> list[Any]:
 
 
 def _params(run: Any) -> dict[str, str]:
-    """A run's settings as MLflow has them, the entries of dict-valued ones also on their own: data.params.max_digits."""
+    """A run's settings as MLflow has them, and entries of dict-valued ones on their own."""
     params = dict(run.data.params)
     whole = {key: value for key, text in params.items() if isinstance(value := _literal(text), dict)}
     return params | {f"{key}.{name}": str(value) for key, entries in whole.items() for name, value in entries.items()}

@@ -262,6 +262,20 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     return {"train": data.prepare(train, settings, path), "held_out": data.prepare(held_out, settings, path)}
 
 
+def engine_options(config: RunConfig) -> dict[str, Any]:
+    """vLLM's engine arguments for a config."""
+    settings = config.rollout
+    return pool.engine_options(
+        dtype=config.model.dtype,
+        max_model_len=config.data.max_prompt_tokens + settings.max_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        on_gpu=settings.resources_per_engine.get("GPU", 0) > 0,
+        kv_cache_mib=settings.kv_cache_mib,
+        gpu_memory=settings.gpu_memory_utilization,
+        eager=settings.enforce_eager,
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Engines and trainers
 
@@ -269,22 +283,14 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
 @contextmanager
 def _engines(config: RunConfig, path: str) -> Iterator[list[Any]]:
     """Engine actors, starting; in the bundles that a Tune trial holds for them, or in a group of their own."""
-    settings, bundles = config.rollout, plan(config).engines
+    bundles = plan(config).engines
     held = ray.util.get_current_placement_group()
     group = held or placement_group(bundles)
     engines: list[Any] = []
     try:
         if not group.wait(60):
             raise ConfigError(f"no room for the engines within 60 s: {len(bundles)} x {bundles[0]} are not free")
-        options = pool.engine_options(
-            dtype=config.model.dtype,
-            max_model_len=config.data.max_prompt_tokens + settings.max_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            on_gpu=bundles[0].get("GPU", 0) > 0,
-            kv_cache_mib=settings.kv_cache_mib,
-            gpu_memory=settings.gpu_memory_utilization,
-            eager=settings.enforce_eager,
-        )
+        options = engine_options(config)
         engines = pool.start_engines(len(bundles), path, options, bundles[0], group, 1 if held else 0)
         yield engines
     finally:

@@ -1,0 +1,307 @@
+"""Trees, YAML, dotted keys and the command line: what is taken, and the one line that says why something is not."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlx.config import (
+    ConfigError,
+    RunConfig,
+    add_settings,
+    flatten,
+    from_tree,
+    is_setting,
+    nearest,
+    parse,
+    read_yaml,
+    setting_keys,
+    with_overrides,
+)
+
+PARAMS = dict(RunConfig().data.params)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    made.add_argument("--config")
+    add_settings(made)
+    return made
+
+
+def given(*argv: str) -> dict[str, Any]:
+    return parse(parser(), argv)[1]
+
+
+def configured(*argv: str) -> RunConfig:
+    return from_tree(with_overrides({}, given(*argv)))
+
+
+def test_importing_needs_neither_torch_nor_ray() -> None:
+    loaded = "import sys, rlx.config; print(sorted({'torch', 'ray', 'transformers', 'mlflow'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", loaded], text=True).strip() == "[]"
+
+
+def test_every_setting_has_a_meaning_and_the_defaults_are_a_whole_config() -> None:
+    config = RunConfig()
+    assert from_tree({}) == config
+    assert set(setting_keys()) == set(flatten(config))
+    assert "None (default" not in " ".join(parser().format_help().split())
+    assert set(config.data.params) == {"min_terms", "max_terms", "min_digits", "max_digits"}
+
+
+# --- trees
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"train": {"step": 3}}, "unknown setting train.step; nearest: train.steps"),
+        ({"trian": {"steps": 3}}, "unknown setting trian; nearest: train"),
+        ({"actor_lr": 1}, "unknown setting actor_lr; nearest: train.actor_lr"),
+        ({"xyzzy": 1}, "unknown setting xyzzy"),
+        ({"train": 5}, "train = 5: expected a section of settings, such as train.steps"),
+        ({"train": {"steps": 0}}, "train.steps = 0: input should be greater than 0"),
+        ({"rollout": {"max_num_seqs": -1}}, "rollout.max_num_seqs = -1: input should be greater than 0"),
+        ({"algorithm": {"kl_kind": "k5"}}, "algorithm.kl_kind = 'k5': input should be 'k1', 'k2', 'k3' or 'abs'"),
+        ({"algorithm": {"dual_clip": 1}}, "algorithm.dual_clip = 1: input should be greater than 1"),
+        ({"train": {"actor_lr": float("inf")}}, "train.actor_lr = inf: input should be a finite number"),
+        ({"train": {"adam_betas": [0.9, 1]}}, "train.adam_betas.1 = 1: input should be less than 1"),
+        ({"data": {"params": 5}}, "data.params = 5: input should be a valid dictionary"),
+        ({"scaling": {"resources_per_worker": {"CPU": -1}}}, "scaling.resources_per_worker.CPU = -1: input should be"),
+        (
+            {"scaling": {"resources_per_worker": {"CPU": 0}}},
+            "scaling.resources_per_worker = {'CPU': 0}: at least one resource must be more than 0",
+        ),
+        ({"reward": {"answer_pattern": "("}}, "reward.answer_pattern = '(': no regular expression: missing )"),
+        ({"name": "a/b"}, "name = 'a/b': string should match pattern"),
+        ({1: 2}, "1 = 1: keys should be strings"),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_tree(tree, "run.yaml")
+    assert str(refused.value).startswith(f"run.yaml: {message}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"train": {"prompts_per_step": 6}, "scaling": {"num_workers": 2}},
+            r"\(6\) must be a multiple of .* \(2 x 2\)",
+        ),
+        ({"rollout": {"top_p": 0.9}}, "set algorithm.importance to tis or mask"),
+        ({"rollout": {"top_k": 5}}, "set algorithm.importance to tis or mask"),
+        ({"data": {"source": "a.csv", "params": {"x": 1}}}, "data.params are for reasoning_gym:DATASET"),
+        ({"data": {"source": "a.csv", "prompt_column": "answer"}}, "are both 'answer'"),
+        ({"eval": {"source": "a.csv"}}, "eval.source is for prompt files"),
+        ({"eval": {"seed": 4095}}, r"eval.seed \(4095\) is too near to data.seed \(0\)"),
+        ({"eval": {"seed": 0}, "data": {"seed": 255}}, "too near"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_tree(tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"train": {"prompts_per_step": 8}, "scaling": {"num_workers": 2}},
+        {"rollout": {"top_p": 0.9}, "algorithm": {"importance": "tis"}},
+        {"data": {"source": "a.csv"}, "eval": {"source": "b.csv", "seed": 0}},
+        {"eval": {"seed": 4096}},
+        {"eval": {"seed": 0}, "data": {"seed": 256}},
+    ],
+)
+def test_settings_that_just_go_together_are_taken(tree: dict[str, Any]) -> None:
+    from_tree(tree)
+
+
+def test_the_default_parameters_belong_to_the_default_source() -> None:
+    assert from_tree({"data": {"source": "reasoning_gym:chain_sum"}}).data.params == PARAMS
+    assert from_tree({"data": {"source": "reasoning_gym:spell_backward"}}).data.params == {}
+    assert from_tree({"data": {"params": {"max_terms": 5}}}).data.params == {"max_terms": 5}
+
+
+# --- dotted keys
+
+
+def test_overrides_reach_into_a_copy() -> None:
+    tree = {"train": {"steps": 1, "epochs": 2}, "data": {"params": {"a": 1}}}
+    merged = with_overrides(tree, {"train.steps": 5, "algorithm.lam": 0.5, "data.params.b": 2, "name": "x"})
+    assert merged == {
+        "train": {"steps": 5, "epochs": 2},
+        "algorithm": {"lam": 0.5},
+        "data": {"params": {"a": 1, "b": 2}},
+        "name": "x",
+    }
+    assert tree == {"train": {"steps": 1, "epochs": 2}, "data": {"params": {"a": 1}}}
+
+
+def test_an_entry_is_set_in_the_default_of_its_source() -> None:
+    entry = {"data.params.max_digits": 3}
+    assert with_overrides({}, entry) == {"data": {"params": PARAMS | {"max_digits": 3}}}
+    other = {"data.source": "reasoning_gym:spell_backward"}
+    assert with_overrides({}, entry | other)["data"]["params"] == {"max_digits": 3}
+    assert with_overrides({"data": {"source": "reasoning_gym:products"}}, entry)["data"]["params"] == {"max_digits": 3}
+    assert RunConfig().data.params == PARAMS  # the default itself is untouched
+    gpu = with_overrides({}, {"rollout.resources_per_engine.GPU": 1})
+    assert gpu == {"rollout": {"resources_per_engine": {"CPU": 0.5, "GPU": 1}}}
+
+
+def test_a_whole_dict_replaces_the_value_and_entries_go_into_it() -> None:
+    whole = {"GPU": 2.0}
+    merged = with_overrides({}, {"scaling.resources_per_worker.CPU": 3, "scaling.resources_per_worker": whole})
+    assert merged == {"scaling": {"resources_per_worker": {"GPU": 2.0, "CPU": 3}}}
+    assert whole == {"GPU": 2.0}
+
+
+@pytest.mark.parametrize("tree", [{"train": 5}, {"train": None}])
+def test_nothing_is_set_below_a_single_value(tree: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"train\.steps: train is (5|None), it has nothing below it"):
+        with_overrides(tree, {"train.steps": 3})
+
+
+def test_settings_and_entries_of_dicts_are_known() -> None:
+    assert is_setting("train.steps") and is_setting("data.params") and is_setting("data.params.max_digits")
+    assert not is_setting("train") and not is_setting("train.steps.x") and not is_setting("data.paramsx")
+
+
+def test_flatten_gives_every_setting_its_dotted_key_and_keeps_dicts_whole() -> None:
+    flat = flatten(from_tree({"train": {"steps": 7, "adam_betas": [0.5, 0.6]}, "name": "x"}))
+    assert flat["train.steps"] == 7
+    assert flat["name"] == "x"
+    assert flat["data.params"] == PARAMS
+    assert flat["train.adam_betas"] == (0.5, 0.6)
+    assert "train" not in flat
+
+
+def test_nearest_is_silent_when_nothing_is_near() -> None:
+    assert nearest("stepz", ["steps", "seed"]) == "; nearest: steps"
+    assert nearest("qqq", ["steps", "seed"]) == ""
+
+
+# --- YAML
+
+
+def test_yaml_survives_a_round_trip_of_the_resolved_config(tmp_path: Path) -> None:
+    config = configured("--name", "1e3", "--data.system", "1e-3", "--data.params.p", "1e-5", "--train.actor-lr", "1e-6")
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    assert from_tree(read_yaml(file)) == config
+    assert (config.name, config.data.system, config.data.params["p"]) == ("1e3", "1e-3", 1e-5)
+
+
+def test_exponents_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("train: {actor_lr: 1e-3}\ndata:\n  params: {p: 1e-3, word: e3, max_terms: 4}\n")
+    config = from_tree(read_yaml(file))
+    assert config.train.actor_lr == 0.001
+    assert config.data.params == {"p": 0.001, "word": "e3", "max_terms": 4}
+
+
+def test_an_empty_yaml_file_is_an_empty_tree(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert read_yaml(tmp_path / "empty.yaml") == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory"),
+        (b"- 1\n", "expected a mapping of settings, found list"),
+        (b"a: [1\n", "no valid YAML: "),
+        (b"\xff\xfe\x00", "no text file"),
+    ],
+)
+def test_an_unusable_yaml_file_is_one_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        read_yaml(file)
+    assert str(refused.value).startswith(f"{file}: {message}")
+    assert "\n" not in str(refused.value)
+
+
+# --- the command line
+
+
+def test_the_command_line_gives_settings_by_dotted_key_and_its_own_options_apart() -> None:
+    args, settings = parse(parser(), ["--config", "a.yaml", "--train.steps", "3", "--algorithm.kl_coef=1e-3"])
+    assert args.config == "a.yaml"
+    assert settings == {"train.steps": 3, "algorithm.kl_coef": "1e-3"}
+    assert from_tree(with_overrides({}, settings)).algorithm.kl_coef == 0.001
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--name", "12"], "name", "12"),
+        (["--data.system", "none"], "data.system", None),
+        (["--algorithm.importance", "none"], "algorithm.importance", "none"),
+        (["--checkpoint.keep", "none"], "checkpoint.keep", None),
+        (["--checkpoint.keep", "3"], "checkpoint.keep", 3),
+        (["--algorithm.kl-target", "0.1"], "algorithm.kl_target", 0.1),
+        (["--scaling.use_gpu", "true"], "scaling.use_gpu", True),
+        (["--train.adam-betas", "0.9,0.95"], "train.adam_betas", (0.9, 0.95)),
+        (["--train.adam_betas", "[0.8, 0.9]"], "train.adam_betas", (0.8, 0.9)),
+        (["--data.params", "{max_terms: 2}"], "data.params", {"max_terms": 2}),
+        (["--data.params.max_digits", "3"], "data.params", PARAMS | {"max_digits": 3}),
+        (["--data.params.max-digits=3"], "data.params", PARAMS | {"max_digits": 3}),
+        (["--rollout.resources-per-engine.GPU", "1"], "rollout.resources_per_engine", {"CPU": 0.5, "GPU": 1.0}),
+        (["--rollout.resources_per_engine", "{GPU: 1}"], "rollout.resources_per_engine", {"GPU": 1.0}),
+        (["--rollout.top-k", "-1"], "rollout.top_k", -1),
+    ],
+)
+def test_option_texts_become_values(argv: list[str], key: str, value: Any) -> None:
+    assert flatten(configured(*argv))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--train.step", "3"], "unknown option --train.step; nearest: --train.steps"),
+        (["--train.step=3"], "unknown option --train.step; nearest: --train.steps"),
+        (["--confg", "x"], "unknown option --confg; nearest: --config"),
+        (["--data.parms.max_terms", "3"], "unknown option --data.parms.max-terms; nearest: --data.params"),
+        (["--train.steps.x", "3"], "unknown option --train.steps.x; nearest: --train.steps"),
+        (["--data.params.x"], "--data.params.x: expected a value"),
+        (["--data.params.x", "--train.steps", "3"], "--data.params.x: expected a value"),
+        (["3"], "unexpected argument '3'"),
+    ],
+)
+def test_a_mistyped_option_is_refused_with_the_nearest(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        given(*argv)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "--algorithm.kl-target FLOAT",
+        "--checkpoint.keep INT",
+        "--name STR",
+        "--reward.answer-pattern STR",
+        "--train.adam-betas FLOAT,FLOAT",
+        "--data.params DICT",
+        "--rollout.resources-per-engine DICT",
+        "--algorithm.kl-kind {k1,k2,k3,abs}",
+        "--scaling.use-gpu BOOL",
+    ],
+)
+def test_help_shows_what_an_option_takes(shown: str) -> None:
+    assert f"  {shown}" in parser().format_help()
+
+
+def test_help_shows_meaning_and_default() -> None:
+    shown = " ".join(parser().format_help().split())
+    assert f"--train.epochs INT passes over a step's completions (default: {RunConfig().train.epochs})" in shown

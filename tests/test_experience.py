@@ -1,0 +1,137 @@
+"""Completions as tensors, and how they are cut into mini-batches and micro-batches."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlx.experience import build, micro_batch_count, micro_batches, minibatches
+from rlx.types import Completion, Experience, Prompt
+
+PAD = 9
+
+
+def completion(prompt: Sequence[int], response: Sequence[int], number: int = 0) -> Completion:
+    return Completion(
+        prompt=Prompt(number, tuple(prompt), f"question {number}", "answer"),
+        sample=0,
+        token_ids=tuple(response),
+        logprobs=tuple(-float(token) for token in response),
+        finished=True,
+        version=0,
+    )
+
+
+def numbered(lengths: Sequence[tuple[int, int]]) -> Experience:
+    """One completion per (prompt length, response length); all tokens of the i-th are i + 1, its score is i."""
+    rows = [completion([i + 1] * p, [i + 1] * r, i) for i, (p, r) in enumerate(lengths)]
+    return build(rows, [float(i) for i in range(len(rows))], PAD)
+
+
+def scores(parts: Sequence[Experience]) -> list[list[float]]:
+    return [part.scores.tolist() for part in parts]
+
+
+def test_completions_are_padded_on_the_right() -> None:
+    batch = build([completion([1, 2, 3], [4]), completion([5], [6, 7, 8])], [0.5, -1.0], PAD)
+    assert batch.ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert batch.ids.dtype == torch.int64
+    assert batch.prompt_lengths.tolist() == [3, 1]
+    assert batch.mask.tolist() == [[1, 0, 0], [1, 1, 1]]
+    assert batch.rollout_logprobs.tolist() == [[-4, 0, 0], [-6, -7, -8]]
+    assert batch.scores.tolist() == [0.5, -1.0]
+    assert batch.scores.dtype == torch.float32
+    shorter = build([completion([1], [2]), completion([3, 4], [5, 6])], [0.0, 0.0], PAD)
+    assert shorter.ids.tolist() == [[1, 2, PAD, PAD], [3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_names_its_prompt(score: float) -> None:
+    rows = [completion([1], [2], 6), completion([1], [2], 7)]
+    with pytest.raises(ValueError, match=rf"the score of prompt 7 \('question 7'\) is {score}"):
+        build(rows, [1.0, score], PAD)
+
+
+def test_as_many_scores_as_completions() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        build([completion([1], [2])], [1.0, 2.0], PAD)
+
+
+def test_rows_are_cut_to_the_longest_prompt_with_response_and_the_longest_response() -> None:
+    batch = numbered([(5, 1), (1, 3), (2, 2), (1, 6)])
+    assert (batch.ids.shape, batch.mask.shape) == ((4, 7), (4, 6))
+    part = batch.rows(1, 3)
+    assert part.ids.tolist() == [[2, 2, 2, 2], [3, 3, 3, 3]]
+    assert part.mask.tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert part.rollout_logprobs.tolist() == [[-2, -2, -2], [-3, -3, 0]]
+    assert part.prompt_lengths.tolist() == [1, 2]
+    assert part.scores.tolist() == [1, 2]
+    assert part.values is None
+    first = batch.rows(0, 1)
+    assert (first.ids.tolist(), first.mask.tolist()) == ([[1] * 6], [[1]])
+
+
+def test_rows_cut_every_grid_and_keep_what_follows_a_gap_in_the_mask() -> None:
+    grid = torch.arange(8.0).reshape(2, 4)
+    gap = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    batch = replace(numbered([(2, 4), (3, 4)]), mask=gap, values=grid, advantages=-grid, logprobs=grid + 1)
+    part = batch.rows(0, 2)
+    assert part.mask.tolist() == [[1, 0, 1], [1, 0, 0]]
+    assert part.ids.shape == (2, 5)
+    grids: list[tuple[Tensor | None, list[list[float]]]] = [
+        (part.values, [[0, 1, 2], [4, 5, 6]]),
+        (part.advantages, [[0, -1, -2], [-4, -5, -6]]),
+        (part.logprobs, [[1, 2, 3], [5, 6, 7]]),
+    ]
+    for cut, expected in grids:
+        assert cut is not None and cut.tolist() == expected
+
+
+def test_minibatches_are_equal_runs() -> None:
+    parts = minibatches(numbered([(1, 1)] * 6), 3)
+    assert scores(parts) == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ValueError, match="6 completions do not make 4 equal mini-batches"):
+        minibatches(numbered([(1, 1)] * 6), 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_minibatch_holds_the_same_prompts_on_any_number_of_ranks(ranks: int) -> None:
+    everything = numbered([(1, 1)] * 8)
+    shares = [numbered([(1, 1)] * (8 // ranks)) for _ in range(ranks)]
+    shares = [replace(share, scores=everything.scores[rank::ranks]) for rank, share in enumerate(shares)]
+    by_rank = [scores(minibatches(share, 2)) for share in shares]
+    joined = [sorted(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)]
+    assert joined == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "budget", "count"),
+    [(6, 4, 24, 1), (6, 4, 23, 2), (6, 4, 8, 3), (6, 4, 7, 6), (6, 4, 1, 6), (7, 4, 8, 4), (1, 4, 100, 1)],
+)
+def test_as_few_micro_batches_as_the_token_budget_allows(rows: int, length: int, budget: int, count: int) -> None:
+    assert micro_batch_count(numbered([(1, length - 1)] * rows), budget) == count
+
+
+@pytest.mark.parametrize("budget", [9, 10, 14, 20, 27, 1000])
+def test_micro_batches_hold_every_row_once_within_the_budget(budget: int) -> None:
+    lengths = [(1, 2), (4, 5), (2, 2), (1, 1), (3, 1), (2, 7), (1, 4)]
+    batch = numbered(lengths)
+    parts = micro_batches(batch, micro_batch_count(batch, budget))
+    assert list(itertools.chain(*scores(parts))) == [0, 1, 2, 3, 4, 5, 6]
+    assert all(part.ids.numel() <= budget for part in parts)
+    kept = [(int(p), int(m.sum())) for part in parts for p, m in zip(part.prompt_lengths, part.mask, strict=True)]
+    assert kept == lengths
+    for part in parts:
+        assert part.ids.shape[1] == max(p + r for p, r in (lengths[int(i)] for i in part.scores))
+
+
+def test_ranks_can_agree_on_more_micro_batches_than_one_needs() -> None:
+    batch = numbered([(1, 1)] * 5)
+    assert scores(micro_batches(batch, 2)) == [[0, 1], [2, 3, 4]]
+    assert scores(micro_batches(batch, 5)) == [[0], [1], [2], [3], [4]]
+    with pytest.raises(ValueError, match="5 completions do not fill 6 micro-batches"):
+        micro_batches(batch, 6)

@@ -1,0 +1,89 @@
+"""Generated questions and the scorers of their datasets."""
+
+import pytest
+
+from rlx.config import ConfigError
+from rlx.settings import DataConfig, EvalConfig
+from rlx.tasks import answer_checker, generated_questions, is_generated
+
+SUMS = DataConfig(params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+
+
+def result(question: str) -> int:
+    """The value of "... problem: 4 + 1 - 7 =", worked out term by term."""
+    first, *rest = question.rpartition(":")[2].rstrip("=").split()
+    total = int(first)
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        total += int(term) if sign == "+" else -int(term)
+    return total
+
+
+def test_questions_have_right_answers_and_come_once() -> None:
+    rows = list(generated_questions(SUMS, seed=0, size=300))
+    assert [int(row["answer"]) for row in rows] == [result(row["question"]) for row in rows]
+    questions = [row["question"] for row in rows]
+    assert len(set(questions)) == len(questions)
+    entries = [row["entry"] for row in rows]
+    assert entries == sorted(set(entries)) and entries[0] >= 0 and entries[-1] < 300
+    assert len(rows) < 300  # 10 x 10 pairs of digits and two signs: some were drawn twice
+
+
+def test_an_entry_depends_on_its_seed_alone() -> None:
+    wide = DataConfig(params={"min_terms": 4, "max_terms": 4, "min_digits": 4, "max_digits": 4})
+    first = {row["entry"]: row["question"] for row in generated_questions(wide, seed=100, size=20)}
+    shifted = {row["entry"]: row["question"] for row in generated_questions(wide, seed=105, size=10)}
+    assert len(first) == 20
+    assert shifted == {i: first[i + 5] for i in range(10)}
+
+
+def test_the_default_sets_share_no_seed() -> None:
+    training, held_out = DataConfig(), EvalConfig()
+    assert training.seed + training.size <= held_out.seed
+
+
+def test_the_datasets_own_scorer_judges() -> None:
+    rows = list(generated_questions(SUMS, seed=7, size=5))
+    check = answer_checker(SUMS, seed=7, size=5)
+    for row in rows:
+        assert check(row["answer"], row["answer"], row["entry"]) == 1.0
+        assert check(str(int(row["answer"]) + 1), row["answer"], row["entry"]) < 1.0
+
+
+@pytest.mark.parametrize("garbage", ["", "seven", "nan", "((((", "\x00", "7" * 5000, "__import__('os')"])
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "time_intervals"])
+def test_a_scorer_gives_garbage_no_full_score_and_never_raises(name: str, garbage: str) -> None:
+    check = answer_checker(DataConfig(source=f"reasoning_gym:{name}"), seed=0, size=2)
+    assert 0.0 <= check(garbage, "", 1) < 1.0
+
+
+def test_an_entry_that_is_not_there_is_an_error_and_no_wrong_answer() -> None:
+    with pytest.raises(TypeError):
+        answer_checker(SUMS, seed=7, size=5)("1", "1", None)
+
+
+def test_prompt_files_are_scored_by_exact_match() -> None:
+    check = answer_checker(DataConfig(source="prompts.csv"), seed=0, size=1)
+    assert check(" Paris\n", "Paris", None) == 1.0
+    assert check("paris", "Paris", None) == 0.0
+    assert not is_generated("prompts.csv")
+    assert is_generated("reasoning_gym:chain_sum")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(source="reasoning_gym:chain_sums"), "no dataset 'chain_sums'; nearest: chain_sum"),
+        (
+            DataConfig(params={"max_digit": 3}),
+            "data.params.max_digit: chain_sum has no such parameter; nearest: max_dig",
+        ),
+        (DataConfig(params={"seed": 3}), "data.params.seed: chain_sum has no such parameter"),
+        (DataConfig(params={"min_terms": 5, "max_terms": 2}), "chain_sum refuses them: max_terms must be >= min_terms"),
+        (DataConfig(params={"min_terms": "x"}), "chain_sum refuses them: "),
+    ],
+)
+def test_a_bad_dataset_or_parameter_is_one_line(config: DataConfig, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        list(generated_questions(config, seed=0, size=1))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
