@@ -1,4 +1,4 @@
-"""One PPO run, or the continuation of one: python experiments/ppo.py [--config FILE] [--resume NAME] [--SETTING VALUE]"""
+"""One PPO run, or the rest of one: python experiments/ppo.py [--config FILE] [--resume NAME] [--SETTING VALUE]"""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     config = from_tree(with_overrides(base, given))
     name = args.resume or config.name or next_name(runs.names())
     config = config.model_copy(update={"name": name, "storage": absolute(config.storage)})
+    folder = runs / name
+    if not args.resume:
+        launch.check_new(config, folder)
+    elif done := launch.finished(config, folder):
+        print(f"run {name} is finished: {config.train.steps} steps, {progress.described(done)}")
+        return 0
     first: dict[str, Any] = {}
 
     with progress.RunProgress(config.train.steps) as shown:
@@ -54,11 +60,11 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
             first.update(first or metrics)
             shown.step(metrics, checkpoint)
 
-        shown.console.print(f"run {config.name}: {config.train.steps} steps, in {runs.path}/{config.name}")
-        launch.model_folder(config, shown.warm_start)
+        shown.console.print(f"run {name}: {config.train.steps} steps, in {folder.path}")
+        launch.check_input(config, launch.model_folder(config, shown.warm_start))
         shown.say("starting")
         launch.connect(config)
-        result = launch.run(config, runs / config.name, resume=bool(args.resume), on_report=on_report)
+        result = launch.run(config, folder, resume=bool(args.resume), on_report=on_report)
     print(summary(config, first, result.metrics, time.monotonic() - started))
     print(f"curves: mlflow ui --backend-store-uri {launch.tracking_uri(config)}")
     return 0

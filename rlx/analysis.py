@@ -12,11 +12,12 @@ import io
 import json
 import math
 import shlex
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -88,8 +89,7 @@ def sweep_names(uri: str, experiment: str) -> list[str]:
 def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequence[str] = ()) -> Sweep:
     """Reads a sweep, the newest of that name or the newest of all, with `metrics` besides the `WATCHED` ones.
 
-    Raises:
-        ConfigError: unknown metric; no such store, experiment or sweep; or no trial in it.
+    ConfigError if a metric is unknown, there is no such store, experiment or sweep, or it has no trials.
     """
     watched = tuple(dict.fromkeys([*WATCHED, *metrics]))
     for metric in metrics:
@@ -104,7 +104,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     children = _search(door, parent.info.experiment_id, "mlflow.parentRunId", parent.info.run_id)
     if not children:
         raise ConfigError(f"sweep {sweep!r} has no trials yet")
-    trials = tuple(_trial(door, run, sweep, varied, watched) for run in children)
+    trials = tuple(_trial(door, run, sweep, varied, watched) for run in reversed(children))
     return Sweep(sweep, str(parent.info.run_id), varied, watched, trials)
 
 
@@ -124,24 +124,16 @@ def _sweep_runs(uri: str, experiment: str) -> list[Any]:
     sweeps = _search(report.client(uri), found[experiment], "rlx.kind", "sweep")
     if not sweeps:
         raise ConfigError(f"no sweep in experiment {experiment!r}: experiments/ppo_sweep.py makes one")
-    return sweeps[::-1]
+    return sweeps
 
 
 def _search(door: Any, experiment_id: str, tag: str, value: str) -> list[Any]:
-    """All runs with a tag, oldest first."""
-    order = ["attributes.start_time ASC"]
-    return list(door.search_runs([experiment_id], f"tags.`{tag}` = '{value}'", max_results=50_000, order_by=order))
-
-
-def _params(run: Any) -> dict[str, str]:
-    """A run's settings as MLflow has them, and entries of dict-valued ones on their own."""
-    params = dict(run.data.params)
-    whole = {key: value for key, text in params.items() if isinstance(value := _literal(text), dict)}
-    return params | {f"{key}.{name}": str(value) for key, entries in whole.items() for name, value in entries.items()}
+    """All runs with a tag, newest first, which is MLflow's own order."""
+    return list(door.search_runs([experiment_id], f"tags.`{tag}` = '{value}'", max_results=50_000))
 
 
 def _trial(door: Any, run: Any, sweep: str, varied: Sequence[str], metrics: Sequence[str]) -> Trial:
-    info, params = run.info, _params(run)
+    info, params = run.info, dict(run.data.params)
     ended = info.end_time and info.status != "RUNNING"  # a resumed run still has its earlier end
     return Trial(
         name=str(info.run_name).removeprefix(f"{sweep}."),
@@ -158,8 +150,9 @@ def _history(door: Any, run: Any, metrics: Sequence[str]) -> pd.DataFrame:
     columns = {}
     for metric in metrics:
         logged = door.get_metric_history(run.info.run_id, metric) if metric in run.data.metrics else []
-        # A value that is not finite says no more than a missing one, and cannot be ranked or drawn.
-        columns[metric] = pd.Series({e.step: e.value for e in logged if math.isfinite(e.value)}, dtype=float)
+        # What is not finite cannot be ranked or drawn; MLflow's databases give the largest float for infinity.
+        finite = {entry.step: entry.value for entry in logged if abs(entry.value) < sys.float_info.max}
+        columns[metric] = pd.Series(finite, dtype=float)
     return pd.DataFrame(columns).sort_index().rename_axis("step")
 
 
@@ -272,10 +265,9 @@ def write(sweep: Sweep, folder: Path, uri: str, metric: str = METRIC, mode: Mode
 def _summary(trial: Trial, metric: str, mode: Mode) -> dict[str, float]:
     """A trial's last, best and first value of a metric; the first is that before training."""
     curve = trial.curve(metric)
-    if curve.empty:
-        return dict.fromkeys(("final", "best", "first"), math.nan)
     best = curve.max() if mode == "max" else curve.min()
-    return {"final": float(curve.iloc[-1]), "best": float(best), "first": float(curve.get(0, math.nan))}
+    final, first = (curve.get(step, math.nan) for step in (max(curve.index, default=0), 0))
+    return {"final": float(final), "best": float(best), "first": float(first)}
 
 
 def _text(value: Any) -> str:
@@ -284,8 +276,7 @@ def _text(value: Any) -> str:
         return value
     if value is None or math.isnan(value):
         return "-"
-    # Without the second test 12345.67 would become 1.235e+04.
-    if value == int(value) or abs(value) >= 1000:
+    if value == int(value) or abs(value) >= 1000:  # .4g would make 1.235e+04 of 12345.67
         return f"{value:,.0f}"
     return f"{value:.4g}".replace("e-0", "e-")
 
@@ -340,20 +331,17 @@ def _name_curves(axes: Axes, trials: Sequence[Trial], metric: str, shades: Seque
 
 
 def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Heights within 0 to 1, moved as little as it takes to be a gap apart and in the same order."""
-    order = sorted(range(len(heights)), key=lambda i: (heights[i], -i))
-    placed, floor, ceiling = list(heights), 0.0, 1.0
-    for i in order:
-        placed[i] = max(placed[i], floor)
-        floor = placed[i] + gap
-    for i in reversed(order):
-        placed[i] = min(placed[i], ceiling)
-        ceiling = placed[i] - gap
-    return placed
+    """Heights within 0 to 1, moved up, or down from the top, until they are a gap apart; of two equal ones the first
+    comes out above."""
+    wanted, place = np.asarray(heights, dtype=float), np.arange(len(heights))
+    order, steps = np.lexsort((-place, wanted)), gap * place
+    lowest = np.maximum.accumulate(wanted[order] - steps)
+    placed = np.empty_like(wanted)
+    placed[order] = np.minimum(lowest, 1 - gap * (len(heights) - 1)) + steps
+    return [float(height) for height in placed]
 
 
-@dataclass(frozen=True)
-class _Scale:
+class _Scale(NamedTuple):
     """A vertical axis: where a value lies between 0 and 1, and what is written beside it."""
 
     heights: list[float]  # of each trial, NaN where it has no value
@@ -372,7 +360,8 @@ def parallel_coordinates_figure(sweep: Sweep, metric: str = METRIC, mode: Mode =
     width = max(7.0, 1.9 * len(scales) + 0.9)
     left, bottom, right, height = 0.95 / width, 0.06, 1 - 1.05 / width, 0.69
     figure = Figure(figsize=(width, 5.6))
-    axes = figure.add_axes((left, bottom, right - left, height), xlim=(0, max(1, len(scales) - 1)), ylim=(0, 1))
+    axes = figure.add_axes((left, bottom, right - left, height))
+    axes.set(xlim=(min(0, len(scales) - 2), len(scales) - 1), ylim=(0, 1))
     axes.set_axis_off()
     _head(figure, f"settings and final {metric}", sweep, metric, "dashed")
     for i in reversed(range(len(trials))):  # the best on top

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 MANIFEST = "manifest.json"
+_METADATA = ".metadata"  # what distributed checkpoint writes last
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,14 @@ def written(models: Mapping[str, Trained], manifest: Mapping[str, Any], rank: in
 
 
 def load(folder: str, models: Mapping[str, Trained]) -> dict[str, Any]:
-    """Puts a checkpoint's tensors into the models and optimizers, whatever the number of ranks; gives its manifest."""
+    """Puts a checkpoint's tensors into the models and optimizers, whatever the number of ranks; gives its manifest.
+
+    Raises:
+        ValueError: there is no whole checkpoint in the folder.
+    """
+    for name in (MANIFEST, _METADATA):
+        if not Path(folder, name).is_file():
+            raise ValueError(f"no checkpoint in {folder}: there is no {name} in it")
     tensors = _tensors(models)
     dcp.load(tensors, checkpoint_id=folder)
     for name, trained in models.items():

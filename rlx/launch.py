@@ -23,12 +23,12 @@ import ray
 import ray.exceptions
 import ray.train
 import yaml
-from ray.train import UserCallback
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray import cloudpickle
 from ray._raylet import PlacementGroupID
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.train import UserCallback
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rlx import data, report, tasks
@@ -112,20 +112,17 @@ def connect(config: RunConfig) -> None:
         try:
             ray.init(address=config.ray_address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"ray_address {config.ray_address}: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"ray_address {config.ray_address}: {_one_line(error)}") from None
     needed, cluster = plan(config), ray.cluster_resources()
     if needed.fits(cluster) < 1:
         lacking = [name for name, amount in needed.total().items() if amount > cluster.get(name, 0.0) + 1e-9]
         numbers = ", ".join(f"{needed.total()[n]:g} {n} but the cluster has {cluster.get(n, 0.0):g}" for n in lacking)
-        raise ConfigError(
-            f"scaling: {len(needed.workers)} workers and {len(needed.engines)} engines need {numbers}"
-        )
+        raise ConfigError(f"scaling: {len(needed.workers)} workers and {len(needed.engines)} engines need {numbers}")
 
 
 def create_run(config: RunConfig, folder: Storage, parent: str | None = None) -> None:
     """Makes the folder and the MLflow run of a new run; ConfigError if the folder holds one already."""
-    if (folder / "run.json").exists():
-        raise ConfigError(f"run {config.name!r} exists in {folder.path}: --resume {config.name} continues it")
+    check_new(config, folder)
     uri = tracking_uri(config)
     params = {key: value for key, value in flatten(config).items() if value is not None}
     run_id = report.start_run(
@@ -136,10 +133,21 @@ def create_run(config: RunConfig, folder: Storage, parent: str | None = None) ->
         params=params,
         tags={"rlx.kind": "run", "rlx.folder": folder.path},
     )
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    report.log_file(uri, run_id, "config.yaml", text)
-    (folder / "config.yaml").write_text(text)
+    _save_config(config, folder, run_id)
     (folder / "run.json").write_text(json.dumps({"mlflow_run": run_id}))
+
+
+def check_new(config: RunConfig, folder: Storage) -> None:
+    """ConfigError if the folder holds a run already."""
+    if (folder / "run.json").exists():
+        raise ConfigError(f"run {config.name!r} exists in {folder.path}: --resume {config.name} continues it")
+
+
+def finished(config: RunConfig, folder: Storage) -> dict[str, Any] | None:
+    """The last step's metrics of a run that has done all its steps; None if there are some left."""
+    record = folder / "result.json"
+    metrics = record.read_json() if record.exists() else {"step": 0}
+    return metrics if metrics["step"] >= config.train.steps else None
 
 
 def mlflow_run(folder: Storage) -> str:
@@ -178,12 +186,12 @@ def run(
         RunError: training failed.
         RunStopped: `abort_running` was called meanwhile.
     """
-    uri, run_id, status = tracking_uri(config), None, "FAILED"
-    path = model_folder(config)
+    uri, path, status = tracking_uri(config), model_folder(config), "FAILED"
     check_input(config, path)
     with _engines(config, path) as engines:
+        tables = tables or prompt_tables(config, path)  # before there is a run: one without prompts leaves no trace
+        run_id = _open_run(config, folder, resume, parent)
         try:
-            run_id = _open_run(config, folder, resume, parent)
             setup = {
                 "config": config.model_dump(),
                 "model": path,
@@ -192,8 +200,9 @@ def run(
                 "folder": folder.path,
                 "checkpoint": ray.train.Checkpoint(start_from, folder.filesystem) if start_from else None,
             }
-            trainer = _trainer(config, setup, folder, tables or prompt_tables(config, path))
+            trainer = _trainer(config, setup, folder, tables)
             metrics = _fit(trainer, on_report or (lambda metrics, checkpoint: None))
+            (folder / "result.json").write_text(json.dumps(metrics))
             status = "FINISHED"
         except RunStopped:
             status = "FINISHED"
@@ -202,8 +211,7 @@ def run(
             status = "KILLED"
             raise
         finally:
-            if run_id:
-                report.end_run(uri, run_id, status)
+            report.end_run(uri, run_id, status)
     return Result(config.name or "", folder.path, metrics, run_id)
 
 
@@ -303,10 +311,20 @@ def _engines(config: RunConfig, path: str) -> Iterator[list[Any]]:
 def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | None) -> str:
     if not resume:
         create_run(config, folder, parent)
-    run_id = mlflow_run(folder)
-    if resume:
-        report.resume_run(tracking_uri(config), run_id)
+        return mlflow_run(folder)
+    uri, run_id = tracking_uri(config), mlflow_run(folder)
+    try:
+        report.resume_run(uri, run_id)
+    except Exception as error:  # each kind of MLflow store has its own
+        raise ConfigError(f"run {config.name!r}: no MLflow run {run_id} in {uri}: {_one_line(error)}") from None
+    _save_config(config, folder, run_id)  # what was changed for the rest of the run holds for a later resume too
     return run_id
+
+
+def _save_config(config: RunConfig, folder: Storage, run_id: str) -> None:
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    report.log_file(tracking_uri(config), run_id, "config.yaml", text)
+    (folder / "config.yaml").write_text(text)
 
 
 def _trainer(config: RunConfig, setup: dict[str, Any], folder: Storage, tables: Mapping[str, Any]) -> TorchTrainer:
@@ -452,8 +470,12 @@ def _last_words(error: BaseException) -> str:
     failures = getattr(error, "worker_failures", None) or {}
     for rank, failure in sorted(failures.items()):
         cause = getattr(failure, "cause", None) or failure
-        return f"worker {rank}: {type(cause).__name__}: {' '.join(str(cause).split())[:500]}"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        return f"worker {rank}: {type(cause).__name__}: {_one_line(cause)}"
+    return f"{type(error).__name__}: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 def _quiet_environment() -> None:

@@ -6,8 +6,6 @@ right and attention is causal, so no attention mask is needed.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +23,7 @@ class Scored:
     """What a policy says about responses; every tensor `[B, T]` over response tokens, arbitrary where padded."""
 
     logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor  # without gradient: it is a statistic only
     values: Tensor | None  # of a value head on the policy
 
 
@@ -51,7 +49,8 @@ class Policy(nn.Module):
         scores = torch.log_softmax(lm.get_output_embeddings()(hidden).float() / temperature, dim=-1)
         targets = ids.gather(1, (_positions(prompt_lengths, width) + 1).clamp(max=ids.shape[1] - 1))
         logprobs = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        entropy = -(scores.exp() * scores).sum(-1)
+        with torch.no_grad():  # its graph would keep two more tensors of the size of the scores
+            entropy = -(scores.exp() * scores).sum(-1)
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
         return Scored(logprobs, entropy, values)
 
@@ -110,7 +109,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> FSDPModule:
     return fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
-def engine_parameters(policy: nn.Module) -> Iterable[tuple[str, Tensor]]:
+def engine_parameters(policy: nn.Module) -> list[tuple[str, Tensor]]:
     """The policy's parameters under their Hugging Face names, as the engines load them; no value head."""
     return [(name.removeprefix("lm."), p) for name, p in policy.named_parameters() if name.startswith("lm.")]
 
@@ -136,10 +135,23 @@ def _value_head(hidden_size: int) -> nn.Linear:
 
 @torch.no_grad()
 def _check_logits(policy: Policy, path: str) -> None:
-    """Some models scale or cap their logits after the head; Policy reads the head alone, so those are refused."""
+    """Some models change hidden states or logits around the output layer; Policy repeats none of it: refused.
+
+    The output layer is made to give wide logits, so that what is done to them shows whatever the weights are.
+    """
     lm: Any = policy.lm
-    ids = torch.arange(4).unsqueeze(0) % lm.config.vocab_size
-    expected = torch.log_softmax(lm(input_ids=ids).logits.float(), -1)[0, 0, ids[0, 1]]
-    found = policy(ids, torch.tensor([1]), 1, 1.0).logprobs[0, 0]
-    if not math.isclose(expected.item(), found.item(), abs_tol=1e-3):
-        raise ConfigError(f"model.path {path}: this architecture changes its logits after the output layer")
+    head = lm.get_output_embeddings()
+    wide = torch.linspace(-100.0, 100.0, head.weight.shape[0])
+    entered: list[Tensor] = []
+
+    def widen(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        entered.append(inputs[0])
+        return wide.expand_as(output)
+
+    ids = torch.tensor([[0, 1, 2, 3]])
+    hook = head.register_forward_hook(widen)
+    logits = lm(input_ids=ids, use_cache=False).logits
+    hook.remove()
+    hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    if not torch.allclose(logits, wide.expand_as(logits)) or not torch.allclose(entered[0], hidden, rtol=1e-4):
+        raise ConfigError(f"model.path {path}: this architecture scales or caps what enters or leaves the output layer")

@@ -145,10 +145,10 @@ def log_files(uri: str, run_id: str, paths: Sequence[Path], folder: str | None =
 def client(uri: str) -> Any:
     """MLflow's client for a tracking store, without its chatter."""
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     from mlflow import MlflowClient
 
+    for name in ("mlflow", "mlflow.store.db.utils", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=uri)
 
 

@@ -137,7 +137,7 @@ class TrainConfig(Section):
     """most tokens, padding included, in one forward and backward pass of a worker"""
     actor_lr: PositiveFloat = 1e-4
     """learning rate of the policy"""
-    critic_lr: PositiveFloat = 1e-3
+    critic_lr: PositiveFloat = 1e-4
     """learning rate of the critic"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """what the learning rates do after the warm-up"""

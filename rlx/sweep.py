@@ -1,4 +1,4 @@
-"""A sweep: a Tuner whose every trial is one launch.run, under an MLflow parent run, resumable and leaving nothing behind.
+"""A sweep: a Tuner whose every trial is one launch.run, under an MLflow parent run; resumable, leaving nothing behind.
 
 A trial is a function trainable that starts a Ray Train run of its own and relays its reports, each with a small pointer
 to the newest checkpoint. Tables and figures are analysis's.
@@ -6,8 +6,10 @@ to the newest checkpoint. Tables and figures are analysis's.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -26,6 +28,7 @@ from rlx import launch, report
 from rlx.config import ConfigError, RunConfig, from_tree, nearest, setting_keys, with_overrides
 from rlx.storage import Storage
 
+_LOG = logging.getLogger("rlx")
 METRIC, MODE = "eval/accuracy", "max"
 _RECORD = "sweep.json"
 
@@ -139,7 +142,10 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
     try:
         _Watcher.watch = watch
         tuner = _restored(sweep, storage) if resume else _tuner(sweep, storage)
+        _Watcher.interrupted = False
         results = list(tuner.fit())
+        if _Watcher.interrupted:
+            raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns as if it were done
         status = "FINISHED"
         return results
     except KeyboardInterrupt:
@@ -252,17 +258,33 @@ def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any], tables:
     launch.run(config, folder, resume=resume, parent=sweep.mlflow_run, tables=tables, on_report=relay)
 
 
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """Makes an error a warning: Tune ends a sweep whose callback fails."""
+
+    @functools.wraps(method)
+    def guarded(*args: Any) -> None:
+        try:
+            method(*args)
+        except Exception as error:
+            _LOG.warning("the sweep goes on: %s: %s", type(error).__name__, error)
+
+    return guarded
+
+
 class _Watcher(tune.Callback):
     """Shows trials, and clears away what a trial that was stopped or killed could not clear itself."""
 
-    # Tune keeps its callbacks with the sweep, pickled; whoever watches is no part of that.
+    # Tune keeps its callbacks with the sweep, pickled; what concerns this process alone is no part of that.
     watch: Watch = staticmethod(lambda trial, settings, metrics, state: None)
+    interrupted = False
 
     def __init__(self, sweep: Sweep, storage: Storage) -> None:
+        self.started: set[str] = set()
         self.runs = storage / "sweeps" / sweep.name / "runs"
         self.uri = launch.tracking_uri(from_tree(sweep.tree))
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self.started.add(trial.trial_id)
         self._show(trial, {}, "running")
 
     def on_trial_result(
@@ -271,16 +293,27 @@ class _Watcher(tune.Callback):
         self._show(trial, result, "running")
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self.started.discard(trial.trial_id)
         self._clear(trial, "FINISHED")
         self._show(trial, trial.last_result, "finished")
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self.started.discard(trial.trial_id)
         self._clear(trial, "FAILED")
         self._show(trial, trial.last_result, "failed")
 
+    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
+        """Tune has ended the trials of an interrupted sweep by now, without a word."""
+        cut_short = [trial for trial in trials if trial.trial_id in self.started]
+        for trial in cut_short:
+            self._clear(trial, "KILLED")
+        _Watcher.interrupted = bool(cut_short) or any(trial.status == Trial.PENDING for trial in trials)
+
+    @_harmless
     def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
         _Watcher.watch(trial_name(trial), trial.config, metrics, state)
 
+    @_harmless
     def _clear(self, trial: Trial, status: str) -> None:
         folder = self.runs / trial_name(trial)
         launch.remove_leftovers(folder)

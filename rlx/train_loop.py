@@ -217,7 +217,10 @@ def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, flo
     residual, returns = (
         torch.tensor([s[f"{name}/{i}"] for i in range(3)], dtype=torch.float64) for name in ("residual", "returns")
     )
-    return dict(seconds) | {
+    metrics = dict(seconds)
+    if run.critic is not None:  # a head's gradient is part of the policy's
+        metrics["value/grad_norm"] = s["grad_norm/critic"] / s["updates"]
+    return metrics | {
         "reward/mean": mean,
         "reward/std": max(0.0, s["score_squared"] / count - mean * mean) ** 0.5,
         "task/accuracy": s["right"] / count,

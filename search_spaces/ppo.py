@@ -8,7 +8,7 @@ from ray import tune
 def space() -> dict[str, Any]:
     return {
         "train.actor_lr": tune.loguniform(2e-5, 1e-3),
-        "train.critic_lr": tune.loguniform(3e-4, 3e-3),
+        "train.critic_lr": tune.loguniform(3e-5, 1e-3),
         "algorithm.kl_coef": tune.loguniform(1e-3, 1e-1),
         "train.epochs": tune.choice([1, 2]),
     }

@@ -1,12 +1,34 @@
 """Fixtures that several test files share."""
 
 import logging
-from collections.abc import Iterator
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import ray
+import torch
+import torch.distributed as dist
+from ray._private import state
+from ray.util.placement_group import placement_group, placement_group_table
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx import launch
+from rlx import launch, report
+from rlx.rollout import pool
+from rlx.warm_start import WarmStart, make_tiny_model
+
+SHORT_RECIPE = WarmStart(
+    right_steps=30, careless_steps=2, held_out_size=32, hidden=128, mlp=128, heads=4, kv_heads=2, warmup_steps=5
+)
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +38,166 @@ def ray_cluster() -> Iterator[None]:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with tied embeddings that has learnt the form of an answer and little else."""
+    folder = tmp_path_factory.mktemp("models") / "tied"
+    make_tiny_model(folder, recipe=SHORT_RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def untied_model(tiny_model: Path) -> Path:
+    """The tiny model with a random output layer of its own."""
+    folder = tiny_model.with_name("untied")
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=False)
+    torch.nn.init.normal_(lm.lm_head.weight, std=0.2, generator=torch.Generator().manual_seed(0))
+    lm.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def start_engine(model: Path) -> Any:
+    """An engine actor, starting, in a placement group of its own."""
+    group = placement_group([{"CPU": 0.5}])
+    options = pool.engine_options(
+        dtype="float32", max_model_len=256, max_num_seqs=32, on_gpu=False, kv_cache_mib=64, gpu_memory=0.5, eager=True
+    )
+    (engine,) = pool.start_engines(1, str(model), options, {"CPU": 0.5}, group, 0)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def engines(ray_cluster: None, tiny_model: Path, untied_model: Path) -> Iterator[tuple[Any, Any]]:
+    """An engine of the tiny model and one of the untied model; each test first pushes the weights that it needs."""
+    pair = start_engine(tiny_model), start_engine(untied_model)
+    yield pair
+    for engine in pair:
+        ray.kill(engine)
+
+
+OnRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> OnRanks:
+    """Calls `function(rank, ranks, *args)` in that many processes of a gloo group; gives the ranks' results."""
+    # The processes are forked from one that has imported what is slow to import.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["rlx.train_loop"])
+
+    def run(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.start_processes(
+                _as_rank, (ranks, folder, function, args), nprocs=ranks, start_method="forkserver"
+            )
+            return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(ranks)]
+
+    return run
+
+
+def _as_rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.save(function(rank, ranks, *args), Path(folder, str(rank)))
+    dist.destroy_process_group()
+
+
+NothingLeft = Callable[[float], None]
+
+
+@pytest.fixture(scope="module")
+def nothing_left(ray_cluster: None) -> NothingLeft:
+    """A check that in so many seconds at most, no actor and no placement group is left that was not there before."""
+    before = _alive().keys()
+
+    def check(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := {key: what for key, what in _alive().items() if key not in before}) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.2)
+        assert left == {}
+
+    return check
+
+
+def _alive() -> dict[str, str]:
+    """Actors and placement groups by id; Ray Data keeps a few actors of its own, with an underscore."""
+    actors = {key: str(row["ActorClassName"]) for key, row in state.actors().items() if row["State"] != "DEAD"}
+    groups = {key: "placement group" for key, row in placement_group_table().items() if row["state"] != "REMOVED"}
+    return {key: name for key, name in actors.items() if not name.startswith("_")} | groups
+
+
+History = dict[str, dict[int, list[float]]]
+"""by metric name and step, every value that was logged"""
+
+
+def mlflow_history(storage: Path, run_id: str) -> History:
+    """All the metrics of an MLflow run in a storage folder."""
+    client = report.client(report.default_uri(storage))
+    history: History = {}
+    for name in client.get_run(run_id).data.metrics:
+        for metric in client.get_metric_history(run_id, name):
+            history.setdefault(name, {}).setdefault(metric.step, []).append(metric.value)
+    return history
+
+
+class Script:
+    """One of experiments/ as a process group of its own, as a shell starts it."""
+
+    def __init__(self, output: Path, name: str, *words: str) -> None:
+        self.output = output
+        self.mark = uuid.uuid4().hex  # in the environment of all its descendants
+        path = Path(__file__).resolve().parent.parent / "experiments" / name
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(path), *words],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"RLX_TEST": self.mark},
+                start_new_session=True,
+            )
+
+    def wait_for(self, text: str, seconds: float = 240) -> None:
+        """Returns when it has printed the text; an error if it ends or takes longer."""
+        deadline = time.monotonic() + seconds
+        while text not in self.output.read_text():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """kill -9 of the driver alone."""
+        self.process.kill()
+        self.process.wait()
+
+    def interrupt(self) -> None:
+        """Ctrl-C in its terminal."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def alive(self) -> list[psutil.Process]:
+        """Its processes."""
+        return [process for process in psutil.process_iter() if self._is_mine(process)]
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("RLX_TEST") == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            return False
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
+    """Starts scripts, and kills in the end what is left of them."""
+    started: list[Script] = []
+
+    def start(name: str, *words: str) -> Script:
+        started.append(Script(tmp_path / f"output-{len(started)}.txt", name, *words))
+        return started[-1]
+
+    yield start
+    for one in started:
+        for process in one.alive():
+            process.kill()
+        one.process.wait()

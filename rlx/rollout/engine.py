@@ -7,12 +7,16 @@ is pool.py's business; where new weights come from is sync.py's.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import ray
 
 from rlx.types import Sampling, WeightSyncError
 
@@ -50,8 +54,53 @@ class Output:
     finished: bool
 
 
+class _Update:
+    """The weights of one update on their way from Ray's calls to the engine's thread."""
+
+    loaded: asyncio.Future[None]  # done when the update is over
+
+    def __init__(self, name: str, tensors: int, timeout_s: float) -> None:
+        self.name = name
+        self._missing = tensors
+        self._timeout_s = timeout_s
+        self._buckets: queue.SimpleQueue[tuple[Bucket, asyncio.Future[None]] | None] = queue.SimpleQueue()
+
+    async def bring(self, bucket: Bucket) -> None:
+        """Returns once the engine has come to this bucket, or the update is over."""
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._buckets.put((bucket, taken))
+        await asyncio.wait({taken, self.loaded}, return_when=asyncio.FIRST_COMPLETED)
+
+    def abandon(self) -> None:
+        """Ends it at once if it still waits for weights."""
+        self._buckets.put(None)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the buckets as they arrive, checked. Runs on the engine's thread."""
+        from rlx.rollout.sync import unpack
+
+        while self._missing > 0:
+            bucket, taken = self._next()
+            taken.get_loop().call_soon_threadsafe(taken.set_result, None)
+            yield from unpack(bucket)
+            self._missing -= len(bucket.layout)
+
+    def _next(self) -> tuple[Bucket, asyncio.Future[None]]:
+        try:
+            arrived = self._buckets.get(timeout=self._timeout_s)
+        except queue.Empty:
+            waited = f"waited {self._timeout_s:.0f} s for the next weights"
+            raise WeightSyncError(f"{waited}, {self._missing} tensors missing") from None
+        if arrived is None:
+            raise WeightSyncError("another weight update was started")
+        return arrived
+
+
 class Engine:
-    """An async Ray actor around one vLLM engine; its weights carry a version, the step they belong to."""
+    """An async Ray actor around one vLLM engine; its weights carry a version, the step they belong to.
+
+    If the engine fails its process ends, so that Ray starts it afresh: with the model's own weights, version 0.
+    """
 
     async def __init__(self, model: str, options: dict[str, Any]) -> None:
         """Starts the engine; returns once it can generate.
@@ -60,10 +109,10 @@ class Engine:
             model: Hugging Face folder or name.
             options: vLLM engine arguments that depend on the run.
         """
-        self.version = 0
+        self.version: int | None = 0  # None: its weights are in part of one version, in part of another
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._buckets: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
-        self._waiting: dict[str, asyncio.Future[Output]] = {}
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self._update: _Update | None = None
         self._count = 0
         self._failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
@@ -79,55 +128,67 @@ class Engine:
         """
         if version != self.version:
             raise WeightSyncError(f"asked for weight version {version} but holds version {self.version}")
-        futures = [self._submit(request, sampling) for request in requests]
+        futures = [self._submit(partial(self._add, request=request, sampling=sampling)) for request in requests]
         return list(await asyncio.gather(*futures))
 
-    async def update_weights(self, version: int, tensors: int, timeout_s: float) -> None:
-        """Loads the weights that the following calls of `receive` bring, after what is being generated is finished.
+    # An engine that Ray is restarting takes this call once it is up again; no other call is ever sent twice.
+    @ray.method(max_task_retries=-1)
+    async def start_update(self, update: str, tensors: int, timeout_s: float) -> None:
+        """Opens a weight update; the weights follow by `receive`, and `finish_update` waits until they are loaded.
+
+        What is being generated is finished first, with the old weights; nothing new is begun until the update is over.
 
         Args:
+            update: a name that no other update has.
             tensors: how many are to come.
             timeout_s: longest wait for each bucket.
         """
-        self._buckets = queue.SimpleQueue()
-        arriving = self._buckets
-        await self._call(lambda: self._load(_stream(arriving, tensors, timeout_s)))
+        if self._update:
+            self._update.abandon()  # its sender has died, or gave up
+        self.version = None
+        self._update = _Update(update, tensors, timeout_s)
+        self._update.loaded = self._submit(partial(self._load, update=self._update))
+
+    async def receive(self, update: str, bucket: Bucket) -> None:
+        """Takes one bucket; returns once it is being loaded, so that a sender knows when to send more."""
+        if self._update and self._update.name == update:  # a late one of an earlier update is dropped
+            await self._update.bring(bucket)
+
+    async def finish_update(self, update: str, version: int) -> None:
+        """Waits until all weights of an update are loaded; they are `version`.
+
+        Raises:
+            WeightSyncError: they are not what was sent, or did not come; nothing is generated until an update succeeds.
+        """
+        if not self._update or self._update.name != update:
+            raise WeightSyncError("it was restarted, or another weight update was started")
+        await self._update.loaded
         self.version = version
 
-    async def receive(self, bucket: Bucket) -> None:
-        """Takes one bucket of the weight update that is under way."""
-        self._buckets.put(bucket)
-
-    async def ping(self) -> int:
-        """The weight version, if the engine is alive."""
+    def _submit(self, job: Callable[[str], None]) -> asyncio.Future[Any]:
+        """Has the engine's thread call `job` with a name, under which it settles the future later."""
         if self._failure:
             raise self._failure
-        return self.version
-
-    def _submit(self, request: Request, sampling: Sampling) -> asyncio.Future[Output]:
-        if self._failure:
-            raise self._failure
-        future: asyncio.Future[Output] = self._loop.create_future()
         self._count += 1
         name = str(self._count)
-        self._waiting[name] = future
-        self._jobs.put(lambda: self._add(name, request, sampling))
+        future = self._waiting[name] = self._loop.create_future()
+        self._jobs.put(partial(job, name))
         return future
 
-    async def _call(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the engine's thread, between two engine steps."""
-        future: asyncio.Future[None] = self._loop.create_future()
+    def _settle(self, name: str, result: Any) -> None:
+        future = self._waiting.pop(name)
+        if future.done():  # cancelled by its caller
+            return
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
-        def job() -> None:
-            try:
-                work()
-            except Exception as error:
-                self._loop.call_soon_threadsafe(future.set_exception, error)
-            else:
-                self._loop.call_soon_threadsafe(future.set_result, None)
-
-        self._jobs.put(job)
-        await future
+    def _stop(self) -> None:
+        """Fails whatever is waiting, and ends the process once the callers have been told."""
+        for name in list(self._waiting):
+            self._settle(name, self._failure)
+        self._loop.call_later(1.0, os._exit, 1)
 
     # Everything below runs on the engine's own thread.
 
@@ -144,7 +205,10 @@ class Engine:
                 self._step()
         except BaseException as error:
             self._failure = _plain(error)
-            self._loop.call_soon_threadsafe(self._fail_waiting)
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _report(self, name: str, result: Any) -> None:
+        self._loop.call_soon_threadsafe(self._settle, name, result)
 
     def _do_jobs(self) -> None:
         """All jobs that have come in; waits for one when the engine has nothing else to do."""
@@ -158,22 +222,25 @@ class Engine:
             return
         for result in self._llm.step():
             if result.finished:
-                self._loop.call_soon_threadsafe(self._waiting.pop(result.request_id).set_result, _output(result))
+                self._report(result.request_id, _output(result))
 
     def _add(self, name: str, request: Request, sampling: Sampling) -> None:
-        self._llm.add_request(name, {"prompt_token_ids": list(request.prompt)}, _params(sampling, request.seed))
+        try:
+            self._llm.add_request(name, {"prompt_token_ids": list(request.prompt)}, _params(sampling, request.seed))
+        except Exception as error:  # a request that vLLM refuses, e.g. too long a prompt: the others go on
+            self._report(name, _plain(error))
 
-    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, name: str, update: _Update) -> None:
         while self._llm.has_unfinished_requests():
             self._step()
-        self._llm.reset_prefix_cache()  # the cached keys and values belong to the old weights
-        self._llm.collective_rpc("rlx_load_weights", args=(tensors,))
-
-    def _fail_waiting(self) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(self._failure or RuntimeError("the engine stopped"))
-        self._waiting.clear()
+        try:
+            if not self._llm.reset_prefix_cache():  # the cached keys and values belong to the old weights
+                raise WeightSyncError("the prefix cache could not be reset")
+            self._llm.collective_rpc("rlx_load_weights", args=(update.tensors(),))
+        except Exception as error:
+            self._report(name, error if isinstance(error, WeightSyncError) else _plain(error))
+        else:
+            self._report(name, None)
 
 
 class WeightLoader:
@@ -231,21 +298,6 @@ def _params(sampling: Sampling, seed: int) -> Any:
 def _output(result: Any) -> Output:
     drawn = result.outputs[0]
     return Output(tuple(drawn.token_ids), tuple(drawn.logprobs.logprobs), drawn.finish_reason == "stop")
-
-
-def _stream(
-    arriving: queue.SimpleQueue[Bucket], tensors: int, timeout_s: float
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the buckets as they arrive, checked."""
-    from rlx.rollout.sync import unpack
-
-    while tensors > 0:
-        try:
-            bucket = arriving.get(timeout=timeout_s)
-        except queue.Empty:
-            raise WeightSyncError(f"waited {timeout_s:.0f} s for the next weights, {tensors} tensors missing") from None
-        yield from unpack(bucket)
-        tensors -= len(bucket.layout)
 
 
 def _plain(error: BaseException) -> RuntimeError:

@@ -53,7 +53,14 @@ def start_engines(
 
 
 def engine_options(
-    *, dtype: str, max_model_len: int, max_num_seqs: int, on_gpu: bool, kv_cache_mib: int, gpu_memory: float, eager: bool
+    *,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    on_gpu: bool,
+    kv_cache_mib: int,
+    gpu_memory: float,
+    eager: bool,
 ) -> dict[str, Any]:
     """vLLM engine arguments for a run. On CPU: blocks short enough for the prefix cache to hit, and always eager."""
     common: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
@@ -74,9 +81,7 @@ class Rollouts:
     rank: int = 0
     timeout_s: float = 600.0
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
-    ) -> list[Completion]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int) -> list[Completion]:
         """`samples` completions of each prompt, in order, drawn with the weights of `version`.
 
         The samples of a prompt go to one engine, which then computes its prefix once; prompts go to the least loaded.
@@ -93,7 +98,7 @@ class Rollouts:
         completions: list[list[Completion]] = [[] for _ in prompts]
         deadline = time.monotonic() + self.timeout_s
         for index, (call, share) in enumerate(zip(calls, shares, strict=True)):
-            outputs = self._await(call, index, deadline)
+            outputs = answer(call, index, deadline)
             for place, i in enumerate(share):
                 drawn = outputs[place * samples : (place + 1) * samples]
                 completions[i] = [_completion(prompts[i], k, output, version) for k, output in enumerate(drawn)]
@@ -118,15 +123,21 @@ class Rollouts:
             for sample in range(samples)
         ]
 
-    def _await(self, call: Any, index: int, deadline: float) -> list[Output]:
-        try:
-            return list(ray.get(call, timeout=max(0.0, deadline - time.monotonic())))
-        except ray.exceptions.GetTimeoutError:
-            raise RolloutError(f"engine {index} did not answer within {self.timeout_s:.0f} s") from None
-        except ray.exceptions.RayTaskError as error:
-            raise RolloutError(f"engine {index} failed: {error.cause}") from None
-        except ray.exceptions.RayActorError as error:
-            raise RolloutError(f"engine {index} died: {error}") from None
+
+def answer(call: Any, engine: int, deadline: float) -> Any:
+    """What an engine answers to a call until `deadline`, a time of `time.monotonic()`.
+
+    Raises:
+        RolloutError: it died, failed or did not answer in time.
+    """
+    try:
+        return ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+    except ray.exceptions.GetTimeoutError:
+        raise RolloutError(f"engine {engine} did not answer in time") from None
+    except ray.exceptions.RayTaskError as error:
+        raise RolloutError(f"engine {engine} failed: {error.cause}") from None
+    except ray.exceptions.RayError as error:
+        raise RolloutError(f"engine {engine} died: {' '.join(str(error).split())}") from None
 
 
 def request_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlx.rollout.pool import RolloutError, answer
 from rlx.types import WeightSyncError
 
 
@@ -43,25 +45,61 @@ def push(
 ) -> None:
     """Sends the whole policy to every engine as `version`; all ranks call it, the sender's call returns when it is in.
 
+    Engines that are just starting are waited for.
+
     Args:
         parameters: (Hugging Face name, full tensor or FSDP shard), in the same order on every rank.
         engines: actor handles.
         sender: whether this rank sends; the others only take part in gathering.
         dtype: what the engines hold.
+        timeout_s: the longest that all of it may take.
 
     Raises:
         WeightSyncError: an engine did not take the weights in time, or not the ones sent; names the engine.
     """
     shards = list(parameters)
-    updates = [e.update_weights.remote(version, len(shards), timeout_s) for e in engines] if sender else []
+    update = _Push(engines, version, timeout_s) if sender else None
+    if update:
+        update.start(len(shards))
     for group in _grouped(shards, bucket_bytes):
         tensors = [(name, gathered(tensor).to(dtype)) for name, tensor in group]
-        if sender:
-            bucket = ray.put(pack(tensors))
-            for engine in engines:
-                engine.receive.remote(bucket)
-    if sender:
-        _await_all(updates, version, timeout_s)
+        if update:
+            update.send(pack(tensors))
+    if update:
+        update.finish()
+
+
+class _Push:
+    """The sender's side of one weight update; see `Engine.start_update`."""
+
+    def __init__(self, engines: Sequence[Any], version: int, timeout_s: float) -> None:
+        self.engines = engines
+        self.version = version
+        self.timeout_s = timeout_s
+        self.name = uuid.uuid4().hex
+        self.deadline = time.monotonic() + timeout_s
+        self.receipts: list[Any] = []  # of the bucket sent last
+
+    def start(self, tensors: int) -> None:
+        self._all([e.start_update.remote(self.name, tensors, self.timeout_s) for e in self.engines])
+
+    def send(self, bucket: Bucket) -> None:
+        """Returns while the engines load this bucket; two at most are under way, so that memory never holds all."""
+        if self.receipts:  # an engine that fails here says why in `finish`: the other ranks are still gathering
+            left = max(0.0, self.deadline - time.monotonic())
+            ray.wait(self.receipts, num_returns=len(self.receipts), timeout=left)
+        sent = ray.put(bucket)
+        self.receipts = [engine.receive.remote(self.name, sent) for engine in self.engines]
+
+    def finish(self) -> None:
+        self._all([engine.finish_update.remote(self.name, self.version) for engine in self.engines])
+
+    def _all(self, calls: list[Any]) -> None:
+        for index, call in enumerate(calls):
+            try:
+                answer(call, index, self.deadline)
+            except RolloutError as error:
+                raise WeightSyncError(f"sending weight version {self.version}: {error}") from None
 
 
 def pack(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
@@ -106,16 +144,3 @@ def _grouped(tensors: list[tuple[str, Tensor]], limit: int) -> Iterator[list[tup
 def gathered(tensor: Tensor) -> Tensor:
     """The full tensor of an FSDP shard; all ranks call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _await_all(updates: list[Any], version: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    for index, update in enumerate(updates):
-        try:
-            ray.get(update, timeout=max(0.0, deadline - time.monotonic()))
-        except ray.exceptions.GetTimeoutError:
-            raise WeightSyncError(
-                f"engine {index} did not take weight version {version} within {timeout_s:.0f} s"
-            ) from None
-        except ray.exceptions.RayError as error:
-            raise WeightSyncError(f"engine {index} did not take weight version {version}: {error}") from None

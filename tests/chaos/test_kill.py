@@ -1,0 +1,88 @@
+"""A run or a sweep whose driver is killed or interrupted: what is left, and what its resume makes of it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import History, Script, mlflow_history
+
+from rlx import launch, report
+from rlx.storage import open_storage
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+Start = Callable[..., Script]
+
+SMALL = ["--train.prompts-per-step", "8", "--train.samples-per-prompt", "2", "--eval.every", "2", "--eval.size", "12"]
+# What no two runs have in common; all else is the same to the last bit.
+MEASURED = ("time/", "memory/", "tokens/rollout_per_s", "tokens/update_per_s")
+
+
+def words(storage: Path, model: Path, name: str, steps: int) -> list[str]:
+    run = ["--storage", str(storage), "--model.path", str(model), "--name", name, "--train.steps", str(steps)]
+    return [*run, *SMALL, "--checkpoint.every", "2"]
+
+
+def history(storage: Path, name: str) -> History:
+    whole = mlflow_history(storage, launch.mlflow_run(open_storage(str(storage)) / "runs" / name))
+    return {key: by_step for key, by_step in whole.items() if not key.startswith(MEASURED)}
+
+
+def status(storage: Path, run_id: str) -> str:
+    return str(report.client(report.default_uri(storage)).get_run(run_id).info.status)
+
+
+def assert_all_end(script: Script, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := script.alive()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+
+
+def test_a_killed_run_resumes_as_if_nothing_had_been(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    whole = script("ppo.py", *words(tmp_path, tiny_model, "whole", 6))
+    assert whole.process.wait(300) == 0, whole.output.read_text()
+    killed = script("ppo.py", *words(tmp_path, tiny_model, "killed", 6))
+    killed.wait_for("step 3/6")
+    killed.kill()
+    assert_all_end(killed, 30)
+
+    resumed = script("ppo.py", "--storage", str(tmp_path), "--resume", "killed")
+    assert resumed.process.wait(300) == 0, resumed.output.read_text()
+    output = resumed.output.read_text()
+    assert not any(f"step {step}/6" in output for step in range(3)) and "step 6/6" in output
+    assert history(tmp_path, "killed") == history(tmp_path, "whole")
+    assert sorted(history(tmp_path, "killed")["reward/mean"]) == [1, 2, 3, 4, 5, 6]
+    assert_all_end(resumed, 10)
+
+
+def test_ctrl_c_ends_a_run_cleanly(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    run = script("ppo.py", *words(tmp_path, tiny_model, "stopped", 500))
+    run.wait_for("step 3/500")
+    run.interrupt()
+    assert run.process.wait(20) == 130, run.output.read_text()
+    assert_all_end(run, 5)
+    assert run.output.read_text().endswith("interrupted\n")
+    assert status(tmp_path, launch.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
+
+
+def test_ctrl_c_before_the_first_step(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    run = script("ppo.py", *words(tmp_path, tiny_model, "early", 500))
+    run.wait_for("starting")
+    time.sleep(5)
+    run.interrupt()
+    assert run.process.wait(20) == 130, run.output.read_text()
+    assert_all_end(run, 5)
+    assert "Traceback" not in run.output.read_text()
+
+
+def test_ctrl_c_ends_a_sweep_that_can_go_on(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    sweep = script("ppo_sweep.py", *words(tmp_path, tiny_model, "stopped", 500), "--trials", "2")
+    sweep.wait_for("step 2/500")
+    sweep.interrupt()
+    assert sweep.process.wait(30) == 130, sweep.output.read_text()
+    assert_all_end(sweep, 5)
+    assert sweep.output.read_text().endswith("interrupted: --resume continues the sweep\n")
+    client = report.client(report.default_uri(tmp_path))
+    runs = client.search_runs([client.get_experiment_by_name("rlx").experiment_id])
+    assert {run.info.status for run in runs} == {"KILLED"}

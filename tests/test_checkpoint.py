@@ -1,0 +1,96 @@
+"""Sharded training state: saved on two ranks, loaded on one, two and four, to the last bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import OnRanks
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlx import checkpoint, config, worker
+from rlx.checkpoint import Trained
+
+MANIFEST: dict[str, Any] = {"step": 3, "kl": {"coef": 0.1}, "cursor": [1, 17], "run": None, "é": 1e-9}
+
+
+def fresh(path: str, ranks: int) -> dict[str, Trained]:
+    return worker._models(config.from_tree({}), path, init_device_mesh("cpu", (ranks,)))[0]
+
+
+def step(trained: dict[str, Trained]) -> None:
+    """An optimizer step on gradients that differ between all parameters and are the same on any number of ranks."""
+    for part in trained.values():
+        for i, parameter in enumerate(part.model.parameters()):
+            parameter.grad = parameter.detach() * 0.1 + 0.01 * (i + 1)
+        part.optimizer.step()
+        part.optimizer.zero_grad()
+
+
+def whole(trained: dict[str, Trained]) -> dict[str, Any]:
+    """All parameters and the whole optimizer state, gathered."""
+    options = StateDictOptions(full_state_dict=True)
+    return {name: get_state_dict(part.model, part.optimizer, options=options) for name, part in trained.items()}
+
+
+def save(rank: int, ranks: int, path: str, target: str) -> tuple[dict[str, Any], list[str]]:
+    """This rank's files end up beside those of the others, as Ray Train merges them."""
+    trained = fresh(path, ranks)
+    for _ in range(3):
+        step(trained)
+    with checkpoint.written(trained, MANIFEST, rank) as folder:
+        shutil.copytree(folder, target, dirs_exist_ok=True)
+        files = sorted(file.name for file in Path(folder).iterdir())
+    assert not Path(folder).exists()
+    step(trained)  # what it would come to
+    return whole(trained), files
+
+
+def load(rank: int, ranks: int, path: str, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    trained = fresh(path, ranks)
+    manifest = checkpoint.load(source, trained)
+    step(trained)
+    return whole(trained), manifest
+
+
+@pytest.fixture(scope="module")
+def saved(on_ranks: OnRanks, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, on_ranks(2, save, str(tiny_model), str(folder))
+
+
+def test_each_rank_writes_its_own_shards(saved: tuple[Path, list[Any]]) -> None:
+    folder, results = saved
+    assert [files for _, files in results] == [[".metadata", "__0_0.distcp", "manifest.json"], ["__1_0.distcp"]]
+    sizes = [(folder / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert max(sizes) < 1.2 * min(sizes)
+    assert json.loads((folder / "manifest.json").read_text()) == MANIFEST
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_number_of_ranks_continues_exactly(
+    ranks: int, on_ranks: OnRanks, saved: tuple[Path, list[Any]], tiny_model: Path
+) -> None:
+    folder, ((expected, _), _) = saved
+    (found, manifest), *_ = on_ranks(ranks, load, str(tiny_model), str(folder))
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert manifest == MANIFEST
+    moments = expected["policy"][1]["state"]["lm.model.norm.weight"]
+    assert moments["step"] == 4
+    assert isinstance(moments["exp_avg"], Tensor)
+    assert moments["exp_avg"].count_nonzero() == moments["exp_avg"].numel()
+
+
+@pytest.mark.parametrize("missing", ["manifest.json", ".metadata", "everything"])
+def test_a_folder_without_a_checkpoint_is_named(missing: str, saved: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    if missing != "everything":
+        shutil.copytree(saved[0], folder)
+        (folder / missing).unlink()
+    with pytest.raises(ValueError, match=f"no checkpoint in {folder}: ") as error:
+        checkpoint.load(str(folder), {})
+    assert "\n" not in str(error.value)

@@ -1,0 +1,196 @@
+"""Bad input ends in one clear line, before anything is trained and with nothing left behind; --help is quick."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NothingLeft
+
+from rlx import launch, report
+from rlx.config import ConfigError, from_tree, with_overrides
+from rlx.settings import GENERATED, RunConfig
+from rlx.storage import open_storage
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("ppo.py", "ppo_sweep.py", "analyze.py")
+SECTIONS = [name for name, field in RunConfig.model_fields.items() if hasattr(field.annotation, "model_fields")]
+
+
+def call(script: str, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "experiments" / script), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+def refused(script: str, *words: str) -> str:
+    """The one line that a call ends in."""
+    done = call(script, *words)
+    assert done.returncode == 1, done
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr.removeprefix("error: ").strip()
+
+
+def folder_with(path: Path, **config: Any) -> str:
+    """A model folder with nothing in it but, if given, a config."""
+    path.mkdir()
+    if config:
+        (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def assert_nothing_ran(storage: Path) -> None:
+    assert not list(storage.glob("runs/*")) and not list(storage.glob("sweeps/*"))
+    if (storage / "mlflow.db").exists():
+        assert report.client(report.default_uri(storage)).search_runs(["0", "1"]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--train.step", "4"], "unknown option --train.step; nearest: --train.steps"),
+        (["--train.steps", "none"], "train.steps"),
+        (["--train.steps", "0"], "command line: train.steps = 0: input should be greater than 0"),
+        (["--config", "missing.yaml"], "missing.yaml: No such file or directory"),
+        (["--name", "a/b"], "command line: name = 'a/b': "),
+        (["--train.prompts-per-step", "7"], "train.prompts_per_step (7) must be a multiple"),
+    ],
+)
+def test_bad_settings_of_a_run(words: list[str], line: str, tmp_path: Path) -> None:
+    assert line in refused("ppo.py", "--storage", str(tmp_path), *words)
+    assert_nothing_ran(tmp_path)
+
+
+def test_an_unknown_key_in_a_file_is_named_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train:\n  stepz: 3\n")
+    for script in ("ppo.py", "ppo_sweep.py"):
+        line = refused(script, "--storage", str(tmp_path), "--config", str(tmp_path / "run.yaml"))
+        assert line == f"{tmp_path}/run.yaml: unknown setting train.stepz; nearest: train.steps"
+    assert_nothing_ran(tmp_path)
+
+
+def test_models_that_cannot_be_used(tmp_path: Path) -> None:
+    empty = folder_with(tmp_path / "empty")
+    short = folder_with(tmp_path / "short", max_position_embeddings=64)
+    cases = {
+        str(tmp_path / "none"): f"model.path {tmp_path}/none: no such folder",
+        empty: f"model.path {empty}: no Hugging Face model, there is no config.json in it",
+        short: f"data.max_prompt_tokens + rollout.max_tokens = 144, but {short} has 64 positions",
+    }
+    for path, line in cases.items():
+        assert refused("ppo.py", "--storage", str(tmp_path / "storage"), "--model.path", path) == line
+    assert_nothing_ran(tmp_path / "storage")
+
+
+def test_a_sweep_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:
+    line = refused("ppo_sweep.py", "--storage", str(tmp_path), "--model.path", "/nowhere/model")
+    assert line == "model.path /nowhere/model: no such folder"
+    assert_nothing_ran(tmp_path)
+
+
+def test_names_that_are_not_there_or_taken(tmp_path: Path) -> None:
+    config = from_tree({"storage": str(tmp_path), "name": "mine", "train": {"steps": 2}})
+    folder = open_storage(config.storage) / "runs" / "mine"
+    launch.create_run(config, folder)
+    storage = ["--storage", str(tmp_path)]
+    assert refused("ppo.py", *storage, "--resume", "other") == f"no run to resume in {tmp_path}/runs/other"
+    line = refused("ppo.py", *storage, "--name", "mine")
+    assert line == f"run 'mine' exists in {tmp_path}/runs/mine: --resume mine continues it"
+    assert "no sweep other" in refused("ppo_sweep.py", *storage, "--resume", "other")
+
+
+def test_resuming_a_finished_run_says_so(tmp_path: Path) -> None:
+    config = from_tree({"storage": str(tmp_path), "name": "mine", "train": {"steps": 2}})
+    folder = open_storage(config.storage) / "runs" / "mine"
+    launch.create_run(config, folder)
+    (folder / "result.json").write_text(json.dumps({"step": 2, "eval/accuracy": 0.25}))
+    done = call("ppo.py", "--storage", str(tmp_path), "--resume", "mine")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "run mine is finished: 2 steps, held-out 0.250\n"
+    more = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
+    assert launch.finished(more, folder) is None
+
+
+@pytest.fixture
+def config(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
+    """The tree of a small run."""
+    data = {"params": {}, "max_prompt_tokens": 32}
+    storage = {"name": "x", "storage": str(tmp_path / "storage")}
+    return storage | {
+        "model": {"path": str(tiny_model)},
+        "data": data,
+        "eval": {"size": 2},
+        "rollout": {"max_tokens": 8},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"question": "1 + 1 =", "answer": "2"}\n{"question": \n', "{path}:2: malformed JSON"),
+        ('{"question": "1 + 1 =", "answer": "2"}\n[]\n', "{path}:2: expected a JSON object per line, found list"),
+        ('{"question": "%s", "answer": "2"}\n' % ("1 + " * 40) * 3, "no prompt is left: 2 of 2 prompts are longer"),
+    ],
+)
+def test_prompts_that_cannot_be_used(
+    text: str, line: str, config: dict[str, Any], tmp_path: Path, ray_cluster: None, nothing_left: NothingLeft
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    run = from_tree(with_overrides(config, {"data.source": str(path)}))
+    storage = open_storage(run.storage)
+    with pytest.raises(ConfigError) as error:
+        launch.run(run, storage / "runs" / "x")
+    assert line.format(path=path) in str(error.value) and "\n" not in str(error.value)
+    assert_nothing_ran(Path(run.storage))
+    nothing_left(10)
+
+
+def test_an_empty_prompt_file_ends_the_script_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    path, storage = tmp_path / "prompts.jsonl", tmp_path / "storage"
+    path.touch()
+    words = ["--storage", str(storage), "--model.path", str(tiny_model), "--data.source", str(path)]
+    line = refused("ppo.py", *words, "--data.params", "{}")
+    assert line == f"data.source {path}: there are no rows in it"
+    assert_nothing_ran(storage)
+
+
+def test_more_workers_than_the_cluster_has(config: dict[str, Any], ray_cluster: None) -> None:
+    run = from_tree(with_overrides(config, {"scaling.num_workers": 9, "train.prompts_per_step": 18}))
+    with pytest.raises(ConfigError, match=r"9 workers and 1 engines need 5 CPU but the cluster has 4$"):
+        launch.connect(run)
+    gpus = from_tree(with_overrides(config, {"scaling.use_gpu": True}))
+    with pytest.raises(ConfigError, match=r"need 1 GPU but the cluster has 0$"):
+        launch.connect(gpus)
+
+
+def test_a_run_that_mlflow_does_not_know(config: dict[str, Any], ray_cluster: None, nothing_left: NothingLeft) -> None:
+    run = from_tree(with_overrides(config, {"data.source": f"{GENERATED}chain_sum"}))
+    folder = open_storage(run.storage) / "runs" / "x"
+    (folder / "run.json").write_text(json.dumps({"mlflow_run": "0" * 32}))
+    with pytest.raises(ConfigError, match=rf"run 'x': no MLflow run {'0' * 32} in sqlite:///.*not found") as error:
+        launch.run(run, folder, resume=True)
+    assert "\n" not in str(error.value)
+    nothing_left(10)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_is_quick(script: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = call(script, "--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 3
+    if script != "analyze.py":
+        headings = re.findall(r"^(\w+):$", done.stdout, re.MULTILINE)
+        assert len(SECTIONS) >= 10 and set(SECTIONS) <= set(headings)
+
+
+def test_scripts_run_from_anywhere(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "experiments" / "ppo.py"), "--train.steps", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=dict(os.environ))
+    assert done.stderr.startswith("error: command line: train.steps") and not list(tmp_path.iterdir())

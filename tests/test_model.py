@@ -1,0 +1,233 @@
+"""Policy and critic against transformers' own forward pass; one PPO update against itself on more ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import OnRanks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    PreTrainedConfig,
+)
+
+from rlx import config, experience, model, train_loop, worker
+from rlx.algorithms import AdaptiveKL
+from rlx.checkpoint import Trained
+from rlx.config import ConfigError
+from rlx.types import Completion, Prompt, Sampling
+
+PAD = 0
+PROMPTS = (3, 9, 5, 6)  # tokens each
+RESPONSES = (7, 2, 1, 5)
+WIDTH = max(RESPONSES)
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(6, 90, (p + r,), generator=generator) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+
+
+def padded(extra: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids with padding after each sequence, `extra` more than needed, and the prompts' lengths."""
+    ids = torch.nn.utils.rnn.pad_sequence(sequences(), batch_first=True, padding_value=PAD)
+    return torch.nn.functional.pad(ids, (0, extra), value=PAD), torch.tensor(PROMPTS)
+
+
+def randomize_head(module: Any) -> Any:
+    """Value heads start at zero, where every position looks right."""
+    torch.nn.init.normal_(module.value_head.weight, generator=torch.Generator().manual_seed(2))
+    return module
+
+
+@pytest.fixture(params=["tiny_model", "untied_model"])
+def folder(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(request.param))
+
+
+# --- against transformers
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@torch.no_grad()
+def test_logprobs_and_entropy_are_those_of_the_whole_forward_pass(folder: str, temperature: float) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    scored = model.load_policy(folder, head=False)(*padded(), WIDTH, temperature)
+    for row, (sequence, prompt, length) in enumerate(zip(sequences(), PROMPTS, RESPONSES, strict=True)):
+        scores = torch.log_softmax(lm(sequence[None]).logits[0] / temperature, -1)[prompt - 1 : -1]
+        expected = scores.gather(-1, sequence[prompt:, None]).squeeze(-1)
+        torch.testing.assert_close(scored.logprobs[row, :length], expected, atol=1e-5, rtol=0)
+        entropy = torch.distributions.Categorical(logits=scores).entropy()
+        torch.testing.assert_close(scored.entropy[row, :length], entropy, atol=1e-5, rtol=0)
+    assert scored.values is None
+
+
+@torch.no_grad()
+def test_a_value_is_read_one_position_before_its_token(folder: str) -> None:
+    policy, critic = randomize_head(model.load_policy(folder, head=True)), randomize_head(model.load_critic(folder))
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    found = (policy(*padded(), WIDTH, 1.0).values, critic(*padded(), WIDTH))
+    for row, (sequence, prompt, length) in enumerate(zip(sequences(), PROMPTS, RESPONSES, strict=True)):
+        hidden = lm(sequence[None], output_hidden_states=True).hidden_states[-1][0]  # the last one, after the norm
+        expected = (hidden @ policy.value_head.weight.T).squeeze(-1)[prompt - 1 : -1]
+        for values in found:
+            torch.testing.assert_close(values[row, :length], expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(folder: str) -> None:
+    policy, critic = randomize_head(model.load_policy(folder, head=True)), randomize_head(model.load_critic(folder))
+    mask = torch.arange(WIDTH) < torch.tensor(RESPONSES)[:, None]
+    tight, loose = policy(*padded(), WIDTH, 1.0), policy(*padded(extra=11), WIDTH, 1.0)
+    pairs = [(getattr(tight, name), getattr(loose, name)) for name in ("logprobs", "entropy", "values")]
+    pairs.append((critic(*padded(), WIDTH), critic(*padded(extra=11), WIDTH)))
+    for one, other in pairs:
+        torch.testing.assert_close(one[mask], other[mask], atol=1e-5, rtol=1e-5)
+
+
+def test_value_heads_start_at_zero(tiny_model: Path) -> None:
+    assert model.load_policy(str(tiny_model), head=True)(*padded(), WIDTH, 1.0).values.count_nonzero() == 0
+    assert model.load_critic(str(tiny_model))(*padded(), WIDTH).count_nonzero() == 0
+
+
+def test_entropy_is_a_statistic_and_logprobs_are_not(tiny_model: Path) -> None:
+    scored = model.load_policy(str(tiny_model), head=False)(*padded(), WIDTH, 1.0)
+    assert scored.logprobs.requires_grad
+    assert not scored.entropy.requires_grad
+
+
+def test_a_reference_is_frozen(tiny_model: Path) -> None:
+    assert not any(parameter.requires_grad for parameter in model.load_reference(str(tiny_model)).parameters())
+
+
+def test_engines_get_the_names_in_the_model_folder(folder: str) -> None:
+    names = [name for name, _ in model.engine_parameters(model.load_policy(folder, head=True))]
+    assert names == [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
+    assert ("lm_head.weight" in names) == folder.endswith("untied")
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "accepted"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config(**SIZES, final_logit_softcapping=30.0), False),
+        (Gemma2ForCausalLM, Gemma2Config(**SIZES, final_logit_softcapping=None), True),
+        (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.0625), False),
+        (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=1.0), True),
+    ],
+)
+def test_models_that_change_their_logits_are_refused(
+    architecture: Any, settings: PreTrainedConfig, accepted: bool, tmp_path: Path
+) -> None:
+    architecture(settings).save_pretrained(tmp_path)  # its logits are so small that capping them hardly shows
+    if accepted:
+        model.load_policy(str(tmp_path), head=False)
+        return
+    with pytest.raises(ConfigError, match=f"{tmp_path}.*output layer"):
+        model.load_policy(str(tmp_path), head=False)
+
+
+# --- one global batch, cut up
+
+
+def completions() -> list[Completion]:
+    """Two samples of each of 8 prompts, of many lengths."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(low: int, high: int) -> tuple[int, ...]:
+        count = int(torch.randint(low, high, (), generator=generator))
+        return tuple(torch.randint(6, 90, (count,), generator=generator).tolist())
+
+    prompts = [Prompt(i, tokens(2, 9), "question", "answer") for i in range(8)]
+    drawn = [(prompt, k, tokens(1, 12)) for prompt in prompts for k in range(2)]
+    return [Completion(prompt, k, ids, (-2.0,) * len(ids), True, 0) for prompt, k, ids in drawn]
+
+
+def run_of(path: str, rank: int, ranks: int, critic: str, micro_batch_tokens: int) -> worker.Run:
+    """What a rank trains with. Plain gradient descent shows the gradients; Adam would hide their scale."""
+    tree = {
+        "model": {"critic": critic},
+        "train": {"epochs": 1, "minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
+        "algorithm": {"importance": "tis", "kl_coef": 0.1},
+    }
+    settings = config.from_tree(tree)
+    trained, reference = worker._models(settings, path, init_device_mesh("cpu", (ranks,)))
+    trained = {name: Trained(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
+    nothing: Any = None
+    return worker.Run(
+        config=settings,
+        device=torch.device("cpu"),
+        rank=rank,
+        ranks=ranks,
+        trained=trained,
+        base_lr=[(t.optimizer.param_groups[0], 0.3) for t in trained.values()],
+        reference=reference,
+        prompts=nothing,
+        held_out=[],
+        rollouts=nothing,
+        sampling=Sampling(0.7, 1.0, -1, 12, ()),
+        tokenizer=nothing,
+        checker=nothing,
+        held_out_checker=nothing,
+        tracker=nothing,
+        kl=AdaptiveKL(settings.algorithm.kl_coef, None, 1.0),
+    )
+
+
+def updated(rank: int, ranks: int, path: str, critic: str, micro_batch_tokens: int) -> dict[str, Tensor]:
+    """This rank's prompts through steps 4 to 7 of the loop: summed statistics, and all parameters after it."""
+    run = run_of(path, rank, ranks, critic, micro_batch_tokens)
+    own = [c for c in completions() if c.prompt.id % ranks == rank]
+    batch = experience.build(own, [float(c.prompt.id % 3 + c.sample) for c in own], PAD)
+    batch, _ = train_loop.annotate(run, batch)
+    batch, _ = train_loop.estimate(run, batch)
+    sums = run.summed(train_loop.update(run, batch))
+    state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
+    result = {name: p.full_tensor().detach() for name, p in state.items()}
+    everywhere = ("grad_norm/", "updates")  # what each rank knows of the whole
+    shares = {name: value / ranks if name.startswith(everywhere) else value for name, value in sums.items()}
+    return result | {name: torch.tensor(value) for name, value in shares.items()}
+
+
+def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
+    """All of a mini-batch at once and a few completions at a time; a critic of its own and a head."""
+    return [updated(rank, ranks, path, critic, n) for critic in ("separate", "head") for n in (100_000, 45)]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(on_ranks: OnRanks, tiny_model: Path) -> list[dict[str, Tensor]]:
+    return on_ranks(1, each_way, str(tiny_model))[0]
+
+
+def test_an_update_does_not_depend_on_micro_batches(on_one_rank: list[dict[str, Tensor]], tiny_model: Path) -> None:
+    for whole, cut in (on_one_rank[:2], on_one_rank[2:]):
+        torch.testing.assert_close(cut, whole, atol=1e-5, rtol=1e-5)
+    start = dict(model.load_policy(str(tiny_model), head=True).named_parameters())
+    for name, before in start.items():  # nothing was equal only because nothing moved
+        assert (on_one_rank[2][f"policy.{name}"] - before).abs().max() > 1e-4, name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_update_does_not_depend_on_the_number_of_ranks(
+    ranks: int, on_ranks: OnRanks, on_one_rank: list[dict[str, Tensor]], tiny_model: Path
+) -> None:
+    for rank, results in enumerate(on_ranks(ranks, each_way, str(tiny_model))):
+        for found, expected in zip(results, on_one_rank, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda m, r=rank: f"rank {r}: {m}")

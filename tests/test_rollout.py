@@ -1,0 +1,316 @@
+"""Real engines beside the trainer's model: what they draw, the weights they are sent, and how they fail."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from rlx import experience, model
+from rlx.rollout import sync
+from rlx.rollout.pool import RolloutError, Rollouts, request_seed
+from rlx.types import Completion, Prompt, Sampling, WeightSyncError
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(1,))
+CLOSE, FAR = 1e-4, 1e-2
+LONG = 100  # tokens: three blocks of the prefix cache
+
+
+def prompts(lengths: Sequence[int]) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(4)
+    rows = [torch.randint(6, 90, (length,), generator=generator).tolist() for length in lengths]
+    return [Prompt(i, tuple(row), "question", "answer") for i, row in enumerate(rows)]
+
+
+PROMPTS = prompts([3, 9, LONG, 20])
+
+
+@dataclass
+class Side:
+    """An engine and the trainer's model that it should agree with."""
+
+    engine: Any
+    policy: model.Policy
+    version: int = 0
+
+    def push(self) -> None:
+        self.version += 1
+        sync.push(model.engine_parameters(self.policy), [self.engine], self.version, sender=True)
+
+    def change(self) -> None:
+        """As an update of the policy would, only larger."""
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+    def generate(self, sampling: Sampling = SAMPLING, samples: int = 2, timeout_s: float = 60.0) -> list[Completion]:
+        rollouts = Rollouts([self.engine], seed=0, timeout_s=timeout_s)
+        return rollouts.generate(PROMPTS, sampling, samples, self.version)
+
+    @torch.no_grad()
+    def gap(self, completions: Sequence[Completion], temperature: float = 1.0) -> float:
+        """The largest difference between the engine's logprobs and the policy's."""
+        batch = experience.build(completions, [0.0] * len(completions), 0)
+        scored = self.policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], temperature)
+        return float(((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs().max())
+
+
+versions = iter(range(1, 10_000, 100))  # so that no test takes another one's weights for its own
+
+
+def side_of(engine: Any, folder: Path) -> Side:
+    side = Side(engine, model.load_policy(str(folder), head=False), next(versions))
+    side.push()
+    return side
+
+
+@pytest.fixture
+def tied(engines: tuple[Any, Any], tiny_model: Path) -> Side:
+    return side_of(engines[0], tiny_model)
+
+
+@pytest.fixture
+def untied(engines: tuple[Any, Any], untied_model: Path) -> Side:
+    return side_of(engines[1], untied_model)
+
+
+@pytest.fixture(params=["tied", "untied"])
+def side(request: pytest.FixtureRequest) -> Side:
+    return request.getfixturevalue(request.param)
+
+
+# --- what is drawn
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_engine_agrees_with_the_trainer_before_and_after_an_update(side: Side, temperature: float) -> None:
+    sampling = replace(SAMPLING, temperature=temperature)
+    assert side.gap(side.generate(sampling), temperature) < CLOSE
+    side.change()
+    assert side.gap(side.generate(sampling), temperature) > FAR  # the update has not been sent yet
+    side.push()
+    assert side.gap(side.generate(sampling), temperature) < CLOSE
+
+
+def test_another_temperature_is_seen(tied: Side) -> None:
+    assert tied.gap(tied.generate(replace(SAMPLING, temperature=0.7)), 1.0) > FAR
+
+
+@torch.no_grad()
+def test_logprobs_of_a_cut_distribution_are_renormalised(tied: Side) -> None:
+    sampling = replace(SAMPLING, temperature=0.7, top_k=5)
+    lm: Any = tied.policy.lm
+    for drawn in tied.generate(sampling):
+        prompt = drawn.prompt.token_ids
+        logits = lm(torch.tensor([prompt + drawn.token_ids])).logits[0, len(prompt) - 1 : -1] / sampling.temperature
+        cut = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+        expected = torch.log_softmax(cut, -1).gather(-1, torch.tensor(drawn.token_ids)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(drawn.logprobs), expected, atol=CLOSE, rtol=0)
+
+
+def test_a_draw_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> None:
+    completions = tied.generate(samples=3)
+    assert tied.generate(samples=3) == completions
+    rollouts = Rollouts([tied.engine], seed=0)
+    backwards = rollouts.generate(PROMPTS[::-1], SAMPLING, 3, tied.version)
+    assert sorted(backwards, key=lambda c: (c.prompt.id, c.sample)) == completions
+    # The other engine with the same weights, which for it are not tied.
+    parameters = dict(model.engine_parameters(tied.policy))
+    embedding = parameters["model.embed_tokens.weight"]
+    sync.push([*parameters.items(), ("lm_head.weight", embedding)], [untied.engine], tied.version, sender=True)
+    pair = Rollouts([tied.engine, untied.engine], seed=0, rank=1)
+    assert pair.generate(PROMPTS, SAMPLING, 3, tied.version) == completions
+    assert Rollouts([tied.engine], seed=1).generate(PROMPTS, SAMPLING, 3, tied.version) != completions
+
+
+def test_samples_of_a_prompt_differ(tied: Side) -> None:
+    completions = tied.generate(samples=8)
+    for prompt in PROMPTS:
+        own = [c for c in completions if c.prompt is prompt]
+        assert [c.sample for c in own] == list(range(8))
+        assert len({c.token_ids for c in own}) > 4
+
+
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(tied: Side) -> None:
+    endless = tied.generate(replace(SAMPLING, stop_token_ids=()), samples=1)
+    for drawn in endless:
+        assert drawn.finished == (len(drawn.token_ids) < SAMPLING.max_tokens or drawn.token_ids[-1] == 1)
+    cut = max(endless, key=lambda c: len(c.token_ids))
+    stop = cut.token_ids[3]
+    again = tied.generate(replace(SAMPLING, stop_token_ids=(stop,)), samples=1)[cut.prompt.id]
+    length = cut.token_ids.index(stop) + 1
+    assert again.finished
+    assert again.token_ids == cut.token_ids[:length]
+    assert again.logprobs == cut.logprobs[:length]
+
+
+def test_max_tokens_truncates(tied: Side) -> None:
+    longer = tied.generate(samples=4)
+    for short, long in zip(tied.generate(replace(SAMPLING, max_tokens=2), samples=4), longer, strict=True):
+        assert short.token_ids == long.token_ids[:2]
+        assert short.finished == (1 in short.token_ids)
+        assert short.version == tied.version
+
+
+def test_a_prompt_that_cannot_be_taken_fails_alone(tied: Side) -> None:
+    (endless,) = prompts([1000])
+    with pytest.raises(RolloutError, match=r"engine 0 failed: .*256"):
+        Rollouts([tied.engine], seed=0).generate([endless], SAMPLING, 1, tied.version)
+    assert tied.gap(tied.generate()) < CLOSE
+
+
+def test_request_seeds_are_stable_and_distinct() -> None:
+    assert request_seed(0, 1, 2, 3) == 4207613231832888560
+    grid = {request_seed(r, s, p, k) for r in range(3) for s in range(3) for p in range(12) for k in range(12)}
+    assert len(grid) == 3 * 3 * 12 * 12
+    assert max(grid) < 2**63
+
+
+# --- which engine draws
+
+
+def test_prompts_are_spread_evenly_and_each_goes_to_one_engine() -> None:
+    rollouts = Rollouts([None] * 3, seed=0)
+    shares = rollouts._routed(prompts([10] * 9), 16)
+    assert sorted(i for share in shares for i in share) == list(range(9))
+    assert [len(share) for share in shares] == [3, 3, 3]
+    long_first = rollouts._routed(prompts([200, 10, 10, 10, 10, 10, 10]), 16)
+    assert sorted(len(share) for share in long_first) == [1, 3, 3]
+
+
+def test_every_rank_begins_with_another_engine() -> None:
+    shares = [Rollouts([None] * 3, seed=0, rank=rank)._routed(prompts([10]), 16) for rank in range(4)]
+    assert [share.index([0]) for share in shares] == [0, 1, 2, 0]
+
+
+# --- weights on their way
+
+
+def tensors(dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"a": (7, 3), "b": (), "c": (64, 32), "d": (5,), "e": (1, 2, 3)}
+    return [(name, torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_tensors_survive_buckets_of_any_size(dtype: torch.dtype, bucket_bytes: int) -> None:
+    sent = tensors(dtype)
+    buckets = [sync.pack(group) for group in sync._grouped(sent, bucket_bytes)]
+    assert len(buckets) == {1: 5, 100: 3, 1 << 20: 1}[bucket_bytes]
+    received = [pair for bucket in buckets for pair in sync.unpack(bucket)]
+    assert [name for name, _ in received] == [name for name, _ in sent]
+    torch.testing.assert_close([t for _, t in received], [t for _, t in sent], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("part", ["data", "name", "shape"])
+def test_a_checksum_covers_names_shapes_and_bytes(part: str) -> None:
+    bucket = sync.pack(tensors(torch.float32)[:1])
+    data, layout = bucket.data.copy(), {"name": ("x", "float32", (7, 3)), "shape": ("a", "float32", (3, 7))}
+    data[5] ^= part == "data"
+    changed = replace(bucket, data=data, layout=(layout.get(part, bucket.layout[0]),))
+    with pytest.raises(WeightSyncError, match="checksum"):
+        list(sync.unpack(changed))
+
+
+def test_an_update_in_many_buckets_is_whole(tied: Side) -> None:
+    tied.change()
+    tied.version += 1
+    parameters = model.engine_parameters(tied.policy)
+    sync.push(parameters, [tied.engine], tied.version, sender=True, bucket_bytes=1000)
+    assert tied.gap(tied.generate()) < CLOSE
+
+
+def test_another_version_than_the_engine_holds_is_refused(tied: Side) -> None:
+    tied.version += 1
+    with pytest.raises(RolloutError, match=rf"engine 0 failed: .*{tied.version} but holds version {tied.version - 1}"):
+        tied.generate()
+
+
+def begun(side: Side, timeout_s: float) -> tuple[sync._Push, list[sync.Bucket]]:
+    """A weight update that waits for its buckets."""
+    parameters = model.engine_parameters(side.policy)
+    update = sync._Push([side.engine], side.version + 1, timeout_s)
+    update.start(len(parameters))
+    return update, [sync.pack(group) for group in sync._grouped(parameters, 100_000)]
+
+
+def assert_only_an_update_helps(side: Side) -> None:
+    with pytest.raises(RolloutError, match=r"engine 0 failed: .*holds version None"):
+        side.generate()
+    side.change()
+    side.push()
+    assert side.gap(side.generate()) < CLOSE
+
+
+def test_a_corrupted_bucket_is_refused(side: Side) -> None:
+    update, buckets = begun(side, timeout_s=60)
+    for i, bucket in enumerate(buckets):
+        update.send(replace(bucket, checksum=bucket.checksum ^ (i == 2)))
+    with pytest.raises(WeightSyncError, match="engine 0 failed: checksum"):
+        update.finish()
+    assert_only_an_update_helps(side)
+
+
+def test_missing_weights_are_an_error_in_time(side: Side) -> None:
+    update, buckets = begun(side, timeout_s=1)
+    for bucket in buckets[:-1]:
+        update.send(bucket)
+    update.deadline += 30  # the engine's own deadline comes first and says more
+    with pytest.raises(WeightSyncError, match=r"engine 0 failed: waited 1 s .* tensors missing"):
+        update.finish()
+    assert_only_an_update_helps(side)
+
+
+def test_a_new_update_ends_one_whose_sender_has_died(tied: Side) -> None:
+    update, buckets = begun(tied, timeout_s=300)
+    update.send(buckets[0])
+    started = time.monotonic()
+    assert_only_an_update_helps(tied)
+    assert time.monotonic() - started < 60
+    update.send(buckets[1])  # the dead sender's last one
+    assert tied.gap(tied.generate()) < CLOSE
+    with pytest.raises(WeightSyncError, match=r"engine 0 failed: .*another weight update"):
+        update.finish()
+
+
+# --- engines that fail
+
+
+@contextmanager
+def hanging(engine: Any) -> Iterator[None]:
+    pid = ray.get(engine.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
+    parameters = model.engine_parameters(tied.policy)
+    with hanging(tied.engine):
+        with pytest.raises(RolloutError, match="engine 0 did not answer in time"):
+            tied.generate(timeout_s=1)
+        with pytest.raises(WeightSyncError, match="engine 0 did not answer in time"):
+            sync.push(parameters, [tied.engine], tied.version + 1, sender=True, timeout_s=1)
+    tied.push()
+    assert tied.gap(tied.generate()) < CLOSE
+
+
+def test_an_engine_that_died_comes_back_and_takes_new_weights(untied: Side) -> None:
+    ray.kill(untied.engine, no_restart=False)
+    with pytest.raises(RolloutError, match="engine 0 died"):
+        untied.generate()
+    untied.change()
+    untied.push()  # waits for the restart
+    assert untied.gap(untied.generate()) < CLOSE

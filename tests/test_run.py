@@ -1,0 +1,193 @@
+"""Whole runs with the real parts: Ray Train, FSDP, vLLM and MLflow, on a small model."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import History, NothingLeft, mlflow_history
+
+from rlx import launch, report, tasks
+from rlx.config import RunConfig, flatten, from_tree, with_overrides
+from rlx.launch import Result
+from rlx.storage import open_storage
+
+STEPS = 4
+# What no two runs have in common; all else is the same to the last bit.
+MEASURED = ("time/", "memory/", "tokens/rollout_per_s", "tokens/update_per_s")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished run, and what it said while it ran."""
+
+    config: RunConfig
+    result: Result
+    reports: list[tuple[dict[str, Any], str | None]]
+    history: History
+    storage: Path
+
+
+def train(config: RunConfig, *, resume: bool = False) -> Done:
+    storage = Path(config.storage)
+    launch.connect(config)
+    reports: list[tuple[dict[str, Any], str | None]] = []
+    folder = open_storage(config.storage) / "runs" / str(config.name)
+    result = launch.run(config, folder, resume=resume, on_report=lambda *news: reports.append(news))
+    return Done(config, result, reports, mlflow_history(storage, result.mlflow_run), storage)
+
+
+def small(model: Path, storage: Path, name: str, **overrides: Any) -> RunConfig:
+    """A run of seconds, on two ranks and two engines."""
+    tree = {
+        "name": name,
+        "storage": str(storage),
+        "model": {"path": str(model)},
+        "data": {"size": 200, "max_prompt_tokens": 32},
+        "train": {"steps": STEPS, "prompts_per_step": 8, "samples_per_prompt": 2},
+        "rollout": {"engines": 2, "max_tokens": 8, "kv_cache_mib": 16},
+        "scaling": {"num_workers": 2},
+        "eval": {"every": 2, "size": 12},
+        "checkpoint": {"every": 2},
+    }
+    return from_tree(with_overrides(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def run(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
+    return train(small(tiny_model, storage, "whole"))
+
+
+@pytest.fixture(scope="module")
+def resumed(run: Done, tiny_model: Path, storage: Path) -> tuple[Done, Done]:
+    """A run of half the steps, and its continuation to all of them."""
+    half = train(small(tiny_model, storage, "halves", train__steps=STEPS // 2))
+    return half, train(small(tiny_model, storage, "halves"), resume=True)
+
+
+@pytest.fixture(scope="module")
+def head(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
+    """One rank and one engine, the critic a head on the policy, one optimizer step per round of rollouts."""
+    one = {"scaling__num_workers": 1, "rollout__engines": 1, "train__epochs": 1, "train__minibatches": 1}
+    return train(small(tiny_model, storage, "head", model__critic="head", train__steps=1, **one))
+
+
+def comparable(history: History, steps: range) -> dict[str, dict[int, list[float]]]:
+    kept = {name: by_step for name, by_step in history.items() if not name.startswith(MEASURED)}
+    return {name: {step: by_step[step] for step in steps if step in by_step} for name, by_step in kept.items()}
+
+
+def sample_rows(done: Done, step: int) -> list[dict[str, Any]]:
+    """The sample table of a step."""
+    path = artifact(done, f"samples/step_{step:06d}.json")
+    table = json.loads(path.read_text())
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
+def artifact(done: Done, name: str) -> Path:
+    run = report.client(report.default_uri(done.storage)).get_run(done.result.mlflow_run)
+    return Path(run.info.artifact_uri.removeprefix("file://")) / name
+
+
+def test_engines_and_trainers_agree_at_every_step(run: Done) -> None:
+    gaps = run.history["mismatch/max_abs"]
+    assert sorted(gaps) == [1, 2, 3, 4]
+    assert all(0 < value <= 1e-4 for values in gaps.values() for value in values)
+
+
+def test_every_metric_is_reported_by_its_name(run: Done) -> None:
+    assert set(run.history) == set(report.METRICS)
+    assert {key for metrics, _ in run.reports for key in metrics} == set(report.METRICS) | {"step"}
+
+
+def test_the_first_step_is_on_policy(run: Done) -> None:
+    first = {name: by_step[1][0] for name, by_step in run.history.items() if 1 in by_step}
+    assert abs(first["kl/ref"]) <= 1e-6
+    assert first["staleness/mean"] == 0
+    assert first["kl/coef"] == run.config.algorithm.kl_coef
+    assert first["policy/grad_norm"] > 0 and first["value/grad_norm"] > 0
+    assert run.history["kl/ref"][STEPS][0] != 0  # by then the policy has moved
+
+
+def test_mlflow_holds_each_step_once(run: Done) -> None:
+    per_step = {name: sorted(by_step) for name, by_step in run.history.items()}
+    assert all(len(values) == 1 for by_step in run.history.values() for values in by_step.values())
+    assert per_step["reward/mean"] == per_step["time/step"] == [1, 2, 3, 4]
+    assert per_step["eval/accuracy"] == [0, 2, 4]
+    assert per_step["time/checkpoint"] == [2, 4]
+
+
+def test_mlflow_holds_the_config_and_the_samples(run: Done) -> None:
+    record = report.client(report.default_uri(run.storage)).get_run(run.result.mlflow_run)
+    assert record.info.status == "FINISHED"
+    assert record.data.params == {k: str(v) for k, v in flatten(run.config).items() if v is not None}
+    saved = yaml.safe_load(artifact(run, "config.yaml").read_text())
+    assert saved == launch.saved_config(open_storage(run.result.folder)) == run.config.model_dump(mode="json")
+    assert from_tree(saved) == run.config
+    assert [len(sample_rows(run, step)) for step in (0, 2, 4)] == [6, 6, 6]  # rank 0's half of the held-out prompts
+
+
+def test_the_result_is_the_last_report(run: Done) -> None:
+    assert [metrics["step"] for metrics, _ in run.reports] == [0, 1, 2, 3, 4]
+    assert run.result.metrics == run.reports[-1][0]
+    assert run.result.metrics["reward/mean"] == run.history["reward/mean"][STEPS][0]
+    assert launch.finished(run.config, open_storage(run.result.folder)) == run.result.metrics
+
+
+def test_checkpoints_are_whole(run: Done) -> None:
+    assert [path and Path(path).name for _, path in run.reports] == [None, None, "step_000002", None, "step_000004"]
+    for step in (2, 4):
+        folder = Path(run.result.folder, f"step_{step:06d}")
+        assert {"manifest.json", ".metadata", "__0_0.distcp", "__1_0.distcp"} <= {f.name for f in folder.iterdir()}
+        assert json.loads((folder / "manifest.json").read_text())["step"] == step
+
+
+def test_rewards_are_what_the_scorer_says(head: Done) -> None:
+    check = tasks.answer_checker(head.config.data, head.config.eval.seed, head.config.eval.size)
+    answers = {row["question"]: row for row in tasks.generated_questions(head.config.data, 10_000_000, 12)}
+    for step in (0, 1):
+        rows = sample_rows(head, step)
+        expected = [check(row["completion"].strip(), row["answer"], answers[row["prompt"]]["entry"]) for row in rows]
+        assert len(rows) == len(answers) and [row["score"] for row in rows] == expected
+        assert head.history["eval/reward"][step][0] == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+        right = sum(score >= 1 for score in expected) / len(expected)
+        assert head.history["eval/accuracy"][step][0] == pytest.approx(right, rel=1e-6)
+
+
+def test_one_optimizer_step_starts_at_ratio_one(head: Done) -> None:
+    """The update's forward pass is that of the old policy: no ratio, no clipping, and whitened advantages sum to 0."""
+    first = {name: by_step[1][0] for name, by_step in head.history.items() if 1 in by_step}
+    assert abs(first["policy/approx_kl"]) <= 1e-9
+    assert first["policy/clip_fraction"] == first["value/clip_fraction"] == 0
+    assert abs(first["policy/loss"]) <= 1e-5
+    assert first["value/loss"] > 0
+    assert first["mismatch/max_abs"] <= 1e-4
+    assert "value/grad_norm" not in first  # a head has no optimizer of its own
+
+
+def test_a_resumed_run_is_the_undisturbed_one(run: Done, resumed: tuple[Done, Done]) -> None:
+    half, rest = resumed
+    assert [metrics["step"] for metrics, _ in rest.reports] == [3, 4]
+    assert comparable(half.history, range(3)) == comparable(run.history, range(3))
+    assert comparable(rest.history, range(3, 5)) == comparable(run.history, range(3, 5))
+
+
+def test_a_resumed_run_is_the_same_mlflow_run(resumed: tuple[Done, Done]) -> None:
+    half, rest = resumed
+    assert half.result.mlflow_run == rest.result.mlflow_run
+    assert sorted(rest.history["reward/mean"]) == [1, 2, 3, 4]
+    assert all(len(values) == 1 for by_step in rest.history.values() for values in by_step.values())
+    record = report.client(report.default_uri(rest.storage)).get_run(rest.result.mlflow_run)
+    assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
+    assert launch.saved_config(open_storage(rest.result.folder))["train"]["steps"] == STEPS
+
+
+def test_nothing_is_left_of_a_run(run: Done, nothing_left: NothingLeft) -> None:
+    nothing_left(5)
