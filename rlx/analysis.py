@@ -331,8 +331,7 @@ def _name_curves(axes: Axes, trials: Sequence[Trial], metric: str, shades: Seque
 
 
 def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Heights within 0 to 1, moved up, or down from the top, until they are a gap apart; of two equal ones the first
-    comes out above."""
+    """Heights within 0 to 1 moved until they are a gap apart, in the same order; the first of equal ones goes above."""
     wanted, place = np.asarray(heights, dtype=float), np.arange(len(heights))
     order, steps = np.lexsort((-place, wanted)), gap * place
     lowest = np.maximum.accumulate(wanted[order] - steps)

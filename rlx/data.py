@@ -262,7 +262,7 @@ def _tokenize(batch: pa.Table, model: str, trust: bool, system: str | None, limi
     """One block of rows -> the same rows with token_ids, those longer than `limit` left out."""
     tokenizer = _cached_tokenizer(model, trust)
     token_ids = [_encode(tokenizer, question, system) for question in batch["question"].to_pylist()]
-    # Typed, since a block of which nothing is left must still fit to the others.
+    # Typed, so that an empty block fits to the others.
     table = batch.append_column("token_ids", pa.array(token_ids, pa.list_(pa.int32())))
     return table.filter(pa.array([len(ids) <= limit for ids in token_ids], pa.bool_()))
 

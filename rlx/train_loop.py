@@ -36,7 +36,7 @@ def train_loop(setup: dict[str, Any]) -> None:
     """
     run = assemble(setup)
     config = run.config
-    run.push(run.step)
+    run.push(run.step, config.rollout.timeout_s)  # the engines may still be starting
     if run.step == 0:
         run.report(*evaluate(run))
     while run.step < config.train.steps:
@@ -56,7 +56,7 @@ def train_loop(setup: dict[str, Any]) -> None:
             sums = update(run, batch)  # 7 losses, backward, clip, step
         run.step += 1
         with clock("sync"):
-            run.push(run.step)  # 8
+            run.push(run.step, config.rollout.sync_timeout_s)  # 8
         metrics, samples = evaluate(run) if run.is_due(config.eval.every) else ({}, [])
         sums |= {"entropy": entropy, "kl": kl} | rollout_sums(run, batch, completions)
         run.report(metrics | summarize(run, batch, sums, clock.metrics()), samples)  # 9

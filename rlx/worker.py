@@ -87,7 +87,7 @@ class Run:
         counts = self.largest([float(experience.micro_batch_count(batch, budget)) for batch in batches])
         return [experience.micro_batches(batch, int(count)) for batch, count in zip(batches, counts, strict=True)]
 
-    def push(self, version: int) -> None:
+    def push(self, version: int, timeout_s: float) -> None:
         """Sends the policy to the engines; returns on every rank once they have it."""
         sync.push(
             model.engine_parameters(self.policy),
@@ -95,7 +95,7 @@ class Run:
             version,
             sender=self.rank == 0,
             dtype=getattr(torch, self.config.model.dtype),
-            timeout_s=self.config.rollout.sync_timeout_s,
+            timeout_s=timeout_s,
         )
         dist.barrier()
 

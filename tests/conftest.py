@@ -35,6 +35,7 @@ SHORT_RECIPE = WarmStart(
 def ray_cluster() -> Iterator[None]:
     """One Ray cluster for the whole session: starting one takes ten seconds."""
     launch._quiet_environment()
+    os.environ.update(launch._OWN_CLUSTER)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()

@@ -1,11 +1,12 @@
 """Bad input ends in one clear line, before anything is trained and with nothing left behind; --help is quick."""
 
 import json
-import os
 import re
 import resource
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,31 @@ from rlx.settings import GENERATED, RunConfig
 from rlx.storage import open_storage
 
 ROOT = Path(__file__).resolve().parent.parent
+Refused = Callable[..., str]
 SCRIPTS = ("ppo.py", "ppo_sweep.py", "analyze.py")
 SECTIONS = [name for name, field in RunConfig.model_fields.items() if hasattr(field.annotation, "model_fields")]
 
 
-def call(script: str, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def call(script: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "experiments" / script), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
-def refused(script: str, *words: str) -> str:
-    """The one line that a call ends in."""
-    done = call(script, *words)
-    assert done.returncode == 1, done
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr.removeprefix("error: ").strip()
+def one_line(code: int, stderr: str) -> str:
+    """The one line that a refused call ends in."""
+    assert code == 1, stderr
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
+    return stderr.removeprefix("error: ").strip()
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Calls a script's main in this process, where Ray is imported already, and gives its one line."""
+
+    def run(script: str, *words: str) -> str:
+        return one_line(runpy.run_path(str(ROOT / "experiments" / script))["main"](words), capsys.readouterr().err)
+
+    return run
 
 
 def folder_with(path: Path, **config: Any) -> str:
@@ -60,12 +71,12 @@ def assert_nothing_ran(storage: Path) -> None:
         (["--train.prompts-per-step", "7"], "train.prompts_per_step (7) must be a multiple"),
     ],
 )
-def test_bad_settings_of_a_run(words: list[str], line: str, tmp_path: Path) -> None:
+def test_bad_settings_of_a_run(words: list[str], line: str, refused: Refused, tmp_path: Path) -> None:
     assert line in refused("ppo.py", "--storage", str(tmp_path), *words)
     assert_nothing_ran(tmp_path)
 
 
-def test_an_unknown_key_in_a_file_is_named_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_key_in_a_file_is_named_with_the_nearest(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("train:\n  stepz: 3\n")
     for script in ("ppo.py", "ppo_sweep.py"):
         line = refused(script, "--storage", str(tmp_path), "--config", str(tmp_path / "run.yaml"))
@@ -73,7 +84,7 @@ def test_an_unknown_key_in_a_file_is_named_with_the_nearest(tmp_path: Path) -> N
     assert_nothing_ran(tmp_path)
 
 
-def test_models_that_cannot_be_used(tmp_path: Path) -> None:
+def test_models_that_cannot_be_used(refused: Refused, tmp_path: Path) -> None:
     empty = folder_with(tmp_path / "empty")
     short = folder_with(tmp_path / "short", max_position_embeddings=64)
     cases = {
@@ -86,13 +97,13 @@ def test_models_that_cannot_be_used(tmp_path: Path) -> None:
     assert_nothing_ran(tmp_path / "storage")
 
 
-def test_a_sweep_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_sweep_refuses_a_model_that_is_not_there(refused: Refused, tmp_path: Path) -> None:
     line = refused("ppo_sweep.py", "--storage", str(tmp_path), "--model.path", "/nowhere/model")
     assert line == "model.path /nowhere/model: no such folder"
     assert_nothing_ran(tmp_path)
 
 
-def test_names_that_are_not_there_or_taken(tmp_path: Path) -> None:
+def test_names_that_are_not_there_or_taken(refused: Refused, tmp_path: Path) -> None:
     config = from_tree({"storage": str(tmp_path), "name": "mine", "train": {"steps": 2}})
     folder = open_storage(config.storage) / "runs" / "mine"
     launch.create_run(config, folder)
@@ -103,14 +114,14 @@ def test_names_that_are_not_there_or_taken(tmp_path: Path) -> None:
     assert "no sweep other" in refused("ppo_sweep.py", *storage, "--resume", "other")
 
 
-def test_resuming_a_finished_run_says_so(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = from_tree({"storage": str(tmp_path), "name": "mine", "train": {"steps": 2}})
     folder = open_storage(config.storage) / "runs" / "mine"
     launch.create_run(config, folder)
     (folder / "result.json").write_text(json.dumps({"step": 2, "eval/accuracy": 0.25}))
-    done = call("ppo.py", "--storage", str(tmp_path), "--resume", "mine")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "run mine is finished: 2 steps, held-out 0.250\n"
+    main = runpy.run_path(str(ROOT / "experiments" / "ppo.py"))["main"]
+    assert main(["--storage", str(tmp_path), "--resume", "mine"]) == 0
+    assert capsys.readouterr().out == "run mine is finished: 2 steps, held-out 0.250\n"
     more = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
     assert launch.finished(more, folder) is None
 
@@ -154,8 +165,8 @@ def test_an_empty_prompt_file_ends_the_script_in_one_line(tiny_model: Path, tmp_
     path, storage = tmp_path / "prompts.jsonl", tmp_path / "storage"
     path.touch()
     words = ["--storage", str(storage), "--model.path", str(tiny_model), "--data.source", str(path)]
-    line = refused("ppo.py", *words, "--data.params", "{}")
-    assert line == f"data.source {path}: there are no rows in it"
+    done = call("ppo.py", *words, "--data.params", "{}")
+    assert one_line(done.returncode, done.stderr) == f"data.source {path}: there are no rows in it"
     assert_nothing_ran(storage)
 
 
@@ -191,6 +202,6 @@ def test_help_is_quick(script: str) -> None:
 
 
 def test_scripts_run_from_anywhere(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "experiments" / "ppo.py"), "--train.steps", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=dict(os.environ))
-    assert done.stderr.startswith("error: command line: train.steps") and not list(tmp_path.iterdir())
+    done = call("ppo.py", "--train.steps", "x", cwd=tmp_path)
+    assert one_line(done.returncode, done.stderr).startswith("command line: train.steps = 'x': ")
+    assert not list(tmp_path.iterdir())

@@ -307,10 +307,12 @@ def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
     assert tied.gap(tied.generate()) < CLOSE
 
 
-def test_an_engine_that_died_comes_back_and_takes_new_weights(untied: Side) -> None:
-    ray.kill(untied.engine, no_restart=False)
+def test_an_engine_that_vllm_leaves_broken_is_started_afresh(untied: Side) -> None:
+    with pytest.raises(WeightSyncError, match=r"engine 0 failed: ValueError: .*nonsense"):
+        sync.push([("nonsense", torch.zeros(3))], [untied.engine], untied.version + 1, sender=True)
+    time.sleep(2)  # it tells its callers before it ends
     with pytest.raises(RolloutError, match="engine 0 died"):
         untied.generate()
     untied.change()
-    untied.push()  # waits for the restart
+    untied.push()  # waits for the new one
     assert untied.gap(untied.generate()) < CLOSE

@@ -61,6 +61,7 @@ class _Update:
 
     def __init__(self, name: str, tensors: int, timeout_s: float) -> None:
         self.name = name
+        self.error: WeightSyncError | None = None
         self._missing = tensors
         self._timeout_s = timeout_s
         self._buckets: queue.SimpleQueue[tuple[Bucket, asyncio.Future[None]] | None] = queue.SimpleQueue()
@@ -76,14 +77,21 @@ class _Update:
         self._buckets.put(None)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the buckets as they arrive, checked. Runs on the engine's thread."""
+        """The tensors of the buckets as they arrive, checked. Runs on the engine's thread.
+
+        Ends early at an error and keeps it in `error`: vLLM cannot give up a load half-way, and the next one would
+        silently fuse what this one has left behind with its own.
+        """
         from rlx.rollout.sync import unpack
 
-        while self._missing > 0:
-            bucket, taken = self._next()
-            taken.get_loop().call_soon_threadsafe(taken.set_result, None)
-            yield from unpack(bucket)
-            self._missing -= len(bucket.layout)
+        try:
+            while self._missing > 0:
+                bucket, taken = self._next()
+                taken.get_loop().call_soon_threadsafe(taken.set_result, None)
+                yield from unpack(bucket)
+                self._missing -= len(bucket.layout)
+        except WeightSyncError as error:
+            self.error = error
 
     def _next(self) -> tuple[Bucket, asyncio.Future[None]]:
         try:
@@ -233,14 +241,10 @@ class Engine:
     def _load(self, name: str, update: _Update) -> None:
         while self._llm.has_unfinished_requests():
             self._step()
-        try:
-            if not self._llm.reset_prefix_cache():  # the cached keys and values belong to the old weights
-                raise WeightSyncError("the prefix cache could not be reset")
-            self._llm.collective_rpc("rlx_load_weights", args=(update.tensors(),))
-        except Exception as error:
-            self._report(name, error if isinstance(error, WeightSyncError) else _plain(error))
-        else:
-            self._report(name, None)
+        if not self._llm.reset_prefix_cache():  # the cached keys and values belong to the old weights
+            raise RuntimeError("vLLM did not reset its prefix cache")
+        self._llm.collective_rpc("rlx_load_weights", args=(update.tensors(),))
+        self._report(name, update.error)
 
 
 class WeightLoader:
