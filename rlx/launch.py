@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
-import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,27 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import ray.exceptions
 import ray.train
 import yaml
-from ray import cloudpickle
-from ray._raylet import PlacementGroupID
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
-from ray.train import UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.execution.callback import ControllerCallback
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 
-from rlx import data, report, tasks
+from rlx import controller, data, report, tasks
 from rlx.config import ConfigError, RunConfig, flatten
+from rlx.controller import Report, RunStopped, one_line
 from rlx.rollout import pool
 from rlx.storage import Storage, local_folder
 
-Report = Callable[[dict[str, Any], str | None], None]
-"""(a step's metrics, the path of its checkpoint if it has one)"""
-
-_ABORT_S = 30.0  # a controller that takes longer to end is killed
-_POLL_S = 0.2  # how often reports are looked for
 # Nobody preempts or scrapes a cluster that lives in this process: no actors for that.
 _OWN_CLUSTER = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
@@ -48,14 +36,6 @@ _OWN_CLUSTER = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
-
-
-class RunError(RuntimeError):
-    """A run that failed; the text says why in one line."""
-
-
-class RunStopped(RuntimeError):
-    """A run that was ended from outside by `abort_running`, e.g. because a scheduler stopped its trial."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +92,7 @@ def connect(config: RunConfig) -> None:
         try:
             ray.init(address=config.ray_address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"ray_address {config.ray_address}: {_one_line(error)}") from None
+            raise ConfigError(f"ray_address {config.ray_address}: {one_line(error)}") from None
     needed, cluster = plan(config), ray.cluster_resources()
     if needed.fits(cluster) < 1:
         lacking = [name for name, amount in needed.total().items() if amount > cluster.get(name, 0.0) + 1e-9]
@@ -201,7 +181,7 @@ def run(
                 "checkpoint": ray.train.Checkpoint(start_from, folder.filesystem) if start_from else None,
             }
             trainer = _trainer(config, setup, folder, tables)
-            metrics = _fit(trainer, on_report or (lambda metrics, checkpoint: None))
+            metrics = controller.fit(trainer, on_report or (lambda metrics, checkpoint: None))
             (folder / "result.json").write_text(json.dumps(metrics))
             status = "FINISHED"
         except RunStopped:
@@ -250,7 +230,7 @@ def check_input(config: RunConfig, path: str) -> None:
 
 
 def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
-    """The prepared training and held-out prompts, as Ray datasets by name; no question is in both."""
+    """The prepared training and held-out prompts, as Ray datasets by name; of generated questions none is in both."""
     settings = config.data
     train: Any
     held_out: Any
@@ -264,10 +244,12 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     else:
         train = data.read_file(settings.source, settings)
         if config.eval.source:
-            held_out = data.read_file(config.eval.source, settings).limit(config.eval.size)
+            held_out = data.read_file(config.eval.source, settings, "eval.source").limit(config.eval.size)
         else:
             train, held_out = data.hold_out(train, config.eval.size)
-    return {"train": data.prepare(train, settings, path), "held_out": data.prepare(held_out, settings, path)}
+    trust = config.model.trust_remote_code
+    sources = {"train": train, "held_out": held_out}
+    return {name: data.prepare(rows, settings, path, trust) for name, rows in sources.items()}
 
 
 def engine_options(config: RunConfig) -> dict[str, Any]:
@@ -316,7 +298,7 @@ def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | No
     try:
         report.resume_run(uri, run_id)
     except Exception as error:  # each kind of MLflow store has its own
-        raise ConfigError(f"run {config.name!r}: no MLflow run {run_id} in {uri}: {_one_line(error)}") from None
+        raise ConfigError(f"run {config.name!r}: no MLflow run {run_id} in {uri}: {one_line(error)}") from None
     _save_config(config, folder, run_id)  # what was changed for the rest of the run holds for a later resume too
     return run_id
 
@@ -356,126 +338,8 @@ def _trainer(config: RunConfig, setup: dict[str, Any], folder: Storage, tables: 
 def _train(setup: dict[str, Any]) -> None:
     from rlx.train_loop import train_loop  # here, so that Train's controller need not import torch and transformers
 
-    group = ray.util.get_current_placement_group()
-    _internal_kv_put(_group_key(setup["folder"]), group.id.binary())
+    controller.note_workers(setup["folder"])
     train_loop(setup)
-
-
-def remove_leftovers(folder: Storage) -> None:
-    """Frees what the workers of a run had reserved, for one whose process was killed before it could itself.
-
-    Ray ends the workers with their owner but keeps their placement group until the job ends.
-    """
-    key = _group_key(folder.path)
-    if reserved := _internal_kv_get(key):
-        remove_placement_group(PlacementGroup(PlacementGroupID(reserved)))
-        _internal_kv_del(key)
-
-
-def _group_key(folder: str) -> bytes:
-    return f"rlx/placement_group/{folder}".encode()
-
-
-class _Relay(UserCallback):
-    """Posts each report where `_posts` reads it. Runs in Train's controller."""
-
-    def __init__(self, box: str) -> None:
-        self.box = box
-        self.count = 0
-
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        post = (metrics[0], checkpoint.path if checkpoint else None)
-        _internal_kv_put(f"{self.box}/{self.count}".encode(), cloudpickle.dumps(post))
-        self.count += 1
-
-
-class _Handle(ControllerCallback):
-    """Posts the controller's handle: aborting it is the one way to end a run and free its placement group that needs
-    no dashboard."""
-
-    def __init__(self, box: str) -> None:
-        self.box = box
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        handle = ray.get_runtime_context().current_actor
-        _internal_kv_put(f"{self.box}/controller".encode(), cloudpickle.dumps(handle))
-
-
-_running: list[str] = []  # the boxes of this process's runs
-
-
-def abort_running() -> None:
-    """Ends the Train runs that this process has started: controller, workers and their placement group."""
-    while _running:
-        posted = _internal_kv_get(f"{_running.pop()}/controller".encode())
-        if posted is None:
-            continue
-        controller = cloudpickle.loads(posted)
-        try:
-            ray.get(controller.abort.remote(), timeout=_ABORT_S)
-        except ray.exceptions.GetTimeoutError:
-            ray.kill(controller)
-        except ray.exceptions.RayActorError:
-            pass  # abort ends the actor
-
-
-def _fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
-    """trainer.fit() with its reports passed on as they come; the last one's metrics."""
-    box = f"rlx/posts/{uuid.uuid4().hex}"
-    trainer.run_config.callbacks = [_Relay(box), _Handle(box)]
-    outcome: dict[str, Any] = {}
-
-    def fit() -> None:
-        try:
-            outcome["result"] = trainer.fit()
-        except BaseException as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=fit, daemon=True)
-    thread.start()
-    _running.append(box)
-    metrics: dict[str, Any] = {}
-    try:
-        for metrics, checkpoint in _posts(box, thread):
-            on_report(metrics, checkpoint)
-    except BaseException:
-        abort_running()
-        raise
-    stopped = box not in _running
-    _running.clear()
-    _internal_kv_del(box.encode(), del_by_prefix=True)
-    if stopped:
-        raise RunStopped("the run was stopped")
-    if "error" in outcome:
-        raise RunError(_last_words(outcome["error"])) from outcome["error"]
-    return metrics or outcome["result"].metrics or {}
-
-
-def _posts(box: str, thread: threading.Thread) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """The reports posted while the thread lives, and those that are left after."""
-    count = 0
-    while True:
-        alive = thread.is_alive()  # asked before looking, so that nothing is missed
-        if (post := _internal_kv_get(f"{box}/{count}".encode())) is not None:
-            count += 1
-            yield cloudpickle.loads(post)
-        elif not alive:
-            return
-        else:
-            thread.join(_POLL_S)
-
-
-def _last_words(error: BaseException) -> str:
-    """One line: the first worker's own error if there is one."""
-    failures = getattr(error, "worker_failures", None) or {}
-    for rank, failure in sorted(failures.items()):
-        cause = getattr(failure, "cause", None) or failure
-        return f"worker {rank}: {type(cause).__name__}: {_one_line(cause)}"
-    return f"{type(error).__name__}: {_one_line(error)}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]
 
 
 def _quiet_environment() -> None:

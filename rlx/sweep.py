@@ -24,13 +24,14 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.sample import Categorical, Domain
 from ray.tune.trainable.function_trainable import wrap_function
 
-from rlx import launch, report
-from rlx.config import ConfigError, RunConfig, from_tree, nearest, setting_keys, with_overrides
+from rlx import controller, launch, report
+from rlx.config import ConfigError, RunConfig, from_tree, is_setting, nearest, setting_keys, with_overrides
 from rlx.storage import Storage
 
 _LOG = logging.getLogger("rlx")
 METRIC, MODE = "eval/accuracy", "max"
 _RECORD = "sweep.json"
+_PLANNED = ("scaling.", "rollout.engines", "rollout.resources_per_engine", "ray_address")
 
 Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
 """(trial, its settings, its newest metrics, its state), called whenever one of them changes"""
@@ -96,7 +97,11 @@ def load_space(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"--space {path}: it has no function space()")
     space: dict[str, Any] = module.space()
     for key, domain in space.items():
-        if key not in setting_keys():
+        if key.startswith(_PLANNED):
+            raise ConfigError(
+                f"--space {path}: {key} changes what a trial needs of the cluster, which all trials share"
+            )
+        if not is_setting(key):
             raise ConfigError(f"--space {path}: unknown setting {key}{nearest(key, setting_keys())}")
         for value in _extremes(domain):
             from_tree(with_overrides(dict(config), {key: value}), f"--space {path}")
@@ -219,9 +224,9 @@ def _trainable(sweep: Sweep, storage: Storage) -> Any:
 
     class Trainable(wrap_function(trial, name="trial")):  # type: ignore[misc]
         def cleanup(self) -> None:  # Tune calls it when a trial ends, also one that a scheduler stops
-            from rlx import launch  # the class is pickled by value: this is the trial process's own module
+            from rlx import controller  # the class is pickled by value: this is the trial process's own module
 
-            launch.abort_running()
+            controller.abort_running()
             super().cleanup()
 
     Trainable.__name__ = "trial"
@@ -316,7 +321,7 @@ class _Watcher(tune.Callback):
     @_harmless
     def _clear(self, trial: Trial, status: str) -> None:
         folder = self.runs / trial_name(trial)
-        launch.remove_leftovers(folder)
+        controller.remove_leftovers(folder.path)
         if (folder / "run.json").exists():
             report.end_run_if_open(self.uri, launch.mlflow_run(folder), status)
 

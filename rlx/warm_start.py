@@ -220,7 +220,7 @@ def _train(
 
 
 def _learning_rate(recipe: WarmStart, step: int) -> float:
-    """Each stage decays linearly to a tenth of its own rate, for the second must be free to move the first's answers."""
+    """Each stage decays linearly to a tenth of its own rate: the second must be free to move the first's answers."""
     if step < recipe.right_steps:
         ramp = (step + 1) / recipe.warmup_steps
         return recipe.right_learning_rate * min(1.0, ramp, 1 - 0.9 * step / recipe.right_steps)

@@ -12,7 +12,7 @@ PARTS = {"storage", "data", "tasks", "rewards", "rollout", "model", "algorithms"
 LAYERS = [
     {"types", "settings"},
     {"config"},  # what a person writes becomes settings
-    PARTS | {"checkpoint", "report", "progress", "warm_start"},
+    PARTS | {"checkpoint", "controller", "report", "progress", "warm_start"},
     {"worker"},
     {"train_loop"},
     {"launch"},

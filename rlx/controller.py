@@ -1,0 +1,160 @@
+"""Ray Train's controller of one run: started in a thread, listened to, ended from outside, cleaned up after.
+
+Reports and handles travel through Ray's key-value store: a queue would be one more actor, with seconds of imports.
+What is trained is not known here.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray import cloudpickle
+from ray._raylet import PlacementGroupID
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.train import UserCallback
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+Report = Callable[[dict[str, Any], str | None], None]
+"""(a step's metrics, the path of its checkpoint if it has one)"""
+
+_ABORT_S = 30.0  # a controller that takes longer to end is killed
+_POLL_S = 0.2  # how often reports are looked for
+
+
+_running: list[str] = []  # the boxes of this process's runs
+
+
+class RunError(RuntimeError):
+    """A run that failed; the text says why in one line."""
+
+
+class RunStopped(RuntimeError):
+    """A run that was ended from outside by `abort_running`, e.g. because a scheduler stopped its trial."""
+
+
+def fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
+    """trainer.fit() with its reports passed on as they come; the last one's metrics."""
+    box = f"rlx/posts/{uuid.uuid4().hex}"
+    trainer.run_config.callbacks = [_Relay(box), _Handle(box)]
+    outcome: dict[str, Any] = {}
+
+    def train() -> None:
+        try:
+            outcome["result"] = trainer.fit()
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    _running.append(box)
+    metrics: dict[str, Any] = {}
+    try:
+        for metrics, checkpoint in _posts(box, thread):
+            on_report(metrics, checkpoint)
+    except BaseException:
+        abort_running()
+        raise
+    stopped = box not in _running
+    _running.clear()
+    _internal_kv_del(box.encode(), del_by_prefix=True)
+    if stopped:
+        raise RunStopped("the run was stopped")
+    if "error" in outcome:
+        raise RunError(_last_words(outcome["error"])) from outcome["error"]
+    return metrics or outcome["result"].metrics or {}
+
+
+def abort_running() -> None:
+    """Ends the Train runs that this process has started: controller, workers and their placement group."""
+    while _running:
+        posted = _internal_kv_get(f"{_running.pop()}/controller".encode())
+        if posted is None:
+            continue
+        controller = cloudpickle.loads(posted)
+        try:
+            ray.get(controller.abort.remote(), timeout=_ABORT_S)
+        except ray.exceptions.GetTimeoutError:
+            ray.kill(controller)
+        except ray.exceptions.RayActorError:
+            pass  # abort ends the actor
+
+
+def note_workers(folder: str) -> None:
+    """On a worker: notes the placement group that it is in, for `remove_leftovers`."""
+    group = ray.util.get_current_placement_group()
+    _internal_kv_put(_group_key(folder), group.id.binary())
+
+
+def remove_leftovers(folder: str) -> None:
+    """Frees what the workers of a run had reserved, for one whose process was killed before it could itself.
+
+    Ray ends the workers with their owner but keeps their placement group until the job ends.
+    """
+    key = _group_key(folder)
+    if reserved := _internal_kv_get(key):
+        remove_placement_group(PlacementGroup(PlacementGroupID(reserved)))
+        _internal_kv_del(key)
+
+
+class _Relay(UserCallback):
+    """Posts each report where `_posts` reads it. Runs in Train's controller."""
+
+    def __init__(self, box: str) -> None:
+        self.box = box
+        self.count = 0
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        post = (metrics[0], checkpoint.path if checkpoint else None)
+        _internal_kv_put(f"{self.box}/{self.count}".encode(), cloudpickle.dumps(post))
+        self.count += 1
+
+
+class _Handle(ControllerCallback):
+    """Posts the controller's handle: aborting it is the one way to end a run and free its placement group that needs
+    no dashboard."""
+
+    def __init__(self, box: str) -> None:
+        self.box = box
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        handle = ray.get_runtime_context().current_actor
+        _internal_kv_put(f"{self.box}/controller".encode(), cloudpickle.dumps(handle))
+
+
+def _posts(box: str, thread: threading.Thread) -> Iterator[tuple[dict[str, Any], str | None]]:
+    """The reports posted while the thread lives, and those that are left after."""
+    count = 0
+    while True:
+        alive = thread.is_alive()  # asked before looking, so that nothing is missed
+        if (post := _internal_kv_get(f"{box}/{count}".encode())) is not None:
+            count += 1
+            yield cloudpickle.loads(post)
+        elif not alive:
+            return
+        else:
+            thread.join(_POLL_S)
+
+
+def _last_words(error: BaseException) -> str:
+    """One line: the first worker's own error if there is one."""
+    failures = getattr(error, "worker_failures", None) or {}
+    for rank, failure in sorted(failures.items()):
+        cause = getattr(failure, "cause", None) or failure
+        return f"worker {rank}: {type(cause).__name__}: {one_line(cause)}"
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks."""
+    return " ".join(str(error).split())[:500]
+
+
+def _group_key(folder: str) -> bytes:
+    return f"rlx/placement_group/{folder}".encode()
