@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
 MANIFEST = "manifest.json"
@@ -35,7 +36,7 @@ class Trained:
 def written(models: Mapping[str, Trained], manifest: Mapping[str, Any], rank: int) -> Iterator[str]:
     """A temporary folder with this rank's part of a checkpoint; all ranks call it. Rank 0 writes the manifest too."""
     with tempfile.TemporaryDirectory(prefix="rlx-checkpoint-") as folder:
-        dcp.save(_tensors(models), checkpoint_id=folder)
+        save_shards(_tensors(models), checkpoint_id=folder)
         if rank == 0:
             Path(folder, MANIFEST).write_text(json.dumps(manifest, indent=1))
         yield folder
@@ -51,7 +52,7 @@ def load(folder: str, models: Mapping[str, Trained]) -> dict[str, Any]:
         if not Path(folder, name).is_file():
             raise ValueError(f"no checkpoint in {folder}: there is no {name} in it")
     tensors = _tensors(models)
-    dcp.load(tensors, checkpoint_id=folder)
+    load_shards(tensors, checkpoint_id=folder)
     for name, trained in models.items():
         state = tensors[name]
         set_state_dict(

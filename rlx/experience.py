@@ -27,12 +27,15 @@ def build(completions: Sequence[Completion], scores: Sequence[float], pad_id: in
             raise ValueError(f"the score of prompt {completion.prompt.id} ({completion.prompt.question!r}) is {score}")
     ids = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
     ones = [torch.ones(len(c.token_ids)) for c in completions]
+    mask = _padded(ones, 0.0)
+    later = ("logprobs", "ref_logprobs", "values", "advantages", "returns")
     return Experience(
         ids=_padded(ids, pad_id),
         prompt_lengths=torch.tensor([len(c.prompt.token_ids) for c in completions]),
-        mask=_padded(ones, 0.0),
+        mask=mask,
         rollout_logprobs=_padded([torch.tensor(c.logprobs) for c in completions], 0.0),
         scores=torch.tensor(scores, dtype=torch.float32),
+        **{name: torch.zeros_like(mask) for name in later},
     )
 
 

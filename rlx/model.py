@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rlx.config import ConfigError
@@ -95,7 +95,7 @@ def load_reference(path: str, *, trust_remote_code: bool = False) -> Policy:
     return load_policy(path, head=False, trust_remote_code=trust_remote_code).requires_grad_(False)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> FSDPModule:
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
     """Moves a model to the mesh's devices, one shard per rank: each decoder layer a unit, the rest another.
 
     Weights stay float32; forward and backward run in `dtype`, gradients are reduced in float32.
@@ -106,7 +106,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> FSDPModule:
     for part in list(model.modules()):
         if type(part).__name__ in names:
             fully_shard(part, mesh=mesh, mp_policy=precision)
-    return fully_shard(model, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
 
 
 def engine_parameters(policy: nn.Module) -> list[tuple[str, Tensor]]:

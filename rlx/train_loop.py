@@ -101,8 +101,7 @@ def update(run: Run, batch: Experience) -> Sums:
     for _ in range(run.config.train.epochs):
         for micros, denominator in zip(cut, tokens.values(), strict=True):
             for i, micro in enumerate(micros):
-                for trained in run.trained.values():
-                    trained.model.set_requires_gradient_sync(i == len(micros) - 1)
+                run.reduce_gradients(i == len(micros) - 1)
                 _add(sums, backward(run, micro, denominator))
             _add(sums, optimizer_step(run))
     return sums

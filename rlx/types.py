@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # whoever only passes prompts on does not pay for importing torch
     import torch
@@ -57,7 +57,7 @@ class Experience:
     """One rank's rollouts as tensors; B completions, prompt and response left-aligned in `ids`.
 
     `[B, T]` tensors are over response tokens: column t is the t-th token after the prompt. They are zero where
-    `mask` is zero. The last five are filled in by the steps of the loop.
+    `mask` is zero. The last five are all zero until the steps of the loop fill them in.
     """
 
     ids: Tensor  # [B, L] int64, prompt then response then padding
@@ -65,22 +65,19 @@ class Experience:
     mask: Tensor  # [B, T] float, 1 on response tokens
     rollout_logprobs: Tensor  # [B, T] as the engine reports them
     scores: Tensor  # [B] reward of the whole completion
-    logprobs: Tensor | None = None  # [B, T] the policy's before the update ("old")
-    ref_logprobs: Tensor | None = None  # [B, T]
-    values: Tensor | None = None  # [B, T] the critic's before the update ("old")
-    advantages: Tensor | None = None  # [B, T]
-    returns: Tensor | None = None  # [B, T]
+    logprobs: Tensor  # [B, T] the policy's before the update ("old")
+    ref_logprobs: Tensor  # [B, T]
+    values: Tensor  # [B, T] the critic's before the update ("old")
+    advantages: Tensor  # [B, T]
+    returns: Tensor  # [B, T]
 
     def rows(self, start: int, stop: int) -> Experience:
         """The completions `start` to `stop`, cut to the longest among them."""
         widths = self.mask[start:stop].cumsum(1).argmax(1) + 1  # to the last 1: zeros may lie between
         width, length = int(widths.max()), int((self.prompt_lengths[start:stop] + widths).max())
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        cut: dict[str, Any] = {k: None if v is None else v[start:stop] for k, v in parts.items()}
-        grids = {k: v[:, :width] for k, v in cut.items() if v is not None and v.ndim == 2 and k != "ids"}
+        cut = {f.name: getattr(self, f.name)[start:stop] for f in fields(self)}
+        grids = {name: part[:, :width] for name, part in cut.items() if part.ndim == 2}
         return replace(self, **(cut | grids | {"ids": self.ids[start:stop, :length]}))
 
     def to(self, device: torch.device) -> Experience:
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: None if v is None else v.to(device) for k, v in parts.items()}
-        return replace(self, **moved)
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import ray.train
 import ray.train.torch
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from rlx import algorithms, checkpoint, data, experience, model, report, rewards, tasks
 from rlx.checkpoint import Trained
@@ -86,6 +87,11 @@ class Run:
         budget = self.config.train.micro_batch_tokens
         counts = self.largest([float(experience.micro_batch_count(batch, budget)) for batch in batches])
         return [experience.micro_batches(batch, int(count)) for batch, count in zip(batches, counts, strict=True)]
+
+    def reduce_gradients(self, now: bool) -> None:
+        """Whether the next backward pass reduces gradients over ranks, or keeps them for a later one."""
+        for trained in self.trained.values():
+            cast(FSDPModule, trained.model).set_requires_gradient_sync(now)
 
     def push(self, version: int, timeout_s: float) -> None:
         """Sends the policy to the engines; returns on every rank once they have it."""

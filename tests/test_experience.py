@@ -70,7 +70,7 @@ def test_rows_are_cut_to_the_longest_prompt_with_response_and_the_longest_respon
     assert part.rollout_logprobs.tolist() == [[-2, -2, -2], [-3, -3, 0]]
     assert part.prompt_lengths.tolist() == [1, 2]
     assert part.scores.tolist() == [1, 2]
-    assert part.values is None
+    assert part.values.tolist() == torch.zeros_like(part.mask).tolist()
     first = batch.rows(0, 1)
     assert (first.ids.tolist(), first.mask.tolist()) == ([[1] * 6], [[1]])
 
@@ -82,13 +82,13 @@ def test_rows_cut_every_grid_and_keep_what_follows_a_gap_in_the_mask() -> None:
     part = batch.rows(0, 2)
     assert part.mask.tolist() == [[1, 0, 1], [1, 0, 0]]
     assert part.ids.shape == (2, 5)
-    grids: list[tuple[Tensor | None, list[list[float]]]] = [
+    grids: list[tuple[Tensor, list[list[float]]]] = [
         (part.values, [[0, 1, 2], [4, 5, 6]]),
         (part.advantages, [[0, -1, -2], [-4, -5, -6]]),
         (part.logprobs, [[1, 2, 3], [5, 6, 7]]),
     ]
     for cut, expected in grids:
-        assert cut is not None and cut.tolist() == expected
+        assert cut.tolist() == expected
 
 
 def test_minibatches_are_equal_runs() -> None:

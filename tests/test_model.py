@@ -177,7 +177,7 @@ def run_of(path: str, rank: int, ranks: int, critic: str, micro_batch_tokens: in
         rank=rank,
         ranks=ranks,
         trained=trained,
-        base_lr=[(t.optimizer.param_groups[0], 0.3) for t in trained.values()],
+        base_lr=[(t.optimizer.param_groups[0], 1.0) for t in trained.values()],
         reference=reference,
         prompts=nothing,
         held_out=[],
@@ -218,7 +218,7 @@ def on_one_rank(on_ranks: OnRanks, tiny_model: Path) -> list[dict[str, Tensor]]:
 
 def test_an_update_does_not_depend_on_micro_batches(on_one_rank: list[dict[str, Tensor]], tiny_model: Path) -> None:
     for whole, cut in (on_one_rank[:2], on_one_rank[2:]):
-        torch.testing.assert_close(cut, whole, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(cut, whole, atol=3e-6, rtol=1e-5)
     start = dict(model.load_policy(str(tiny_model), head=True).named_parameters())
     for name, before in start.items():  # nothing was equal only because nothing moved
         assert (on_one_rank[2][f"policy.{name}"] - before).abs().max() > 1e-4, name
@@ -230,4 +230,4 @@ def test_an_update_does_not_depend_on_the_number_of_ranks(
 ) -> None:
     for rank, results in enumerate(on_ranks(ranks, each_way, str(tiny_model))):
         for found, expected in zip(results, on_one_rank, strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda m, r=rank: f"rank {r}: {m}")
+            torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5, msg=lambda m, r=rank: f"rank {r}: {m}")

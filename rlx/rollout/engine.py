@@ -110,7 +110,7 @@ class Engine:
     If the engine fails its process ends, so that Ray starts it afresh: with the model's own weights, version 0.
     """
 
-    async def __init__(self, model: str, options: dict[str, Any]) -> None:
+    async def __init__(self, model: str, options: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         """Starts the engine; returns once it can generate.
 
         Args:
@@ -140,7 +140,7 @@ class Engine:
         return list(await asyncio.gather(*futures))
 
     # An engine that Ray is restarting takes this call once it is up again; no other call is ever sent twice.
-    @ray.method(max_task_retries=-1)
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def start_update(self, update: str, tensors: int, timeout_s: float) -> None:
         """Opens a weight update; the weights follow by `receive`, and `finish_update` waits until they are loaded.
 

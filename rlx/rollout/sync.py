@@ -124,7 +124,7 @@ def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def _checksum(layout: tuple[tuple[str, str, tuple[int, ...]], ...], data: np.ndarray) -> int:
-    return zlib.crc32(memoryview(data), zlib.crc32(repr(layout).encode()))
+    return zlib.crc32(data.data, zlib.crc32(repr(layout).encode()))
 
 
 def _grouped(tensors: list[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
