@@ -7,6 +7,7 @@ What is trained is not known here.
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ Report = Callable[[dict[str, Any], str | None], None]
 """(a step's metrics, the path of its checkpoint if it has one)"""
 
 _ABORT_S = 30.0  # a controller that takes longer to end is killed
+_START_S = 10.0  # a controller that has not started by then never will
 _POLL_S = 0.2  # how often reports are looked for
 
 
@@ -74,10 +76,9 @@ def fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
 def abort_running() -> None:
     """Ends the Train runs that this process has started: controller, workers and their placement group."""
     while _running:
-        posted = _internal_kv_get(f"{_running.pop()}/controller".encode())
-        if posted is None:
+        controller = _posted_handle(_running.pop())
+        if controller is None:
             continue
-        controller = cloudpickle.loads(posted)
         try:
             ray.get(controller.abort.remote(), timeout=_ABORT_S)
         except ray.exceptions.GetTimeoutError:
@@ -126,6 +127,16 @@ class _Handle(ControllerCallback):
     def after_controller_start(self, train_run_context: Any) -> None:
         handle = ray.get_runtime_context().current_actor
         _internal_kv_put(f"{self.box}/controller".encode(), cloudpickle.dumps(handle))
+
+
+def _posted_handle(box: str) -> Any:
+    """The controller's handle; one that is only just starting is waited for, or it would go on unseen."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if posted := _internal_kv_get(f"{box}/controller".encode()):
+            return cloudpickle.loads(posted)
+        time.sleep(_POLL_S)
+    return None
 
 
 def _posts(box: str, thread: threading.Thread) -> Iterator[tuple[dict[str, Any], str | None]]:
