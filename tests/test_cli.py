@@ -143,9 +143,9 @@ def config(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
     ("text", "line"),
     [
         ('{"question": "1 + 1 =", "answer": "2"}\n{"question": \n', "{path}:2: malformed JSON"),
-        ('{"question": "1 + 1 =", "answer": "2"}\n[]\n', "{path}:2: expected a JSON object per line, found list"),
         ('{"question": "%s", "answer": "2"}\n' % ("1 + " * 40) * 3, "no prompt is left: 2 of 2 prompts are longer"),
     ],
+    ids=["malformed", "too long"],
 )
 def test_prompts_that_cannot_be_used(
     text: str, line: str, config: dict[str, Any], tmp_path: Path, ray_cluster: None, nothing_left: NothingLeft
