@@ -4,14 +4,14 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 ACCELERATOR ?= cpu
 BIN := .venv/bin
 # Where PIP_FIND_LINKS names a folder of wheels, torch's CPU build comes from there; elsewhere from PyTorch's own index.
-TORCH := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend $(ACCELERATOR))
+TORCH := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend $(if $(filter cuda,$(ACCELERATOR)),auto,cpu))
 PINNED := $(if $(filter cpu,$(ACCELERATOR)),--constraint constraints.txt)
 # Without cached bytecode every one of the dozen processes of a run compiles its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: sweep test test-all lint bench clean
 
-sweep: .venv/ready
+sweep: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python experiments/ppo_sweep.py $(ARGS)
 
 test: lint
@@ -20,15 +20,15 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
-lint: .venv/ready
+lint: .venv/ready-$(ACCELERATOR)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/ready
+bench: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python bench/step.py $(ARGS)
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready-$(ACCELERATOR): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check uv
 	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/uv pip install --quiet $(TORCH) $(PINNED) --editable '.[$(ACCELERATOR),dev]'

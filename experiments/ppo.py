@@ -22,10 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_settings(parser)
     try:
         args, given = parse(parser, sys.argv[1:] if argv is None else argv)
+        if args.resume and args.config:
+            raise ConfigError("--resume has the run's own settings: change some of them by options, not by --config")
         base = read_yaml(args.config) if args.config else {}
         from_tree(with_overrides(base, given), args.config or "command line")  # refused before anything is imported
         return train(args, base, given)
-    except (ConfigError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -29,11 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
     add_settings(parser)
     try:
-        args, given = parse(parser, sys.argv[1:] if argv is None else argv)
+        words = list(sys.argv[1:] if argv is None else argv)
+        args, given = parse(parser, words)
+        if args.resume is not None and (set(given) - {"storage"} or len(words) > 2 + 2 * len(given)):
+            raise ConfigError("--resume has the sweep's own settings: give it nothing else but --storage")
         tree = with_overrides(read_yaml(args.config), given)
         from_tree(tree, args.config)  # refused before anything is imported
         return run_sweep(args, tree)
-    except (ConfigError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
     from rlx import analysis, launch, progress, sweep
-    from rlx.storage import absolute, open_storage
+    from rlx.storage import absolute, local_folder, open_storage
 
     started = time.monotonic()
     tree["storage"] = absolute(from_tree(tree).storage)
@@ -64,13 +67,16 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
             plan = sweep.create_sweep(plan, storage)
         at_once = sweep.concurrency(plan)
         shown.console.print(f"sweep {plan.name}: {plan.trials} trials, {at_once} at once, {config.train.steps} steps")
-        sweep.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
+        results = sweep.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
     loaded = analysis.load_sweep(uri, config.tracking.experiment, plan.name)
-    paths = analysis.write(loaded, Path(config.storage) / "analysis" / plan.name, uri)
+    paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
     print(analysis.format_table(analysis.rank(loaded)))
     print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s; " + ", ".join(str(p) for p in paths))
     print(f"curves: mlflow ui --backend-store-uri {uri}")
-    return 0
+    failed = sweep.failures(results)
+    for reason in failed:
+        print(f"error: {reason}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def next_name(taken: Sequence[str]) -> str:

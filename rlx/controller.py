@@ -26,7 +26,7 @@ Report = Callable[[dict[str, Any], str | None], None]
 """(a step's metrics, the path of its checkpoint if it has one)"""
 
 _ABORT_S = 30.0  # a controller that takes longer to end is killed
-_START_S = 10.0  # a controller that has not started by then never will
+_START_S = 30.0  # a controller that has not started by then never will
 _POLL_S = 0.2  # how often reports are looked for
 
 
@@ -63,9 +63,10 @@ def fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
     except BaseException:
         abort_running()
         raise
-    stopped = box not in _running
-    _running.clear()
-    _internal_kv_del(box.encode(), del_by_prefix=True)
+    finally:
+        stopped = box not in _running
+        _running.clear()
+        _internal_kv_del(box.encode(), del_by_prefix=True)
     if stopped:
         raise RunStopped("the run was stopped")
     if "error" in outcome:

@@ -117,11 +117,11 @@ def read_shard(name: str) -> pa.Table:
     return pa.concat_tables(shard.iter_batches(batch_size=None, batch_format="pyarrow"))
 
 
-def prompts(table: pa.Table, positions: Sequence[int]) -> list[Prompt]:
-    """Rows of a prompt table as records."""
-    picked = table.take(pa.array(positions, type=pa.int64())).to_pydict()
+def prompts(table: pa.Table, ids: Sequence[int]) -> list[Prompt]:
+    """Rows of a prompt table as records; those of a later epoch have ids beyond the table's length."""
+    picked = table.take(pa.array([i % len(table) for i in ids], type=pa.int64())).to_pydict()
     entries = picked.get("entry") or [None] * len(picked["question"])
-    columns = zip(positions, picked["token_ids"], picked["question"], picked["answer"], entries, strict=True)
+    columns = zip(ids, picked["token_ids"], picked["question"], picked["answer"], entries, strict=True)
     return [Prompt(int(i), tuple(ids), question, answer, entry) for i, ids, question, answer, entry in columns]
 
 
@@ -142,9 +142,9 @@ class PromptStream:
         """This rank's share of the next `count` prompts: every ranks-th of them."""
         size = len(self.table)
         taken = range(self.position, self.position + count)
-        rows = [int(self._order(i // size)[i % size]) for i in taken[self.rank :: self.ranks]]
+        mine = [divmod(i, size) for i in taken[self.rank :: self.ranks]]
         self.position += count
-        return prompts(self.table, rows)
+        return prompts(self.table, [epoch * size + int(self._order(epoch)[place]) for epoch, place in mine])
 
     def cursor(self) -> dict[str, int]:
         """What a checkpoint keeps: the epoch, how many of its prompts are done, and the seed of its order."""

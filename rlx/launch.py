@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +60,26 @@ class Plan:
         bundles = [*self.workers, *self.engines]
         return {name: sum(b.get(name, 0.0) for b in bundles) for b in bundles for name in b}
 
-    def fits(self, available: Mapping[str, float]) -> int:
-        """How many such runs fit into the resources at once."""
-        shares = [available.get(name, 0.0) / amount for name, amount in self.total().items() if amount > 0]
-        return int(min(shares) + 1e-9)
+    def fits(self, nodes: Sequence[Mapping[str, float]]) -> int:
+        """How many such runs the nodes hold at once, each bundle on one node."""
+        free, count = [dict(node) for node in nodes], 0
+        while all(_placed(bundle, free) for bundle in [*self.workers, *self.engines]):
+            count += 1
+        return count
+
+
+def _placed(bundle: Mapping[str, float], free: list[dict[str, float]]) -> bool:
+    """Takes a bundle from the first node that has room for it."""
+    for node in free:
+        if all(node.get(name, 0.0) + 1e-9 >= amount for name, amount in bundle.items()):
+            node |= {name: node.get(name, 0.0) - amount for name, amount in bundle.items()}
+            return True
+    return False
+
+
+def nodes() -> list[dict[str, float]]:
+    """What each live node of the cluster has in all."""
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
 def plan(config: RunConfig) -> Plan:
@@ -94,9 +110,10 @@ def connect(config: RunConfig) -> None:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"ray_address {config.ray_address}: {one_line(error)}") from None
     needed, cluster = plan(config), ray.cluster_resources()
-    if needed.fits(cluster) < 1:
+    if needed.fits(nodes()) < 1:
         lacking = [name for name, amount in needed.total().items() if amount > cluster.get(name, 0.0) + 1e-9]
         numbers = ", ".join(f"{needed.total()[n]:g} {n} but the cluster has {cluster.get(n, 0.0):g}" for n in lacking)
+        numbers = numbers or f"more on one node than any of the {len(nodes())} nodes has"
         raise ConfigError(f"scaling: {len(needed.workers)} workers and {len(needed.engines)} engines need {numbers}")
 
 
@@ -148,7 +165,6 @@ def run(
     *,
     resume: bool = False,
     parent: str | None = None,
-    start_from: str | None = None,
     tables: Mapping[str, Any] | None = None,
     on_report: Report | None = None,
 ) -> Result:
@@ -157,7 +173,6 @@ def run(
     Args:
         folder: where the run is kept; one there already is continued if `resume`, and otherwise an error.
         parent: MLflow run of the sweep that it belongs to.
-        start_from: path of a checkpoint of another run on the same storage.
         tables: what `prompt_tables` gave for this config, to spare doing it again.
         on_report: called with each step's metrics as they come.
 
@@ -178,13 +193,12 @@ def run(
                 "engines": engines,
                 "tracking": (uri, run_id),
                 "folder": folder.path,
-                "checkpoint": ray.train.Checkpoint(start_from, folder.filesystem) if start_from else None,
             }
             trainer = _trainer(config, setup, folder, tables)
             metrics = controller.fit(trainer, on_report or (lambda metrics, checkpoint: None))
             (folder / "result.json").write_text(json.dumps(metrics))
             status = "FINISHED"
-        except RunStopped:
+        except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
             status = "FINISHED"
             raise
         except KeyboardInterrupt:
@@ -217,7 +231,11 @@ def check_input(config: RunConfig, path: str) -> None:
     """ConfigError for a model or a context length that cannot work; needs no cluster."""
     needed, folder = config.data.max_prompt_tokens + config.rollout.max_tokens, Path(path)
     if not folder.is_dir():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        if (
+            path.startswith((".", "/", "~"))
+            or path.count("/") > 1
+            or (folder.parent != Path() and folder.parent.is_dir())
+        ):
             raise ConfigError(f"model.path {path}: no such folder")
         return  # a name on the Hugging Face hub, which the engines look up
     if not (folder / "config.json").is_file():
@@ -249,7 +267,10 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
             train, held_out = data.hold_out(train, config.eval.size)
     trust = config.model.trust_remote_code
     sources = {"train": train, "held_out": held_out}
-    return {name: data.prepare(rows, settings, path, trust) for name, rows in sources.items()}
+    tables = {name: data.prepare(rows, settings, path, trust) for name, rows in sources.items()}
+    if (count := tables["train"].count()) < config.train.prompts_per_step:
+        raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
+    return tables
 
 
 def engine_options(config: RunConfig) -> dict[str, Any]:
@@ -263,6 +284,7 @@ def engine_options(config: RunConfig) -> dict[str, Any]:
         kv_cache_mib=settings.kv_cache_mib,
         gpu_memory=settings.gpu_memory_utilization,
         eager=settings.enforce_eager,
+        trust_remote_code=config.model.trust_remote_code,
     )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlx.config import ConfigError
+
 METRICS = {
     "reward/mean": "mean score of the step's completions",
     "reward/std": "standard deviation of those scores",
@@ -100,9 +102,7 @@ def start_run(
     uri: str, experiment: str, name: str, *, parent: str | None, params: Mapping[str, Any], tags: Mapping[str, str]
 ) -> str:
     """Opens an MLflow run, nested in `parent` if given, and gives its id; a resumed run keeps the id it has."""
-    door = client(uri)
-    found = door.get_experiment_by_name(experiment)
-    experiment_id = found.experiment_id if found else door.create_experiment(experiment, _artifacts(uri))
+    door, experiment_id = client(uri), _experiment(uri, experiment)
     nested = {"mlflow.parentRunId": parent} if parent else {}
     run = door.create_run(experiment_id, run_name=name, tags=dict(tags) | nested)
     run_id = str(run.info.run_id)
@@ -110,6 +110,14 @@ def start_run(
 
     door.log_batch(run_id, params=[Param(key, str(value)[:6000]) for key, value in params.items()])
     return run_id
+
+
+def _experiment(uri: str, name: str) -> str:
+    try:
+        found = client(uri).get_experiment_by_name(name)
+        return str(found.experiment_id if found else client(uri).create_experiment(name, _artifacts(uri)))
+    except Exception as error:  # each kind of store has its own
+        raise ConfigError(f"tracking.uri {uri}: {' '.join(str(error).split())[:300]}") from None
 
 
 def resume_run(uri: str, run_id: str) -> None:
@@ -125,9 +133,9 @@ def end_run(uri: str, run_id: str, status: str) -> None:
     client(uri).set_terminated(run_id, status)
 
 
-def end_run_if_open(uri: str, run_id: str, status: str) -> None:
-    """Closes a run whose own process could not."""
-    if client(uri).get_run(run_id).info.status == "RUNNING":
+def settle_run(uri: str, run_id: str, status: str) -> None:
+    """Closes a run whose own process could not, or closed it otherwise; one that ended so keeps its end time."""
+    if client(uri).get_run(run_id).info.status != status:
         end_run(uri, run_id, status)
 
 

@@ -226,7 +226,7 @@ class RunConfig(Section):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """the run's name, its folder under storage; unset: ppo-1, ppo-2, ..."""
     seed: NonNegativeInt = 0
-    """seed of everything drawn at random: prompt order, sampling, value head"""
+    """seed of everything drawn at random: prompt order and sampling"""
     storage: str = "storage"
     """folder, NFS mount or s3:// address where runs are kept"""
     ray_address: str | None = None
@@ -249,6 +249,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers x "
                 f"train.minibatches ({workers} x {train.minibatches})"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _kl_is_steered_gently(self) -> Self:
+        drawn = self.train.prompts_per_step * self.train.samples_per_prompt
+        if self.algorithm.kl_target is not None and drawn >= 5 * self.algorithm.kl_horizon:
+            raise ValueError(
+                f"algorithm.kl_horizon ({self.algorithm.kl_horizon}) must be more than a fifth of the completions of a "
+                f"step ({drawn}), or one step could end the KL penalty for good"
             )
         return self
 

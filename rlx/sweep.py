@@ -10,8 +10,9 @@ import functools
 import importlib.util
 import json
 import logging
+import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,8 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
     The cluster must be connected. Ends the sweep's MLflow run.
     """
     uri, status = launch.tracking_uri(from_tree(sweep.tree)), "FAILED"
+    on_interrupt = signal.getsignal(signal.SIGINT)  # Tune puts its own in its place, for good
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # a failed trial's reason is told by `failures`
     try:
         _Watcher.watch = watch
         tuner = _restored(sweep, storage) if resume else _tuner(sweep, storage)
@@ -151,19 +154,26 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
         results = list(tuner.fit())
         if _Watcher.interrupted:
             raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns as if it were done
-        status = "FINISHED"
+        status = "FINISHED" if any(result.error is None for result in results) else "FAILED"
         return results
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
+        signal.signal(signal.SIGINT, on_interrupt)
         report.end_run(uri, sweep.mlflow_run, status)
+
+
+def failures(results: Sequence[Any]) -> list[str]:
+    """One line for each trial that failed: which, and its last words."""
+    failed = [(Path(result.path).name, str(result.error).strip()) for result in results if result.error]
+    return [f"{name}: {words.splitlines()[-1] if words else 'it was killed'}" for name, words in failed]
 
 
 def concurrency(sweep: Sweep) -> int:
     """How many trials run at once: as many whole plans as the cluster has room for. Ray would start more and let them
     wait for ever, each holding what the other needs."""
-    room = launch.plan(from_tree(sweep.tree)).fits(ray.cluster_resources())
+    room = launch.plan(from_tree(sweep.tree)).fits(launch.nodes())
     return max(1, min(room, sweep.max_concurrent or room))
 
 
@@ -231,8 +241,10 @@ def _trainable(sweep: Sweep, storage: Storage) -> Any:
 
     Trainable.__name__ = "trial"
     engines = launch.plan(from_tree(sweep.tree)).engines
-    # Tune refuses a bundle with nothing in it, and a CPU here would be one that nobody uses.
-    return tune.with_resources(Trainable, tune.PlacementGroupFactory([{"CPU": 0.0, "memory": 1e6}, *engines]))
+    # The trial's own process holds a share of the cluster's memory, as Ray counts it, so that no more trials start than
+    # have room for their workers too; those that a resume brings back pass by the search's limit.
+    share = ray.cluster_resources()["memory"] / (concurrency(sweep) + 0.5)
+    return tune.with_resources(Trainable, tune.PlacementGroupFactory([{"CPU": 0.0, "memory": share}, *engines]))
 
 
 def _shared_tables(sweep: Sweep) -> Any:
@@ -284,12 +296,12 @@ class _Watcher(tune.Callback):
     interrupted = False
 
     def __init__(self, sweep: Sweep, storage: Storage) -> None:
-        self.started: set[str] = set()
+        self.ends: dict[str, str] = {}  # by trial id, how its MLflow run is to end
         self.runs = storage / "sweeps" / sweep.name / "runs"
         self.uri = launch.tracking_uri(from_tree(sweep.tree))
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.started.add(trial.trial_id)
+        self.ends[trial.trial_id] = "KILLED"  # unless it comes to another end
         self._show(trial, {}, "running")
 
     def on_trial_result(
@@ -298,32 +310,32 @@ class _Watcher(tune.Callback):
         self._show(trial, result, "running")
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.started.discard(trial.trial_id)
-        self._clear(trial, "FINISHED")
+        self.ends[trial.trial_id] = "FINISHED"  # what it holds it gives back itself: Tune is only about to stop it
         self._show(trial, trial.last_result, "finished")
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.started.discard(trial.trial_id)
-        self._clear(trial, "FAILED")
+        self.ends[trial.trial_id] = "FAILED"
+        self._clear(trial)
         self._show(trial, trial.last_result, "failed")
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
-        """Tune has ended the trials of an interrupted sweep by now, without a word."""
-        cut_short = [trial for trial in trials if trial.trial_id in self.started]
-        for trial in cut_short:
-            self._clear(trial, "KILLED")
-        _Watcher.interrupted = bool(cut_short) or any(trial.status == Trial.PENDING for trial in trials)
+        """All trials' processes are gone: those of an interrupted sweep too, of which Tune tells no more than this."""
+        for trial in trials:
+            if trial.trial_id in self.ends:
+                self._clear(trial)
+        pending = any(trial.status == Trial.PENDING for trial in trials)
+        _Watcher.interrupted = pending or "KILLED" in self.ends.values()
 
     @_harmless
     def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
         _Watcher.watch(trial_name(trial), trial.config, metrics, state)
 
     @_harmless
-    def _clear(self, trial: Trial, status: str) -> None:
+    def _clear(self, trial: Trial) -> None:
         folder = self.runs / trial_name(trial)
         controller.remove_leftovers(folder.path)
         if (folder / "run.json").exists():
-            report.end_run_if_open(self.uri, launch.mlflow_run(folder), status)
+            report.settle_run(self.uri, launch.mlflow_run(folder), self.ends[trial.trial_id])
 
 
 def _extremes(domain: Any) -> list[Any]:

@@ -22,7 +22,7 @@ class WeightSyncError(RuntimeError):
 class Prompt:
     """One prompt of the training or the held-out set."""
 
-    id: int  # row in the prepared prompt table: the sampling seed and the data cursor name it
+    id: int  # epoch x rows of the prompt table + row: sampling seeds follow from it, so no two draws of it are alike
     token_ids: tuple[int, ...]  # [P], the chat template applied
     question: str
     answer: str

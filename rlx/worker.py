@@ -177,8 +177,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     """This rank's objects, continued from the newest checkpoint if the run has one.
 
     Args:
-        setup: `config` tree, `model` folder, `engines` handles, `tracking` (uri, MLflow run id), and `checkpoint`,
-            one of another run to start from or None.
+        setup: `config` tree, `model` folder, `engines` handles, `tracking` (uri, MLflow run id).
     """
     config = RunConfig.model_validate(setup["config"])
     context = ray.train.get_context()
@@ -209,8 +208,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         tracker=report.Tracker(uri, run_id if rank == 0 else None),
         kl=algorithms.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
     )
-    newest = ray.train.get_checkpoint() or setup["checkpoint"]
-    if newest:
+    if newest := ray.train.get_checkpoint():
         with newest.as_directory() as folder:
             run.restore(folder)
     return run

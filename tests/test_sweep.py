@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from conftest import NothingLeft, Script, mlflow_history
-from ray._private import state
 
 from rlx import launch, report, sweep
 from rlx.config import ConfigError, from_tree
@@ -79,7 +78,14 @@ def test_a_grid_needs_lists_of_values(tmp_path: Path) -> None:
 def test_whole_plans_that_fit(
     workers: list[dict[str, float]], engines: list[dict[str, float]], cluster: dict[str, float], trials: int
 ) -> None:
-    assert Plan(workers, engines).fits(cluster) == trials
+    assert Plan(workers, engines).fits([cluster]) == trials
+
+
+def test_each_bundle_of_a_plan_is_on_one_node() -> None:
+    plan = Plan([{"CPU": 2.0}], [{"CPU": 1.0}])
+    assert plan.fits([{"CPU": 1.0}] * 8) == 0
+    assert plan.fits([{"CPU": 2.0}, {"CPU": 1.0}]) == 1
+    assert plan.fits([{"CPU": 3.0}, {"CPU": 2.0}, {"CPU": 1.0}]) == 2
 
 
 def test_concurrency_never_exceeds_the_room(ray_cluster: None) -> None:
@@ -167,18 +173,13 @@ def test_a_killed_trial_leaves_nothing(tiny_model: Path, tmp_path: Path, nothing
     def kill_at_step_2(trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], what: str) -> None:
         news.watch(trial, settings, metrics, what)
         if what == "running" and metrics.get("step") == 2:
-            (process,) = (a["Pid"] for a in actors() if a["ActorClassName"] == "trial" and a["State"] == "ALIVE")
-            os.kill(process, signal.SIGKILL)
+            os.kill(metrics["pid"], signal.SIGKILL)
 
     (result,) = sweep.run(plan, storage, watch=kill_at_step_2)
     nothing_left(15)
     assert result.error is not None
     assert news.states == {"trial_00000": "failed"}
     assert [run.info.status for run in children(plan, storage).values()] == ["FAILED"]
-
-
-def actors() -> list[dict[str, Any]]:
-    return [dict(row) for row in state.actors().values()]
 
 
 @pytest.mark.slow

@@ -61,9 +61,15 @@ def engine_options(
     kv_cache_mib: int,
     gpu_memory: float,
     eager: bool,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """vLLM engine arguments for a run. On CPU: blocks short enough for the prefix cache to hit, and always eager."""
-    common: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    common: dict[str, Any] = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "trust_remote_code": trust_remote_code,
+    }
     if on_gpu:
         return common | {"gpu_memory_utilization": gpu_memory, "enforce_eager": eager}
     # A prompt cut in two cannot be sampled with a seed on CPU (vLLM rewinds a generator offset that only GPUs have).
@@ -137,7 +143,9 @@ def answer(call: Any, engine: int, deadline: float) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise RolloutError(f"engine {engine} failed: {error.cause}") from None
     except ray.exceptions.RayError as error:
-        raise RolloutError(f"engine {engine} died: {' '.join(str(error).split())}") from None
+        # Of an engine that did not start, Ray gives a whole traceback, the cause in its last line.
+        words = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise RolloutError(f"engine {engine} died: {words[0]} {words[-1] if len(words) > 1 else ''}".strip()) from None
 
 
 def request_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:
