@@ -243,9 +243,17 @@ def test_prompts_are_the_rows_at_the_positions() -> None:
 
 def test_every_prompt_comes_once_per_epoch_in_another_order() -> None:
     stream = PromptStream(table(12), seed=0)
-    epochs = [ids(stream, 4) + ids(stream, 8) for _ in range(3)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 3
-    assert epochs[0] != epochs[1] != epochs[2] != list(range(12))
+    drawn = [ids(stream, 4) + ids(stream, 8) for _ in range(3)]
+    # Each draw of a prompt has an id of its own, from which its sampling seeds follow.
+    assert [sorted(ids) for ids in drawn] == [list(range(start, start + 12)) for start in (0, 12, 24)]
+    orders = [[i % 12 for i in ids] for ids in drawn]
+    assert orders[0] != orders[1] != orders[2] != list(range(12))
+
+
+def test_a_later_draw_of_a_prompt_is_the_same_prompt() -> None:
+    early, late = data.prompts(table(5), [3, 8])
+    assert (early.id, late.id) == (3, 8)
+    assert (early.question, early.token_ids) == (late.question, late.token_ids) == ("q3", (3, 3))
 
 
 def test_the_order_depends_on_the_seed_alone() -> None:
@@ -267,7 +275,7 @@ def test_the_steps_are_the_same_on_any_number_of_ranks(size: int, ranks: int) ->
 
 def test_a_step_may_take_several_epochs() -> None:
     step = ids(PromptStream(table(3), seed=0), 10)
-    assert [sorted(step[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 2]] * 3
+    assert [sorted(step[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 def test_a_stream_continues_at_its_cursor_on_other_ranks_too() -> None:
