@@ -21,6 +21,7 @@ import shutil
 import string
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -124,7 +125,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def draw_questions(recipe: WarmStart, seed: int, size: int) -> list[Question]:
     """The different questions among `size` drawn ones. Item i depends on seed + i: keep the seeds of sets far apart."""
-    import reasoning_gym  # type: ignore[import-untyped]  # takes seconds to import
+    with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of its sources, when first compiled
+        import reasoning_gym  # type: ignore[import-untyped]  # takes seconds to import
 
     data = reasoning_gym.create_dataset(
         "chain_sum",
