@@ -46,7 +46,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     if args.resume:
         base = launch.saved_config(runs / args.resume)
     config = from_tree(with_overrides(base, given))
-    name = args.resume or config.name or next_name(runs.names())
+    name = args.resume or config.name or runs.free_name("ppo")
     config = config.model_copy(update={"name": name, "storage": absolute(config.storage)})
     folder = runs / name
     if not args.resume:
@@ -70,11 +70,6 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     print(summary(config, first, result.metrics, time.monotonic() - started))
     print(f"curves: mlflow ui --backend-store-uri {launch.tracking_uri(config)}")
     return 0
-
-
-def next_name(taken: Sequence[str]) -> str:
-    """The first of ppo-1, ppo-2, ... that is free."""
-    return next(name for name in (f"ppo-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
 
 
 def summary(config: RunConfig, first: dict[str, Any], last: dict[str, Any], seconds: float) -> str:

@@ -55,7 +55,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     if args.resume is not None:
         plan = sweep.saved_sweep(storage, args.resume or None)
     else:
-        name = tree.pop("name", None) or next_name((storage / "sweeps").names())
+        name = tree.pop("name", None) or (storage / "sweeps").free_name("sweep")
         plan = sweep.Sweep(name, tree, args.space, args.trials, args.search, args.scheduler, args.max_concurrent)
     config = from_tree(plan.tree)
     uri = launch.tracking_uri(config)
@@ -77,11 +77,6 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     for reason in failed:
         print(f"error: {reason}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def next_name(taken: Sequence[str]) -> str:
-    """The first of sweep-1, sweep-2, ... that is free."""
-    return next(name for name in (f"sweep-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
 
 
 if __name__ == "__main__":

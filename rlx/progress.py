@@ -73,7 +73,8 @@ class RunProgress:
         line = f"step {done}/{self.steps}  {described(metrics)}{left}"
         if "time/eval" in metrics or not self.console.is_terminal:
             self.console.print(line + ("  checkpoint" if checkpoint else ""), soft_wrap=True)
-        self.say(line) if self.console.is_terminal else None
+        if self.console.is_terminal:
+            self.say(line)
 
 
 class SweepProgress:
@@ -95,7 +96,7 @@ class SweepProgress:
 
     def watch(self, trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None:
         """News of a trial."""
-        known = self._rows.setdefault(trial, {"settings": settings, "metrics": {}, "state": "", "since": time.time()})
+        known = self._rows.setdefault(trial, {"settings": settings, "metrics": {}, "state": ""})
         changed = known["state"] != state
         known["metrics"], known["state"] = {**known["metrics"], **metrics}, state
         if not self.console.is_terminal and (changed or "time/eval" in metrics):

@@ -40,6 +40,11 @@ class Storage:
         selector = fs.FileSelector(self.path, allow_not_found=True)
         return sorted(info.base_name for info in self.filesystem.get_file_info(selector))
 
+    def free_name(self, prefix: str) -> str:
+        """The first of prefix-1, prefix-2, ... that no entry of this folder has."""
+        taken = self.names()
+        return next(name for name in (f"{prefix}-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
+
     def read_text(self) -> str:
         with self.filesystem.open_input_stream(self.path) as stream:
             return stream.read().decode()
