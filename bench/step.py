@@ -22,10 +22,9 @@ import pyarrow as pa
 import ray
 
 from rlx import data, launch
-from rlx.config import add_settings, from_tree, parse, with_overrides
+from rlx.config import RunConfig, add_settings, from_tree, parse, with_overrides
 from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT
 from rlx.rollout.pool import request_seed
-from rlx.settings import RunConfig
 from rlx.storage import open_storage
 
 _WARM = 2  # first steps and rounds that are not counted

@@ -1,17 +1,16 @@
-"""The arithmetic of PPO on language models: KL estimates, advantages, losses, controllers and schedules.
+"""The arithmetic of PPO on language models: KL estimates, advantages, losses, importance weights.
 
 Every function takes tensors and plain numbers and gives tensors back, on any device. Left out on purpose: models,
-the configuration, and communication. Whatever must agree over all ranks (moments, denominators, stats) is a sum here,
-which the caller all-reduces.
+the configuration, communication, and what changes from step to step (adaptive.py). Whatever must agree over all ranks
+(moments, denominators, stats) is a sum here, which the caller all-reduces.
 
 Conventions: B responses, T positions. Tensors are [B, T] unless stated. `mask` (bool or 0/1) is 1 on response tokens;
 what another tensor holds where the mask is 0, nan and inf included, never reaches a result or a gradient.
 Log-probabilities are natural logarithms, in float32 or wider.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far outside any clip range, yet harmless in float32
 _EPSILON = 1e-8  # added to the variance in whitening, as TRL does
+_GROUP_EPSILON = 1e-6  # added to a group's standard deviation, as veRL does
 _ROUNDING = torch.finfo(torch.float32).eps ** 2  # below this share of the mean square a variance is rounding
 
 _Choice = TypeVar("_Choice")
@@ -41,11 +41,6 @@ def _inside(x: Tensor, mask: Tensor) -> Tensor:
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of x over the masked-in tokens; a scalar."""
     return _inside(x, mask).sum()
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x over the masked-in tokens; a scalar, 0 when there is none."""
-    return masked_sum(x, mask) / mask.bool().sum().clamp(min=1)
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
@@ -110,27 +105,46 @@ def _k3(log_ratio: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _unchanged, "k2": _k2, "k3": _k3, "abs": torch.abs}
 
 
+def _kl(log_ratio: Tensor, kind: str) -> Tensor:
+    value = _choose(KL_ESTIMATORS, kind.removesuffix("+"), "KL estimator")(log_ratio)
+    if not kind.endswith("+"):
+        return value
+    unbiased = _k2(log_ratio)
+    return value.detach() + unbiased - unbiased.detach()
+
+
 def log_ratio_kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference), in nats, for tokens that the policy sampled.
 
     With d = logp - ref_logp: `k1` d, `k2` d^2 / 2, `k3` exp(-d) - 1 + d (never negative; -d is cut at 20 so that it
-    stays finite), `abs` |d|. Raises ValueError for another kind. Source: http://joschu.net/blog/kl-approx.html.
+    stays finite), `abs` |d|. With a `+` after it the value is that of the estimator and the gradient that of k2, whose
+    expectation is the gradient of the KL (straight through): k1's is 0, k3's that of the reverse KL. Raises ValueError
+    for another kind. Sources: http://joschu.net/blog/kl-approx.html; gradients: Tang & Munos 2025 (arXiv 2506.09477).
     """
-    return _choose(KL_ESTIMATORS, kind, "KL estimator")(logp - ref_logp)
+    return _kl(logp - ref_logp, kind)
 
 
-def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, score_clip: float | None = None) -> Tensor:
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """Reward of each token: -kl_coef * kl, plus the response's score [B] on its last masked-in token.
 
-    The score is clipped to [-score_clip, score_clip] if that is given. Zero where mask is 0; a row without response
-    tokens is all zero, its score dropped. Source: Ziegler et al. 2019 (arXiv 1909.08593) eq. 2, KL spread over tokens.
+    Zero where mask is 0; a row without response tokens is all zero, its score dropped.
+    Source: Ziegler et al. 2019 (arXiv 1909.08593) eq. 2, KL spread over tokens.
     """
-    if score_clip is not None:
-        scores = scores.clamp(-score_clip, score_clip)
     inside = mask.bool()
     remaining = inside.flip(1).cumsum(1).flip(1)  # response tokens from here to the end
     last = inside & (remaining == 1)
     return _inside(-kl_coef * kl, mask) + _inside(scores[:, None], last)
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int, penalty: float) -> Tensor:
+    """What soft overlong punishment takes off the scores of responses of `lengths` tokens, [B] -> [B].
+
+    0 up to max_tokens - buffer, from there in a straight line to `penalty` at max_tokens and beyond; 0 with no buffer.
+    Source: Yu et al. 2025, DAPO (arXiv 2503.14476) eq. 13.
+    """
+    if buffer == 0:
+        return torch.zeros(lengths.shape, device=lengths.device)
+    return penalty * ((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -152,13 +166,154 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return _inside(advantages, mask), _inside(advantages + values, mask)
 
 
+@dataclass(frozen=True)
+class _Group:
+    """What an estimator may compare a score with; every tensor [B], float64."""
+
+    count: Tensor  # completions of the same prompt
+    mean: Tensor
+    std: Tensor  # unbiased; 0 for one completion
+    greedy: Tensor  # score of the greedy completion
+
+
+def _grpo(scores: Tensor, group: _Group) -> Tensor:
+    return (scores - group.mean) / (group.std + _GROUP_EPSILON)
+
+
+def _group_mean(scores: Tensor, group: _Group) -> Tensor:
+    return scores - group.mean
+
+
+def _rloo(scores: Tensor, group: _Group) -> Tensor:
+    # score - mean of the others, written without their sum
+    return (scores - group.mean) * group.count / (group.count - 1).clamp(min=1)
+
+
+def _batch(scores: Tensor, group: _Group) -> Tensor:
+    return scores
+
+
+def _remax(scores: Tensor, group: _Group) -> Tensor:
+    return scores - group.greedy
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, _Group], Tensor]] = {
+    "grpo": _grpo,
+    "dr_grpo": _group_mean,
+    "rloo": _rloo,
+    "reinforce++": _batch,
+    "reinforce++_baseline": _group_mean,
+    "remax": _remax,
+}
+
+
+def group_advantages(scores: Tensor, groups: Tensor, kind: str, greedy: Tensor | None = None) -> Tensor:
+    """Advantage of each whole response, [B], detached: its score [B] against a baseline.
+
+    `groups` [B] says which responses answer the same prompt. kind: `grpo` (s - mean) / (std + 1e-6) of its group, std
+    unbiased; `dr_grpo` and `reinforce++_baseline` s - mean; `rloo` s - mean of the others; `remax` s - `greedy` [B],
+    the score of the prompt's greedy response; `reinforce++` s, its baseline being the batch's mean when the token
+    advantages are whitened. Where all scores of a group are equal the first four give 0, as for a group of one.
+    Raises ValueError for another kind. Sources: Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Liu et
+    al. 2025, Dr. GRPO (arXiv 2503.20783) sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7; Hu et al. 2025,
+    REINFORCE++ (arXiv 2501.03262) sec. 3; Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1.
+    """
+    estimator = _choose(ESTIMATORS, kind, "advantage estimator")
+    exact = scores.detach().double()
+    index = groups.unique(return_inverse=True)[1]
+    size = int(index.max()) + 1 if len(index) else 0
+
+    def over_group(x: Tensor) -> Tensor:
+        return x.new_zeros(size).index_add(0, index, x)[index]
+
+    count = over_group(torch.ones_like(exact))
+    mean = over_group(exact) / count
+    mean = torch.where(_all_equal(exact, index, size), exact, mean)  # no rounding where nothing differs
+    variance = over_group((exact - mean).square()) / (count - 1).clamp(min=1)
+    baseline = torch.zeros_like(exact) if greedy is None else greedy.double()
+    return estimator(exact, _Group(count, mean, variance.sqrt(), baseline)).to(scores.dtype)
+
+
+def _all_equal(scores: Tensor, index: Tensor, size: int) -> Tensor:
+    highest = scores.new_full((size,), -torch.inf).scatter_reduce(0, index, scores, "amax")
+    lowest = scores.new_full((size,), torch.inf).scatter_reduce(0, index, scores, "amin")
+    return (highest == lowest)[index]
+
+
 # --- losses
 
 
-def _per_token(total: Tensor, denominator: float) -> Tensor:
+def _by_tokens(inside: Tensor, length: int) -> Tensor:
+    return inside
+
+
+def _by_sequences(inside: Tensor, length: int) -> Tensor:
+    return inside / inside.sum(1, keepdim=True).clamp(min=1)
+
+
+def _by_length(inside: Tensor, length: int) -> Tensor:
+    return inside / length
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "token_mean": _by_tokens,
+    "sequence_mean": _by_sequences,
+    "constant": _by_length,
+}
+
+
+def token_weights(mask: Tensor, kind: str, length: int) -> tuple[Tensor, Tensor]:
+    """How much each token counts in a loss, and the size (a scalar) of these responses: the loss of an optimizer step
+    is the sum of weight * token loss / the sum of the sizes of all its parts.
+
+    kind: `token_mean` every token alike, size: tokens (DAPO, arXiv 2503.14476 eq. 8); `sequence_mean` the mean over
+    each response, then over responses, size: responses (GRPO, arXiv 2402.03300 eq. 3); `constant` the sum over each
+    response / `length`, mean over responses (Dr. GRPO, arXiv 2503.20783). Responses without tokens do not count.
+    Raises ValueError for another kind.
+    """
+    inside = mask.bool().to(torch.float32)
+    weights = _choose(AGGREGATIONS, kind, "loss aggregation")(inside, length)
+    return weights, inside.sum() if kind == "token_mean" else inside.any(1).sum().float()
+
+
+def _mean(total: Tensor, denominator: float) -> Tensor:
     if denominator <= 0:
         raise ValueError(f"denominator is {denominator}: an optimizer step needs at least one response token")
     return total / denominator
+
+
+def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Tensor:
+    """Minus the mean entropy (scalar): -masked sum of weights * entropy / `denominator`, as in `policy_loss`.
+
+    Source: the entropy bonus of Schulman et al. 2017 (arXiv 1707.06347) eq. 9.
+    """
+    return _mean(-masked_sum(entropy if weights is None else entropy * weights, mask), denominator)
+
+
+Clipped = tuple[Tensor, Tensor]
+"""(loss of each token, whether the clip decided it)"""
+
+
+def _ppo(logp: Tensor, log_ratio: Tensor, cost: Tensor, low: float, high: float, dual: float | None) -> Clipped:
+    ratio = log_ratio.exp()
+    unclipped, clipped = cost * ratio, cost * ratio.clamp(1 - low, 1 + high)
+    losses = torch.maximum(unclipped, clipped)
+    if dual is not None:
+        losses = torch.where(cost > 0, torch.minimum(losses, cost * dual), losses)
+    return losses, clipped > unclipped
+
+
+def _cispo(logp: Tensor, log_ratio: Tensor, cost: Tensor, low: float, high: float, dual: float | None) -> Clipped:
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - low, 1 + high)
+    return cost * weight * logp, weight != ratio
+
+
+POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, float, float, float | None], Clipped]] = {
+    "ppo": _ppo,
+    "gspo": _ppo,  # on the ratio of the whole response
+    "cispo": _cispo,
+}
 
 
 def policy_loss(
@@ -171,34 +326,64 @@ def policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
     weights: Tensor | None = None,
+    kind: str = "ppo",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped PPO loss (scalar, to be minimized) and its stats; the gradient reaches `logp` only.
+    """Policy loss (scalar, to be minimized) and its stats; the gradient reaches `logp` only.
 
-    With r = exp(logp - old_logp), the log-ratio clamped to +-20: per token max(-A r, -A clip(r, 1 - clip_low,
-    1 + clip_high)); where A < 0 at most -A dual_clip (> 1), if given; times `weights` (importance weights), if given.
-    The loss is the masked sum / `denominator`, the number of response tokens in the whole optimizer step (all ranks,
-    all micro-batches), so that the losses and gradients of its parts add up. ValueError unless it is positive.
+    With r = exp(logp - old_logp), the log-ratio clamped to +-20, per token:
+    `ppo` max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0 at most -A dual_clip (> 1), if given.
+    `gspo` the same with the response's ratio, exp(mean over its tokens of log r), on each of its tokens; each token's
+    gradient is then that ratio * A * grad logp (GSPO-token, which is GSPO when a response's advantages are equal).
+    `cispo` -A clip(r, 1 - clip_low, 1 + clip_high) logp, the clipped ratio detached: no token's gradient is dropped.
+    All times `weights` [B, T] (importance weights, token weights), if given. The loss is the masked sum /
+    `denominator`, the size of the whole optimizer step (see `token_weights`; all ranks, all micro-batches), so that
+    the losses and gradients of its parts add up. ValueError unless it is positive, or for another kind.
 
     Stats are detached sums over masked-in tokens, unweighted; add them over parts, then divide by the tokens:
-    `clip_fraction` tokens whose clipped term exceeds the unclipped one (the dual clip does not count), `approx_kl`
-    (r - 1) - log r, the k3 estimate of KL(old || current), `ratio` r.
-    Sources: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; dual clip: Ye et al. 2019 (arXiv 1912.09729).
+    `clip_fraction` tokens whose clipped term decides (the dual clip does not count), `approx_kl` (r - 1) - log r with
+    the token's own r, the k3 estimate of KL(old || current), `ratio` the token's own r.
+    Sources: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; dual clip: Ye et al. 2019 (arXiv 1912.09729); Zheng et al.
+    2025, GSPO (arXiv 2507.18071) eq. 5 and 14; Chen et al. 2025, MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5.
     """
-    log_ratio = _inside(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    choose = _choose(POLICY_LOSSES, kind, "policy loss")
+    own = _inside(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = _of_response(own, mask) if kind == "gspo" else own
     cost = -_inside(advantages.detach(), mask)
-    unclipped, clipped = cost * ratio, cost * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = torch.maximum(unclipped, clipped)
-    if dual_clip is not None:
-        losses = torch.where(cost > 0, torch.minimum(losses, cost * dual_clip), losses)
+    losses, clipped = choose(_inside(logp, mask), log_ratio, cost, clip_low, clip_high, dual_clip)
     if weights is not None:
         losses = losses * _inside(weights.detach(), mask)
     stats = {
-        "clip_fraction": (clipped > unclipped).to(losses.dtype).sum(),
-        "approx_kl": _k3(-log_ratio.detach()).sum(),  # zero where masked out: the log-ratio is
-        "ratio": masked_sum(ratio.detach(), mask),
+        "clip_fraction": masked_sum(clipped.to(losses.dtype), mask),
+        "approx_kl": _k3(-own.detach()).sum(),  # zero where masked out: the log-ratio is
+        "ratio": masked_sum(own.detach().exp(), mask),
     }
-    return _per_token(losses.sum(), denominator), stats
+    return _mean(losses.sum(), denominator), stats
+
+
+def _of_response(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """The mean log-ratio of the response on each of its tokens, with the gradient of the token's own."""
+    mean = log_ratio.detach().sum(1, keepdim=True) / mask.bool().sum(1, keepdim=True).clamp(min=1)
+    return _inside(mean + log_ratio - log_ratio.detach(), mask)
+
+
+def kl_loss(
+    logp: Tensor, ref_logp: Tensor, mask: Tensor, denominator: float, kind: str, weights: Tensor | None = None
+) -> Tensor:
+    """KL to the reference as a loss (scalar): the masked sum of weights * `log_ratio_kl` / `denominator`.
+
+    The gradient reaches `logp` only; denominator and weights as in `policy_loss`.
+    Source: Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) eq. 3 and 4.
+    """
+    kl = _kl(_inside(logp - ref_logp.detach(), mask), kind)
+    return _mean(kl.sum() if weights is None else (kl * _inside(weights, mask)).sum(), denominator)
+
+
+def supervised_loss(logp: Tensor, mask: Tensor, denominator: float) -> Tensor:
+    """Mean negative log-likelihood of the masked-in tokens (scalar): -masked sum of logp / `denominator`.
+
+    Source: the pretraining term of Ouyang et al. 2022 (arXiv 2203.02155) eq. 2 (PPO-ptx).
+    """
+    return _mean(-masked_sum(logp, mask), denominator)
 
 
 def value_loss(
@@ -215,7 +400,7 @@ def value_loss(
     # Clamped against bounds, not old + clamp(difference): within them V' is then V to the last bit.
     clipped = unclipped if clip is None else (values.clamp(old_values - clip, old_values + clip) - returns).square()
     stats = {"clip_fraction": (clipped > unclipped).to(values.dtype).sum()}
-    return _per_token(0.5 * torch.maximum(unclipped, clipped).sum(), denominator), stats
+    return _mean(0.5 * torch.maximum(unclipped, clipped).sum(), denominator), stats
 
 
 # --- importance weights
@@ -261,71 +446,3 @@ def importance_weights(
     log_ratio = spread(_inside((old_logp - rollout_logp).detach(), mask))
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return torch.where(mask.bool(), weigh(ratio, low, high), 1.0)
-
-
-# --- controllers and schedules
-
-
-@dataclass
-class AdaptiveKL:
-    """KL coefficient that steers the measured KL towards `target`; with target None it stays at `init`.
-
-    `target` is in the unit of the KL given to `update`, `horizon` in that of its `n`; a larger horizon reacts more
-    slowly. Source: Ziegler et al. 2019 (arXiv 1909.08593) sec. 2.2.
-    """
-
-    init: InitVar[float]
-    target: float | None
-    horizon: float
-    coef: float = field(init=False)
-
-    def __post_init__(self, init: float) -> None:
-        self.coef = init
-
-    def update(self, kl: float, n: float) -> None:
-        """coef *= 1 + clip(kl / target - 1, +-0.2) * n / horizon, after `n` more samples with mean KL `kl`.
-
-        Raises ValueError if n >= 5 * horizon: one update could then bring the coefficient to 0 or below, for good.
-        """
-        if self.target is None:
-            return
-        if n >= 5 * self.horizon:
-            raise ValueError(f"n = {n} is not below 5 * horizon = {5 * self.horizon}: choose a longer horizon")
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * n / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps; target and horizon are settings and come from the caller."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continues from the coefficient of `state_dict`."""
-        self.coef = state["coef"]
-
-
-def _constant(progress: float) -> float:
-    return 1.0
-
-
-def _linear(progress: float) -> float:
-    return 1 - progress
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-LR_SCHEDULES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
-
-
-def lr_scale(step: int, warmup_steps: int, total_steps: int, kind: str) -> float:
-    """Multiplier in [0, 1] of the learning rate at optimizer step `step`, counted from 0.
-
-    (step + 1) / warmup_steps in the warm-up; then, from 1, `constant`, or `linear` or `cosine` down to 0 at
-    total_steps, and 0 beyond. Raises ValueError for another kind.
-    Source of cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983) eq. 5.
-    """
-    schedule = _choose(LR_SCHEDULES, kind, "learning-rate schedule")
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    return schedule(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
 MANIFEST = "manifest.json"
+_TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 _METADATA = ".metadata"  # what distributed checkpoint writes last
 
 
@@ -33,17 +34,20 @@ class Trained:
 
 
 @contextmanager
-def written(models: Mapping[str, Trained], manifest: Mapping[str, Any], rank: int) -> Iterator[str]:
+def written(
+    models: Mapping[str, Trained], average: Mapping[str, Tensor], manifest: Mapping[str, Any], rank: int
+) -> Iterator[str]:
     """A temporary folder with this rank's part of a checkpoint; all ranks call it. Rank 0 writes the manifest too."""
     with tempfile.TemporaryDirectory(prefix="rlx-checkpoint-") as folder:
-        save_shards(_tensors(models), checkpoint_id=folder)
+        save_shards(_tensors(models, average), checkpoint_id=folder)
         if rank == 0:
             Path(folder, MANIFEST).write_text(json.dumps(manifest, indent=1))
         yield folder
 
 
-def load(folder: str, models: Mapping[str, Trained]) -> dict[str, Any]:
-    """Puts a checkpoint's tensors into the models and optimizers, whatever the number of ranks; gives its manifest.
+def load(folder: str, models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Puts a checkpoint's tensors into the models, optimizers and the average of the policy's weights, whatever the
+    number of ranks; gives its manifest.
 
     Raises:
         ValueError: there is no whole checkpoint in the folder.
@@ -51,19 +55,24 @@ def load(folder: str, models: Mapping[str, Trained]) -> dict[str, Any]:
     for name in (MANIFEST, _METADATA):
         if not Path(folder, name).is_file():
             raise ValueError(f"no checkpoint in {folder}: there is no {name} in it")
-    tensors = _tensors(models)
+    tensors = _tensors(models, average)
     load_shards(tensors, checkpoint_id=folder)
     for name, trained in models.items():
         state = tensors[name]
         set_state_dict(
-            trained.model, trained.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            trained.model,
+            trained.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_TRAINED_ONLY,
         )
     return dict(json.loads(Path(folder, MANIFEST).read_text()))
 
 
-def _tensors(models: Mapping[str, Trained]) -> dict[str, dict[str, Any]]:
-    tensors = {}
+def _tensors(models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """What is trained, and its optimizer state: frozen weights are the model folder's own."""
+    tensors: dict[str, dict[str, Any]] = {"average": dict(average)} if average else {}
     for name, trained in models.items():
-        model, optimizer = get_state_dict(trained.model, trained.optimizer)
+        model, optimizer = get_state_dict(trained.model, trained.optimizer, options=_TRAINED_ONLY)
         tensors[name] = {"model": model, "optimizer": optimizer}
     return tensors

@@ -1,4 +1,4 @@
-"""From what a person writes to the one config tree: YAML files, dotted keys, the command line, errors of one line.
+"""The one config tree: which settings go together, and how it is read from YAML, dotted keys and the command line.
 
 Importing this needs neither torch nor Ray, so that a mistyped key is refused in a fraction of a second.
 """
@@ -13,18 +13,177 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
+import pydantic
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeInt, ValidationError
 from pydantic.fields import FieldInfo
 
-from rlx.settings import DEFAULT_SOURCE, Section
-from rlx.settings import RunConfig as RunConfig
+from rlx.settings import (
+    DEFAULT_SOURCE,
+    GENERATED,
+    GROUPED,
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScalingConfig,
+    Section,
+    TrackingConfig,
+    TrainConfig,
+)
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the text is one line for the person who typed it."""
+
+
+class RunConfig(Section):
+    """Everything that a run needs to know; also what is saved with it."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """the run's name, its folder under storage; unset: ppo-1, ppo-2, ..."""
+    seed: NonNegativeInt = 0
+    """seed of everything drawn at random: prompt order and sampling"""
+    storage: str = "storage"
+    """folder, NFS mount or s3:// address where runs are kept"""
+    ray_address: str | None = None
+    """Ray cluster to join, e.g. auto; unset: one is started in this process"""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _minibatches_are_even(self) -> Self:
+        workers, train = self.scaling.num_workers, self.train
+        if train.prompts_per_step % (workers * train.minibatches):
+            raise ValueError(
+                f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers x "
+                f"train.minibatches ({workers} x {train.minibatches})"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _kl_is_steered_gently(self) -> Self:
+        drawn = self.train.prompts_per_step * self.train.samples_per_prompt
+        if self.algorithm.kl_target is not None and drawn >= 5 * self.algorithm.kl_horizon:
+            raise ValueError(
+                f"algorithm.kl_horizon ({self.algorithm.kl_horizon}) must be more than a fifth of the completions of a "
+                f"step ({drawn}), or one step could end the KL penalty for good"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _estimator_has_what_it_needs(self) -> Self:
+        name, critic, samples = self.algorithm.advantage, self.model.critic, self.train.samples_per_prompt
+        if name == "gae" and critic == "none":
+            raise ValueError("algorithm.advantage gae needs a critic: set model.critic to separate or head")
+        if name != "gae" and critic in ("separate", "head"):
+            raise ValueError(f"algorithm.advantage {name} has no use for a critic: set model.critic to none or auto")
+        for needed, what in ((name in GROUPED, f"advantage {name}"), (self.algorithm.filter_groups, "filter_groups")):
+            if needed and samples < 2:
+                raise ValueError(
+                    f"algorithm.{what} compares the completions of a prompt: train.samples_per_prompt is {samples}, "
+                    f"at least 2 are needed"
+                )
+        if self.train.critic_warmup and self.critic != "separate":
+            raise ValueError(
+                "train.critic_warmup needs a critic with weights of its own: model.critic separate, with gae"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _losses_fit_together(self) -> Self:
+        chosen = self.algorithm
+        if chosen.kl_in == "loss" and chosen.kl_kind == "k1":
+            raise ValueError(
+                "algorithm.kl_kind k1 in the loss has a gradient that is zero on average: choose k1+, k2 or k3"
+            )
+        if chosen.kl_in == "reward" and chosen.kl_kind.endswith("+"):
+            raise ValueError(
+                f"algorithm.kl_kind {chosen.kl_kind}: a reward has no gradient to correct, choose {chosen.kl_kind[:-1]}"
+            )
+        if chosen.loss == "cispo" and chosen.dual_clip is not None:
+            raise ValueError("algorithm.dual_clip bounds the clipped losses ppo and gspo; cispo has no use for it")
+        if chosen.overlong_buffer > self.rollout.max_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer ({chosen.overlong_buffer}) is longer than rollout.max_tokens "
+                f"({self.rollout.max_tokens})"
+            )
+        if (chosen.ptx_coef > 0) != (self.data.ptx_source is not None):
+            raise ValueError("algorithm.ptx_coef and data.ptx_source go together: set both or none")
+        if self.data.ptx_source and self.data.ptx_batch % self.scaling.num_workers:
+            raise ValueError(
+                f"data.ptx_batch ({self.data.ptx_batch}) must be a multiple of scaling.num_workers "
+                f"({self.scaling.num_workers})"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _roles_fit_together(self) -> Self:
+        model, kl = self.model, self.algorithm
+        if model.reference == "none" and (kl.kl_coef > 0 or kl.kl_target is not None):
+            raise ValueError(
+                "model.reference none leaves nothing to measure the KL to: set algorithm.kl_coef to 0, and no kl_target"
+            )
+        if not model.lora_rank:
+            if model.reference == "lora_off":
+                raise ValueError("model.reference lora_off needs adapters to switch off: set model.lora_rank")
+            if model.lora_sync == "adapter":
+                raise ValueError("model.lora_sync adapter needs adapters: set model.lora_rank")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _truncated_sampling_is_corrected(self) -> Self:
+        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        if truncated and self.algorithm.importance == "none":
+            raise ValueError(
+                "rollout.top_p/top_k draw from a truncated distribution, which biases PPO's ratio: "
+                "set algorithm.importance to tis or mask"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _prompts_are_one_kind(self) -> Self:
+        data, held_out = self.data, self.eval
+        if not data.source.startswith(GENERATED):
+            if data.params:
+                raise ValueError(f"data.params are for {GENERATED}DATASET; with data.source {data.source} give {{}}")
+            if data.prompt_column == data.answer_column:
+                raise ValueError(f"data.prompt_column and data.answer_column are both {data.prompt_column!r}")
+        elif held_out.source is not None:
+            raise ValueError("eval.source is for prompt files; generated held-out prompts follow data.source")
+        elif data.seed < held_out.seed + held_out.size and held_out.seed < data.seed + data.size:
+            raise ValueError(
+                f"eval.seed ({held_out.seed}) is too near to data.seed ({data.seed}): generated training and held-out "
+                f"prompts would share seeds"
+            )
+        return self
+
+    @property
+    def critic(self) -> Literal["separate", "head", "none"]:
+        """What model.critic comes to."""
+        if self.model.critic != "auto":
+            return self.model.critic
+        return "separate" if self.algorithm.advantage == "gae" else "none"
+
+    @property
+    def reference(self) -> Literal["copy", "lora_off", "none"]:
+        """What model.reference comes to."""
+        if self.model.reference != "auto":
+            return self.model.reference
+        return "lora_off" if self.model.lora_rank else "copy"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,5 +383,5 @@ def _metavar(annotation: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return "{" + ",".join(typing.get_args(kind)) + "}"
     if typing.get_origin(kind) is tuple:
-        return ",".join(_metavar(part) for part in typing.get_args(kind))
+        return ",".join("..." if part is Ellipsis else _metavar(part) for part in typing.get_args(kind))
     return str((typing.get_origin(kind) or kind).__name__).upper()

@@ -1,4 +1,4 @@
-"""Completions and scores become padded tensors, and those become mini-batches and micro-batches.
+"""Scored completions are chosen, become padded tensors, and those become mini-batches and micro-batches.
 
 Mini-batch m of a step holds the same completions on any number of ranks, because each rank holds every ranks-th prompt
 of the step, in order. No config and no communication here.
@@ -7,24 +7,60 @@ of the step, in order. No config and no communication here.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rlx.types import Completion, Experience
+from rlx.types import Experience, Judged
 
 
-def build(completions: Sequence[Completion], scores: Sequence[float], pad_id: int) -> Experience:
-    """One rank's completions as `[B, L]` token ids and `[B, T]` response tensors, on the CPU.
+class Selection:
+    """The completions that a step trains on: group by group, those of each prompt together.
 
-    Raises:
-        ValueError: a score is not finite; names the prompt.
+    Left out, if asked for, are groups whose scores are all equal: their advantages would all be 0. Source: dynamic
+    sampling of Yu et al. 2025, DAPO (arXiv 2503.14476) eq. 11.
     """
-    for completion, score in zip(completions, scores, strict=True):
-        if not math.isfinite(score):
-            raise ValueError(f"the score of prompt {completion.prompt.id} ({completion.prompt.question!r}) is {score}")
+
+    def __init__(self, wanted: int, samples: int, filtered: bool, greedy: bool) -> None:
+        """`wanted` groups of `samples` completions, on this rank; `greedy`: each comes with a further one at its end,
+        the prompt's greedy completion, whose score is kept with the others."""
+        self.wanted, self.samples, self.filtered, self.greedy = wanted, samples, filtered, greedy
+        self.drawn: list[Judged] = []  # all there were to choose from
+        self.tokens = 0  # that were generated for them
+        self.varied = 0  # groups whose scores differ
+        self.rounds = 0
+        self._kept: list[list[Judged]] = []
+        self._left_out: list[list[Judged]] = []
+
+    def add(self, judged: Sequence[Judged]) -> None:
+        """Takes in whole groups."""
+        size = self.samples + self.greedy
+        for start in range(0, len(judged), size):
+            group = list(judged[start : start + self.samples])
+            if self.greedy:
+                group = [replace(one, greedy=judged[start + self.samples].score) for one in group]
+            varied = len({one.score for one in group}) > 1
+            (self._left_out if self.filtered and not varied else self._kept).append(group)
+            self.drawn += group
+            self.varied += varied
+        self.tokens += sum(len(one.completion.token_ids) for one in judged)
+        self.rounds += 1
+
+    @property
+    def missing(self) -> int:
+        """How many more groups are wanted."""
+        return max(0, self.wanted - len(self._kept))
+
+    def chosen(self) -> list[Judged]:
+        """The completions of the groups wanted, filled up with some that were left out if there are too few."""
+        return [one for group in (self._kept + self._left_out)[: self.wanted] for one in group]
+
+
+def build(judged: Sequence[Judged], pad_id: int) -> Experience:
+    """One rank's completions as `[B, L]` token ids and `[B, T]` response tensors, on the CPU."""
+    completions = [one.completion for one in judged]
     ids = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
     ones = [torch.ones(len(c.token_ids)) for c in completions]
     mask = _padded(ones, 0.0)
@@ -34,7 +70,9 @@ def build(completions: Sequence[Completion], scores: Sequence[float], pad_id: in
         prompt_lengths=torch.tensor([len(c.prompt.token_ids) for c in completions]),
         mask=mask,
         rollout_logprobs=_padded([torch.tensor(c.logprobs) for c in completions], 0.0),
-        scores=torch.tensor(scores, dtype=torch.float32),
+        groups=torch.tensor([c.prompt.id for c in completions]),
+        scores=torch.tensor([one.score for one in judged], dtype=torch.float32),
+        greedy=torch.tensor([one.greedy for one in judged], dtype=torch.float32),
         **{name: torch.zeros_like(mask) for name in later},
     )
 

@@ -54,16 +54,26 @@ class Plan:
 
     workers: list[dict[str, float]]
     engines: list[dict[str, float]]
+    reward_models: list[dict[str, float]]
+
+    @property
+    def beside(self) -> list[dict[str, float]]:
+        """What the driver holds beside the workers: engines, then reward models."""
+        return [*self.engines, *self.reward_models]
 
     def total(self) -> dict[str, float]:
         """All bundles together, e.g. {"CPU": 2.0}."""
-        bundles = [*self.workers, *self.engines]
+        bundles = [*self.workers, *self.beside]
         return {name: sum(b.get(name, 0.0) for b in bundles) for b in bundles for name in b}
+
+    def __str__(self) -> str:
+        models = f" and {len(self.reward_models)} reward models" if self.reward_models else ""
+        return f"{len(self.workers)} workers and {len(self.engines)} engines{models}"
 
     def fits(self, nodes: Sequence[Mapping[str, float]]) -> int:
         """How many such runs the nodes hold at once, each bundle on one node."""
         free, count = [dict(node) for node in nodes], 0
-        while all(_placed(bundle, free) for bundle in [*self.workers, *self.engines]):
+        while all(_placed(bundle, free) for bundle in [*self.workers, *self.beside]):
             count += 1
         return count
 
@@ -90,6 +100,8 @@ def plan(config: RunConfig) -> Plan:
     return Plan(
         workers=[per_worker] * config.scaling.num_workers,
         engines=[dict(config.rollout.resources_per_engine)] * config.rollout.engines,
+        reward_models=[dict(config.reward.resources_per_model)]
+        * (config.reward.model_replicas if config.reward.model else 0),
     )
 
 
@@ -114,7 +126,7 @@ def connect(config: RunConfig) -> None:
         lacking = [name for name, amount in needed.total().items() if amount > cluster.get(name, 0.0) + 1e-9]
         numbers = ", ".join(f"{needed.total()[n]:g} {n} but the cluster has {cluster.get(n, 0.0):g}" for n in lacking)
         numbers = numbers or f"more on one node than any of the {len(nodes())} nodes has"
-        raise ConfigError(f"scaling: {len(needed.workers)} workers and {len(needed.engines)} engines need {numbers}")
+        raise ConfigError(f"scaling: {needed} need {numbers}")
 
 
 def create_run(config: RunConfig, folder: Storage, parent: str | None = None) -> None:
@@ -183,7 +195,7 @@ def run(
     """
     uri, path, status = tracking_uri(config), model_folder(config), "FAILED"
     check_input(config, path)
-    with _engines(config, path) as engines:
+    with _beside(config, path) as (engines, reward_models):
         tables = tables or prompt_tables(config, path)  # before there is a run: one without prompts leaves no trace
         run_id = _open_run(config, folder, resume, parent)
         try:
@@ -191,6 +203,7 @@ def run(
                 "config": config.model_dump(),
                 "model": path,
                 "engines": engines,
+                "reward_models": reward_models,
                 "tracking": (uri, run_id),
                 "folder": folder.path,
             }
@@ -267,6 +280,8 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
             train, held_out = data.hold_out(train, config.eval.size)
     trust = config.model.trust_remote_code
     sources = {"train": train, "held_out": held_out}
+    if settings.ptx_source:
+        sources["ptx"] = data.read_file(settings.ptx_source, settings, "data.ptx_source")
     tables = {name: data.prepare(rows, settings, path, trust) for name, rows in sources.items()}
     if (count := tables["train"].count()) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
@@ -285,7 +300,17 @@ def engine_options(config: RunConfig) -> dict[str, Any]:
         gpu_memory=settings.gpu_memory_utilization,
         eager=settings.enforce_eager,
         trust_remote_code=config.model.trust_remote_code,
+        lora_rank=config.model.lora_rank if config.model.lora_sync == "adapter" else 0,
     )
+
+
+def adapter(config: RunConfig) -> dict[str, Any] | None:
+    """peft's description of the adapters that engines are sent; None if they are sent the whole model."""
+    chosen = config.model
+    if chosen.lora_sync != "adapter":
+        return None
+    targets = list(chosen.lora_targets) or "all-linear"
+    return {"peft_type": "LORA", "r": chosen.lora_rank, "lora_alpha": chosen.lora_alpha, "target_modules": targets}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -293,23 +318,45 @@ def engine_options(config: RunConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _engines(config: RunConfig, path: str) -> Iterator[list[Any]]:
-    """Engine actors, starting; in the bundles that a Tune trial holds for them, or in a group of their own."""
-    bundles = plan(config).engines
+def _beside(config: RunConfig, path: str) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Engines and reward models, starting: in the bundles that a Tune trial holds for them, or in a new group."""
+    needed = plan(config)
     held = ray.util.get_current_placement_group()
-    group = held or placement_group(bundles)
-    engines: list[Any] = []
+    group, first = held or placement_group(needed.beside), 1 if held else 0
+    actors: list[Any] = []
     try:
         if not group.wait(60):
-            raise ConfigError(f"no room for the engines within 60 s: {len(bundles)} x {bundles[0]} are not free")
-        options = engine_options(config)
-        engines = pool.start_engines(len(bundles), path, options, bundles[0], group, 1 if held else 0)
-        yield engines
+            raise ConfigError(f"no room for {needed} within 60 s: {needed.beside} are not free")
+        engines = pool.start_engines(
+            len(needed.engines), path, engine_options(config), needed.engines[0], group, first, adapter(config)
+        )
+        actors += engines
+        models = _reward_models(config, needed.reward_models, group, first + len(engines))
+        actors += models
+        yield engines, models
     finally:
-        for engine in engines:
-            ray.kill(engine)
+        for actor in actors:
+            ray.kill(actor)
         if not held:
             remove_placement_group(group)
+
+
+def _reward_models(config: RunConfig, bundles: list[dict[str, float]], group: Any, first: int) -> list[Any]:
+    if not bundles:
+        return []
+    from rlx import reward_model  # torch and transformers only where they are needed
+
+    settings = config.reward
+    return reward_model.start_reward_models(
+        len(bundles),
+        str(settings.model),
+        system=config.data.system,
+        batch_tokens=settings.model_batch_tokens,
+        resources=bundles[0],
+        group=group,
+        first_bundle=first,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
 
 def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | None) -> str:

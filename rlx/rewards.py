@@ -1,19 +1,72 @@
-"""Reward functions: pure, from the text of a completion and the expected answer to a score.
+"""Reward functions: from a completion and the expected answer to a score, several of them at once, and their sum.
 
-Scores need not lie in [0, 1], but a score of 1 or more counts as right in task/accuracy.
+Scores need not lie in [0, 1], but 1 or more from the function that judges the answer counts as right. A reward model
+(`model`) and a remote scorer (`url`) are other modules' work: here they are scorers like any other.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import multiprocessing
+import os
+import pkgutil
 import re
-from collections.abc import Callable
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from threading import Lock
+from types import ModuleType
+from typing import Any
 
-from rlx.types import Checker
+from rlx.config import ConfigError, nearest
+from rlx.settings import CORRECTNESS, RewardConfig
+from rlx.types import Checker, Response, Scorer
 
-Reward = Callable[[str, str], float]
-"""(answer given, answer expected) -> score"""
+Reward = Callable[[Response, RewardConfig], float]
+_KEYWORDS = ("prompts", "completions", "answers")
+_ELSEWHERE = ("model", "url")
 _SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # of thousands: "1,2" is not 12
+_SPACER = re.compile(r"(?<=\d)(?: |\\,|\\ |\{,\})(?=\d{3}(?!\d))")  # what else separates thousands, in LaTeX
+_DELIMITED = re.compile(r"\$|\\[(\[]|\\boxed")  # LaTeX that says where it begins
+_PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
+_JUDGE_BYTES = 4 << 30
+
+
+class RewardError(RuntimeError):
+    """A reward function failed, or returned what are no scores; the text is one line that names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the responses of a batch scored, in their order."""
+
+    total: list[float]  # the weighted sum
+    parts: dict[str, list[float]]  # each function's own, unweighted
+    right: list[bool]  # by the function that judges the answer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The answer within a completion, against the expected one
+
+
+def extract_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    """The part of a completion that is its answer: the last match's first group, or its whole if it has no groups.
+
+    All of the completion without a pattern; None if nothing matches, or the group took no part in the match.
+    """
+    if pattern is None:
+        return text.strip()
+    answer: str | None = None
+    for match in pattern.finditer(text):
+        answer = match.group(1 if pattern.groups else 0)
+    return None if answer is None else answer.strip()
 
 
 def exact_match(given: str, expected: str) -> float:
@@ -30,45 +83,280 @@ def numeric(given: str, expected: str) -> float:
         return 0.0
 
 
-REWARDS: dict[str, Reward] = {"exact_match": exact_match, "numeric": numeric}
+def math_verify(given: str, expected: str) -> float:
+    r"""1 if both are the same mathematics: "1/2", "0.5" and "$\frac{1}{2}$" are alike; 0 if one cannot be read.
 
-
-def extract_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
-    """The part of a completion that is its answer: the last match's first group, or its whole if it has no groups.
-
-    All of the completion without a pattern; None if nothing matches, or the group took no part in the match.
+    LaTeX needs no $ around it. An answer that takes more than 5 seconds of computing, like 9^9^9^9, is wrong.
     """
-    if pattern is None:
-        return text.strip()
-    answer: str | None = None
-    for match in pattern.finditer(text):
-        answer = match.group(1 if pattern.groups else 0)
-    return None if answer is None else answer.strip()
+    return float(numeric(given, expected) == 1.0 or _JUDGE.agree(given, expected))
 
 
-def score(
-    texts: list[str],
-    answers: list[str],
-    entries: list[int | None],
-    function: str,
-    checker: Checker,
-    pattern: re.Pattern[str] | None,
-) -> list[float]:
-    """One score per completion, 0 where it has no answer.
+# ---------------------------------------------------------------------------------------------------------------------
+# Scorers by name
 
-    `function` is a key of REWARDS, or "task" for the task's own checker.
+
+def format_match(response: Response, config: RewardConfig) -> float:
+    """1 if reward.format_pattern matches the completion as a whole, where a dot is any character, else 0."""
+    assert config.format_pattern is not None  # RewardConfig sees to it
+    return float(re.fullmatch(config.format_pattern, response.text, re.DOTALL) is not None)
+
+
+def length_penalty(response: Response, config: RewardConfig) -> float:
+    """Minus the distance to reward.length_target tokens as a fraction of it, -1 at worst."""
+    assert config.length_target is not None
+    return max(-1.0, -abs(response.tokens - config.length_target) / config.length_target)
+
+
+def _of_answer(judge: Callable[[str, str], float]) -> Reward:
+    """The reward of an answer given and expected; 0 for a completion that has none."""
+    return lambda response, _: 0.0 if response.given is None else judge(response.given, response.prompt.answer)
+
+
+REWARDS: dict[str, Reward] = {
+    "exact_match": _of_answer(exact_match),
+    "numeric": _of_answer(numeric),
+    "math_verify": _of_answer(math_verify),
+    "format": format_match,
+    "length": length_penalty,
+}
+
+
+def right_by(config: RewardConfig) -> str:
+    """The function that says whether an answer is right: the first of reward.functions that can, else the task's."""
+    return next((name for name in config.functions if name in CORRECTNESS), "task")
+
+
+def scorers(config: RewardConfig, checker: Checker) -> dict[str, Scorer]:
+    """A scorer for each of reward.functions but model and url; and for right_by, if it is not among them."""
+    names = [name for name in config.functions | {right_by(config): 0.0} if name not in _ELSEWHERE]
+    return {name: _scorer(name, config, checker) for name in names}
+
+
+def _scorer(name: str, config: RewardConfig, checker: Checker) -> Scorer:
+    if ":" in name:
+        return _of_user(name)
+
+    def task(response: Response, _: RewardConfig) -> float:
+        given, prompt = response.given, response.prompt
+        return 0.0 if given is None else checker(given, prompt.answer, prompt.entry)
+
+    reward = (REWARDS | {"task": task})[name]
+    return lambda responses: [reward(response, config) for response in responses]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Functions of one's own
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function that module:function names, with the signature that TRL gives reward functions.
+
+    That is `function(prompts, completions, answers)`, called by keyword with lists of text: questions, whole
+    completions, expected answers. ConfigError if it is not there, or cannot be called so.
     """
-    scores = []
-    for text, expected, entry in zip(texts, answers, entries, strict=True):
-        given = extract_answer(text, pattern)
-        if given is None:
-            scores.append(0.0)
-        elif function == "task":
-            scores.append(checker(given, expected, entry))
-        else:
-            scores.append(REWARDS[function](given, expected))
-    return scores
+    path, _, attribute = name.partition(":")
+    module = _module(name, path)
+    known = [key for key, value in vars(module).items() if callable(value)]
+    if not hasattr(module, attribute):
+        raise ConfigError(f"reward.functions {name}: {path} has no {attribute}{nearest(attribute, known)}")
+    function = getattr(module, attribute)
+    if not callable(function):
+        kind = type(function).__name__
+        raise ConfigError(f"reward.functions {name}: {attribute} is no function but {kind}{nearest(attribute, known)}")
+    _check_signature(name, function)
+    return function
+
+
+def _module(name: str, path: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a file beside the user, wherever the script lies; last, so that it hides nothing
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(path)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if not f"{path}.".startswith(f"{missing}."):  # it is there, and something in it fails
+            raise ConfigError(f"reward.functions {name}: importing {path} failed: {_brief(error)}") from error
+        raise ConfigError(f"reward.functions {name}: no module {missing}{_nearest_module(str(missing))}") from None
+
+
+def _nearest_module(path: str) -> str:
+    parent = path.rpartition(".")[0]
+    places = getattr(sys.modules[parent], "__path__", []) if parent else None
+    return nearest(path, [found.name for found in pkgutil.iter_modules(places, parent and f"{parent}.")])
+
+
+def _check_signature(name: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise ConfigError(f"reward.functions {name}: a built-in function without a signature") from None
+    try:
+        signature.bind(**{key: [] for key in _KEYWORDS})
+    except TypeError as error:
+        hints = [nearest(key, _KEYWORDS) for key in signature.parameters if key not in _KEYWORDS]
+        raise ConfigError(
+            f"reward.functions {name}: must take {', '.join(_KEYWORDS)} by keyword: {error}{max(hints, default='')}"
+        ) from None
+
+
+def _of_user(name: str) -> Scorer:
+    function = load_function(name)
+
+    def scorer(responses: Sequence[Response]) -> Any:
+        try:
+            return function(
+                prompts=[response.prompt.question for response in responses],
+                completions=[response.text for response in responses],
+                answers=[response.prompt.answer for response in responses],
+            )
+        except Exception as error:
+            raise RewardError(f"reward {name}: raised {_brief(error)}") from error
+
+    return scorer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scoring
+
+
+def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: RewardConfig) -> Scores:
+    """Asks all scorers at the same time, since some wait on a network, and adds up what they say by weight.
+
+    The error of the first that fails comes out once all have ended.
+    """
+    if not responses:  # functions of one's own need not bear that
+        return Scores([], {name: [] for name in scorers}, [])
+    with ThreadPoolExecutor(len(scorers)) as pool:
+        asked = {name: pool.submit(scorer, responses) for name, scorer in scorers.items()}
+    parts = {name: _checked(name, responses, future.result()) for name, future in asked.items()}
+    weighted = [[weight * one for one in parts[name]] for name, weight in config.functions.items()]
+    return Scores(
+        total=[sum(row) for row in zip(*weighted, strict=True)],
+        parts=parts,
+        right=[one >= 1 for one in parts[right_by(config)]],
+    )
+
+
+def _checked(name: str, responses: Sequence[Response], returned: Any) -> list[float]:
+    """What a scorer returned, if that is one finite number per response."""
+    try:
+        scores = list(returned)
+    except Exception as error:
+        raise RewardError(
+            f"reward {name}: {_brief(returned)} for {len(responses)} responses, from {_named(responses[0])} on"
+        ) from error
+    if len(scores) != len(responses):
+        raise RewardError(
+            f"reward {name}: {len(scores)} scores for {len(responses)} responses, from {_named(responses[0])} on: "
+            f"{_brief(returned)}"
+        )
+    for response, one in zip(responses, scores, strict=True):
+        if not _is_finite(one):
+            raise RewardError(f"reward {name}: {_brief(one)} is no finite score, for {_named(response)}")
+    return [float(one) for one in scores]
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)  # of NumPy's and PyTorch's numbers as well, while it refuses text
+    except Exception:
+        return False
+
+
+def _named(response: Response) -> str:
+    return f"prompt {response.prompt.id} ({_brief(response.prompt.question)})"
+
+
+def _brief(value: object) -> str:
+    """The start of what something looks like, on one line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _number(text: str) -> float:
     return float(_SEPARATOR.sub("", text))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# math-verify, in a process of its own
+
+
+@dataclass
+class _Judge:
+    """Asks a child process whether two answers are the same mathematics.
+
+    A policy may well write 9^9^9^9, which takes for ever and all memory within one call into C: no thread can be
+    stopped in it, no signal handler runs, and the lock that it holds keeps all of this process from going on. The
+    kernel ends the child instead, and the next question starts another.
+    """
+
+    seconds: float = 5.0  # of computing, not waiting: a busy machine changes no score
+    lock: Lock = field(default_factory=Lock)
+    process: subprocess.Popen[bytes] | None = None
+    pipe: Connection | None = None
+
+    def agree(self, given: str, expected: str) -> bool:
+        with self.lock:
+            pipe = self.pipe or self._start()
+            try:
+                pipe.send((given, expected))
+                return bool(pipe.recv())
+            except (EOFError, OSError):
+                self._end()
+                return False
+
+    def _start(self) -> Connection:
+        self.pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(self.seconds)],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # Ctrl-C is not for it: it ends with the pipe
+            )
+        try:
+            self.pipe.recv()
+        except (EOFError, OSError):
+            self._end()
+            raise RewardError("reward math_verify: its process did not start; is math-verify installed?") from None
+        return self.pipe
+
+    def _end(self) -> None:
+        assert self.pipe and self.process
+        self.pipe.close()
+        self.process.wait()
+        self.pipe = None
+
+
+_JUDGE = _Judge()
+
+
+def _judge(pipe: Connection, seconds: float) -> None:
+    """The child's part: answers until the other end of the pipe is closed."""
+    import logging
+
+    from math_verify import parse, verify  # type: ignore[import-untyped]  # takes seconds
+
+    def read(text: str) -> Any:
+        text = _SPACER.sub("", text.strip())
+        whole = _DELIMITED.search(text) or ("\\" not in text and _PROSE.search(text))
+        return parse(text if whole else f"${text}$", parsing_timeout=None)
+
+    logging.disable()  # it warns that it has no timeouts
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+    resource.setrlimit(resource.RLIMIT_AS, (_JUDGE_BYTES, _JUDGE_BYTES))
+    pipe.send("ready")
+    while True:
+        try:
+            given, expected = pipe.recv()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        same = verify(read(expected), read(given), timeout_seconds=None)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        pipe.send(same)
+
+
+if __name__ == "__main__":
+    _judge(Connection(int(sys.argv[1])), seconds=float(sys.argv[2]))

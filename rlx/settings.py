@@ -1,11 +1,12 @@
-"""Every setting with its default and its meaning, in sections; what values it takes and which go together.
+"""Every setting with its default, its meaning and the values it takes, in sections.
 
-Importing this needs neither torch nor Ray. Whether the model folder, the prompt file and the cluster are there is
-checked by the parts that use them. Reading YAML files and command lines is config.py's work.
+Importing this needs neither torch nor Ray. What goes together across sections, and how settings are read, is config.py.
+Whether the model folder, the prompt file and the cluster are there is checked by the parts that use them.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +17,9 @@ GENERATED = "reasoning_gym:"
 """what a data.source begins with that is no file"""
 DEFAULT_SOURCE = f"{GENERATED}chain_sum"
 _DEFAULT_PARAMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+SCORERS = ("task", "exact_match", "numeric", "math_verify", "format", "length", "model", "url")
+"""what reward.functions may name beside one's own module:function; the first four say whether an answer is right"""
+CORRECTNESS = SCORERS[:4]
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # what YAML 1.1 takes for text: 1e-3
 
 
@@ -37,17 +41,47 @@ def _regular_expression(pattern: str) -> str:
     return pattern
 
 
+def _source_of_scores(name: str) -> str:
+    if name not in SCORERS and not re.fullmatch(r"[\w.]+:\w+", name):
+        close = difflib.get_close_matches(name, SCORERS, n=1)
+        hint = f"; nearest: {close[0]}" if close else ""
+        raise ValueError(f"no reward function {name!r}: expected {', '.join(SCORERS)} or module:function{hint}")
+    return name
+
+
+def _not_empty(weights: dict[str, float]) -> dict[str, float]:
+    if not any(weights.values()):
+        raise ValueError("at least one reward function must have a weight other than 0")
+    return weights
+
+
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Pattern = Annotated[str, pydantic.AfterValidator(_regular_expression)]
 Resources = Annotated[dict[str, NonNegativeFloat], pydantic.AfterValidator(_not_nothing)]
+Scorers = Annotated[
+    dict[Annotated[str, pydantic.AfterValidator(_source_of_scores)], float], pydantic.AfterValidator(_not_empty)
+]
 
 
 class ModelConfig(Section):
     path: str = "tiny"
     """Hugging Face folder or name; "tiny" is the character-level model that rlx makes itself, once"""
-    critic: Literal["separate", "head"] = "separate"
-    """a value model of its own, or a value head on the policy's last hidden state"""
+    critic: Literal["auto", "separate", "head", "none"] = "auto"
+    """a value model of its own, or a value head on the policy's last hidden state; auto: separate for gae, else none"""
+    value_head_init: Literal["zero", "normal"] = "zero"
+    """weights of a new value head: zero, so that the first values are 0, or normal of variance 1 / (hidden size + 1)"""
+    reference: Literal["auto", "copy", "lora_off", "none"] = "auto"
+    """what the KL is measured to: a frozen copy of the start, the policy without its LoRA weights, or nothing; auto:
+    lora_off with LoRA, else copy"""
+    lora_rank: NonNegativeInt = 0
+    """train low-rank adapters of this rank instead of the weights; 0: train the weights"""
+    lora_alpha: PositiveFloat = 32.0
+    """adapters are scaled by lora_alpha / lora_rank"""
+    lora_targets: tuple[str, ...] = ()
+    """names of the linear layers that get adapters, e.g. q_proj,v_proj; none given: all but the output layer"""
+    lora_sync: Literal["merged", "adapter"] = "merged"
+    """send engines the weights with adapters merged in, or the adapters alone: less to send, slower to generate"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """precision of forward passes and rollouts; the trained weights are always kept in float32"""
     trust_remote_code: bool = False
@@ -73,6 +107,10 @@ class DataConfig(Section):
     """system message put before each question"""
     max_prompt_tokens: PositiveInt = 128
     """longer prompts are left out, with a count"""
+    ptx_source: str | None = None
+    """prompt file whose answers are learnt beside the reward; see algorithm.ptx_coef"""
+    ptx_batch: PositiveInt = 32
+    """rows of data.ptx_source per optimizer step, over all workers"""
 
     @pydantic.field_validator("params")
     @classmethod
@@ -81,45 +119,136 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    function: Literal["task", "exact_match", "numeric"] = "task"
-    """how a completion is scored; task: reasoning-gym's own scorer, or exact match for prompt files"""
+    functions: Scorers = Field(default_factory=lambda: {"task": 1.0})
+    """what completions are scored by, each with its weight, e.g. {task: 1, format: 0.2}. task: reasoning-gym's own
+    scorer, or exact match for prompt files; exact_match, numeric, math_verify: the answer against the expected one;
+    format, length, model, url: see below; module:function: your own"""
     answer_pattern: Pattern | None = None
     """regular expression whose first group (or whole match) is the answer within a completion; last match counts"""
+    format_pattern: Pattern | None = None
+    """format: 1 for a completion that this regular expression matches as a whole, else 0"""
+    length_target: PositiveInt | None = None
+    """length: minus the distance to this many tokens, as a fraction of it, -1 at worst"""
+    model: str | None = None
+    """model: folder or name of a Hugging Face sequence classifier with one label, the reward model"""
+    model_replicas: PositiveInt = 1
+    """actors that hold the reward model"""
+    resources_per_model: Resources = Field(default_factory=lambda: {"CPU": 0.5})
+    """what Ray reserves for each of them, e.g. {GPU: 0.2}"""
+    model_batch_tokens: PositiveInt = 16_384
+    """most tokens, padding included, in one forward pass of a reward model"""
+    url: str | None = None
+    """url: http address that takes a JSON batch of completions and gives scores; see experiments/reward_server.py"""
+    url_key: str | None = None
+    """environment variable that holds the key for it, sent as a bearer token"""
+    url_batch: PositiveInt = 64
+    """completions per request"""
+    url_retries: NonNegativeInt = 4
+    """further attempts, each after twice the wait, when a request fails"""
+    timeout_s: PositiveFloat = 60.0
+    """a reward model or one request that takes longer is an error"""
+
+    @pydantic.model_validator(mode="after")
+    def _functions_have_what_they_need(self) -> Self:
+        needs = {"format": "format_pattern", "length": "length_target", "model": "model", "url": "url"}
+        for name, key in needs.items():
+            if name in self.functions and getattr(self, key) is None:
+                raise ValueError(f"reward.functions has {name}, which needs reward.{key}")
+            if name not in self.functions and getattr(self, key) is not None:
+                raise ValueError(f"reward.{key} is set, but reward.functions gives {name} no weight")
+        return self
+
+
+# What each estimator's own paper combines it with; a setting that is not given follows it.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "gae": {"whiten": True, "kl_in": "reward", "kl_kind": "k1", "aggregation": "token_mean"},
+    "grpo": {"whiten": False, "kl_in": "loss", "kl_kind": "k3", "aggregation": "sequence_mean"},
+    "dr_grpo": {"whiten": False, "kl_in": "loss", "kl_kind": "k3", "aggregation": "constant"},
+    "rloo": {"whiten": False, "kl_in": "reward", "kl_kind": "k1", "aggregation": "constant"},
+    "reinforce++": {"whiten": True, "kl_in": "reward", "kl_kind": "k1", "aggregation": "token_mean"},
+    "reinforce++_baseline": {"whiten": True, "kl_in": "loss", "kl_kind": "k2", "aggregation": "token_mean"},
+    "remax": {"whiten": False, "kl_in": "reward", "kl_kind": "k1", "aggregation": "constant"},
+}
+_CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+"""estimators that compare the completions of a prompt with one another"""
+
+
+def _published(key: str) -> Any:
+    """The default of a setting that follows algorithm.advantage."""
+
+    def default(data: dict[str, Any]) -> Any:
+        if key == "aggregation" and data.get("loss") == "gspo":
+            return "sequence_mean"
+        return _PUBLISHED[data.get("advantage", "gae")][key]
+
+    return Field(default_factory=default)
 
 
 class AlgorithmConfig(Section):
+    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax"] = "gae"
+    """how advantages are estimated: with a critic (gae), against the other completions of the prompt (grpo, dr_grpo,
+    rloo, reinforce++_baseline), against the batch (reinforce++) or against the greedy completion (remax)"""
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """policy loss: each token's ratio clipped (ppo), the whole response's (gspo), clipped ratios as weights (cispo)"""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = _published("aggregation")
+    """tokens count alike over the global batch, or responses do, or tokens over a constant length, rollout.max_tokens;
+    unset: as published with algorithm.advantage, sequence_mean with gspo"""
     gamma: Fraction = 1.0
     """discount per token"""
     lam: float = Field(default=0.95, ge=0, le=1)
     """lambda of generalised advantage estimation"""
     kl_coef: NonNegativeFloat = 0.005
-    """weight of the KL to the reference model, taken off the reward of each token"""
-    kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """estimator of that KL"""
+    """weight of the KL to the reference model"""
+    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = _published("kl_kind")
+    """estimator of that KL; +: straight through, its gradient that of k2, which is unbiased; unset: as published with
+    algorithm.advantage"""
+    kl_in: Literal["reward", "loss"] = _published("kl_in")
+    """take the KL off each token's reward, or add it to the loss; unset: as published with algorithm.advantage"""
     kl_target: PositiveFloat | None = None
     """adapt kl_coef towards this KL per token; unset: kl_coef is fixed"""
     kl_horizon: PositiveInt = 10_000
     """completions over which the adaptive kl_coef reacts"""
-    clip_low: Fraction = 0.2
-    """the probability ratio is clipped below 1 - clip_low"""
-    clip_high: PositiveFloat = 0.2
-    """the probability ratio is clipped above 1 + clip_high"""
+    clip_low: Fraction = Field(default_factory=lambda data: _CLIPS[data.get("loss", "ppo")][0])
+    """the probability ratio is clipped below 1 - clip_low; unset: 0.2, with gspo 0.0003, with cispo 1"""
+    clip_high: PositiveFloat = Field(default_factory=lambda data: _CLIPS[data.get("loss", "ppo")][1])
+    """the probability ratio is clipped above 1 + clip_high; unset: 0.2, with gspo 0.0004, with cispo 4"""
     dual_clip: float | None = Field(default=None, gt=1)
     """bound of the loss of tokens with negative advantage, as a multiple of it (dual-clip PPO)"""
+    entropy_coef: NonNegativeFloat = 0.0
+    """weight of an entropy bonus in the loss"""
     value_clip: PositiveFloat | None = 0.2
     """value predictions may move this far from the old ones before their gradient stops"""
     value_coef: PositiveFloat = 0.5
     """weight of the value loss beside the policy loss when the critic is a head"""
-    whiten: bool = True
-    """advantages to mean 0 and variance 1 over the whole global batch"""
+    whiten: bool = _published("whiten")
+    """advantages to mean 0 and variance 1 over the whole global batch; unset: as published with algorithm.advantage"""
     score_clip: PositiveFloat | None = None
     """scores are clipped to within plus and minus this"""
+    normalize_scores: bool = False
+    """subtract the running mean of all scores so far and divide by their standard deviation, before they are clipped"""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """taken off the score of a response that ran into rollout.max_tokens"""
+    overlong_buffer: NonNegativeInt = 0
+    """the last tokens before rollout.max_tokens in which the soft overlong penalty rises from 0; 0: no penalty"""
+    overlong_penalty: PositiveFloat = 1.0
+    """what the soft overlong penalty takes off the score at rollout.max_tokens"""
+    filter_groups: bool = False
+    """leave out prompts whose completions all score the same and draw others instead (DAPO's dynamic sampling)"""
+    filter_rounds: PositiveInt = 8
+    """rounds of generation at most per step to find others; then the step is filled up with those left out"""
+    stop_kl: PositiveFloat | None = None
+    """a step's epochs end early once an optimizer step's mean KL(old || current) per token exceeds this"""
+    ptx_coef: NonNegativeFloat = 0.0
+    """weight of the supervised loss on data.ptx_source, per answer token"""
     importance: Literal["none", "tis", "mask"] = "none"
     """correct for the gap between engine and trainer: truncate or mask their probability ratio"""
+    importance_level: Literal["token", "sequence"] = "token"
+    """whose ratio that is: each token's, or the whole response's"""
     importance_low: float = Field(default=0.5, ge=0, lt=1)
-    """mask: tokens with a smaller ratio are left out"""
+    """mask: tokens (or responses) with a smaller ratio are left out"""
     importance_high: float = Field(default=2.0, gt=1)
-    """tis: larger ratios are cut to this; mask: tokens with a larger ratio are left out"""
+    """tis: larger ratios are cut to this; mask: tokens (or responses) with a larger ratio are left out"""
 
 
 class TrainConfig(Section):
@@ -135,10 +264,12 @@ class TrainConfig(Section):
     """optimizer steps per pass"""
     micro_batch_tokens: PositiveInt = 16_384
     """most tokens, padding included, in one forward and backward pass of a worker"""
-    actor_lr: PositiveFloat = 1e-4
+    actor_lr: NonNegativeFloat = 1e-4
     """learning rate of the policy"""
-    critic_lr: PositiveFloat = 1e-4
+    critic_lr: NonNegativeFloat = 1e-4
     """learning rate of the critic"""
+    critic_warmup: NonNegativeInt = 0
+    """first steps in which only a separate critic learns and the policy stays as it is"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """what the learning rates do after the warm-up"""
     warmup_steps: NonNegativeInt = 4
@@ -149,6 +280,10 @@ class TrainConfig(Section):
     """AdamW's running-average coefficients"""
     max_grad_norm: PositiveFloat = 1.0
     """gradients are scaled down to this global norm"""
+    gradient_checkpointing: bool = False
+    """forget activations within decoder layers and compute them again: less memory, about a third more time"""
+    ema_decay: Decay | None = None
+    """keep an average of the policy's weights, this much of it kept at each optimizer step; it is evaluated too"""
 
 
 class RolloutConfig(Section):
@@ -218,73 +353,3 @@ class TrackingConfig(Section):
     """MLflow experiment that runs and sweeps appear in"""
     samples: NonNegativeInt = 32
     """held-out completions per evaluation in the sample table"""
-
-
-class RunConfig(Section):
-    """Everything that a run needs to know; also what is saved with it."""
-
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """the run's name, its folder under storage; unset: ppo-1, ppo-2, ..."""
-    seed: NonNegativeInt = 0
-    """seed of everything drawn at random: prompt order and sampling"""
-    storage: str = "storage"
-    """folder, NFS mount or s3:// address where runs are kept"""
-    ray_address: str | None = None
-    """Ray cluster to join, e.g. auto; unset: one is started in this process"""
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    reward: RewardConfig = RewardConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    train: TrainConfig = TrainConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    scaling: ScalingConfig = ScalingConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    tracking: TrackingConfig = TrackingConfig()
-
-    @pydantic.model_validator(mode="after")
-    def _minibatches_are_even(self) -> Self:
-        workers, train = self.scaling.num_workers, self.train
-        if train.prompts_per_step % (workers * train.minibatches):
-            raise ValueError(
-                f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers x "
-                f"train.minibatches ({workers} x {train.minibatches})"
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _kl_is_steered_gently(self) -> Self:
-        drawn = self.train.prompts_per_step * self.train.samples_per_prompt
-        if self.algorithm.kl_target is not None and drawn >= 5 * self.algorithm.kl_horizon:
-            raise ValueError(
-                f"algorithm.kl_horizon ({self.algorithm.kl_horizon}) must be more than a fifth of the completions of a "
-                f"step ({drawn}), or one step could end the KL penalty for good"
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _truncated_sampling_is_corrected(self) -> Self:
-        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
-        if truncated and self.algorithm.importance == "none":
-            raise ValueError(
-                "rollout.top_p/top_k draw from a truncated distribution, which biases PPO's ratio: "
-                "set algorithm.importance to tis or mask"
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _prompts_are_one_kind(self) -> Self:
-        data, held_out = self.data, self.eval
-        if not data.source.startswith(GENERATED):
-            if data.params:
-                raise ValueError(f"data.params are for {GENERATED}DATASET; with data.source {data.source} give {{}}")
-            if data.prompt_column == data.answer_column:
-                raise ValueError(f"data.prompt_column and data.answer_column are both {data.prompt_column!r}")
-        elif held_out.source is not None:
-            raise ValueError("eval.source is for prompt files; generated held-out prompts follow data.source")
-        elif data.seed < held_out.seed + held_out.size and held_out.seed < data.seed + data.size:
-            raise ValueError(
-                f"eval.seed ({held_out.seed}) is too near to data.seed ({data.seed}): generated training and held-out "
-                f"prompts would share seeds"
-            )
-        return self

@@ -32,7 +32,14 @@ from rlx.storage import Storage
 _LOG = logging.getLogger("rlx")
 METRIC, MODE = "eval/accuracy", "max"
 _RECORD = "sweep.json"
-_PLANNED = ("scaling.", "rollout.engines", "rollout.resources_per_engine", "ray_address")
+_PLANNED = (
+    "scaling.",
+    "rollout.engines",
+    "rollout.resources_per_engine",
+    "reward.model_replicas",
+    "reward.resources_per_model",
+    "ray_address",
+)
 
 Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
 """(trial, its settings, its newest metrics, its state), called whenever one of them changes"""
@@ -240,11 +247,11 @@ def _trainable(sweep: Sweep, storage: Storage) -> Any:
             super().cleanup()
 
     Trainable.__name__ = "trial"
-    engines = launch.plan(from_tree(sweep.tree)).engines
+    beside = launch.plan(from_tree(sweep.tree)).beside
     # The trial's own process holds a share of the cluster's memory, as Ray counts it, so that no more trials start than
     # have room for their workers too; those that a resume brings back pass by the search's limit.
     share = ray.cluster_resources()["memory"] / (concurrency(sweep) + 0.5)
-    return tune.with_resources(Trainable, tune.PlacementGroupFactory([{"CPU": 0.0, "memory": share}, *engines]))
+    return tune.with_resources(Trainable, tune.PlacementGroupFactory([{"CPU": 0.0, "memory": share}, *beside]))
 
 
 def _shared_tables(sweep: Sweep) -> Any:

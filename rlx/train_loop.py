@@ -1,15 +1,11 @@
 """The PPO loop: what runs on every FSDP rank, from prompts to a reported step.
 
-It joins the parts and owns none of their work: generation is rollout's, arithmetic is algorithms', files are
-checkpoint's. Starting processes and engines is launch's.
+It joins the parts and owns none of their work: generation is rollout's, arithmetic is algorithms', optimizer steps are
+update's, files are checkpoint's. Starting processes and engines is launch's.
 """
 
 from __future__ import annotations
 
-import math
-import resource
-import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
-from torchmetrics import MeanMetric
 
-from rlx import algorithms, experience
-from rlx.rollout import sync
-from rlx.types import Completion, Experience
+from rlx import algorithms
+from rlx.metrics import evaluate, rollout_sums, summarize
+from rlx.types import Experience
+from rlx.update import update
 from rlx.worker import Clock, Run, assemble
-
-Sums = dict[str, float | Tensor]
-"""Statistics of this rank, to be summed over ranks and then divided"""
 
 
 def train_loop(setup: dict[str, Any]) -> None:
@@ -41,15 +34,15 @@ def train_loop(setup: dict[str, Any]) -> None:
         run.report(*evaluate(run))
     while run.step < config.train.steps:
         clock = Clock()
-        with clock("rollout"):
-            prompts = run.prompts.next(config.train.prompts_per_step)  # 1 this rank's share
-            completions = run.rollouts.generate(  # 2 token ids, logprobs, weight version
-                prompts, run.sampling, config.train.samples_per_prompt, version=run.step
-            )
-        with clock("reward"):
-            scores = run.score(completions, run.checker)  # 3
+        selection = run.selection()
+        while run.wants_more(selection):  # once, unless groups whose scores are all equal are left out
+            with clock("rollout"):
+                prompts = run.prompts.next(config.train.prompts_per_step)  # 1 this rank's share
+                completions = run.draw(prompts)  # 2 token ids, logprobs, weight version
+            with clock("reward"):
+                selection.add(run.penalized(run.judge(completions, run.scorers)))  # 3
         with clock("annotate"):
-            batch = run.experience(completions, scores)  # 4 padded [B, T], masks
+            batch = run.experience(selection.chosen())  # 4 padded [B, T], masks
             batch, entropy = annotate(run, batch)  # 5 old and reference logprobs, values
             batch, kl = estimate(run, batch)  # 6 advantages and returns
         with clock("update"):
@@ -58,33 +51,44 @@ def train_loop(setup: dict[str, Any]) -> None:
         with clock("sync"):
             run.push(run.step, config.rollout.sync_timeout_s)  # 8
         metrics, samples = evaluate(run) if run.is_due(config.eval.every) else ({}, [])
-        sums |= {"entropy": entropy, "kl": kl} | rollout_sums(run, batch, completions)
+        sums |= {"entropy": entropy, "kl": kl} | rollout_sums(run, batch, selection)
         run.report(metrics | summarize(run, batch, sums, clock.metrics()), samples)  # 9
 
 
 @torch.no_grad()
 def annotate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
-    """Adds the old policy's logprobs, the reference's and the values; also the policy's summed entropy."""
+    """Adds the old policy's logprobs, the reference's and the values; also the policy's summed entropy.
+
+    Without a reference its logprobs are the policy's own, and without a critic the values are 0.
+    """
     width, temperature = batch.mask.shape[1], run.sampling.temperature
     columns: dict[str, list[Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": []}
     entropy = torch.zeros((), device=run.device)
     for micro in run.cut([batch])[0]:
         inputs = (micro.ids, micro.prompt_lengths, micro.mask.shape[1])
         scored = run.policy(*inputs, temperature)
-        reference = run.reference(*inputs, temperature)
+        reference = run.reference_logprobs(inputs)
         values = scored.values if run.critic is None else run.critic(*inputs)
         entropy += algorithms.masked_sum(scored.entropy, micro.mask)
-        for name, grid in zip(columns, (scored.logprobs, reference.logprobs, values), strict=True):
-            columns[name].append(pad(grid * micro.mask, (0, width - grid.shape[1])))
+        grids = (scored.logprobs, scored.logprobs if reference is None else reference, values)
+        for name, grid in zip(columns, grids, strict=True):
+            grid = torch.zeros_like(micro.mask) if grid is None else grid * micro.mask
+            columns[name].append(pad(grid, (0, width - grid.shape[1])))
     return replace(batch, **{name: torch.cat(grids) for name, grids in columns.items()}), entropy
 
 
 def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
     """Adds advantages and returns; also the summed KL to the reference."""
     settings, mask = run.config.algorithm, batch.mask
+    scores, greedy = shaped(run, batch)
     kl = algorithms.log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_kind)
-    token_rewards = algorithms.token_rewards(batch.scores, kl, mask, run.kl.coef, settings.score_clip)
-    advantages, returns = algorithms.gae(token_rewards, batch.values, mask, settings.gamma, settings.lam)
+    lam = settings.lam
+    if settings.advantage != "gae":
+        scores, lam = algorithms.group_advantages(scores, batch.groups, settings.advantage, greedy), 1.0
+    kl_coef = run.kl.coef if settings.kl_in == "reward" else 0.0
+    token_rewards = algorithms.token_rewards(scores, kl, mask, kl_coef)
+    # Without a critic the values are 0 and lambda is 1: a token's advantage is the sum of the rewards from it on.
+    advantages, returns = algorithms.gae(token_rewards, batch.values, mask, settings.gamma, lam)
     if settings.whiten:
         total = algorithms.moments(advantages, mask)
         dist.all_reduce(total)
@@ -92,186 +96,15 @@ def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
     return replace(batch, advantages=advantages, returns=returns), algorithms.masked_sum(kl, mask)
 
 
-def update(run: Run, batch: Experience) -> Sums:
-    """All epochs of optimizer steps on a batch; the losses' statistics, summed over them."""
-    batches = experience.minibatches(batch, run.config.train.minibatches)
-    cut = run.cut(batches)
-    tokens = run.summed({str(i): part.mask.sum() for i, part in enumerate(batches)})
-    sums: Sums = {}
-    for _ in range(run.config.train.epochs):
-        for micros, denominator in zip(cut, tokens.values(), strict=True):
-            for i, micro in enumerate(micros):
-                run.reduce_gradients(i == len(micros) - 1)
-                _add(sums, backward(run, micro, denominator))
-            _add(sums, optimizer_step(run))
-    return sums
-
-
-def backward(run: Run, micro: Experience, denominator: float) -> Sums:
-    """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks."""
-    settings, mask = run.config.algorithm, micro.mask
-    inputs = (micro.ids, micro.prompt_lengths, mask.shape[1])
-    scored = run.policy(*inputs, run.sampling.temperature)
-    values = scored.values if run.critic is None else run.critic(*inputs)
-    policy_loss, policy_stats = algorithms.policy_loss(
-        scored.logprobs,
-        micro.logprobs,
-        micro.advantages,
-        mask,
-        denominator,
-        settings.clip_low,
-        settings.clip_high,
-        settings.dual_clip,
-        _importance(run, micro),
-    )
-    value_loss, value_stats = algorithms.value_loss(
-        values, micro.values, micro.returns, mask, denominator, settings.value_clip
-    )
-    loss = policy_loss + (settings.value_coef if run.critic is None else 1.0) * value_loss
-    (loss * run.ranks).backward()  # FSDP averages gradients over ranks; the denominator is global already
-    return {
-        "policy/loss": policy_loss.detach(),
-        "policy/clip_fraction": policy_stats["clip_fraction"],
-        "policy/approx_kl": policy_stats["approx_kl"],
-        "value/loss": value_loss.detach(),
-        "value/clip_fraction": value_stats["clip_fraction"],
-        "updated": mask.sum(),
-    }
-
-
-def optimizer_step(run: Run) -> Sums:
-    """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping."""
-    train = run.config.train
-    total = train.steps * train.epochs * train.minibatches
-    scale = algorithms.lr_scale(run.updates, train.warmup_steps, total, train.lr_schedule)
-    for group, lr in run.base_lr:
-        group["lr"] = lr * scale
-    norms: Sums = {}
-    for name, trained in run.trained.items():
-        norm = torch.nn.utils.clip_grad_norm_(trained.model.parameters(), train.max_grad_norm)
-        norms[f"grad_norm/{name}"] = sync.gathered(norm)
-        trained.optimizer.step()
-        trained.optimizer.zero_grad()
-    run.updates += 1
-    return norms | {"updates": 1.0}
-
-
-def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Greedy answers to the held-out prompts: their metrics over all ranks, and some of this rank's as sample rows."""
-    started = time.perf_counter()
-    greedy = replace(run.sampling, temperature=0.0, top_p=1.0, top_k=-1)
-    completions = run.rollouts.generate(run.held_out, greedy, 1, version=run.step)
-    scores = run.score(completions, run.held_out_checker)
-    columns = {
-        "eval/accuracy": [float(score >= 1) for score in scores],
-        "eval/reward": scores,
-        "eval/length": [float(len(c.token_ids)) for c in completions],
-    }
-    metrics = {}
-    for name, column in columns.items():
-        mean = MeanMetric().to(run.device)
-        mean.update(torch.tensor(column, device=run.device))
-        metrics[name] = float(mean.compute())
-    metrics["time/eval"] = time.perf_counter() - started
-    kept = completions[: run.config.tracking.samples]
-    texts = run.tokenizer.batch_decode([c.token_ids for c in kept], skip_special_tokens=True)
-    return metrics, [
-        {"step": run.step, "prompt": c.prompt.question, "completion": text, "answer": c.prompt.answer, "score": score}
-        for c, text, score in zip(kept, texts, scores, strict=False)
-    ]
-
-
-def rollout_sums(run: Run, batch: Experience, completions: Sequence[Completion]) -> Sums:
-    """What a step's metrics need to know of its completions, before the update."""
-    mask, scores = batch.mask, batch.scores.double()
-    mismatch = algorithms.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
-    sums: Sums = {
-        "completions": len(completions),
-        "score": scores.sum(),
-        "score_squared": scores.square().sum(),
-        "right": (scores >= 1).sum(),
-        "tokens": mask.sum(),
-        "trained": (batch.prompt_lengths.sum() + mask.sum()) * run.config.train.epochs,
-        "truncated": sum(not c.finished for c in completions),
-        "age": sum(run.step - 1 - c.version for c in completions),
-        "mismatch": algorithms.masked_sum(mismatch, mask),
-        "reweighted": _reweighted(run, batch),
-    }
-    for name, grid in (("residual", batch.returns - batch.values), ("returns", batch.returns)):
-        sums |= {f"{name}/{i}": part for i, part in enumerate(algorithms.moments(grid, mask))}
-    return sums
-
-
-def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The step's metrics over all ranks; moves the KL controller and the token count on."""
-    s = run.summed(sums)
-    gap = ((batch.logprobs - batch.rollout_logprobs) * batch.mask).abs().max()
-    widest_gap, memory = run.largest([float(gap), _peak_gib(run.device)])
-    count, tokens, updated = s["completions"], s["tokens"], s["updated"]
-    updates = s["updates"] / run.ranks
-    mean = s["score"] / count
-    coef = run.kl.coef
-    run.kl.update(s["kl"] / tokens, int(count))
-    run.tokens += int(tokens)
-    residual, returns = (
-        torch.tensor([s[f"{name}/{i}"] for i in range(3)], dtype=torch.float64) for name in ("residual", "returns")
-    )
-    metrics = dict(seconds)
-    if run.critic is not None:  # a head's gradient is part of the policy's
-        metrics["value/grad_norm"] = s["grad_norm/critic"] / s["updates"]
-    return metrics | {
-        "reward/mean": mean,
-        "reward/std": max(0.0, s["score_squared"] / count - mean * mean) ** 0.5,
-        "task/accuracy": s["right"] / count,
-        "kl/ref": s["kl"] / tokens,
-        "kl/coef": coef,
-        "policy/loss": s["policy/loss"] / updates,
-        "policy/entropy": s["entropy"] / tokens,
-        "policy/clip_fraction": s["policy/clip_fraction"] / updated,
-        "policy/approx_kl": s["policy/approx_kl"] / updated,
-        "policy/grad_norm": s["grad_norm/policy"] / s["updates"],
-        "policy/lr": run.base_lr[0][0]["lr"],
-        "value/loss": s["value/loss"] / updates,
-        "value/clip_fraction": s["value/clip_fraction"] / updated,
-        "value/explained_variance": float(algorithms.explained_variance(residual, returns)),
-        "mismatch/kl": s["mismatch"] / tokens,
-        "mismatch/max_abs": widest_gap,
-        "mismatch/clipped_fraction": s["reweighted"] / tokens,
-        "response/length_mean": tokens / count,
-        "response/truncated_fraction": s["truncated"] / count,
-        "tokens/rollout_per_s": tokens / seconds["time/rollout"],
-        "tokens/update_per_s": s["trained"] / seconds["time/update"],
-        "tokens/total": float(run.tokens),
-        "staleness/mean": s["age"] / count,
-        "memory/peak_gib": memory,
-    }
-
-
-def _importance(run: Run, batch: Experience) -> Tensor:
-    settings = run.config.algorithm
-    return algorithms.importance_weights(
-        batch.logprobs,
-        batch.rollout_logprobs,
-        batch.mask,
-        settings.importance,
-        settings.importance_low,
-        settings.importance_high,
-    )
-
-
-def _reweighted(run: Run, batch: Experience) -> Tensor:
-    """How many tokens' importance weights were cut or masked."""
-    uncut = algorithms.importance_weights(batch.logprobs, batch.rollout_logprobs, batch.mask, "tis", 0.0, math.inf)
-    applied = run.config.algorithm.importance != "none"
-    return (_importance(run, batch) != uncut).sum() * applied
-
-
-def _add(sums: Sums, more: Mapping[str, float | Tensor]) -> None:
-    for name, value in more.items():
-        sums[name] = sums.get(name, 0.0) + value
-
-
-def _peak_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+def shaped(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
+    """The scores, and those of the greedy completions, normalised by all scores so far and clipped, as configured."""
+    settings, grids = run.config.algorithm, [batch.scores, batch.greedy]
+    if settings.normalize_scores:
+        total = algorithms.moments(batch.scores, torch.ones_like(batch.scores))
+        dist.all_reduce(total)
+        run.scores.update(*total.tolist())
+        mean, scale = run.scores.shift_and_scale()
+        grids = [(grid - mean) * scale for grid in grids]
+    if settings.score_clip is not None:
+        grids = [grid.clamp(-settings.score_clip, settings.score_clip) for grid in grids]
+    return grids[0], grids[1]

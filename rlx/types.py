@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,41 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Response:
+    """A completion as the reward functions see it."""
+
+    prompt: Prompt
+    text: str  # the whole completion without special tokens
+    given: str | None  # the part of it that is its answer; None if it has none
+    tokens: int  # its length, the stop token included
+    finished: bool  # drew a stop token, rather than running into max_tokens
+
+
+Scorer = Callable[[Sequence[Response]], Sequence[float]]
+"""one score per response, in their order"""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A completion and what the reward functions say of it."""
+
+    completion: Completion
+    score: float  # their weighted sum
+    right: bool  # whether its answer is
+    parts: dict[str, float]  # each function's own score
+    greedy: float = 0.0  # score of the prompt's greedy completion, where the estimator asks for it
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor on its way to the engines."""
+
+    name: str  # as Hugging Face names it
+    nbytes: int
+    full: Callable[[], Tensor]  # gathers it from the ranks' shards: all of them call it
+
+
+@dataclass(frozen=True, slots=True)
 class Experience:
     """One rank's rollouts as tensors; B completions, prompt and response left-aligned in `ids`.
 
@@ -64,7 +99,9 @@ class Experience:
     prompt_lengths: Tensor  # [B] int64
     mask: Tensor  # [B, T] float, 1 on response tokens
     rollout_logprobs: Tensor  # [B, T] as the engine reports them
+    groups: Tensor  # [B] int64, the same for completions of the same prompt
     scores: Tensor  # [B] reward of the whole completion
+    greedy: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator asks for none
     logprobs: Tensor  # [B, T] the policy's before the update ("old")
     ref_logprobs: Tensor  # [B, T]
     values: Tensor  # [B, T] the critic's before the update ("old")

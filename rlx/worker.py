@@ -5,11 +5,12 @@ The order in which they are used is train_loop's.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import ray.train
@@ -20,12 +21,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from rlx import algorithms, checkpoint, data, experience, model, report, rewards, tasks
+from rlx import (
+    adaptive,
+    algorithms,
+    checkpoint,
+    data,
+    experience,
+    model,
+    remote_reward,
+    report,
+    reward_model,
+    rewards,
+    tasks,
+)
 from rlx.checkpoint import Trained
 from rlx.config import RunConfig
+from rlx.experience import Selection
 from rlx.rollout import sync
 from rlx.rollout.pool import Rollouts
-from rlx.types import Checker, Completion, Experience, Prompt, Sampling
+from rlx.types import Completion, Experience, Judged, Prompt, Response, Sampling, Scorer
+
+Sums = dict[str, float | Tensor]
+"""statistics of this rank, to be summed over ranks and then divided"""
 
 
 @dataclass
@@ -37,17 +54,20 @@ class Run:
     rank: int
     ranks: int
     trained: dict[str, Trained]  # the policy, and the critic if it is a model of its own
+    average: dict[str, Tensor]  # of the policy's weights, by name; empty if none is kept
     base_lr: list[tuple[dict[str, Any], float]]  # optimizer parameter groups and their learning rates
-    reference: Any
+    copy: Any  # the frozen reference, if it is a model of its own
     prompts: data.PromptStream
+    supervised: data.PromptStream | None  # prompts whose answers are learnt beside the reward
     held_out: list[Prompt]  # this rank's share
     rollouts: Rollouts
     sampling: Sampling
     tokenizer: Any
-    checker: Checker
-    held_out_checker: Checker
+    scorers: dict[str, Scorer]
+    held_out_scorers: dict[str, Scorer]
     tracker: report.Tracker
-    kl: algorithms.AdaptiveKL
+    kl: adaptive.AdaptiveKL
+    scores: adaptive.RunningScores
     step: int = 0  # PPO steps done; also the version of the weights
     updates: int = 0  # optimizer steps done
     tokens: int = 0  # response tokens generated so far, by all ranks
@@ -59,28 +79,107 @@ class Run:
 
     @property
     def critic(self) -> Any:
-        """The value model; None if it is a head on the policy."""
+        """The value model; None if it is a head on the policy, or there is none."""
         return self.trained["critic"].model if "critic" in self.trained else None
+
+    @property
+    def learning(self) -> list[str]:
+        """Which of the models learn in the step that begins now: not the policy while the critic warms up."""
+        warming = self.step < self.config.train.critic_warmup
+        return [name for name in self.trained if not (warming and name == "policy")]
 
     def is_due(self, every: int) -> bool:
         """Whether something done every so many steps, and after the last, is to be done now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
-    def score(self, completions: Sequence[Completion], checker: Checker) -> list[float]:
-        """One score per completion."""
+    def draw(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """The completions of each prompt, those of one together; the greedy one last if the estimator asks for it."""
+        samples = self.config.train.samples_per_prompt
+        drawn = self.rollouts.generate(prompts, self.sampling, samples, version=self.step)
+        if not self.needs_greedy:
+            return drawn
+        likeliest = self.rollouts.generate(prompts, self.greedy, 1, version=self.step)
+        groups = (drawn[i * samples : (i + 1) * samples] for i in range(len(prompts)))
+        return [completion for group, last in zip(groups, likeliest, strict=True) for completion in (*group, last)]
+
+    @property
+    def needs_greedy(self) -> bool:
+        return self.config.algorithm.advantage == "remax"
+
+    @property
+    def greedy(self) -> Sampling:
+        return replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+
+    def judge(self, completions: Sequence[Completion], scorers: Mapping[str, Scorer]) -> list[Judged]:
+        """Each completion with its score."""
         settings = self.config.reward
-        return rewards.score(
-            self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True),
-            [c.prompt.answer for c in completions],
-            [c.prompt.entry for c in completions],
-            settings.function,
-            checker,
-            re.compile(settings.answer_pattern) if settings.answer_pattern else None,
+        pattern = re.compile(settings.answer_pattern) if settings.answer_pattern else None
+        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        responses = [
+            Response(c.prompt, text, rewards.extract_answer(text, pattern), len(c.token_ids), c.finished)
+            for c, text in zip(completions, texts, strict=True)
+        ]
+        scores = rewards.score(responses, scorers, settings)
+        parts = [dict(zip(scores.parts, row, strict=True)) for row in zip(*scores.parts.values(), strict=True)]
+        return [Judged(*one) for one in zip(completions, scores.total, scores.right, parts, strict=True)]
+
+    def penalized(self, judged: Sequence[Judged]) -> list[Judged]:
+        """The same, what is taken off for the length taken off."""
+        chosen, limit = self.config.algorithm, self.config.rollout.max_tokens
+        lengths = torch.tensor([len(one.completion.token_ids) for one in judged])
+        late = algorithms.overlong_penalty(lengths, limit, chosen.overlong_buffer, chosen.overlong_penalty).tolist()
+        unfinished = [chosen.missing_eos_penalty * (not one.completion.finished) for one in judged]
+        return [replace(j, score=j.score - a - b) for j, a, b in zip(judged, late, unfinished, strict=True)]
+
+    def importance(self, batch: Experience, cut: bool = True) -> Tensor:
+        """Importance weight of each token, `[B, T]`; with `cut` false the plain ratio that it is made of."""
+        chosen, old = self.config.algorithm, (batch.logprobs, batch.rollout_logprobs, batch.mask)
+        if not cut:
+            return algorithms.importance_weights(*old, "tis", 0.0, math.inf, chosen.importance_level)
+        bounds = (chosen.importance_low, chosen.importance_high)
+        return algorithms.importance_weights(*old, chosen.importance, *bounds, chosen.importance_level)
+
+    def selection(self) -> Selection:
+        """An empty one, of the groups that this rank trains on in a step."""
+        train = self.config.train
+        return Selection(
+            wanted=train.prompts_per_step // self.ranks,
+            samples=train.samples_per_prompt,
+            filtered=self.config.algorithm.filter_groups,
+            greedy=self.needs_greedy,
         )
 
-    def experience(self, completions: Sequence[Completion], scores: Sequence[float]) -> Experience:
+    def wants_more(self, selection: Selection) -> bool:
+        """Whether some rank has not yet all the groups that it trains on."""
+        if selection.rounds == 0 or not selection.filtered:
+            return selection.rounds == 0
+        return self.largest([selection.missing])[0] > 0 and selection.rounds < self.config.algorithm.filter_rounds
+
+    def experience(self, judged: Sequence[Judged]) -> Experience:
         """Completions and their scores as tensors on this rank's device."""
-        return experience.build(completions, scores, self.tokenizer.pad_token_id or 0).to(self.device)
+        return experience.build(judged, self.tokenizer.pad_token_id or 0).to(self.device)
+
+    def answers(self) -> Experience:
+        """This rank's share of the supervised rows of the optimizer step that comes; cut at rollout.max_tokens."""
+        assert self.supervised
+        limit, count = self.config.rollout.max_tokens, self.config.data.ptx_batch
+        self.supervised.position = self.updates * count
+        rows = []
+        for prompt in self.supervised.next(count):
+            ids = self.tokenizer(prompt.answer, add_special_tokens=False).input_ids
+            ids = tuple([*ids, self.tokenizer.eos_token_id][:limit])
+            rows.append(Judged(Completion(prompt, 0, ids, (0.0,) * len(ids), True, self.step), 0.0, True, {}))
+        return self.experience(rows)
+
+    def reference_logprobs(self, inputs: tuple[Tensor, Tensor, int]) -> Tensor | None:
+        """What the reference gives these responses; None without one."""
+        temperature = self.sampling.temperature
+        if self.copy is not None:
+            return self.copy(*inputs, temperature).logprobs
+        if self.config.reference == "none":
+            return None
+        with model.adapters_off(self.policy):
+            return self.policy(*inputs, temperature).logprobs
 
     def cut(self, batches: Sequence[Experience]) -> list[list[Experience]]:
         """The micro-batches of each batch: as many on every rank, since each forward pass gathers shards."""
@@ -95,8 +194,9 @@ class Run:
 
     def push(self, version: int, timeout_s: float) -> None:
         """Sends the policy to the engines; returns on every rank once they have it."""
+        alone = self.config.model.lora_sync == "adapter"
         sync.push(
-            model.engine_parameters(self.policy),
+            model.adapter_weights(self.policy) if alone else model.engine_weights(self.policy),
             self.rollouts.engines,
             version,
             sender=self.rank == 0,
@@ -104,6 +204,28 @@ class Run:
             timeout_s=timeout_s,
         )
         dist.barrier()
+
+    def update_average(self) -> None:
+        """Moves the average of the policy's weights towards them, after an optimizer step."""
+        decay = self.config.train.ema_decay or 0.0
+        for name, weight in self.policy.named_parameters():
+            if name in self.average:
+                self.average[name].mul_(decay).add_(weight.detach(), alpha=1 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the policy's weights, here and in the engines, are the averages; a collective call."""
+        timeout_s = self.config.rollout.sync_timeout_s
+        weights = {name: p for name, p in self.policy.named_parameters() if name in self.average}
+        kept = {name: p.detach().clone() for name, p in weights.items()}
+        with torch.no_grad():
+            for name, p in weights.items():
+                p.copy_(self.average[name])
+            self.push(self.step, timeout_s)
+            yield
+            for name, p in weights.items():
+                p.copy_(kept[name])
+            self.push(self.step, timeout_s)
 
     def summed(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Each value summed over all ranks."""
@@ -122,7 +244,8 @@ class Run:
         self.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
         due = self.step > 0 and self.is_due(self.config.checkpoint.every)
         started = time.perf_counter()
-        with checkpoint.written(self.trained, self.manifest(), self.rank) if due else nullcontext(None) as folder:
+        state = (self.trained, self.average, self.manifest(), self.rank)
+        with checkpoint.written(*state) if due else nullcontext(None) as folder:
             if folder:
                 metrics = metrics | {"time/checkpoint": time.perf_counter() - started}
             self.tracker.log_samples(samples, self.step)
@@ -140,6 +263,7 @@ class Run:
             "updates": self.updates,
             "tokens": self.tokens,
             "kl": self.kl.state_dict(),
+            "scores": self.scores.state_dict(),
             "cursor": self.prompts.cursor(),
             "evaluation": self.evaluation,
             "mlflow_run_id": self.tracker.run_id,
@@ -148,9 +272,10 @@ class Run:
 
     def restore(self, folder: str) -> None:
         """Continues from a checkpoint folder."""
-        manifest = checkpoint.load(folder, self.trained)
+        manifest = checkpoint.load(folder, self.trained, self.average)
         self.step, self.updates, self.tokens = manifest["step"], manifest["updates"], manifest["tokens"]
         self.kl.load_state_dict(manifest["kl"])
+        self.scores.load_state_dict(manifest["scores"])
         self.prompts.seek(manifest["cursor"])
         self.evaluation = manifest["evaluation"]
 
@@ -166,7 +291,8 @@ class Clock:
     def __call__(self, part: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._seconds[f"time/{part}"] = time.perf_counter() - started
+        spent = time.perf_counter() - started
+        self._seconds[f"time/{part}"] = self._seconds.get(f"time/{part}", 0.0) + spent
 
     def metrics(self) -> dict[str, float]:
         """Seconds of each part by metric name, and of the whole so far."""
@@ -177,7 +303,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     """This rank's objects, continued from the newest checkpoint if the run has one.
 
     Args:
-        setup: `config` tree, `model` folder, `engines` handles, `tracking` (uri, MLflow run id).
+        setup: `config` tree, `model` folder, `engines` and `reward_models` handles, `tracking` (uri, MLflow run id).
     """
     config = RunConfig.model_validate(setup["config"])
     context = ray.train.get_context()
@@ -187,26 +313,30 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     tokenizer = data.load_tokenizer(setup["model"], config.model.trust_remote_code)
     held_out = data.read_shard("held_out")
     uri, run_id = setup["tracking"]
-    settings, rollout = config.algorithm, config.rollout
+    settings, rollout, source = config.algorithm, config.rollout, config.data
+    remote = _remote_scorers(config, setup["reward_models"], rank)
     run = Run(
         config=config,
         device=device,
         rank=rank,
         ranks=ranks,
         trained=trained,
+        average=_average(config, trained["policy"].model),
         base_lr=_learning_rates(config, trained),
-        reference=reference,
+        copy=reference,
         prompts=data.PromptStream(data.read_shard("train"), config.seed, rank, ranks),
+        supervised=data.PromptStream(data.read_shard("ptx"), config.seed, rank, ranks) if source.ptx_source else None,
         held_out=data.prompts(held_out, range(rank, len(held_out), ranks)),
         rollouts=Rollouts(setup["engines"], config.seed, rank, rollout.timeout_s),
         sampling=Sampling(
             rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, (tokenizer.eos_token_id,)
         ),
         tokenizer=tokenizer,
-        checker=tasks.answer_checker(config.data, config.data.seed, config.data.size),
-        held_out_checker=tasks.answer_checker(config.data, config.eval.seed, config.eval.size),
+        scorers=_scorers(config, source.seed, source.size) | remote,
+        held_out_scorers=_scorers(config, config.eval.seed, config.eval.size) | remote,
         tracker=report.Tracker(uri, run_id if rank == 0 else None),
-        kl=algorithms.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
+        kl=adaptive.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
+        scores=adaptive.RunningScores(),
     )
     if newest := ray.train.get_checkpoint():
         with newest.as_directory() as folder:
@@ -214,26 +344,61 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     return run
 
 
+def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:
+    return rewards.scorers(config.reward, tasks.answer_checker(config.data, seed, size))
+
+
+def _remote_scorers(config: RunConfig, models: Sequence[Any], rank: int) -> dict[str, Scorer]:
+    settings = config.reward
+    remote: dict[str, Scorer] = {}
+    if settings.model:
+        remote["model"] = reward_model.ModelReward(models, settings.timeout_s, rank)
+    if settings.url:
+        remote["url"] = remote_reward.RemoteReward.from_config(settings)
+    return remote
+
+
+def _average(config: RunConfig, policy: Any) -> dict[str, Tensor]:
+    if config.train.ema_decay is None:
+        return {}
+    return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
+
+
 def _models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:
-    """Policy and critic with their optimizers, and the reference; all sharded over the mesh."""
-    trust, dtype = config.model.trust_remote_code, getattr(torch, config.model.dtype)
-    separate = config.model.critic == "separate"
-    policy = model.load_policy(path, head=not separate, trust_remote_code=trust)
-    parts = {"policy": policy} | ({"critic": model.load_critic(path, trust_remote_code=trust)} if separate else {})
+    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the mesh."""
+    chosen, dtype = config.model, getattr(torch, config.model.dtype)
+    trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
+    adapters = None
+    if chosen.lora_rank:
+        adapters = model.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, seed)
+    own = head if config.critic == "head" else None
+    parts: dict[str, Any] = {
+        "policy": model.load_policy(path, head=own, seed=seed, adapters=adapters, trust_remote_code=trust)
+    }
+    if config.critic == "separate":
+        parts["critic"] = model.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
     trained = {}
     for name, part in parts.items():
+        if config.train.gradient_checkpointing:
+            model.checkpoint_gradients(part)
         sharded = model.shard(part, mesh, dtype)
-        head = [p for n, p in sharded.named_parameters() if n.startswith("value_head.")]
-        body = [p for n, p in sharded.named_parameters() if not n.startswith("value_head.")]
-        optimizer = torch.optim.AdamW(
-            [{"params": group} for group in (body, head) if group],
-            betas=config.train.adam_betas,
-            weight_decay=config.train.weight_decay,
-            fused=True,
-        )
-        trained[name] = Trained(sharded, optimizer)
-    reference = model.shard(model.load_reference(path, trust_remote_code=trust), mesh, dtype)
-    return trained, reference
+        trained[name] = Trained(sharded, _optimizer(config, sharded))
+    if config.reference != "copy":
+        return trained, None
+    return trained, model.shard(model.load_reference(path, trust_remote_code=trust), mesh, dtype)
+
+
+def _optimizer(config: RunConfig, part: Any) -> torch.optim.Optimizer:
+    """AdamW over what is trained; a value head is a group of its own."""
+    named = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+    head = [p for name, p in named if name.startswith("value_head.")]
+    body = [p for name, p in named if not name.startswith("value_head.")]
+    return torch.optim.AdamW(
+        [{"params": group} for group in (body, head) if group],
+        betas=config.train.adam_betas,
+        weight_decay=config.train.weight_decay,
+        fused=True,
+    )
 
 
 def _learning_rates(config: RunConfig, trained: Mapping[str, Trained]) -> list[tuple[dict[str, Any], float]]:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,19 +44,13 @@ def random_batch(seed: int, rows: int = 6, length: int = 5) -> dict[str, Any]:
 # --- masks and moments
 
 
-def test_masked_sum_and_mean_ignore_what_the_mask_hides() -> None:
-    x, mask = f64([[1, NAN, 2], [INF, -INF, 6]]), torch.tensor([[1, 0, 1], [0, 0, 1]])
-    close(alg.masked_sum(x, mask), 1 + 2 + 6.0)
-    close(alg.masked_mean(x, mask.bool()), 9 / 3)
-
-
-def test_masked_mean_of_nothing_is_zero() -> None:
-    close(alg.masked_mean(f64([[NAN, 5]]), torch.zeros(1, 2)), 0.0)
-
-
-def test_masked_mean_gradient_is_one_over_count_and_zero_where_masked() -> None:
-    x = f64([[3, NAN, 7, 1]]).requires_grad_()
-    close(gradient(alg.masked_mean(x, torch.tensor([[1, 0, 1, 0]])), x), [[1 / 2, 0, 1 / 2, 0]])
+def test_masked_sum_ignores_what_the_mask_hides() -> None:
+    x = f64([[1, NAN, 2], [INF, -INF, 6], [NAN, NAN, NAN]]).requires_grad_()
+    mask = torch.tensor([[1, 0, 1], [0, 0, 1], [0, 0, 0]])
+    for same in (mask, mask.bool(), mask.float()):
+        total = alg.masked_sum(x, same)
+        close(total.detach(), 1 + 2 + 6.0)
+        close(gradient(total, x), mask.double())
 
 
 def test_moments_are_count_sum_and_sum_of_squares_in_float64() -> None:
@@ -62,6 +58,7 @@ def test_moments_are_count_sum_and_sum_of_squares_in_float64() -> None:
     total = alg.moments(x, torch.tensor([[1, 1, 0], [0, 1, 1]]))
     close(total, [4, 1 + 2 - 3 + 0, 1 + 4 + 9 + 0])
     assert not total.requires_grad
+    close(alg.moments(x, torch.zeros(2, 3)), [0, 0, 0])
 
 
 def test_whiten_by_hand() -> None:
@@ -152,35 +149,56 @@ def test_explained_variance_of_returns_that_do_not_vary_is_zero(returns: list[li
 
 # --- KL, rewards, advantages
 
+LOG2 = math.log(2)
+KL_BY_HAND = {  # kind: values and slopes where policy / reference is 2, 1/2, 1
+    "k1": ([LOG2, -LOG2, 0], [1, 1, 1]),
+    "k2": ([LOG2**2 / 2, LOG2**2 / 2, 0], [LOG2, -LOG2, 0]),
+    "k3": ([1 / 2 - 1 + LOG2, 2 - 1 - LOG2, 0], [1 - 1 / 2, 1 - 2, 1 - 1]),
+    "abs": ([LOG2, LOG2, 0], [1, -1, 0]),
+}
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("k1", [math.log(2), -math.log(2), 0]),
-        ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2, 0]),
-        ("k3", [1 / 2 - 1 + math.log(2), 2 - 1 - math.log(2), 0]),  # ref/policy = 1/2, 2, 1
-        ("abs", [math.log(2), math.log(2), 0]),
-    ],
-)
-def test_kl_estimators_by_hand(kind: str, expected: list[float]) -> None:
+
+@pytest.mark.parametrize("plus", ["", "+"])
+@pytest.mark.parametrize("kind", KL_BY_HAND)
+def test_kl_estimators_by_hand_and_their_straight_through_gradient(kind: str, plus: str) -> None:
     half, quarter = math.log(1 / 2), math.log(1 / 4)
-    close(alg.log_ratio_kl(f64([[half, quarter, half]]), f64([[quarter, half, half]]), kind), [expected])
+    logp = f64([[half, quarter, half]]).requires_grad_()
+    kl = alg.log_ratio_kl(logp, f64([[quarter, half, half]]), kind + plus)
+    close(kl.detach(), [KL_BY_HAND[kind][0]])
+    close(gradient(kl.sum(), logp), [KL_BY_HAND["k2" if plus else kind][1]])
 
 
-def test_every_kl_estimator_is_tested() -> None:
-    assert list(alg.KL_ESTIMATORS) == ["k1", "k2", "k3", "abs"]
+@few
+@given(st.sampled_from(list(KL_BY_HAND)), st.lists(st.floats(-1000, 1000, width=32), max_size=8))
+def test_straight_through_kl_has_the_plain_value_to_the_last_bit(kind: str, log_ratios: list[float]) -> None:
+    logp = torch.tensor([log_ratios])
+    plain, through = (alg.log_ratio_kl(logp, torch.zeros_like(logp), name) for name in (kind, kind + "+"))
+    close(through, plain, 0.0)
 
 
-def test_unknown_kl_kind_names_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"'k4'.* k1, k2, k3, abs"):
-        alg.log_ratio_kl(f64([[0]]), f64([[0]]), "k4")
+@few
+@given(st.integers(0, 2**31))
+def test_expected_value_and_gradient_of_each_kl_estimator(seed: int) -> None:
+    # Exactly, over all outcomes of a small policy; the gradients are with respect to its logits.
+    make = torch.Generator().manual_seed(seed)
+    logits, ref_logits = torch.randn(2, 5, generator=make, dtype=torch.float64).unbind()
+    logits.requires_grad_()
+    logp, ref_logp = logits.log_softmax(0), ref_logits.log_softmax(0)
+    kl = (logp.exp() * (logp - ref_logp)).sum()
+    reverse_kl = (ref_logp.exp() * (ref_logp - logp)).sum()
 
+    def slope(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x, logits, retain_graph=True)[0]
 
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_kl_estimators_are_unbiased(kind: str) -> None:
-    p, q = f64([0.2, 0.5, 0.3]), f64([0.4, 0.4, 0.2])
-    expected = 0.2 * math.log(0.2 / 0.4) + 0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.2)
-    close((p * alg.log_ratio_kl(p.log(), q.log(), kind)).sum(), expected)
+    def expectation(kind: str) -> Tensor:
+        return (logp.detach().exp() * alg.log_ratio_kl(logp, ref_logp, kind)).sum()
+
+    for kind in ("k1", "k3", "k1+", "k3+"):
+        close(expectation(kind), kl)
+    for kind in ("k2", "k1+", "k2+", "k3+", "abs+"):
+        close(slope(expectation(kind)), slope(kl))
+    close(slope(expectation("k1")), torch.zeros(5).double())
+    close(slope(expectation("k3")), slope(reverse_kl))
 
 
 def test_k3_keeps_its_digits_near_zero() -> None:
@@ -212,10 +230,18 @@ def test_token_rewards_by_hand() -> None:
     close(alg.token_rewards(f64([10, -20, NAN, 1]), kl, mask, 0.1), expected)
 
 
-def test_token_rewards_clip_the_score_and_not_the_kl() -> None:
-    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
-    rewards = alg.token_rewards(f64([10, -20, 1]), torch.full((3, 2), 30.0).double(), mask, 0.5, score_clip=5)
-    close(rewards, [[-15, -15 + 5], [-15, -15 - 5], [-15 + 1, 0]])
+@pytest.mark.parametrize(
+    ("buffer", "expected"),
+    [  # at lengths 0, 8, 9, 11, 12, 13, 99 of at most 12; the full penalty is 2
+        (4, [0, 0, 2 * 1 / 4, 2 * 3 / 4, 2, 2, 2]),
+        (12, [0, 2 * 8 / 12, 2 * 9 / 12, 2 * 11 / 12, 2, 2, 2]),
+        (0, [0] * 7),
+    ],
+)
+def test_overlong_penalty_by_hand(buffer: int, expected: list[float]) -> None:
+    lengths = torch.tensor([0, 8, 9, 11, 12, 13, 99])
+    close(alg.overlong_penalty(lengths, 12, buffer, 2.0), torch.tensor(expected, dtype=torch.float32), 1e-6)
+    assert alg.overlong_penalty(lengths[:0], 12, buffer, 2.0).shape == (0,)
 
 
 def test_gae_by_hand() -> None:
@@ -262,172 +288,429 @@ def test_gae_without_discount_is_reward_to_go_minus_value(seed: int) -> None:
     close(advantages, to_go - values * mask)
 
 
-# --- policy loss
+SCORES, GROUPS = f64([1, 0.1, 3, 0.1, 8, 5, 0.1]), torch.tensor([7, 2, 7, 2, 7, 4, 2])
+GREEDY = f64([2, 0.3, 2, 0.3, 2, 6, 0.3])
+# Group 7: scores 1, 3, 8 with mean 4 and variance (9 + 1 + 16) / 2 = 13. Group 2: all equal. Group 4: one response.
+STD = math.sqrt(13) + 1e-6
+ADVANTAGES_BY_HAND = {
+    "grpo": [-3 / STD, 0, -1 / STD, 0, 4 / STD, 0, 0],
+    "dr_grpo": [1 - 4, 0, 3 - 4, 0, 8 - 4, 0, 0],
+    "rloo": [1 - (3 + 8) / 2, 0, 3 - (1 + 8) / 2, 0, 8 - (1 + 3) / 2, 0, 0],
+    "reinforce++": [1, 0.1, 3, 0.1, 8, 5, 0.1],
+    "reinforce++_baseline": [1 - 4, 0, 3 - 4, 0, 8 - 4, 0, 0],
+    "remax": [1 - 2, 0.1 - 0.3, 3 - 2, 0.1 - 0.3, 8 - 2, 5 - 6, 0.1 - 0.3],
+}
+CENTRED = ["grpo", "dr_grpo", "rloo", "reinforce++_baseline"]
+scored = st.lists(st.tuples(st.integers(-20, 20), st.integers(0, 3)), max_size=12)  # score and group of each response
 
 
-def one_token_policy_loss(ratio: float, advantage: float, **options: Any) -> tuple[float, float, dict[str, Tensor]]:
-    """Loss and d loss / d logp of one token with clip range [0.8, 1.3] and denominator 1, and the stats."""
-    logp = f64([[math.log(ratio)]]).requires_grad_()
-    loss, stats = alg.policy_loss(logp, f64([[0]]), f64([[advantage]]), torch.ones(1, 1), 1, 0.2, 0.3, **options)
-    return loss.item(), gradient(loss, logp).item(), stats
+def unzip(responses: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    return f64([score for score, _ in responses]), torch.tensor([group for _, group in responses]).long()
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope", "clipped"),
-    [  # d(-A r) / d logp = -A r; a clipped token has none
-        (1.0, 2, -2.0, -2.0, 0),
-        (1.2, 2, -2.4, -2.4, 0),  # inside the range
-        (1.5, 2, -2.6, 0.0, 1),  # -2 * 1.3
-        (0.5, 2, -1.0, -1.0, 0),  # the clipped term, -2 * 0.8, is the smaller one
-        (1.5, -2, 3.0, 3.0, 0),  # the clipped term, 2 * 1.3, is the smaller one
-        (0.5, -2, 1.6, 0.0, 1),  # 2 * 0.8
-        (1.5, 0, 0.0, 0.0, 0),
-    ],
-)
-def test_policy_loss_of_one_token(ratio: float, advantage: float, loss: float, slope: float, clipped: int) -> None:
-    actual_loss, actual_slope, stats = one_token_policy_loss(ratio, advantage)
-    assert actual_loss == pytest.approx(loss, abs=1e-9)
-    assert actual_slope == pytest.approx(slope, abs=1e-9)
-    close(stats["clip_fraction"], float(clipped))
-    close(stats["ratio"], ratio)
-    close(stats["approx_kl"], ratio - 1 - math.log(ratio))
+@pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
+def test_group_advantages_by_hand(kind: str) -> None:
+    close(alg.group_advantages(SCORES, GROUPS, kind, GREEDY), ADVANTAGES_BY_HAND[kind])
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope"),
-    [
-        (5.0, -2, 6.0, 0.0),  # not above 2 * 3
-        (2.0, -2, 4.0, 4.0),  # below it
-        (0.5, -2, 1.6, 0.0),  # the ordinary clip, 2 * 0.8
-        (5.0, 2, -2.6, 0.0),  # positive advantages are left alone: -2 * 1.3
-    ],
-)
-def test_dual_clip_bounds_the_loss_of_negative_advantages(
-    ratio: float, advantage: float, loss: float, slope: float
-) -> None:
-    actual_loss, actual_slope, _ = one_token_policy_loss(ratio, advantage, dual_clip=3.0)
-    assert actual_loss == pytest.approx(loss, abs=1e-9)
-    assert actual_slope == pytest.approx(slope, abs=1e-9)
+@pytest.mark.parametrize("kind", CENTRED)
+def test_equal_scores_and_groups_of_one_give_exactly_zero(kind: str) -> None:
+    # The mean of three times 0.1 is not 0.1, neither in float32 nor in float64.
+    for dtype in (torch.float32, torch.float64):
+        scores = torch.tensor([0.1, 0.1, 9, 0.1], dtype=dtype)
+        close(alg.group_advantages(scores, torch.tensor([0, 0, 1, 0]), kind), torch.zeros(4, dtype=dtype), 0.0)
 
 
-def test_policy_loss_of_a_batch_by_hand() -> None:
-    logp = f64([[math.log(1.5), NAN, math.log(0.5)], [math.log(1.1), math.log(2), -INF], [NAN, NAN, NAN]])
-    old_logp = f64([[0, INF, 0], [0, 0, NAN], [NAN, NAN, NAN]])
-    advantages = f64([[2, NAN, -2], [1, -1, INF], [NAN, NAN, NAN]])
-    weights = f64([[0.5, NAN, 2], [1, 3, INF], [NAN, NAN, NAN]])
-    mask = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0]])
-    # per token: -2 * 1.2 = -2.4 (clipped), 2 * 0.8 = 1.6 (clipped), -1.1, 2
-    loss, stats = alg.policy_loss(logp, old_logp, advantages, mask, 10, 0.2, 0.2)
-    close(loss.detach(), (-2.4 + 1.6 - 1.1 + 2) / 10)
-    close(stats["clip_fraction"], 2.0)
-    close(stats["ratio"], 1.5 + 0.5 + 1.1 + 2)
-    # the sum of (r - 1) - log r
-    close(stats["approx_kl"], 0.5 - 0.5 + 0.1 + 1 - math.log(1.5 * 0.5 * 1.1 * 2))
-
-    weighted, weighted_stats = alg.policy_loss(logp, old_logp, advantages, mask, 10, 0.2, 0.2, weights=weights)
-    close(weighted, (0.5 * -2.4 + 2 * 1.6 - 1.1 + 3 * 2) / 10)
-    assert weighted_stats == stats
-
-
-def test_policy_loss_gradient_against_the_formula() -> None:
-    # d loss / d logp = -A r w / denominator, but 0 on masked tokens and where the clipped term is the larger one
-    batch = random_batch(seed=3)
-    logp = batch.pop("logp").requires_grad_()
-    loss, _ = alg.policy_loss(logp, **batch, denominator=17, clip_low=0.2, clip_high=0.3)
-    ratio, advantages = (logp.detach() - batch["old_logp"]).exp(), batch["advantages"]
-    clipped = ((advantages > 0) & (ratio > 1.3)) | ((advantages < 0) & (ratio < 0.8))
-    assert 0 < clipped.sum() < clipped.numel()
-    close(gradient(loss, logp), -advantages * ratio * batch["weights"] * batch["mask"] * ~clipped / 17)
-
-
-def test_policy_loss_gradient_reaches_logp_only() -> None:
-    tensors: dict[str, Any] = {
-        name: f64([[0.5]]).requires_grad_() for name in ("logp", "old_logp", "advantages", "weights")
-    }
-    loss, stats = alg.policy_loss(**tensors, mask=torch.ones(1, 1), denominator=1, clip_low=0.2, clip_high=0.2)
-    gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
-    assert [name for name, grad in zip(tensors, gradients, strict=True) if grad is not None] == ["logp"]
-    assert not any(stat.requires_grad for stat in stats.values())
-
-
-def test_policy_loss_gradient_is_zero_not_nan_where_masked() -> None:
-    logp = f64([[0.0, NAN, INF], [NAN, -INF, 3]]).requires_grad_()
-    loss, _ = alg.policy_loss(
-        logp, f64([[0, NAN, INF], [1, 2, NAN]]), f64([[2, NAN, 1], [INF, 1, 1]]), torch.tensor([[1, 0, 0], [0, 0, 0]]),
-        4, 0.2, 0.2, weights=f64([[1, INF, NAN], [NAN, 0, 1]]),
-    )  # fmt: skip
-    close(gradient(loss, logp), [[-2 / 4, 0, 0], [0, 0, 0]])
-
-
-def test_policy_loss_without_response_tokens_is_zero_and_has_a_gradient() -> None:
-    # A rank whose micro-batch is empty must still take part in the backward pass.
-    logp = f64([[NAN, 1]]).requires_grad_()
-    loss, stats = alg.policy_loss(logp, f64([[0, 0]]), f64([[1, 1]]), torch.zeros(1, 2), 8, 0.2, 0.2)
-    close(loss.detach(), 0.0)
-    close(gradient(loss, logp), [[0, 0]])
-    close(torch.stack(list(stats.values())), [0, 0, 0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_policy_loss_of_huge_log_ratios_is_finite(dtype: torch.dtype, dual_clip: float | None) -> None:
-    logp = torch.tensor([[1000, -1000, 1000, -1000]], dtype=dtype, requires_grad=True)
-    advantages = torch.tensor([[1, 1, -1, -1]], dtype=dtype)
-    loss, stats = alg.policy_loss(
-        logp, torch.zeros(1, 4, dtype=dtype), advantages, torch.ones(1, 4), 4, 0.2, 0.2, dual_clip
-    )
-    # -1.2, -exp(-20), exp(20) or the dual clip, 0.8
-    bound = math.exp(20) if dual_clip is None else dual_clip
-    close(loss.detach(), torch.tensor((-1.2 - math.exp(-20) + bound + 0.8) / 4, dtype=dtype), 1e-6)
-    close(gradient(loss, logp), torch.zeros(1, 4, dtype=dtype))
-    # (r - 1) - log r: twice exp(20) - 1 - 20, twice exp(-20) - 1 + 20
-    close(stats["approx_kl"], torch.tensor(2 * math.exp(20) + 2 * math.exp(-20) - 4, dtype=dtype), 1e-6)
-
-
-@pytest.mark.parametrize("denominator", [0, -3])
-def test_losses_refuse_a_step_without_tokens(denominator: float) -> None:
-    one = f64([[1]])
-    with pytest.raises(ValueError, match="denominator"):
-        alg.policy_loss(one, one, one, one, denominator, 0.2, 0.2)
-    with pytest.raises(ValueError, match="denominator"):
-        alg.value_loss(one, one, one, one, denominator, None)
+@pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
+def test_group_advantages_are_detached(kind: str) -> None:
+    scores, greedy = SCORES.clone().requires_grad_(), GREEDY.clone().requires_grad_()
+    assert not alg.group_advantages(scores, GROUPS, kind, greedy).requires_grad
 
 
 @few
-@given(st.integers(0, 2**31), st.lists(st.integers(0, 6), max_size=4), st.randoms(use_true_random=False))
-def test_losses_do_not_depend_on_micro_batches_or_padding(seed: int, cuts: list[int], order: Any) -> None:
-    batch = random_batch(seed)
-    rows = list(range(6))
+@given(scored)
+def test_rloo_is_the_score_less_the_mean_of_the_others(responses: list[tuple[int, int]]) -> None:
+    expected = []
+    for i, (score, group) in enumerate(responses):
+        others = [s for j, (s, g) in enumerate(responses) if g == group and j != i]
+        expected.append(score - sum(others) / len(others) if others else 0)
+    close(alg.group_advantages(*unzip(responses), "rloo"), expected)
+
+
+@pytest.mark.parametrize("kind", CENTRED)
+@few
+@given(scored, st.lists(st.integers(-9, 9), min_size=4, max_size=4), st.floats(1, 50))
+def test_group_advantages_see_only_differences(
+    kind: str, responses: list[tuple[int, int]], shifts: list[int], scale: float
+) -> None:
+    scores, groups = unzip(responses)
+    advantages = alg.group_advantages(scores, groups, kind)
+    close(f64([0] * 4).index_add(0, groups, advantages), [0] * 4)
+    close(alg.group_advantages(scores + f64(shifts)[groups], groups, kind), advantages)
+    factor = 1 if kind == "grpo" else scale  # 2e-5: the epsilon beside a standard deviation of 0.3
+    close(alg.group_advantages(scores * scale, groups, kind), advantages * factor, 2e-5)
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
+@few
+@given(scored, st.randoms(use_true_random=False))
+def test_group_advantages_follow_their_responses(kind: str, responses: list[tuple[int, int]], order: Any) -> None:
+    (scores, groups), rows = unzip(responses), list(range(len(responses)))
     order.shuffle(rows)
-    edges = [0, *sorted(cuts), 6]
-    tokens = float(batch["mask"].sum())
+    advantages, greedy = alg.group_advantages(scores, groups, kind, scores.sin()), scores.sin()
+    close(alg.group_advantages(scores[rows], groups[rows], kind, greedy[rows]), advantages[rows])
+    close(alg.group_advantages(scores, 99 - 7 * groups, kind, greedy), advantages)  # any number may name a group
+
+
+# --- losses
+
+AGGREGATIONS_BY_HAND: dict[str, tuple[list[list[float]], int]] = {  # weights and size, length 8
+    "token_mean": ([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], 3 + 1),
+    "sequence_mean": ([[1 / 3, 0, 1 / 3, 1 / 3], [0, 0, 0, 0], [0, 1, 0, 0]], 2),
+    "constant": ([[1 / 8, 0, 1 / 8, 1 / 8], [0, 0, 0, 0], [0, 1 / 8, 0, 0]], 2),
+}
+
+
+@pytest.mark.parametrize("kind", AGGREGATIONS_BY_HAND)
+def test_token_weights_by_hand(kind: str) -> None:
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
+    for same in (mask, mask.bool(), mask.double()):
+        weights, size = alg.token_weights(same, kind, 8)
+        close(weights.double(), AGGREGATIONS_BY_HAND[kind][0], 1e-7)
+        close(size.double(), float(AGGREGATIONS_BY_HAND[kind][1]))
+    weights, size = alg.token_weights(mask[:0], kind, 8)
+    assert weights.shape == (0, 4) and size == 0
+
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+
+def policy_loss_alone(kind: str) -> Loss:
+    return lambda x, other, weights, mask, size: alg.policy_loss(
+        x, other, other, mask, size, 0.2, 0.2, None, weights, kind
+    )[0]
+
+
+LOSSES: dict[str, Loss] = {
+    **{kind: policy_loss_alone(kind) for kind in ("ppo", "gspo", "cispo")},
+    "kl_loss": lambda x, other, weights, mask, size: alg.kl_loss(x, other, mask, size, "k3", weights),
+    "entropy_loss": lambda x, other, weights, mask, size: alg.entropy_loss(x, mask, size, weights),
+    "supervised_loss": lambda x, other, weights, mask, size: alg.supervised_loss(x, mask, size),
+    "value_loss": lambda x, other, weights, mask, size: alg.value_loss(x, other, other, mask, size, 0.2)[0],
+}
+
+
+@pytest.mark.parametrize("denominator", [0, -3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_refuse_a_step_without_tokens(name: str, denominator: float) -> None:
+    one = f64([[1]])
+    with pytest.raises(ValueError, match="denominator"):
+        LOSSES[name](one, one, one, one, denominator)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("values", [torch.tensor([[NAN, 1]]).double(), torch.empty(0, 3).double()])
+def test_losses_without_response_tokens_are_zero_and_have_a_gradient(name: str, values: Tensor) -> None:
+    # A rank whose micro-batch is empty must still take part in the backward pass.
+    leaf = values.clone().requires_grad_()
+    hidden = torch.full_like(values, INF)
+    loss = LOSSES[name](leaf, hidden, hidden, torch.zeros_like(values), 8)
+    close(loss.detach(), 0.0)
+    close(gradient(loss, leaf), torch.zeros_like(values))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_of_losses_reach_their_first_argument_only(name: str) -> None:
+    tensors = [f64([[x]]).requires_grad_() for x in (0.5, 0.4, 2.0)]
+    loss = LOSSES[name](*tensors, torch.ones(1, 1), 1)
+    gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+    assert [grad is not None for grad in gradients] == [True, False, False]
+
+
+def plain_aggregate(rows: list[list[float]], kind: str, length: int) -> float:
+    """The formulas of the papers, over the token losses of each response that has any."""
+    if kind == "token_mean":  # DAPO eq. 8: 1 / sum_i |o_i| * sum_i sum_t
+        return sum(sum(row) for row in rows) / sum(len(row) for row in rows)
+    if kind == "sequence_mean":  # GRPO eq. 3: 1 / G * sum_i 1 / |o_i| * sum_t
+        return statistics.mean(sum(row) / len(row) for row in rows)
+    return statistics.mean(sum(row) / length for row in rows)  # Dr. GRPO: 1 / G * sum_i 1 / length * sum_t
+
+
+@pytest.mark.parametrize("kind", AGGREGATIONS_BY_HAND)
+@few
+@given(st.integers(0, 2**31))
+def test_aggregated_losses_are_those_of_the_papers(kind: str, seed: int) -> None:
+    batch = random_batch(seed)
+    logp, old, advantages, mask = (batch[name] for name in ("logp", "old_logp", "advantages", "mask"))
+    clipped, kl, entropy = [], [], []
+    for i in range(len(mask)):
+        tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
+        steps = [(math.exp(logp[i, t] - old[i, t]), advantages[i, t].item()) for t in tokens]
+        clipped.append([-min(r * a, min(max(r, 0.8), 1.3) * a) for r, a in steps])
+        kl.append([(logp[i, t] - old[i, t]).item() ** 2 / 2 for t in tokens])
+        entropy.append([-logp[i, t].item() for t in tokens])
+    weights, size = alg.token_weights(mask, kind, 7)
+    n = size.item()
+    actual = [
+        alg.policy_loss(logp, old, advantages, mask, n, 0.2, 0.3, weights=weights)[0],
+        alg.kl_loss(logp, old, mask, n, "k2", weights),
+        alg.entropy_loss(logp, mask, n, weights),
+    ]
+    expected = [plain_aggregate([row for row in rows if row], kind, 7) for rows in (clipped, kl, entropy)]
+    close(torch.stack(actual), expected, 1e-6)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS_BY_HAND)
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 6), max_size=4), st.randoms(use_true_random=False))
+def test_losses_do_not_depend_on_micro_batches_or_padding(
+    kind: str, aggregation: str, seed: int, cuts: list[int], order: Any
+) -> None:
+    batch, rows, edges = random_batch(seed), list(range(6)), [0, *sorted(cuts), 6]
+    order.shuffle(rows)
+    n, tokens = alg.token_weights(batch["mask"], aggregation, 7)[1].item(), float(batch["mask"].sum())
 
     def losses(part: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        policy, stats = alg.policy_loss(**part, denominator=tokens, clip_low=0.2, clip_high=0.3, dual_clip=1.5)
-        value, value_stats = alg.value_loss(
-            part["logp"], part["old_logp"], part["advantages"], part["mask"], tokens, clip=0.2
+        logp, old, mask = part["logp"], part["old_logp"], part["mask"]
+        weights, size = alg.token_weights(mask, aggregation, 7)
+        corrected = {**part, "weights": part["weights"] * weights}
+        dual_clip = None if kind == "cispo" else 1.5
+        policy, stats = alg.policy_loss(
+            **corrected, denominator=n, clip_low=0.1, clip_high=0.2, dual_clip=dual_clip, kind=kind
         )
-        return policy + value, {**stats, "value_clip_fraction": value_stats["clip_fraction"]}
+        value, value_stats = alg.value_loss(logp, old, part["advantages"], mask, tokens, clip=0.2)
+        others = alg.kl_loss(logp, old, mask, n, "k3+", weights) + alg.entropy_loss(logp.sin(), mask, n, weights)
+        total = policy + value + others + alg.supervised_loss(logp, mask, tokens)
+        return total, {**stats, "value_clip_fraction": value_stats["clip_fraction"], "size": size.double()}
 
-    def padded(tensor: Tensor, chosen: list[int], width: int) -> Tensor:
+    def padded(tensor: Tensor, chosen: list[int], left: int, right: int) -> Tensor:
         filler = NAN if tensor.is_floating_point() else 0
-        return torch.nn.functional.pad(tensor[chosen], (0, width), value=filler)
+        return torch.nn.functional.pad(tensor[chosen], (left, right), value=filler)
 
     whole = batch["logp"].clone().requires_grad_()
     whole_loss, whole_stats = losses({**batch, "logp": whole})
 
     parts = batch["logp"].clone().requires_grad_()
     total, total_gradient, total_stats = f64(0), torch.zeros_like(parts), dict.fromkeys(whole_stats, f64(0))
-    for width, (start, end) in enumerate(itertools.pairwise(edges)):
-        loss, stats = losses({k: padded(v, rows[start:end], width) for k, v in {**batch, "logp": parts}.items()})
+    for i, (start, end) in enumerate(itertools.pairwise(edges)):
+        cut = {name: padded(x, rows[start:end], i % 2, i) for name, x in {**batch, "logp": parts}.items()}
+        loss, stats = losses(cut)
         total += loss.detach()
         total_gradient += gradient(loss, parts)
         total_stats = {name: total_stats[name] + stats[name] for name in total_stats}
 
     close(total, whole_loss.detach())
     close(total_gradient, gradient(whole_loss, whole))
+    close(total_stats["size"], n)
     for name, stat in whole_stats.items():
         close(total_stats[name], stat)
+
+
+# --- policy loss
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "loss", "slope", "clipped"),
+    [  # clip range [0.8, 1.3]; d(-A r) / d logp = -A r; a clipped token has none
+        (1.0, 2, None, -2.0, -2.0, 0),
+        (1.2, 2, None, -2.4, -2.4, 0),  # inside the range
+        (1.5, 2, None, -2.6, 0.0, 1),  # -2 * 1.3
+        (0.5, 2, None, -1.0, -1.0, 0),  # the clipped term, -2 * 0.8, is the smaller one
+        (1.5, -2, None, 3.0, 3.0, 0),  # the clipped term, 2 * 1.3, is the smaller one
+        (0.5, -2, None, 1.6, 0.0, 1),  # 2 * 0.8
+        (1.5, 0, None, 0.0, 0.0, 0),
+        (5.0, -2, 3, 6.0, 0.0, 0),  # not above 2 * 3; the dual clip does not count as clipped
+        (2.0, -2, 3, 4.0, 4.0, 0),  # below it
+        (0.5, -2, 3, 1.6, 0.0, 1),  # the ordinary clip, 2 * 0.8
+        (5.0, 2, 3, -2.6, 0.0, 1),  # positive advantages are left alone: -2 * 1.3
+    ],
+)
+def test_clipped_policy_loss_of_one_token(
+    ratio: float, advantage: float, dual_clip: float | None, loss: float, slope: float, clipped: int, kind: str
+) -> None:
+    logp, one = f64([[math.log(ratio)]]).requires_grad_(), torch.ones(1, 1)
+    actual, stats = alg.policy_loss(logp, f64([[0]]), f64([[advantage]]), one, 1, 0.2, 0.3, dual_clip, kind=kind)
+    close(actual.detach(), loss)
+    close(gradient(actual, logp), [[slope]])
+    close(stats["clip_fraction"], float(clipped))
+    close(stats["ratio"], ratio)
+    close(stats["approx_kl"], ratio - 1 - math.log(ratio))
+
+
+# r, A and logp = log r - 1 of each token; the responses' own ratios are sqrt(2 * 4.5) = 3, sqrt(0.5 * 1.62) = 0.9,
+# 0.5 and 1.1. The clip range is [0.8, 1.2].
+POLICY_RATIOS = f64([[2, NAN, 4.5], [0.5, 1.62, NAN], [INF, NAN, 0.5], [NAN, 1.1, -INF], [NAN, NAN, NAN]])
+POLICY_ADVANTAGES = f64([[1, NAN, 1], [2, 2, INF], [NAN, -INF, -2], [NAN, -3, NAN], [NAN, INF, NAN]])
+POLICY_MASK = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0]])
+POLICY_BY_HAND = {  # loss of each token in reading order, slope of each token, tokens clipped
+    "ppo": (
+        [-1.2, -1.2, -2 * 0.5, -2 * 1.2, 2 * 0.8, 3 * 1.1],
+        [[0, 0, 0], [-2 * 0.5, 0, 0], [0, 0, 0], [0, 3 * 1.1, 0], [0, 0, 0]],
+        2 + 1 + 1,
+    ),
+    "gspo": (
+        [-1.2, -1.2, -2 * 0.9, -2 * 0.9, 2 * 0.8, 3 * 1.1],
+        [[0, 0, 0], [-2 * 0.9, -2 * 0.9, 0], [0, 0, 0], [0, 3 * 1.1, 0], [0, 0, 0]],
+        2 + 1,
+    ),
+    "cispo": (
+        [
+            -1.2 * (math.log(2) - 1), -1.2 * (math.log(4.5) - 1), -2 * 0.8 * (math.log(0.5) - 1),
+            -2 * 1.2 * (math.log(1.62) - 1), 2 * 0.8 * (math.log(0.5) - 1), 3 * 1.1 * (math.log(1.1) - 1),
+        ],
+        [[-1.2, 0, -1.2], [-2 * 0.8, -2 * 1.2, 0], [0, 0, 2 * 0.8], [0, 3 * 1.1, 0], [0, 0, 0]],
+        2 + 2 + 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", POLICY_BY_HAND)
+def test_policy_loss_of_a_batch_by_hand(kind: str) -> None:
+    losses, slopes, clipped = POLICY_BY_HAND[kind]
+    logp = (POLICY_RATIOS.log() - 1).requires_grad_()
+    arguments = (logp, f64([[-1, NAN, -1], [-1, -1, INF], [INF, NAN, -1], [NAN, -1, NAN], [NAN, NAN, NAN]]))
+    arguments += (POLICY_ADVANTAGES, POLICY_MASK, 10, 0.2, 0.2)
+    loss, stats = alg.policy_loss(*arguments, kind=kind)
+    close(loss.detach(), sum(losses) / 10)
+    close(gradient(loss, logp), f64(slopes) / 10)
+    close(stats["clip_fraction"], float(clipped))
+    close(stats["ratio"], 2 + 4.5 + 0.5 + 1.62 + 0.5 + 1.1)
+    # the sum of (r - 1) - log r
+    close(stats["approx_kl"], 2 + 4.5 + 0.5 + 1.62 + 0.5 + 1.1 - 6 - math.log(2 * 4.5 * 0.5 * 1.62 * 0.5 * 1.1))
+
+    weights = f64([[1, NAN, 2], [3, 4, INF], [NAN, INF, 5], [NAN, 6, NAN], [NAN, NAN, NAN]])
+    weighted, weighted_stats = alg.policy_loss(*arguments, weights=weights, kind=kind)
+    close(weighted.detach(), sum((i + 1) * loss for i, loss in enumerate(losses)) / 10)
+    close(gradient(weighted, logp), weights.nan_to_num(0, 0, 0) * f64(slopes) / 10)
+    assert weighted_stats == stats
+    assert not any(stat.requires_grad for stat in stats.values())
+
+
+@pytest.mark.parametrize("kind", ["ppo", "cispo"])
+@few
+@given(st.integers(0, 2**31))
+def test_policy_loss_gradient_against_the_formula(kind: str, seed: int) -> None:
+    # ppo: -A r w / denominator, but 0 on masked tokens and where the clipped term is the larger one;
+    # cispo: -A clip(r) w / denominator, on tokens outside of the clip range, too
+    batch = random_batch(seed)
+    logp = batch.pop("logp").requires_grad_()
+    loss, stats = alg.policy_loss(logp, **batch, denominator=17, clip_low=0.1, clip_high=0.2, kind=kind)
+    ratio, advantages = (logp.detach() - batch["old_logp"]).exp(), batch["advantages"]
+    if kind == "ppo":
+        clipped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.9))
+        slope = -advantages * ratio * ~clipped
+    else:
+        clipped = (ratio > 1.2) | (ratio < 0.9)
+        slope = -advantages * ratio.clamp(0.9, 1.2)
+    close(gradient(loss, logp), slope * batch["weights"] * batch["mask"] / 17)
+    close(stats["clip_fraction"], (clipped & batch["mask"].bool()).sum().double())
+
+
+@few
+@given(st.integers(0, 2**31))
+def test_gspo_is_the_objective_of_its_paper_where_a_response_has_one_advantage(seed: int) -> None:
+    batch = random_batch(seed)
+    old_logp, mask = batch["old_logp"], batch["mask"]
+    advantages = batch["advantages"][:, :1].expand(-1, 5)
+    logp = batch["logp"].requires_grad_()
+    weights, size = alg.token_weights(mask, "sequence_mean", 5)
+    loss, _ = alg.policy_loss(logp, old_logp, advantages, mask, float(size), 0.1, 0.2, weights=weights, kind="gspo")
+
+    objectives = []
+    for i in range(len(mask)):
+        if mask[i].any():
+            ratio = (logp[i] - old_logp[i])[mask[i].bool()].mean().exp()
+            objectives.append(torch.minimum(ratio * advantages[i, 0], ratio.clamp(0.9, 1.2) * advantages[i, 0]))
+    literal = -torch.stack(objectives).mean()
+    close(loss.detach(), literal.detach(), 1e-6)
+    close(gradient(loss, logp), gradient(literal, logp), 1e-6)
+
+
+def test_gspo_scales_each_token_by_its_own_advantage() -> None:
+    # ratio sqrt(1.21 * 1) = 1.1 on both tokens
+    logp = f64([[math.log(1.21), 0]]).requires_grad_()
+    loss, _ = alg.policy_loss(logp, f64([[0, 0]]), f64([[1, -3]]), torch.ones(1, 2), 1, 0.2, 0.2, kind="gspo")
+    close(gradient(loss, logp), [[-1.1, 3 * 1.1]])
+
+
+def test_gspo_gives_every_token_of_a_response_the_same_ratio() -> None:
+    # To the last bit: or the clip would take some tokens of a response on its bound and leave others.
+    make, one = torch.Generator().manual_seed(0), torch.ones(1, 50)
+    logp = (3 * torch.randn(1, 50, generator=make)).requires_grad_()
+    loss, _ = alg.policy_loss(logp, 0 * one, one, one, 1, 0.9, 9.0, kind="gspo")
+    slopes = gradient(loss, logp)
+    close(slopes, slopes[:, :1].expand(1, 50), 0.0)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_policy_loss_of_huge_log_ratios_is_finite(dtype: torch.dtype, dual_clip: float | None, kind: str) -> None:
+    logp = torch.tensor([[1000], [-1000], [1000], [-1000]], dtype=dtype, requires_grad=True)
+    advantages = torch.tensor([[1], [1], [-1], [-1]], dtype=dtype)
+    loss, stats = alg.policy_loss(
+        logp, torch.zeros(4, 1, dtype=dtype), advantages, torch.ones(4, 1), 4, 0.2, 0.2, dual_clip, kind=kind
+    )
+    # -1.2, -exp(-20), exp(20) or the dual clip, 0.8
+    bound = math.exp(20) if dual_clip is None else dual_clip
+    close(loss.detach(), torch.tensor((-1.2 - math.exp(-20) + bound + 0.8) / 4, dtype=dtype), 1e-6)
+    close(gradient(loss, logp), torch.zeros(4, 1, dtype=dtype))
+    # (r - 1) - log r: twice exp(20) - 1 - 20, twice exp(-20) - 1 + 20
+    close(stats["approx_kl"], torch.tensor(2 * math.exp(20) + 2 * math.exp(-20) - 4, dtype=dtype), 1e-6)
+
+
+def test_cispo_of_huge_log_ratios_keeps_its_gradient() -> None:
+    logp = f64([[1000, -1000, 1000, -1000]]).requires_grad_()
+    loss, _ = alg.policy_loss(logp, 0 * logp, f64([[1, 1, -2, -2]]), torch.ones(1, 4), 1, 0.2, 0.3, kind="cispo")
+    close(loss.detach(), -1.3 * 1000 + 0.8 * 1000 + 2 * 1.3 * 1000 - 2 * 0.8 * 1000)
+    close(gradient(loss, logp), [[-1.3, -0.8, 2 * 1.3, 2 * 0.8]])
+
+
+# --- KL, entropy and supervised losses
+
+MASK = torch.tensor([[1, 0, 1], [0, 1, 0], [0, 0, 0]])
+WEIGHTS = f64([[3, NAN, 5], [INF, 7, NAN], [NAN, NAN, NAN]])
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+@pytest.mark.parametrize("kind", KL_BY_HAND)
+def test_kl_loss_by_hand(kind: str, plus: str) -> None:
+    # policy / reference is 2, 1/2, 1, as in KL_BY_HAND
+    logp = f64([[LOG2, NAN, -LOG2], [INF, 0, -INF], [NAN, NAN, NAN]]).requires_grad_()
+    ref_logp = f64([[0, INF, 0], [NAN, 0, -INF], [NAN, NAN, NAN]])
+    (a, b, c), (x, y, z) = KL_BY_HAND[kind][0], KL_BY_HAND["k2" if plus else kind][1]
+    loss = alg.kl_loss(logp, ref_logp, MASK, 10, kind + plus)
+    close(loss.detach(), (a + b + c) / 10)
+    close(gradient(loss, logp), [[x / 10, 0, y / 10], [0, z / 10, 0], [0, 0, 0]])
+    weighted = alg.kl_loss(logp, ref_logp, MASK, 10, kind + plus, WEIGHTS)
+    close(weighted.detach(), (3 * a + 5 * b + 7 * c) / 10)
+    close(gradient(weighted, logp), [[3 * x / 10, 0, 5 * y / 10], [0, 7 * z / 10, 0], [0, 0, 0]])
+
+
+def test_kl_loss_of_huge_log_ratios_is_finite() -> None:
+    logp = torch.tensor([[1000.0, -1000.0]], requires_grad=True)
+    loss = alg.kl_loss(logp, torch.zeros(1, 2), torch.ones(1, 2), 1, "k3")
+    close(loss.detach(), torch.tensor(999 + math.exp(20) - 21), 1e-6)
+    close(gradient(loss, logp), torch.tensor([[1.0, 0.0]]))  # 1 - exp(-1000), and 0 where the value is cut
+
+
+def test_entropy_loss_by_hand() -> None:
+    entropy = f64([[1, NAN, 2], [INF, 4, -INF], [NAN, NAN, NAN]]).requires_grad_()
+    loss = alg.entropy_loss(entropy, MASK, 10)
+    close(loss.detach(), -(1 + 2 + 4) / 10)
+    close(gradient(loss, entropy), -MASK.double() / 10)
+    weighted = alg.entropy_loss(entropy, MASK, 10, WEIGHTS)
+    close(weighted.detach(), -(3 * 1 + 5 * 2 + 7 * 4) / 10)
+    close(gradient(weighted, entropy), [[-3 / 10, 0, -5 / 10], [0, -7 / 10, 0], [0, 0, 0]])
+
+
+def test_supervised_loss_by_hand() -> None:
+    logp = f64([[-1, NAN, -2], [INF, -4, -INF], [NAN, NAN, NAN]]).requires_grad_()
+    loss = alg.supervised_loss(logp, MASK, 10)
+    close(loss.detach(), (1 + 2 + 4) / 10)
+    close(gradient(loss, logp), -MASK.double() / 10)
 
 
 # --- value loss
@@ -444,16 +727,16 @@ def test_value_loss_without_clip_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("value", "loss", "slope", "clipped"),
-    [  # old value 0, return 2, clip 1: V' = clip(V, -1, 1)
-        (0.5, 0.5 * 1.5**2, -1.5, 0),  # inside: V' = V
-        (1.5, 0.5 * 1.0**2, 0.0, 1),  # (1 - 2)^2 > (1.5 - 2)^2
-        (-3.0, 0.5 * 5.0**2, -5.0, 0),  # (-3 - 2)^2 > (-1 - 2)^2
-        (4.0, 0.5 * 2.0**2, 2.0, 0),  # (4 - 2)^2 > (1 - 2)^2
+    [  # old value 10, return 12, clip 1: V' = clip(V, 9, 11)
+        (10.5, 0.5 * 1.5**2, -1.5, 0),  # inside: V' = V
+        (11.5, 0.5 * 1.0**2, 0.0, 1),  # (11 - 12)^2 > (11.5 - 12)^2
+        (7.0, 0.5 * 5.0**2, -5.0, 0),  # (7 - 12)^2 > (9 - 12)^2
+        (14.0, 0.5 * 2.0**2, 2.0, 0),  # (14 - 12)^2 > (11 - 12)^2
     ],
 )
 def test_clipped_value_loss_of_one_token(value: float, loss: float, slope: float, clipped: int) -> None:
     values = f64([[value, NAN]]).requires_grad_()
-    actual, stats = alg.value_loss(values, f64([[0, NAN]]), f64([[2, NAN]]), torch.tensor([[1, 0]]), 4, 1.0)
+    actual, stats = alg.value_loss(values, f64([[10, NAN]]), f64([[12, NAN]]), torch.tensor([[1, 0]]), 4, 1.0)
     close(actual.detach(), loss / 4)
     close(gradient(actual, values), [[slope / 4, 0]])
     close(stats["clip_fraction"], float(clipped))
@@ -468,36 +751,36 @@ def test_value_loss_does_not_count_rounding_as_clipping() -> None:
     close(stats["clip_fraction"], torch.tensor(0.0))
 
 
-def test_value_loss_gradient_reaches_values_only() -> None:
-    values, old, returns = (f64([[x]]).requires_grad_() for x in (0.5, 0.4, 2.0))
-    loss, _ = alg.value_loss(values, old, returns, torch.ones(1, 1), 1, 0.2)
-    gradients = torch.autograd.grad(loss, [values, old, returns], allow_unused=True)
-    assert [grad is not None for grad in gradients] == [True, False, False]
-
-
 # --- importance weights
 
 RATIOS = f64([[0.5, 1.5, 3.0, NAN], [0.25, NAN, 1.0, 2.0], [NAN, NAN, NAN, NAN]])
 RATIO_MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]])
 
 
-@pytest.mark.parametrize(
-    ("kind", "level", "expected"),
-    [
-        ("none", "token", [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]),
-        ("none", "sequence", [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]),
-        ("tis", "token", [[0.5, 1.5, 2, 1], [0.25, 1, 1, 2], [1, 1, 1, 1]]),
-        ("mask", "token", [[0.5, 1.5, 0, 1], [0, 1, 1, 2], [1, 1, 1, 1]]),
-        # whole responses: 0.5 * 1.5 * 3 = 2.25 and 0.25 * 1 * 2 = 0.5
-        ("tis", "sequence", [[2, 2, 2, 1], [0.5, 1, 0.5, 0.5], [1, 1, 1, 1]]),
-        ("mask", "sequence", [[0, 0, 0, 1], [0.5, 1, 0.5, 0.5], [1, 1, 1, 1]]),
-    ],
-)
-def test_importance_weights_by_hand(kind: str, level: str, expected: list[list[float]]) -> None:
+# old / rollout as in RATIOS; whole responses: 0.5 * 1.5 * 3 = 2.25 and 0.25 * 1 * 2 = 0.5; low 0.4, high 2
+ONES = [[1] * 4] * 3
+IMPORTANCE_BY_HAND = {
+    "none": {"token": ONES, "sequence": ONES},
+    "tis": {
+        "token": [[0.5, 1.5, 2, 1], [0.25, 1, 1, 2], [1, 1, 1, 1]],
+        "sequence": [[2, 2, 2, 1], [0.5, 1, 0.5, 0.5], [1, 1, 1, 1]],
+    },
+    "mask": {
+        "token": [[0.5, 1.5, 0, 1], [0, 1, 1, 2], [1, 1, 1, 1]],
+        "sequence": [[0, 0, 0, 1], [0.5, 1, 0.5, 0.5], [1, 1, 1, 1]],
+    },
+}
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", IMPORTANCE_BY_HAND)
+def test_importance_weights_by_hand(kind: str, level: str) -> None:
     old_logp = f64([[-1.0] * 4] * 3)
     rollout_logp = old_logp - RATIOS.log()
     high = 2 + 1e-12  # the ratio of 2 above comes out of exp and log
-    close(alg.importance_weights(old_logp, rollout_logp, RATIO_MASK, kind, 0.4, high, level=level), expected)
+    weights = alg.importance_weights(old_logp, rollout_logp, RATIO_MASK, kind, 0.4, high, level)
+    close(weights, IMPORTANCE_BY_HAND[kind][level])
+    assert alg.importance_weights(old_logp[:0], old_logp[:0], RATIO_MASK[:0], kind, 0.4, high, level).shape == (0, 4)
 
 
 def test_importance_weights_keep_ratios_on_the_bounds() -> None:
@@ -518,81 +801,40 @@ def test_importance_weights_are_detached() -> None:
         assert not alg.importance_weights(old_logp, f64([[0]]), torch.ones(1, 1), kind, 0.5, 2.0).requires_grad
 
 
-def test_unknown_importance_kind_or_level_names_the_choices() -> None:
-    zero = f64([[0]])
-    with pytest.raises(ValueError, match=r"'clip'.* none, tis, mask"):
-        alg.importance_weights(zero, zero, zero, "clip", 0.5, 2.0)
-    with pytest.raises(ValueError, match=r"'word'.* token, sequence"):
-        alg.importance_weights(zero, zero, zero, "tis", 0.5, 2.0, level="word")
-
-
-# --- controllers and schedules
+# --- choices
 
 
 @pytest.mark.parametrize(
-    ("kl", "factor"),
+    ("choices", "by_hand"),
     [
-        (6.6, 1 + 0.1 * 256 / 1000),  # 6.6 / 6 - 1 = 0.1
-        (6.0, 1.0),
-        (60.0, 1 + 0.2 * 256 / 1000),  # 9, clipped to 0.2
-        (0.0, 1 - 0.2 * 256 / 1000),  # -1, clipped to -0.2
+        (alg.KL_ESTIMATORS, KL_BY_HAND),
+        (alg.ESTIMATORS, ADVANTAGES_BY_HAND),
+        (alg.AGGREGATIONS, AGGREGATIONS_BY_HAND),
+        (alg.POLICY_LOSSES, POLICY_BY_HAND),
+        (alg.IMPORTANCE_WEIGHTS, IMPORTANCE_BY_HAND),
+        *((alg.IMPORTANCE_LEVELS, levels) for levels in IMPORTANCE_BY_HAND.values()),
     ],
 )
-def test_adaptive_kl_by_hand(kl: float, factor: float) -> None:
-    control = alg.AdaptiveKL(init=0.05, target=6.0, horizon=1000)
-    assert control.coef == 0.05
-    control.update(kl, 256)
-    assert control.coef == pytest.approx(0.05 * factor, rel=1e-12)
-    control.update(kl, 256)
-    assert control.coef == pytest.approx(0.05 * factor**2, rel=1e-12)
-
-
-def test_adaptive_kl_without_target_is_fixed() -> None:
-    control = alg.AdaptiveKL(init=0.05, target=None, horizon=10)
-    control.update(100.0, 10_000)
-    assert control.coef == 0.05
-
-
-def test_adaptive_kl_refuses_a_horizon_that_could_turn_the_sign() -> None:
-    control = alg.AdaptiveKL(init=0.05, target=6.0, horizon=100)
-    control.update(0.0, 499)
-    assert control.coef == pytest.approx(0.05 * (1 - 0.2 * 4.99), rel=1e-9)
-    with pytest.raises(ValueError, match="horizon"):
-        control.update(0.0, 500)
-
-
-def test_adaptive_kl_continues_from_its_state() -> None:
-    control = alg.AdaptiveKL(init=0.05, target=6.0, horizon=1000)
-    control.update(9.0, 100)
-    resumed = alg.AdaptiveKL(init=0.7, target=6.0, horizon=1000)
-    resumed.load_state_dict(control.state_dict())
-    assert resumed == control
-    control.update(5.5, 100)
-    resumed.update(5.5, 100)
-    assert resumed.coef == control.coef != 0.05
+def test_every_choice_has_a_case_by_hand(choices: dict[str, Any], by_hand: dict[str, Any]) -> None:
+    assert set(choices) == set(by_hand)
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [  # 4 steps of warm-up, then 8 steps: progress 0, 1/8, ..., 1, and beyond the end
-        ("constant", {0: 1 / 4, 3: 1, 4: 1, 8: 1, 12: 1, 99: 1}),
-        ("linear", {0: 1 / 4, 2: 3 / 4, 3: 1, 4: 1, 5: 7 / 8, 8: 1 / 2, 11: 1 / 8, 12: 0, 99: 0}),
-        # (1 + cos(pi / 4)) / 2 at progress 1/4, where cos is sqrt(1/2)
-        ("cosine", {1: 2 / 4, 4: 1, 6: (1 + math.sqrt(0.5)) / 2, 8: 1 / 2, 10: (1 - math.sqrt(0.5)) / 2, 12: 0, 99: 0}),
+    ("call", "message"),
+    [
+        (lambda x: alg.log_ratio_kl(x, x, "k4"), "KL estimator 'k4': .* k1, k2, k3, abs"),
+        (lambda x: alg.kl_loss(x, x, x, 1, "k4+"), "KL estimator 'k4.*': .* k1, k2, k3, abs"),
+        (lambda x: alg.log_ratio_kl(x, x, "k1++"), "KL estimator"),
+        (
+            lambda x: alg.group_advantages(x[0], x[0], "gae"),
+            r"'gae': .* grpo, dr_grpo, rloo, reinforce\+\+, reinforce\+\+_baseline, remax",
+        ),
+        (lambda x: alg.token_weights(x, "mean", 1), "aggregation 'mean': .* token_mean, sequence_mean, constant"),
+        (lambda x: alg.policy_loss(x, x, x, x, 1, 0.2, 0.2, kind="a2c"), "loss 'a2c': .* ppo, gspo, cispo"),
+        (lambda x: alg.importance_weights(x, x, x, "clip", 0.5, 2.0), "weight 'clip': .* none, tis, mask"),
+        (lambda x: alg.importance_weights(x, x, x, "tis", 0.5, 2.0, "word"), "level 'word': .* token, sequence"),
     ],
 )
-def test_lr_scale_by_hand(kind: str, expected: dict[int, float]) -> None:
-    assert {step: alg.lr_scale(step, 4, 12, kind) for step in expected} == pytest.approx(expected, abs=1e-12)
-
-
-def test_lr_scale_without_warmup_starts_at_one() -> None:
-    assert [alg.lr_scale(step, 0, 2, "linear") for step in range(3)] == [1, 1 / 2, 0]
-
-
-def test_lr_scale_with_nothing_but_warmup() -> None:
-    assert [alg.lr_scale(step, 2, 2, "cosine") for step in range(4)] == pytest.approx([1 / 2, 1, 1, 0])
-
-
-def test_unknown_lr_schedule_is_refused_even_during_warmup() -> None:
-    with pytest.raises(ValueError, match=r"'step'.* constant, linear, cosine"):
-        alg.lr_scale(0, 10, 100, "step")
+def test_unknown_kinds_are_refused_by_naming_the_choices(call: Callable[[Tensor], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(f64([[1]]))

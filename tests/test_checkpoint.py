@@ -21,6 +21,11 @@ def fresh(path: str, ranks: int) -> dict[str, Trained]:
     return worker._models(config.from_tree({}), path, init_device_mesh("cpu", (ranks,)))[0]
 
 
+def averaged(trained: dict[str, Trained], decay: float) -> dict[str, Any]:
+    """Stands for the average of the policy's weights: other numbers in tensors sharded alike."""
+    return {name: decay * p.detach() for name, p in trained["policy"].model.named_parameters()}
+
+
 def step(trained: dict[str, Trained]) -> None:
     """An optimizer step on gradients that differ between all parameters and are the same on any number of ranks."""
     for part in trained.values():
@@ -30,11 +35,12 @@ def step(trained: dict[str, Trained]) -> None:
         part.optimizer.zero_grad()
 
 
-def whole(trained: dict[str, Trained]) -> dict[str, Any]:
-    """All parameters and the whole optimizer state, gathered, by name."""
+def whole(trained: dict[str, Trained], average: dict[str, Any]) -> dict[str, Any]:
+    """All parameters, their average and the whole optimizer state, gathered, by name."""
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     states = {name: get_state_dict(part.model, part.optimizer, options=options) for name, part in trained.items()}
-    return {name: parameters | moments for name, (parameters, moments) in states.items()}
+    gathered = {name: parameters | moments for name, (parameters, moments) in states.items()}
+    return gathered | {"average": {name: p.full_tensor() for name, p in average.items()}}
 
 
 def save(rank: int, ranks: int, path: str, target: str) -> tuple[dict[str, Any], list[str]]:
@@ -42,19 +48,21 @@ def save(rank: int, ranks: int, path: str, target: str) -> tuple[dict[str, Any],
     trained = fresh(path, ranks)
     for _ in range(3):
         step(trained)
-    with checkpoint.written(trained, MANIFEST, rank) as folder:
+    average = averaged(trained, 0.5)
+    with checkpoint.written(trained, average, MANIFEST, rank) as folder:
         shutil.copytree(folder, target, dirs_exist_ok=True)
         files = sorted(file.name for file in Path(folder).iterdir())
     assert not Path(folder).exists()
     step(trained)  # what it would come to
-    return whole(trained), files
+    return whole(trained, average), files
 
 
 def load(rank: int, ranks: int, path: str, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     trained = fresh(path, ranks)
-    manifest = checkpoint.load(source, trained)
+    average = averaged(trained, 0.0)
+    manifest = checkpoint.load(source, trained, average)
     step(trained)
-    return whole(trained), manifest
+    return whole(trained, average), manifest
 
 
 @pytest.fixture(scope="module")
@@ -91,5 +99,5 @@ def test_a_folder_without_a_checkpoint_is_named(missing: str, saved: tuple[Path,
         shutil.copytree(saved[0], folder)
         (folder / missing).unlink()
     with pytest.raises(ValueError, match=f"no checkpoint in {folder}: ") as error:
-        checkpoint.load(str(folder), {})
+        checkpoint.load(str(folder), {}, {})
     assert "\n" not in str(error.value)

@@ -14,8 +14,8 @@ import pytest
 from conftest import NothingLeft
 
 from rlx import launch, report
-from rlx.config import ConfigError, from_tree, with_overrides
-from rlx.settings import GENERATED, RunConfig
+from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+from rlx.settings import GENERATED
 from rlx.storage import open_storage
 
 ROOT = Path(__file__).resolve().parent.parent

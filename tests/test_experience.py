@@ -1,7 +1,6 @@
 """Completions as tensors, and how they are cut into mini-batches and micro-batches."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlx.experience import build, micro_batch_count, micro_batches, minibatches
-from rlx.types import Completion, Experience, Prompt
+from rlx.experience import Selection, build, micro_batch_count, micro_batches, minibatches
+from rlx.types import Completion, Experience, Judged, Prompt
 
 PAD = 9
 
@@ -29,7 +28,11 @@ def completion(prompt: Sequence[int], response: Sequence[int], number: int = 0) 
 def numbered(lengths: Sequence[tuple[int, int]]) -> Experience:
     """One completion per (prompt length, response length); all tokens of the i-th are i + 1, its score is i."""
     rows = [completion([i + 1] * p, [i + 1] * r, i) for i, (p, r) in enumerate(lengths)]
-    return build(rows, [float(i) for i in range(len(rows))], PAD)
+    return build([judged(row, float(i)) for i, row in enumerate(rows)], PAD)
+
+
+def judged(row: Completion, score: float = 0.0, greedy: float = 0.0) -> Judged:
+    return Judged(row, score, score >= 1, {}, greedy)
 
 
 def scores(parts: Sequence[Experience]) -> list[list[float]]:
@@ -37,7 +40,7 @@ def scores(parts: Sequence[Experience]) -> list[list[float]]:
 
 
 def test_completions_are_padded_on_the_right() -> None:
-    batch = build([completion([1, 2, 3], [4]), completion([5], [6, 7, 8])], [0.5, -1.0], PAD)
+    batch = build([judged(completion([1, 2, 3], [4]), 0.5), judged(completion([5], [6, 7, 8]), -1.0)], PAD)
     assert batch.ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert batch.ids.dtype == torch.int64
     assert batch.prompt_lengths.tolist() == [3, 1]
@@ -45,20 +48,59 @@ def test_completions_are_padded_on_the_right() -> None:
     assert batch.rollout_logprobs.tolist() == [[-4, 0, 0], [-6, -7, -8]]
     assert batch.scores.tolist() == [0.5, -1.0]
     assert batch.scores.dtype == torch.float32
-    shorter = build([completion([1], [2]), completion([3, 4], [5, 6])], [0.0, 0.0], PAD)
+    shorter = build([judged(completion([1], [2])), judged(completion([3, 4], [5, 6]))], PAD)
     assert shorter.ids.tolist() == [[1, 2, PAD, PAD], [3, 4, 5, 6]]
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
-def test_a_score_that_is_not_finite_names_its_prompt(score: float) -> None:
-    rows = [completion([1], [2], 6), completion([1], [2], 7)]
-    with pytest.raises(ValueError, match=rf"the score of prompt 7 \('question 7'\) is {score}"):
-        build(rows, [1.0, score], PAD)
+def test_prompts_make_groups() -> None:
+    rows = [judged(completion([1], [2], number), greedy=number / 2) for number in (7, 7, 3)]
+    batch = build(rows, PAD)
+    assert batch.groups.tolist() == [7, 7, 3]
+    assert batch.greedy.tolist() == [3.5, 3.5, 1.5]
+    assert batch.rows(1, 3).groups.tolist() == [7, 3]
 
 
-def test_as_many_scores_as_completions() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        build([completion([1], [2])], [1.0, 2.0], PAD)
+# --- which groups a step trains on
+
+
+def group(number: int, *scores: float) -> list[Judged]:
+    return [judged(completion([1], [2, 3], number), score) for score in scores]
+
+
+def numbers(rows: Sequence[Judged]) -> list[int]:
+    return [row.completion.prompt.id for row in rows]
+
+
+def test_without_filter_all_groups_are_trained_on() -> None:
+    selection = Selection(wanted=2, samples=2, filtered=False, greedy=False)
+    assert selection.missing == 2
+    selection.add([*group(1, 0, 0), *group(2, 0, 1)])
+    assert (selection.missing, selection.rounds, selection.varied, selection.tokens) == (0, 1, 1, 8)
+    assert numbers(selection.chosen()) == [1, 1, 2, 2]
+
+
+def test_groups_of_equal_scores_are_left_out_and_others_drawn() -> None:
+    selection = Selection(wanted=2, samples=2, filtered=True, greedy=False)
+    selection.add([*group(1, 1, 1), *group(2, 0, 1)])
+    assert selection.missing == 1
+    selection.add([*group(3, 0.5, 0), *group(4, 1, 0)])
+    assert (selection.missing, selection.rounds, selection.varied) == (0, 2, 3)
+    assert numbers(selection.chosen()) == [2, 2, 3, 3]  # group 4 is one too many
+    assert numbers(selection.drawn) == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_what_was_left_out_fills_a_step_up() -> None:
+    selection = Selection(wanted=2, samples=2, filtered=True, greedy=False)
+    selection.add([*group(1, 1, 1), *group(2, 0, 1), *group(3, 0, 0)])
+    assert numbers(selection.chosen()) == [2, 2, 1, 1]
+
+
+def test_the_greedy_completion_is_kept_as_a_score_alone() -> None:
+    selection = Selection(wanted=2, samples=2, filtered=True, greedy=True)
+    selection.add([*group(1, 0, 1, 0.25), *group(2, 1, 1, 0)])
+    assert [row.greedy for row in selection.drawn] == [0.25, 0.25, 0, 0]
+    assert [row.score for row in selection.drawn] == [0, 1, 1, 1]
+    assert (selection.missing, selection.tokens) == (1, 12)  # of six completions
 
 
 def test_rows_are_cut_to_the_longest_prompt_with_response_and_the_longest_response() -> None:

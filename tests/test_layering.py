@@ -12,8 +12,10 @@ PARTS = {"storage", "data", "tasks", "rewards", "rollout", "model", "algorithms"
 LAYERS = [
     {"types", "settings"},
     {"config"},  # what a person writes becomes settings
-    PARTS | {"checkpoint", "controller", "report", "progress", "warm_start"},
+    PARTS | {"adaptive", "reward_model", "checkpoint", "controller", "report", "progress", "warm_start"},
+    {"remote_reward", "preferences"},
     {"worker"},
+    {"update", "metrics"},
     {"train_loop"},
     {"launch"},
     {"sweep", "analysis"},

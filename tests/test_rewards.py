@@ -1,10 +1,50 @@
-"""Answers out of completions, and what they score."""
+"""Answers out of completions, what they score by each function, and how the scores of several add up."""
 
+import itertools
+import math
 import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
-from rlx.rewards import REWARDS, exact_match, extract_answer, numeric, score
+from rlx import rewards
+from rlx.config import ConfigError
+from rlx.rewards import REWARDS, RewardError, Scores, exact_match, extract_answer, load_function, math_verify, numeric
+from rlx.settings import CORRECTNESS, SCORERS, RewardConfig
+from rlx.types import Prompt, Response, Scorer
+
+FIRST, SECOND = "What is 1 + 1?", "What\nis " + "very " * 100 + "long?"
+
+
+def response(given: str | None = "", answer: str = "", text: str = "", tokens: int = 1, number: int = 0) -> Response:
+    question = SECOND if number else FIRST
+    return Response(Prompt(number, (1,), question, answer, entry=10 + number), text, given, tokens, finished=True)
+
+
+def never(given: str, expected: str, entry: int | None) -> float:
+    raise AssertionError("asked")
+
+
+def constant(*scores: Any) -> Scorer:
+    return lambda responses: scores
+
+
+def one(name: str, row: Response, **settings: Any) -> Sequence[float]:
+    config = RewardConfig(functions={name: 1.0}, **settings)
+    return rewards.scorers(config, never)[name]([row])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The answer
 
 
 @pytest.mark.parametrize(
@@ -49,36 +89,394 @@ def test_numeric(given: str, expected: str, right: bool) -> None:
     assert numeric(given, expected) == float(right)
 
 
+@drawn(st.integers(-(10**12), 10**12))
+def test_a_number_is_the_same_in_every_notation_and_its_neighbour_is_another(number: int) -> None:
+    for text in (f"{number:,}", f"{number:+d}", f"{number}.0", f" {number}\n", f"{number:.12e}"):
+        assert numeric(text, str(number)) == 1.0
+        assert numeric(text, str(number + 1)) == 0.0
+
+
 def test_exact_match_ignores_white_space_at_the_ends_only() -> None:
     assert exact_match(" a b\n", "a b") == 1.0
     assert exact_match("a  b", "a b") == 0.0
     assert exact_match("A", "a") == 0.0
 
 
-def never(given: str, expected: str, entry: int | None) -> float:
-    raise AssertionError("asked")
+@pytest.mark.parametrize(
+    ("given", "expected", "right"),
+    [
+        ("1/2", "0.5", True),
+        (r"\frac{2}{4}", "1/2", True),
+        (r"\frac12", r"$\dfrac{1}{2}$", True),
+        (r"thus $x = \boxed{5}$", "5", True),
+        (r"\boxed{5}", "5", True),
+        (r"\(5\)", "5", True),
+        ("The total is 18", "18", True),
+        ("-7", "- 7", True),
+        (r"10\,000", "10000", True),
+        ("10 000", "10000", True),
+        ("1e6", "1000000", True),
+        ("50%", "1/2", True),
+        (r"x = 2\sqrt{3}", r"\sqrt{12}", True),
+        ("(x+1)^2", "x^2 + 2x + 1", True),
+        (r"\{3, 1\}", r"\{1, 3\}", True),
+        ("5", "6", False),
+        ("0.333", "1/3", False),
+        (r"2\sqrt{3}", "2", False),
+        ("2", r"2\sqrt{3}", False),
+        ("x + 1", "x + 2", False),
+        ("", "0", False),
+        ("{{{", "0", False),
+        ("\\", "\\", False),
+        ("\x00\ud800", "0", False),
+        ("no number at all", "no number at all", False),
+        ("(" * 60, "1", False),
+    ],
+)
+def test_math_verify(given: str, expected: str, right: bool) -> None:
+    assert math_verify(given, expected) == float(right)
 
 
-def test_scores_come_from_the_chosen_function() -> None:
-    texts, answers, entries = ["=7", "=7.0", "7", "="], ["7", "7", "7", ""], [0, 1, 2, 3]
-    pattern = re.compile("=(.*)")
-    assert score(texts, answers, list(entries), "exact_match", never, pattern) == [1.0, 0.0, 0.0, 1.0]
-    assert score(texts, answers, list(entries), "numeric", never, pattern) == [1.0, 1.0, 0.0, 0.0]
-    assert set(REWARDS) == {"exact_match", "numeric"}
+def test_math_verify_works_in_a_thread() -> None:
+    scores: list[float] = []
+    thread = threading.Thread(target=lambda: scores.extend([math_verify("3/4", "0.75"), math_verify("3/4", "0.76")]))
+    thread.start()
+    thread.join()
+    assert scores == [1.0, 0.0]
 
 
-def test_the_tasks_checker_gets_answer_expected_and_entry_and_nothing_without_an_answer() -> None:
+def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_judged() -> None:
+    judge = rewards._Judge(seconds=0.5)
+    assert not judge.agree(r"\binom{100000000}{50000000}", "1")
+    assert judge.process
+    assert judge.process.returncode == -signal.SIGPROF
+    assert judge.agree("1/2", "0.5")
+    judge._end()
+    assert judge.process.returncode == 0
+
+
+def test_without_math_verify_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "math_verify.py").write_text("raise ImportError")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(RewardError, match="is math-verify installed"):
+        rewards._Judge().agree("1", "2")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scorers
+
+
+def test_every_name_in_the_settings_has_a_scorer_here_or_elsewhere() -> None:
+    assert {*REWARDS, "task", "model", "url"} == set(SCORERS)
+    settings: Any = {"format_pattern": "x", "length_target": 1, "model": "m", "url": "http://h"}
+    config = RewardConfig(functions=dict.fromkeys(SCORERS, 1.0), **settings)
+    assert set(rewards.scorers(config, never)) == {*REWARDS, "task"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "answer", "score"),
+    [
+        ("exact_match", "7", "7", 1.0),
+        ("exact_match", "7.0", "7", 0.0),
+        ("numeric", "7.0", "7", 1.0),
+        ("numeric", "14/2", "7", 0.0),
+        ("math_verify", "14/2", "7", 1.0),
+        ("math_verify", "14/3", "7", 0.0),
+    ],
+)
+def test_answers_are_judged_by_the_named_function(name: str, given: str, answer: str, score: float) -> None:
+    assert one(name, response(given, answer, text=f"it is {given}, I think")) == [score]
+
+
+@pytest.mark.parametrize("name", CORRECTNESS)
+def test_no_answer_is_wrong_even_where_none_is_expected(name: str) -> None:
+    assert one(name, response(None, "")) == [0.0]
+
+
+def test_the_tasks_checker_gets_answer_expected_and_entry() -> None:
     asked = []
 
     def checker(given: str, expected: str, entry: int | None) -> float:
         asked.append((given, expected, entry))
         return 0.25
 
-    scores = score([" x 5", "no number", "6"], ["a", "b", "c"], [3, 4, None], "task", checker, re.compile(r"\d"))
-    assert scores == [0.25, 0.0, 0.25]
-    assert asked == [("5", "a", 3), ("6", "c", None)]
+    task = rewards.scorers(RewardConfig(), checker)["task"]
+    assert task([response("5", "a"), response(None, "b"), response("6", "c", number=1)]) == [0.25, 0.0, 0.25]
+    assert asked == [("5", "a", 10), ("6", "c", 11)]
 
 
-def test_rows_of_unequal_number_are_refused() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        score(["1"], ["1", "2"], [None], "numeric", never, None)
+@pytest.mark.parametrize(
+    ("pattern", "text", "score"),
+    [
+        (r"<think>.*</think>\d+", "<think>a\nb</think>42", 1.0),
+        (r"<think>.*</think>\d+", " <think>a</think>42", 0.0),
+        (r"<think>.*</think>\d+", "<think>a</think>42\n", 0.0),
+        (r"a|ab", "ab", 1.0),
+        (r"", "", 1.0),
+    ],
+)
+def test_format_is_of_the_whole_text_with_or_without_an_answer(pattern: str, text: str, score: float) -> None:
+    assert one("format", response(None, text=text), format_pattern=pattern) == [score]
+
+
+@pytest.mark.parametrize(("tokens", "score"), [(0, -1.0), (5, -0.5), (10, 0.0), (13, -0.3), (20, -1.0), (500, -1.0)])
+def test_length_is_the_relative_distance_to_the_target(tokens: int, score: float) -> None:
+    assert one("length", response(tokens=tokens), length_target=10) == [pytest.approx(score)]
+
+
+@drawn(st.integers(0, 10**6), st.integers(1, 10**6))
+def test_length_is_best_at_the_target_alone_and_bounded(tokens: int, target: int) -> None:
+    (score,) = one("length", response(tokens=tokens), length_target=target)
+    assert -1 <= score <= 0
+    assert (score == 0) == (tokens == target)
+    assert (score == -1) == (tokens == 0 or tokens >= 2 * target)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Functions of one's own
+
+Write = Callable[..., str]
+_fresh = itertools.count()
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Puts a module into the working directory, which no path names yet, and returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+
+    def write(source: str, name: str = "") -> str:
+        name = name or f"own_rewards_{next(_fresh)}"
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    return write
+
+
+def test_a_function_of_ones_own_gets_lists_by_keyword(write: Write) -> None:
+    source = "def f(answers, completions, *, prompts, **more):\n    assert not more\n"
+    module = write(f"{source}    return [f'{{p}}|{{c}}|{{a}}' for p, c, a in zip(prompts, completions, answers)]\n")
+    name = f"{module}:f"
+    scorer = rewards.scorers(RewardConfig(functions={name: 1.0}), never)[name]
+    shown = scorer([response(None, "a", text="x y"), response("3", "b", text="z", number=1)])
+    assert shown == [f"{FIRST}|x y|a", f"{SECOND}|z|b"]
+
+
+SOUND = "def helpful(prompts, completions, answers): return [0.0] * len(prompts)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "complaint"),
+    [
+        (SOUND, "helpfull", "{m} has no helpfull; nearest: helpful"),
+        (SOUND + "helpfuls = 3", "helpfuls", "helpfuls is no function but int; nearest: helpful"),
+        (
+            "def f(prompts, completion, answers): ...",
+            "f",
+            "missing a required argument: 'completion'; nearest: completions",
+        ),
+        ("def f(prompts, completions): ...", "f", "got an unexpected keyword argument 'answers'"),
+        ("def f(prompts, completions, answers, tokenizer): ...", "f", "missing a required argument: 'tokenizer'"),
+        ("def f(prompts, completions, answers, /): ...", "f", "positional"),
+        ("f = dict.fromkeys", "f", "must take prompts, completions, answers by keyword"),
+        ("f = max", "f", "a built-in function without a signature"),
+        ("1 / 0", "f", "importing {m} failed: ZeroDivisionError('division by zero')"),
+        ("import absent_package", "f", "importing {m} failed: ModuleNotFoundError"),
+        ("def f(:", "f", "importing {m} failed: SyntaxError"),
+        ("raise ModuleNotFoundError", "f", "importing {m} failed: ModuleNotFoundError()"),
+        ("raise SystemExit(2)", "f", "importing {m} failed: SystemExit(2)"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_said_before_it_is_asked(
+    write: Write, source: str, function: str, complaint: str
+) -> None:
+    module = write(source)
+    with pytest.raises(ConfigError) as caught:
+        rewards.scorers(RewardConfig(functions={f"{module}:{function}": 1.0}), never)
+    message = str(caught.value)
+    assert message.startswith(f"reward.functions {module}:{function}: ")
+    assert complaint.format(m=module) in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("own_judgment:f", "no module own_judgment; nearest: own_judgement"),
+        ("email.mesage:f", "no module email.mesage; nearest: email.message"),
+        ("email.message.deep:f", "no module email.message.deep"),
+        ("qqqqqqqqqqqq:f", "no module qqqqqqqqqqqq"),
+    ],
+)
+def test_a_module_that_is_not_there_is_named_with_the_nearest(write: Write, name: str, complaint: str) -> None:
+    write(SOUND, "own_judgement")
+    with pytest.raises(ConfigError) as caught:
+        load_function(name)
+    assert str(caught.value) == f"reward.functions {name}: {complaint}"
+
+
+def test_the_working_directory_hides_no_module_of_the_same_name(write: Write) -> None:
+    write("def loads(prompts, completions, answers): ...", "quopri")
+    with pytest.raises(ConfigError, match="has no loads"):
+        load_function("quopri:loads")
+
+
+def test_what_a_function_of_ones_own_raises_names_it(write: Write) -> None:
+    name = write("def f(prompts, completions, answers):\n    return [1 / len(c) for c in completions]\n") + ":f"
+    config = RewardConfig(functions={name: 1.0})
+    with pytest.raises(RewardError) as caught:
+        rewards.score([response(text="")], rewards.scorers(config, never), config)
+    assert str(caught.value) == f"reward {name}: raised ZeroDivisionError('division by zero')"
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several at once
+
+
+def test_scores_are_added_by_weight_and_kept_apart() -> None:
+    config = RewardConfig(functions={"length": 0.5, "numeric": 2.0, "m:f": -1.0, "exact_match": 0.0}, length_target=9)
+    scorers = {
+        "length": constant(-1.0, 0.0),
+        "numeric": constant(0.5, 1.0),
+        "m:f": constant(3, 0.25),
+        "exact_match": constant(100.0, -100.0),
+    }
+    assert rewards.score([response(), response(number=1)], scorers, config) == Scores(
+        total=[-2.5, 1.75],
+        parts={"length": [-1, 0], "numeric": [0.5, 1], "m:f": [3, 0.25], "exact_match": [100, -100]},
+        right=[False, True],
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "judge"),
+    [
+        (["task"], "task"),
+        (["m:f", "numeric", "task"], "numeric"),
+        (["math_verify", "exact_match"], "math_verify"),
+        (["m:f"], "task"),
+    ],
+)
+def test_the_first_function_that_can_says_what_is_right(names: list[str], judge: str) -> None:
+    config = RewardConfig(functions={name: float(name != judge) or 0.5 for name in names})
+    scorers = {name: constant(0.0, 9.0) for name in {*names, "task"}} | {judge: constant(1.0, 0.99)}
+    assert rewards.right_by(config) == judge
+    assert rewards.score([response(), response()], scorers, config).right == [True, False]
+
+
+def test_where_no_function_judges_the_answer_the_task_does_and_adds_nothing() -> None:
+    config = RewardConfig(functions={"length": 1.0}, length_target=4)
+    scorers = rewards.scorers(config, lambda given, expected, entry: float(given == expected))
+    scores = rewards.score([response("a", "a", tokens=3), response("b", "a", tokens=4)], scorers, config)
+    assert scores == Scores([-0.25, 0.0], {"length": [-0.25, 0.0], "task": [1.0, 0.0]}, [True, False])
+
+
+@drawn(st.data())
+def test_the_total_is_linear_in_the_weights(data: st.DataObject) -> None:
+    numbers = st.floats(-1e6, 1e6)
+    count = data.draw(st.integers(1, 4))
+    weights = data.draw(st.lists(numbers, min_size=1, max_size=4).filter(any))
+    rows = [data.draw(st.lists(numbers, min_size=count, max_size=count)) for _ in weights]
+    config = RewardConfig(functions={f"m:f{i}": weight for i, weight in enumerate(weights)})
+    scorers = {f"m:f{i}": constant(*row) for i, row in enumerate(rows)} | {"task": constant(*[0.0] * count)}
+    scores = rewards.score([response()] * count, scorers, config)
+    for i, total in enumerate(scores.total):
+        exact = math.fsum(weight * row[i] for weight, row in zip(weights, rows, strict=True))
+        assert total == pytest.approx(exact, rel=1e-9, abs=1e-3)
+    assert [scores.parts[f"m:f{i}"] for i in range(len(rows))] == rows
+
+
+def test_all_scorers_are_asked_at_the_same_time() -> None:
+    together = threading.Barrier(3, timeout=20)
+
+    def waits(responses: Sequence[Response]) -> list[float]:
+        together.wait()
+        return [1.0]
+
+    config = RewardConfig(functions={"task": 1.0, "m:f": 1.0, "m:g": 1.0})
+    assert rewards.score([response()], dict.fromkeys(config.functions, waits), config).total == [3.0]
+
+
+def test_nothing_is_asked_about_no_responses() -> None:
+    config = RewardConfig(functions={"task": 1.0, "m:f": 1.0})
+    scorers = {"task": constant("asked"), "m:f": constant("asked")}
+    assert rewards.score([], scorers, config) == Scores([], {"task": [], "m:f": []}, [])
+
+
+def test_a_scorer_that_is_missing_is_no_score_of_zero() -> None:
+    with pytest.raises(KeyError, match="model"):
+        rewards.score([response()], {"task": constant(1.0)}, RewardConfig(functions={"task": 1, "model": 1}, model="m"))
+
+
+def test_the_first_error_by_name_comes_out_once_all_have_ended() -> None:
+    ended, last = [], threading.Event()
+
+    def slow(responses: Sequence[Response]) -> list[float]:
+        assert last.wait(20)
+        ended.append("slow")
+        raise RewardError("slow")
+
+    def quick(responses: Sequence[Response]) -> list[float]:
+        ended.append("quick")
+        last.set()
+        raise RewardError("quick")
+
+    config = RewardConfig(functions={"task": 1.0, "m:slow": 1.0, "m:quick": 1.0})
+    with pytest.raises(RewardError, match="slow"):
+        rewards.score([response()], {"task": constant(1.0), "m:slow": slow, "m:quick": quick}, config)
+    with pytest.raises(RewardError, match="quick"):
+        rewards.score([response()], {"task": constant(1.0), "m:quick": quick, "m:slow": slow}, config)
+    assert ended == ["quick", "slow"] * 2
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [True, False],
+        (1, 0),
+        np.array([1, 0]),
+        np.array([True, False]),
+        [np.float32(1), np.int8(0)],
+        torch.tensor([1.0, 0.0]),
+    ],
+    ids=str,
+)
+def test_numbers_of_every_kind_are_scores(returned: Any) -> None:
+    scores = rewards.score([response(), response()], {"task": lambda _: returned}, RewardConfig())
+    assert scores == Scores([1.0, 0.0], {"task": [1.0, 0.0]}, [True, False])
+    assert {type(value) for value in scores.parts["task"]} == {float}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, math.nan, math.inf, -math.inf, "1", b"1", 1j, [1.0, 2.0], 10**400, np.float64("nan"), object()],
+    ids=str,
+)
+def test_what_is_no_finite_number_names_function_prompt_and_value(value: Any) -> None:
+    with pytest.raises(RewardError) as caught:
+        rewards.score([response(), response(number=1)], {"task": constant(1.0, value)}, RewardConfig())
+    message = str(caught.value)
+    assert message.startswith(f"reward task: {repr(value)[:40]}")
+    assert "for prompt 1 ('What\\nis very very" in message
+    assert "\n" not in message
+    assert len(message) < 350
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ([1.0], "1 scores for 2 responses, from prompt 0 ('What is 1 + 1?') on: [1.0]"),
+        ([1.0] * 3, "3 scores for 2 responses, from prompt 0 ('What is 1 + 1?') on: [1.0, 1.0, 1.0]"),
+        ([], "0 scores for 2 responses"),
+        (None, "None for 2 responses, from prompt 0 ('What is 1 + 1?') on"),
+        (0.5, "0.5 for 2 responses"),
+        (np.zeros((1, 2)), "1 scores for 2 responses, from prompt 0 ('What is 1 + 1?') on: array([[0., 0.]])"),
+        ("10", "'1' is no finite score, for prompt 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_number_of_scores_is_an_error(returned: Any, shown: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        rewards.score([response(), response(number=1)], {"task": lambda _: returned}, RewardConfig())
+    assert str(caught.value).startswith(f"reward task: {shown}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlx import experience, model
 from rlx.rollout import sync
 from rlx.rollout.pool import RolloutError, Rollouts, request_seed
-from rlx.types import Completion, Prompt, Sampling, WeightSyncError
+from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(1,))
 CLOSE, FAR = 1e-4, 1e-2
@@ -43,7 +43,7 @@ class Side:
 
     def push(self) -> None:
         self.version += 1
-        sync.push(model.engine_parameters(self.policy), [self.engine], self.version, sender=True)
+        sync.push(model.engine_weights(self.policy), [self.engine], self.version, sender=True)
 
     def change(self) -> None:
         """As an update of the policy would, only larger."""
@@ -68,7 +68,7 @@ versions = iter(range(1, 10_000, 100))  # so that no test takes another one's we
 
 
 def side_of(engine: Any, folder: Path) -> Side:
-    side = Side(engine, model.load_policy(str(folder), head=False), next(versions))
+    side = Side(engine, model.load_policy(str(folder), head=None), next(versions))
     side.push()
     return side
 
@@ -124,9 +124,10 @@ def test_a_draw_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> Non
     backwards = rollouts.generate(PROMPTS[::-1], SAMPLING, 3, tied.version)
     assert sorted(backwards, key=lambda c: (c.prompt.id, c.sample)) == completions
     # The other engine with the same weights, which for it are not tied.
-    parameters = dict(model.engine_parameters(tied.policy))
-    embedding = parameters["model.embed_tokens.weight"]
-    sync.push([*parameters.items(), ("lm_head.weight", embedding)], [untied.engine], tied.version, sender=True)
+    weights = model.engine_weights(tied.policy)
+    (embedding,) = (weight for weight in weights if weight.name == "model.embed_tokens.weight")
+    head = replace(embedding, name="lm_head.weight")
+    sync.push([*weights, head], [untied.engine], tied.version, sender=True)
     pair = Rollouts([tied.engine, untied.engine], seed=0, rank=1)
     assert pair.generate(PROMPTS, SAMPLING, 3, tied.version) == completions
     assert Rollouts([tied.engine], seed=1).generate(PROMPTS, SAMPLING, 3, tied.version) != completions
@@ -201,11 +202,19 @@ def tensors(dtype: torch.dtype) -> list[tuple[str, Tensor]]:
     return [(name, torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()]
 
 
+def weight(name: str, tensor: Tensor) -> Weight:
+    return Weight(name, tensor.nbytes, lambda: tensor)
+
+
+def packed(weights: Sequence[Weight]) -> sync.Bucket:
+    return sync.pack([(weight.name, weight.full()) for weight in weights])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 def test_tensors_survive_buckets_of_any_size(dtype: torch.dtype, bucket_bytes: int) -> None:
     sent = tensors(dtype)
-    buckets = [sync.pack(group) for group in sync._grouped(sent, bucket_bytes)]
+    buckets = [packed(group) for group in sync._grouped([weight(*pair) for pair in sent], bucket_bytes)]
     assert len(buckets) == {1: 5, 100: 3, 1 << 20: 1}[bucket_bytes]
     received = [pair for bucket in buckets for pair in sync.unpack(bucket)]
     assert [name for name, _ in received] == [name for name, _ in sent]
@@ -225,8 +234,8 @@ def test_a_checksum_covers_names_shapes_and_bytes(part: str) -> None:
 def test_an_update_in_many_buckets_is_whole(tied: Side) -> None:
     tied.change()
     tied.version += 1
-    parameters = model.engine_parameters(tied.policy)
-    sync.push(parameters, [tied.engine], tied.version, sender=True, bucket_bytes=1000)
+    weights = model.engine_weights(tied.policy)
+    sync.push(weights, [tied.engine], tied.version, sender=True, bucket_bytes=1000)
     assert tied.gap(tied.generate()) < CLOSE
 
 
@@ -238,10 +247,10 @@ def test_another_version_than_the_engine_holds_is_refused(tied: Side) -> None:
 
 def begun(side: Side, timeout_s: float) -> tuple[sync._Push, list[sync.Bucket]]:
     """A weight update that waits for its buckets."""
-    parameters = model.engine_parameters(side.policy)
+    weights = model.engine_weights(side.policy)
     update = sync._Push([side.engine], side.version + 1, timeout_s)
-    update.start(len(parameters))
-    return update, [sync.pack(group) for group in sync._grouped(parameters, 100_000)]
+    update.start(len(weights))
+    return update, [packed(group) for group in sync._grouped(weights, 100_000)]
 
 
 def assert_only_an_update_helps(side: Side) -> None:
@@ -297,19 +306,19 @@ def hanging(engine: Any) -> Iterator[None]:
 
 
 def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
-    parameters = model.engine_parameters(tied.policy)
+    weights = model.engine_weights(tied.policy)
     with hanging(tied.engine):
         with pytest.raises(RolloutError, match="engine 0 did not answer in time"):
             tied.generate(timeout_s=1)
         with pytest.raises(WeightSyncError, match="engine 0 did not answer in time"):
-            sync.push(parameters, [tied.engine], tied.version + 1, sender=True, timeout_s=1)
+            sync.push(weights, [tied.engine], tied.version + 1, sender=True, timeout_s=1)
     tied.push()
     assert tied.gap(tied.generate()) < CLOSE
 
 
 def test_an_engine_that_vllm_leaves_broken_is_started_afresh(untied: Side) -> None:
     with pytest.raises(WeightSyncError, match=r"engine 0 failed: ValueError: .*nonsense"):
-        sync.push([("nonsense", torch.zeros(3))], [untied.engine], untied.version + 1, sender=True)
+        sync.push([weight("nonsense", torch.zeros(3))], [untied.engine], untied.version + 1, sender=True)
     time.sleep(2)  # it tells its callers before it ends
     with pytest.raises(RolloutError, match="engine 0 died"):
         untied.generate()

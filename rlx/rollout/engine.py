@@ -7,13 +7,16 @@ is pool.py's business; where new weights come from is sync.py's.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import queue
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,6 +27,8 @@ if TYPE_CHECKING:  # the process that only starts engines does without torch
     import torch
 
     from rlx.rollout.sync import Bucket
+
+_SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 # vLLM reads these when it is imported. One thread: two engines' spinning thread pools on the same cores are 20 x
 # slower. No compile: the one function that vLLM compiles in eager mode costs seconds and gains nothing on CPU.
@@ -110,13 +115,18 @@ class Engine:
     If the engine fails its process ends, so that Ray starts it afresh: with the model's own weights, version 0.
     """
 
-    async def __init__(self, model: str, options: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, model: str, options: dict[str, Any], adapter: dict[str, Any] | None = None
+    ) -> None:
         """Starts the engine; returns once it can generate.
 
         Args:
             model: Hugging Face folder or name.
             options: vLLM engine arguments that depend on the run.
+            adapter: peft's description of the adapters that updates bring; None: they bring the whole model.
         """
+        self._adapter = adapter
+        self._lora: Any = None  # vLLM's request for the newest adapters
         self.version: int | None = 0  # None: its weights are in part of one version, in part of another
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[Any]] = {}
@@ -234,7 +244,8 @@ class Engine:
 
     def _add(self, name: str, request: Request, sampling: Sampling) -> None:
         try:
-            self._llm.add_request(name, {"prompt_token_ids": list(request.prompt)}, _params(sampling, request.seed))
+            params = _params(sampling, request.seed)
+            self._llm.add_request(name, {"prompt_token_ids": list(request.prompt)}, params, lora_request=self._lora)
         except Exception as error:  # a request that vLLM refuses, e.g. too long a prompt: the others go on
             self._report(name, _plain(error))
 
@@ -243,8 +254,26 @@ class Engine:
             self._step()
         if not self._llm.reset_prefix_cache():  # the cached keys and values belong to the old weights
             raise RuntimeError("vLLM did not reset its prefix cache")
-        self._llm.collective_rpc("rlx_load_weights", args=(update.tensors(),))
+        if self._adapter is None:
+            self._llm.collective_rpc("rlx_load_weights", args=(update.tensors(),))
+        else:
+            self._load_adapters(dict(update.tensors()), update)
         self._report(name, update.error)
+
+    def _load_adapters(self, tensors: dict[str, torch.Tensor], update: _Update) -> None:
+        """vLLM takes adapters from a folder: one in shared memory, and gone as soon as they are in."""
+        from safetensors.torch import save_file
+        from vllm.lora.request import LoRARequest
+
+        if update.error:
+            return
+        with tempfile.TemporaryDirectory(prefix="rlx-adapter-", dir=_SHARED_MEMORY) as folder:
+            Path(folder, "adapter_config.json").write_text(json.dumps(self._adapter))
+            save_file(tensors, Path(folder, "adapter_model.safetensors"))
+            self._lora = LoRARequest("policy", 1, folder, load_inplace=True)
+            if not self._llm.add_lora(self._lora):
+                raise RuntimeError("vLLM did not take the adapters")
+        self._lora = LoRARequest("policy", 1, folder)  # what requests name: to be used as it is, not loaded again
 
 
 class WeightLoader:

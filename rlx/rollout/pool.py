@@ -31,6 +31,7 @@ def start_engines(
     resources: dict[str, float],
     group: PlacementGroup,
     first_bundle: int,
+    adapter: dict[str, Any] | None = None,
 ) -> list[Any]:
     """Engine actors in the bundles of a placement group from `first_bundle` on; does not wait for them.
 
@@ -38,6 +39,7 @@ def start_engines(
         model: Hugging Face folder or name.
         options: vLLM engine arguments.
         resources: what each engine takes of its bundle, as Ray names it.
+        adapter: peft's description of the adapters that are sent; None: whole models are.
     """
     on_gpu = resources.get("GPU", 0) > 0
     common = dict(
@@ -49,7 +51,7 @@ def start_engines(
     )
     places = [PlacementGroupSchedulingStrategy(group, first_bundle + index) for index in range(count)]
     actor = ray.remote(Engine)
-    return [actor.options(scheduling_strategy=place, **common).remote(model, options) for place in places]
+    return [actor.options(scheduling_strategy=place, **common).remote(model, options, adapter) for place in places]
 
 
 def engine_options(
@@ -62,14 +64,21 @@ def engine_options(
     gpu_memory: float,
     eager: bool,
     trust_remote_code: bool = False,
+    lora_rank: int = 0,
 ) -> dict[str, Any]:
-    """vLLM engine arguments for a run. On CPU: blocks short enough for the prefix cache to hit, and always eager."""
+    """vLLM engine arguments for a run. On CPU: blocks short enough for the prefix cache to hit, and always eager.
+
+    With `lora_rank` the engine takes adapters of at most that rank.
+    """
     common: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "trust_remote_code": trust_remote_code,
     }
+    if lora_rank:
+        ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+        common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in ranks if r >= lora_rank)}
     if on_gpu:
         return common | {"gpu_memory_utilization": gpu_memory, "enforce_eager": eager}
     # A prompt cut in two cannot be sampled with a seed on CPU (vLLM rewinds a generator offset that only GPUs have).

@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,9 @@ import numpy as np
 import ray
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rlx.rollout.pool import RolloutError, answer
-from rlx.types import WeightSyncError
+from rlx.types import Weight, WeightSyncError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Bucket:
 
 
 def push(
-    parameters: Iterable[tuple[str, Tensor]],
+    weights: Sequence[Weight],
     engines: Sequence[Any],
     version: int,
     *,
@@ -48,7 +47,7 @@ def push(
     Engines that are just starting are waited for.
 
     Args:
-        parameters: (Hugging Face name, full tensor or FSDP shard), in the same order on every rank.
+        weights: in the same order on every rank.
         engines: actor handles.
         sender: whether this rank sends; the others only take part in gathering.
         dtype: what the engines hold.
@@ -57,12 +56,11 @@ def push(
     Raises:
         WeightSyncError: an engine did not take the weights in time, or not the ones sent; names the engine.
     """
-    shards = list(parameters)
     update = _Push(engines, version, timeout_s) if sender else None
     if update:
-        update.start(len(shards))
-    for group in _grouped(shards, bucket_bytes):
-        tensors = [(name, gathered(tensor).to(dtype)) for name, tensor in group]
+        update.start(len(weights))
+    for group in _grouped(weights, bucket_bytes):
+        tensors = [(weight.name, weight.full().to(dtype)) for weight in group]
         if update:
             update.send(pack(tensors))
     if update:
@@ -127,20 +125,14 @@ def _checksum(layout: tuple[tuple[str, str, tuple[int, ...]], ...], data: np.nda
     return zlib.crc32(data.data, zlib.crc32(repr(layout).encode()))
 
 
-def _grouped(tensors: list[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+def _grouped(weights: Sequence[Weight], limit: int) -> Iterator[list[Weight]]:
     """Runs of tensors of at most `limit` bytes together; a larger one stands alone."""
-    group: list[tuple[str, Tensor]] = []
+    group: list[Weight] = []
     size = 0
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if group and size + nbytes > limit:
+    for weight in weights:
+        if group and size + weight.nbytes > limit:
             yield group
             group, size = [], 0
-        group.append((name, tensor))
-        size += nbytes
+        group.append(weight)
+        size += weight.nbytes
     yield group
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """The full tensor of an FSDP shard; all ranks call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

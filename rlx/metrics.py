@@ -1,0 +1,175 @@
+"""What a step says of itself: the greedy answers to held-out prompts, and the statistics of training over all ranks.
+
+Their names and meanings are report.py's; a metric that does not apply to a run is left out.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torchmetrics import MeanMetric
+
+from rlx import algorithms
+from rlx.experience import Selection
+from rlx.types import Experience, Judged
+from rlx.worker import Run, Sums
+
+
+def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Greedy answers to the held-out prompts: their metrics over all ranks, and some of this rank's as sample rows.
+
+    Where an average of the policy's weights is kept, it answers too.
+    """
+    started = time.perf_counter()
+    judged = held_out_answers(run)
+    metrics = over_ranks(run, judged, "eval")
+    if run.average:
+        with run.averaged():
+            metrics |= over_ranks(run, held_out_answers(run), "eval/ema")
+    metrics["time/eval"] = time.perf_counter() - started
+    kept = judged[: run.config.tracking.samples]
+    texts = run.tokenizer.batch_decode([one.completion.token_ids for one in kept], skip_special_tokens=True)
+    return metrics, [
+        {
+            "prompt": one.completion.prompt.question,
+            "completion": text,
+            "answer": one.completion.prompt.answer,
+            "score": one.score,
+        }
+        for one, text in zip(kept, texts, strict=True)
+    ]
+
+
+def held_out_answers(run: Run) -> list[Judged]:
+    return run.judge(run.rollouts.generate(run.held_out, run.greedy, 1, version=run.step), run.held_out_scorers)
+
+
+def over_ranks(run: Run, judged: Sequence[Judged], prefix: str) -> dict[str, float]:
+    """Accuracy, reward and length, mean over all ranks' answers."""
+    columns = {
+        "accuracy": [float(one.right) for one in judged],
+        "reward": [one.score for one in judged],
+        "length": [float(len(one.completion.token_ids)) for one in judged],
+    }
+    metrics = {}
+    for name, column in columns.items():
+        mean = MeanMetric().to(run.device)
+        mean.update(torch.tensor(column, device=run.device))
+        metrics[f"{prefix}/{name}"] = float(mean.compute())
+    return metrics
+
+
+def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
+    """What a step's metrics need to know of all that was drawn and of what was trained on, before the update."""
+    drawn, mask = selection.drawn, batch.mask
+    mismatch = algorithms.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
+    weights = run.importance(batch, cut=False)
+    sums: Sums = {
+        "drawn": len(drawn),
+        "score": sum(one.score for one in drawn),
+        "score_squared": sum(one.score**2 for one in drawn),
+        "right": sum(one.right for one in drawn),
+        "generated": selection.tokens,
+        "varied": selection.varied,
+        "completions": len(mask),
+        "tokens": mask.sum(),
+        "prompt_tokens": batch.prompt_lengths.sum(),
+        "truncated": sum(not one.completion.finished for one in drawn),
+        "age": sum(run.step - 1 - one.completion.version for one in drawn),
+        "mismatch": algorithms.masked_sum(mismatch, mask),
+        "weight": algorithms.masked_sum(weights, mask),
+        "weight_squared": algorithms.masked_sum(weights.square(), mask),
+        "reweighted": (run.importance(batch) != weights).sum() * (run.config.algorithm.importance != "none"),
+    }
+    sums |= {f"part/{name}": sum(one.parts[name] for one in drawn) for name in drawn[0].parts}
+    for name, grid in (("residual", batch.returns - batch.values), ("returns", batch.returns)):
+        sums |= {f"{name}/{i}": part for i, part in enumerate(algorithms.moments(grid, mask))}
+    return sums
+
+
+def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The step's metrics over all ranks; moves the KL controller and the token count on."""
+    s = run.summed(sums)
+    metrics = dict(seconds) | _of_scores(run, s) | _of_policy(run, s) | _of_values(run, s) | _of_mismatch(run, batch, s)
+    run.tokens += int(s["generated"])
+    run.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
+    trained = (s["prompt_tokens"] + s["tokens"]) * s["updates"] / run.ranks / run.config.train.minibatches
+    return metrics | {
+        "response/length_mean": s["tokens"] / s["completions"],
+        "response/truncated_fraction": s["truncated"] / s["drawn"],
+        "tokens/rollout_per_s": s["generated"] / seconds["time/rollout"],
+        "tokens/update_per_s": trained / seconds["time/update"],
+        "tokens/total": float(run.tokens),
+        "staleness/mean": s["age"] / s["drawn"],
+        "memory/peak_gib": run.largest([_peak_gib(run.device)])[0],
+    }
+
+
+def _of_scores(run: Run, s: Mapping[str, float]) -> dict[str, float]:
+    mean = s["score"] / s["drawn"]
+    metrics = {
+        "reward/mean": mean,
+        "reward/std": max(0.0, s["score_squared"] / s["drawn"] - mean * mean) ** 0.5,
+        "task/accuracy": s["right"] / s["drawn"],
+    }
+    metrics |= {f"reward/{name}": s[f"part/{name}"] / s["drawn"] for name in run.config.reward.functions}
+    groups = s["drawn"] / run.config.train.samples_per_prompt
+    metrics["groups/varied_fraction"] = s["varied"] / groups
+    if run.config.algorithm.filter_groups:
+        metrics["groups/drawn"] = groups
+    if run.config.algorithm.normalize_scores:
+        mean, scale = run.scores.shift_and_scale()
+        metrics |= {"reward/running_mean": mean, "reward/running_std": 1 / scale}
+    return metrics
+
+
+def _of_policy(run: Run, s: Mapping[str, float]) -> dict[str, float]:
+    metrics = {"policy/entropy": s["entropy"] / s["tokens"], "policy/lr": run.base_lr[0][0]["lr"]}
+    if run.config.reference != "none":
+        metrics |= {"kl/ref": s["kl"] / s["tokens"], "kl/coef": run.kl.coef}
+    if "policy/loss" not in s:  # the critic is warming up
+        return metrics
+    updates, passes = s["updates/policy"], s["passes"] / run.ranks
+    per_token = ("clip_fraction", "approx_kl", "ratio")
+    metrics |= {f"policy/{name}": s[f"policy/{name}"] / s["updated"] for name in per_token}
+    metrics |= {name: s[name] / passes for name in ("policy/loss", "kl/loss", "ptx/loss") if name in s}
+    return metrics | {"policy/grad_norm": s["grad_norm/policy"] / updates, "policy/updates": updates / run.ranks}
+
+
+def _of_values(run: Run, s: Mapping[str, float]) -> dict[str, float]:
+    if run.config.critic == "none" or "value/loss" not in s:
+        return {}
+    residual, returns = (
+        torch.tensor([s[f"{name}/{i}"] for i in range(3)], dtype=torch.float64) for name in ("residual", "returns")
+    )
+    metrics = {
+        "value/loss": s["value/loss"] / (s["passes"] / run.ranks),
+        "value/clip_fraction": s["value/clip_fraction"] / s["updated"],
+        "value/explained_variance": float(algorithms.explained_variance(residual, returns)),
+    }
+    if run.critic is not None:  # a head's gradient is part of the policy's
+        metrics["value/grad_norm"] = s["grad_norm/critic"] / s["updates/critic"]
+    return metrics
+
+
+def _of_mismatch(run: Run, batch: Experience, s: Mapping[str, float]) -> dict[str, float]:
+    gap = ((batch.logprobs - batch.rollout_logprobs) * batch.mask).abs().max()
+    heaviest = (run.importance(batch, cut=False) * batch.mask).max()
+    widest_gap, heaviest_weight = run.largest([float(gap), float(heaviest)])
+    return {
+        "mismatch/kl": s["mismatch"] / s["tokens"],
+        "mismatch/max_abs": widest_gap,
+        "mismatch/clipped_fraction": s["reweighted"] / s["tokens"],
+        "mismatch/weight_max": heaviest_weight,
+        "mismatch/effective_fraction": s["weight"] ** 2 / (s["tokens"] * s["weight_squared"]),
+    }
+
+
+def _peak_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB

@@ -1,0 +1,172 @@
+"""Scores from a web address: batches of completions go there as JSON, several at once, again after a failure.
+
+What the scores must be is rewards.score's to check; experiments/reward_server.py is the other end.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import requests
+import urllib3
+
+from rlx.config import ConfigError
+from rlx.rewards import RewardError
+from rlx.settings import RewardConfig
+from rlx.types import Response
+
+_CONNECTIONS = 8
+_MOST_BYTES = 64 << 20
+
+
+class _Transient(Exception):
+    """An attempt failed in a way that another may not."""
+
+
+@dataclass(frozen=True)
+class RemoteReward:
+    """The scorer at a web address."""
+
+    url: str
+    key: str | None = field(repr=False)  # sent as a bearer token
+    batch: int  # completions per request
+    retries: int
+    timeout_s: float  # of one attempt, from connecting to the last byte
+    first_wait_s: float = 0.5  # before the first retry; twice as long before each further one
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            requests.Request("POST", self.url).prepare()
+        except ValueError:  # requests' own errors of an address are ValueErrors too
+            valid = False
+        if not valid:  # nothing of it is shown: where a password would be in it is anybody's guess
+            raise ConfigError("reward.url: expected an address like http://HOST:PORT/PATH or https://HOST/PATH")
+        if self.key is not None and not re.fullmatch(r"[!-~]+", self.key):
+            raise ConfigError("reward.url_key: the key is empty, or has characters that no header can carry")
+
+    @classmethod
+    def from_config(cls, config: RewardConfig) -> RemoteReward:
+        assert config.url is not None  # RewardConfig sees to it, where reward.functions has url
+        key = None
+        if config.url_key is not None:
+            key = os.environ.get(config.url_key)
+            if key is None:
+                raise ConfigError(f"reward.url_key: there is no environment variable {config.url_key}")
+        return cls(config.url, key and key.strip(), config.url_batch, config.url_retries, config.timeout_s)
+
+    @property
+    def address(self) -> str:
+        """The URL as messages show it: without password and query."""
+        parts = urlsplit(self.url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+    def __call__(self, responses: Sequence[Response]) -> list[Any]:
+        batches = [responses[start : start + self.batch] for start in range(0, len(responses), self.batch)]
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            return [one for scores in pool.map(self._batch_scores, batches) for one in scores]
+
+    def _batch_scores(self, responses: Sequence[Response]) -> list[Any]:
+        """The scores of one request, which is repeated while it fails and there is hope."""
+        request = {
+            "prompts": [response.prompt.question for response in responses],
+            "completions": [response.text for response in responses],
+            "answers": [response.prompt.answer for response in responses],
+        }
+        body = json.dumps(request).encode()
+        for attempt in range(1, self.retries + 2):
+            try:
+                return self._scores(*self._post(body), len(responses))
+            except _Transient as error:
+                failure = self._error(str(error), attempt)
+            except RewardError as error:
+                raise self._error(str(error), attempt) from None
+            if attempt <= self.retries:
+                time.sleep(self.first_wait_s * 2 ** (attempt - 1))
+        raise failure
+
+    def _error(self, reason: str, attempts: int) -> RewardError:
+        times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+        return RewardError(f"reward url: {self.address} {reason} ({times})")
+
+    def _scores(self, status: int, body: bytes, count: int) -> list[Any]:
+        """The scores in an answer."""
+        if status != http.client.OK:
+            said = body[:10_000].decode(errors="replace").replace(self.key or "\0", "***")  # a server may quote the key
+            reason = f"answered {status} {http.client.responses.get(status, '')}: {' '.join(said.split())[:100]}"
+            raise (_Transient if status == http.client.TOO_MANY_REQUESTS or status >= 500 else RewardError)(reason)
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError):
+            raise _Transient("answered no valid JSON") from None
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, list):
+            raise _Transient('answered without a list "scores"')
+        if len(scores) != count:
+            raise _Transient(f"answered {len(scores)} scores for {count} completions")
+        return scores
+
+    def _post(self, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer to one attempt.
+
+        It runs in a thread that is left behind at the deadline, since a server that sends a byte now and then
+        satisfies every timeout that requests knows.
+        """
+        answer: Future[tuple[int, bytes]] = Future()
+
+        def attempt() -> None:
+            try:
+                answer.set_result(self._exchange(body, time.monotonic() + self.timeout_s))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=attempt, daemon=True).start()
+        try:
+            return answer.result(self.timeout_s)
+        except (TimeoutError, requests.Timeout, urllib3.exceptions.TimeoutError):
+            raise _Transient(f"did not answer within {self.timeout_s:g} s") from None
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            raise _Transient(f"failed: {_root(error)}") from None
+
+    def _exchange(self, body: bytes, deadline: float) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # no small answer that swells
+        with requests.post(
+            self.url,
+            data=body,
+            headers=headers,
+            auth=self._authorize if self.key else None,
+            timeout=self.timeout_s,
+            allow_redirects=False,  # the key is for this address alone
+            stream=True,
+        ) as response:
+            read = bytearray()
+            while chunk := response.raw.read1(1 << 16):
+                read += chunk
+                if len(read) > _MOST_BYTES:
+                    raise _Transient(f"answered more than {_MOST_BYTES} bytes")
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+            return response.status_code, bytes(read)
+
+    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        """Sets the key where requests would otherwise put what the address or ~/.netrc has."""
+        request.headers["Authorization"] = f"Bearer {self.key}"
+        return request
+
+
+def _root(error: BaseException) -> str:
+    """What was at the bottom of an error: those above it quote the address, with all that is in it."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return " ".join(f"{type(error).__name__}: {error}".split())

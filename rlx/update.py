@@ -1,0 +1,160 @@
+"""Step 7 of the loop: a step's experience becomes losses, gradients and optimizer steps.
+
+The formulas are algorithms.py's; here they meet the models, the settings and the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlx import adaptive, algorithms, experience, model
+from rlx.model import Scored
+from rlx.types import Experience
+from rlx.worker import Run, Sums
+
+
+def update(run: Run, batch: Experience) -> Sums:
+    """All epochs of optimizer steps on a batch; the losses' statistics, summed over them."""
+    batches = experience.minibatches(batch, run.config.train.minibatches)
+    cut, stop_kl = run.cut(batches), run.config.algorithm.stop_kl
+    sizes = denominators(run, batches)
+    sums: Sums = {}
+    for _ in range(run.config.train.epochs):
+        for micros, size in zip(cut, sizes, strict=True):
+            moved = "updates" in sums  # before the first optimizer step the policy is the old one
+            done = accumulate(run, micros, size)
+            _add(sums, done)
+            if stop_kl is not None and moved and run.summed(done)["policy/approx_kl"] > stop_kl * size.tokens:
+                discard_gradients(run)
+                return sums
+            _add(sums, optimizer_step(run))
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What the losses of an optimizer step are divided by: its size over all ranks."""
+
+    tokens: float
+    policy: float  # tokens or responses, as algorithm.aggregation has it
+
+
+def denominators(run: Run, batches: Sequence[Experience]) -> list[Size]:
+    """The size of each mini-batch."""
+    sums: Sums = {}
+    for i, part in enumerate(batches):
+        sums |= {f"tokens/{i}": part.mask.sum(), f"policy/{i}": _token_weights(run, part)[1]}
+    total = run.summed(sums)
+    return [Size(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(batches))]
+
+
+def accumulate(run: Run, micros: Sequence[Experience], size: Size) -> Sums:
+    """Gradients of one optimizer step: of its micro-batches, and of the supervised rows that go with it."""
+    sums: Sums = {"passes": 1.0}
+    run.reduce_gradients(False)
+    if run.supervised and "policy" in run.learning:
+        sums["ptx/loss"] = backward_supervised(run)
+    for i, micro in enumerate(micros):
+        run.reduce_gradients(i == len(micros) - 1)
+        _add(sums, backward(run, micro, size))
+    return sums
+
+
+def backward(run: Run, micro: Experience, size: Size) -> Sums:
+    """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks."""
+    settings, mask = run.config.algorithm, micro.mask
+    inputs = (micro.ids, micro.prompt_lengths, mask.shape[1])
+    stats: Sums = {"updated": mask.sum()}
+    loss, values = torch.zeros((), device=run.device), None
+    if "policy" in run.learning:
+        scored = run.policy(*inputs, run.sampling.temperature, settings.entropy_coef > 0)
+        policy_loss, policy_stats = policy_losses(run, scored, micro, size.policy)
+        loss, values = loss + policy_loss, scored.values
+        stats |= policy_stats
+    if run.critic is not None:
+        values = run.critic(*inputs)
+    if values is not None:
+        value_loss, value_stats = algorithms.value_loss(
+            values, micro.values, micro.returns, mask, size.tokens, settings.value_clip
+        )
+        loss = loss + (settings.value_coef if run.critic is None else 1.0) * value_loss
+        stats |= {"value/loss": value_loss.detach(), "value/clip_fraction": value_stats["clip_fraction"]}
+    (loss * run.ranks).backward()  # FSDP averages gradients over ranks; the denominators are global already
+    return stats
+
+
+def policy_losses(run: Run, scored: Scored, micro: Experience, size: float) -> tuple[Tensor, Sums]:
+    """The policy's loss with entropy bonus and KL, where they are part of it; and its statistics."""
+    settings, mask = run.config.algorithm, micro.mask
+    weights, _ = _token_weights(run, micro)
+    loss, stats = algorithms.policy_loss(
+        scored.logprobs,
+        micro.logprobs,
+        micro.advantages,
+        mask,
+        size,
+        settings.clip_low,
+        settings.clip_high,
+        settings.dual_clip,
+        weights * run.importance(micro),
+        settings.loss,
+    )
+    sums: Sums = {"policy/loss": loss.detach()}
+    sums |= {f"policy/{name}": total for name, total in stats.items()}
+    if settings.entropy_coef > 0:
+        loss = loss + settings.entropy_coef * algorithms.entropy_loss(scored.entropy, mask, size, weights)
+    if settings.kl_in == "loss" and run.kl.coef > 0:
+        kl_loss = algorithms.kl_loss(scored.logprobs, micro.ref_logprobs, mask, size, settings.kl_kind, weights)
+        loss = loss + run.kl.coef * kl_loss
+        sums["kl/loss"] = kl_loss.detach()
+    return loss, sums
+
+
+def backward_supervised(run: Run) -> Tensor:
+    """Gradients of the supervised loss on the rows that go with this optimizer step; this rank's share of the loss."""
+    rows = run.answers()
+    tokens = run.summed({"tokens": rows.mask.sum()})["tokens"]
+    total = torch.zeros((), device=run.device)
+    for micro in run.cut([rows])[0]:
+        scored = run.policy(micro.ids, micro.prompt_lengths, micro.mask.shape[1], 1.0)
+        loss = algorithms.supervised_loss(scored.logprobs, micro.mask, tokens)
+        (run.config.algorithm.ptx_coef * loss * run.ranks).backward()
+        total += loss.detach()
+    return total
+
+
+def optimizer_step(run: Run) -> Sums:
+    """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping."""
+    train = run.config.train
+    total = train.steps * train.epochs * train.minibatches
+    scale = adaptive.lr_scale(run.updates, train.warmup_steps, total, train.lr_schedule)
+    for group, lr in run.base_lr:
+        group["lr"] = lr * scale
+    norms: Sums = {"updates": 1.0}
+    for name in run.learning:
+        part, optimizer = run.trained[name].model, run.trained[name].optimizer
+        norm = torch.nn.utils.clip_grad_norm_(part.parameters(), train.max_grad_norm)
+        norms |= {f"grad_norm/{name}": model.gathered(norm), f"updates/{name}": 1.0}
+        optimizer.step()
+        optimizer.zero_grad()
+    run.updates += 1
+    run.update_average()
+    return norms
+
+
+def discard_gradients(run: Run) -> None:
+    for trained in run.trained.values():
+        trained.optimizer.zero_grad()
+
+
+def _token_weights(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
+    return algorithms.token_weights(batch.mask, run.config.algorithm.aggregation, run.config.rollout.max_tokens)
+
+
+def _add(sums: Sums, more: Mapping[str, float | Tensor]) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0.0) + value
