@@ -110,7 +110,7 @@ def _kl(log_ratio: Tensor, kind: str) -> Tensor:
     if not kind.endswith("+"):
         return value
     unbiased = _k2(log_ratio)
-    return value.detach() + unbiased - unbiased.detach()
+    return value.detach() + (unbiased - unbiased.detach())  # the bracket is 0: the value stays as it is
 
 
 def log_ratio_kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
@@ -230,7 +230,7 @@ def group_advantages(scores: Tensor, groups: Tensor, kind: str, greedy: Tensor |
     mean = over_group(exact) / count
     mean = torch.where(_all_equal(exact, index, size), exact, mean)  # no rounding where nothing differs
     variance = over_group((exact - mean).square()) / (count - 1).clamp(min=1)
-    baseline = torch.zeros_like(exact) if greedy is None else greedy.double()
+    baseline = torch.zeros_like(exact) if greedy is None else greedy.detach().double()
     return estimator(exact, _Group(count, mean, variance.sqrt(), baseline)).to(scores.dtype)
 
 
@@ -287,7 +287,8 @@ def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Ten
 
     Source: the entropy bonus of Schulman et al. 2017 (arXiv 1707.06347) eq. 9.
     """
-    return _mean(-masked_sum(entropy if weights is None else entropy * weights, mask), denominator)
+    kept = _inside(entropy, mask)
+    return _mean(-(kept if weights is None else kept * _inside(weights.detach(), mask)).sum(), denominator)
 
 
 Clipped = tuple[Tensor, Tensor]
@@ -363,7 +364,7 @@ def policy_loss(
 def _of_response(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """The mean log-ratio of the response on each of its tokens, with the gradient of the token's own."""
     mean = log_ratio.detach().sum(1, keepdim=True) / mask.bool().sum(1, keepdim=True).clamp(min=1)
-    return _inside(mean + log_ratio - log_ratio.detach(), mask)
+    return _inside(mean + (log_ratio - log_ratio.detach()), mask)
 
 
 def kl_loss(
@@ -375,7 +376,7 @@ def kl_loss(
     Source: Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) eq. 3 and 4.
     """
     kl = _kl(_inside(logp - ref_logp.detach(), mask), kind)
-    return _mean(kl.sum() if weights is None else (kl * _inside(weights, mask)).sum(), denominator)
+    return _mean(kl.sum() if weights is None else (kl * _inside(weights.detach(), mask)).sum(), denominator)
 
 
 def supervised_loss(logp: Tensor, mask: Tensor, denominator: float) -> Tensor:

@@ -104,7 +104,11 @@ class RemoteReward:
         """The scores in an answer."""
         if status != http.client.OK:
             said = body[:10_000].decode(errors="replace").replace(self.key or "\0", "***")  # a server may quote the key
-            reason = f"answered {status} {http.client.responses.get(status, '')}: {' '.join(said.split())[:100]}"
+            reason = (
+                f"answered {status} {http.client.responses.get(status, '')}: {' '.join(said.split())[:200]}".rstrip(
+                    ": "
+                )
+            )
             raise (_Transient if status == http.client.TOO_MANY_REQUESTS or status >= 500 else RewardError)(reason)
         try:
             answer = json.loads(body)

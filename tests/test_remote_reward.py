@@ -249,7 +249,7 @@ def test_what_is_no_number_is_passed_on_for_the_prompt_to_be_named(
         reply(503, "down"),
         reply(429),
         reply(200, "<html>"),
-        reply(200, "\ud83d".encode(errors="replace").decode()),
+        raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n\xff"),
         reply(200, "[" * 100_000),
         reply(200, "[1]"),
         reply(200, '{"score": [1]}'),
@@ -272,7 +272,7 @@ def test_a_failure_that_may_pass_is_followed_by_another_attempt(faulty: Callable
     ("failure", "shown"),
     [
         (reply(500, '{"error": "no\\nGPU"}'), 'answered 500 Internal Server Error: {"error": "no\\nGPU"}'),
-        (reply(599), "answered 599"),
+        (reply(599), "answered 599 (3"),
         (reply(200, "nothing"), "answered no valid JSON"),
         (reply(200, "{}"), 'answered without a list "scores"'),
         (scores(1, 2, 3), "answered 3 scores for 1 completions"),
@@ -374,7 +374,7 @@ def test_the_key_comes_from_the_environment(lengths_url: str, monkeypatch: pytes
     assert pickle.loads(pickle.dumps(scorer)) == scorer
 
 
-@pytest.mark.parametrize("key", [None, "wrong", KEY[:-1], f"{KEY}x"])
+@pytest.mark.parametrize("key", [None, "other", KEY[:-1], f"{KEY}x"])
 def test_without_the_key_there_are_no_scores(lengths_url: str, key: str | None) -> None:
     shown = 'answered 401 Unauthorized: {"error": "wrong key, or none"} (1 attempt)'
     assert refusal(remote(lengths_url, key)) == shown
@@ -409,9 +409,8 @@ def test_the_key_is_sent_though_netrc_and_address_have_other_ideas(
     server = faulty(scores(1))
     remote(server.url, KEY)([response()])
     remote(server.url.replace("//", "//user:password@"), KEY)([response()])
-    remote(server.url.replace("//", "//user:password@"))([response()])
     sent = [headers["Authorization"] for headers in server.headers]
-    assert sent == [f"Bearer {KEY}", f"Bearer {KEY}", "Basic dXNlcjpwYXNzd29yZA=="]
+    assert sent == [f"Bearer {KEY}", f"Bearer {KEY}"]
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -424,8 +423,11 @@ def test_no_redirect_is_followed(faulty: Callable[..., Faulty], status: int) -> 
 
 @pytest.mark.parametrize(
     "url",
-    ["", "host:8000", "ftp://host/", "file:///etc/passwd", "http://", "http:///path", "http://h:port", "http://h:0"]
-    + ["http://h:99999", "http://us3r:p?ssw0rd@host/", "http://[::1", "http://.h..x/", "HTTPS//host"],
+    [
+        *("", "host:8000", "ftp://host/", "file:///etc/passwd", "http://", "http:///path", "HTTPS//host"),
+        *("http://h:port", "http://h:0", "http://h:99999", "http://[::1", "http://.h..x/"),
+        *("http://us3r:p?ssw0rd@host/", "ftp://us3r:passw0rd@host/"),
+    ],
 )
 def test_what_is_no_web_address_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.url: expected an address like ") as caught:
