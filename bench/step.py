@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from rlx import data, launch
+from rlx import data, inputs, launch
 from rlx.config import RunConfig, add_settings, from_tree, parse, with_overrides
 from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT
 from rlx.rollout.pool import request_seed
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _, given = parse(parser, sys.argv[1:] if argv is None else argv)
     config = from_tree(with_overrides({}, _DEFAULTS | given))
     with tempfile.TemporaryDirectory() as folder:
-        path = launch.model_folder(config)
+        path = inputs.model_folder(config)
         config = config.model_copy(update={"storage": folder, "model": config.model.model_copy(update={"path": path})})
         launch.connect(config)
         results = measure(config, path)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(config: RunConfig, path: str) -> dict[str, Any]:
     """Medians over the counted steps of a real run, then the same work done bare."""
     steps: list[dict[str, Any]] = []
-    tables = launch.prompt_tables(config, path)
+    tables = inputs.prompt_tables(config, path)
     run_folder = open_storage(config.storage) / "bench"
     launch.run(config, run_folder, tables=tables, on_report=lambda metrics, _: steps.append(metrics))
     counted = [s for s in steps if s["step"] > _WARM]

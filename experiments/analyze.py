@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--storage", default="storage", help="where the runs are kept (default: %(default)s)")
     parser.add_argument("--metric", default="eval/accuracy", help="what trials are ranked by (default: %(default)s)")
     parser.add_argument("--mode", choices=("max", "min"), default="max", help="which end of the metric is good")
+    parser.add_argument(
+        "--by", metavar="SETTING", help="compare its values: mean and 95 %% interval over the runs of each"
+    )
     parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
     try:
         return analyze(parser.parse_args(argv))
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def analyze(args: argparse.Namespace) -> int:
     """Shows the sweep and writes its files."""
-    from rlx import analysis
+    from rlx import analysis, comparison
 
     storage = local_folder(args.storage)
     uri = args.tracking_uri or default_uri(storage)
@@ -52,6 +55,9 @@ def analyze(args: argparse.Namespace) -> int:
         print(f"\nthe best again:\n{analysis.rerun_command(best)}")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
     paths = analysis.write(sweep, folder, uri, args.metric, args.mode)
+    if args.by:
+        print(f"\n{analysis.format_table(comparison.compare(sweep, args.by, args.metric), width)}")
+        paths += comparison.write(sweep, args.by, folder, uri, args.metric)
     print("\n" + "\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
     return 0
 

@@ -1,4 +1,4 @@
-"""One PPO run, or the rest of one: python experiments/ppo.py [--config FILE] [--resume NAME] [--SETTING VALUE]"""
+"""One PPO run, or the rest of one: python experiments/ppo.py [--config FILE] [--resume NAME | --check] [--SETTING VALUE]"""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from rlx.config import ConfigError, RunConfig, add_settings, from_tree, parse, r
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="PPO on a language model. Every setting has a default that runs on a 2-core machine.",
-        usage="%(prog)s [--config FILE] [--resume NAME] [--SECTION.SETTING VALUE ...]",
+        usage="%(prog)s [--config FILE] [--resume NAME] [--check] [--SECTION.SETTING VALUE ...]",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
     parser.add_argument("--resume", metavar="NAME", help="continue the run of this name from its newest checkpoint")
+    parser.add_argument("--check", action="store_true", help="train nothing: see whether all parts agree, line by line")
     add_settings(parser)
     try:
         args, given = parse(parser, sys.argv[1:] if argv is None else argv)
         if args.resume and args.config:
             raise ConfigError("--resume has the run's own settings: change some of them by options, not by --config")
+        if args.resume and args.check:
+            raise ConfigError("--check is for the start of a run: leave --resume out")
         base = read_yaml(args.config) if args.config else {}
         from_tree(with_overrides(base, given), args.config or "command line")  # refused before anything is imported
-        return train(args, base, given)
+        return check(base, given) if args.check else train(args, base, given)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:
     """Starts or resumes the run and shows it."""
-    from rlx import launch, progress
+    from rlx import inputs, launch, progress
     from rlx.storage import absolute, open_storage
 
     started = time.monotonic()
@@ -63,13 +66,32 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
             shown.step(metrics, checkpoint)
 
         shown.console.print(f"run {name}: {config.train.steps} steps, in {folder.path}")
-        launch.check_input(config, launch.model_folder(config, shown.warm_start))
+        inputs.check(config, inputs.model_folder(config, shown.warm_start))
         shown.say("starting")
         launch.connect(config)
         result = launch.run(config, folder, resume=bool(args.resume), on_report=on_report)
     print(summary(config, first, result.metrics, time.monotonic() - started))
     print(f"curves: mlflow ui --backend-store-uri {launch.tracking_uri(config)}")
     return 0
+
+
+def check(base: dict[str, Any], given: dict[str, Any]) -> int:
+    """Prints the doctor's lines; 1 if one of them failed."""
+    from rlx import inputs, launch, progress
+    from rlx.storage import absolute
+
+    config = from_tree(with_overrides(base, given))
+    config = config.model_copy(update={"storage": absolute(config.storage)})
+    with progress.RunProgress(1) as shown:
+        inputs.check(config, inputs.model_folder(config, shown.warm_start))
+        shown.say("a few steps at learning rate 0")
+        launch.connect(config)
+        verdicts = launch.examine(config)
+    for line in verdicts:
+        print(f"{'passed' if line.passed else 'FAILED'}  {line.what}: {line.figure:.3g} ({line.demand})")
+    failed = sum(not line.passed for line in verdicts)
+    print(f"{failed} of {len(verdicts)} checks failed" if failed else f"all {len(verdicts)} checks passed")
+    return 1 if failed else 0
 
 
 def summary(config: RunConfig, first: dict[str, Any], last: dict[str, Any], seconds: float) -> str:

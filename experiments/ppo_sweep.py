@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
-    from rlx import analysis, launch, progress, sweep
+    from rlx import analysis, inputs, launch, progress, sweep
     from rlx.storage import absolute, local_folder, open_storage
 
     started = time.monotonic()
@@ -61,12 +61,14 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     uri = launch.tracking_uri(config)
     with progress.SweepProgress(config.train.steps) as shown:
         with progress.RunProgress(config.train.steps, shown.console) as making:
-            launch.check_input(config, launch.model_folder(config, making.warm_start))
+            inputs.check(config, inputs.model_folder(config, making.warm_start))
         launch.connect(config)
         if args.resume is None:
             plan = sweep.create_sweep(plan, storage)
         at_once = sweep.concurrency(plan)
-        shown.console.print(f"sweep {plan.name}: {plan.trials} trials, {at_once} at once, {config.train.steps} steps")
+        shown.console.print(
+            f"sweep {plan.name}: {sweep.planned(plan)} trials, {at_once} at once, {config.train.steps} steps"
+        )
         results = sweep.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
     loaded = analysis.load_sweep(uri, config.tracking.experiment, plan.name)
     paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)

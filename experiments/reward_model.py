@@ -58,7 +58,7 @@ def _count(text: str) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Trains the reward model and shows it."""
-    from rlx import launch, preferences, progress
+    from rlx import inputs, preferences, progress
     from rlx.storage import absolute, local_folder, open_storage
 
     started, given = time.monotonic(), vars(args)
@@ -71,7 +71,7 @@ def train(args: argparse.Namespace) -> int:
     recipe = preferences.Recipe(args.epochs, args.batch, args.lr, args.seed)
     steps = recipe.steps(len(pairs))
     with progress.RunProgress(steps) as shown, _recorded(config, folder.name, given) as tracker:
-        base = given.get("base") or launch.model_folder(config, shown.warm_start)
+        base = given.get("base") or inputs.model_folder(config, shown.warm_start)
         shown.say(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
         begun = time.monotonic()
 

@@ -214,11 +214,14 @@ def group_advantages(scores: Tensor, groups: Tensor, kind: str, greedy: Tensor |
     unbiased; `dr_grpo` and `reinforce++_baseline` s - mean; `rloo` s - mean of the others; `remax` s - `greedy` [B],
     the score of the prompt's greedy response; `reinforce++` s, its baseline being the batch's mean when the token
     advantages are whitened. Where all scores of a group are equal the first four give 0, as for a group of one.
-    Raises ValueError for another kind. Sources: Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Liu et
-    al. 2025, Dr. GRPO (arXiv 2503.20783) sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7; Hu et al. 2025,
-    REINFORCE++ (arXiv 2501.03262) sec. 3; Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1.
+    Raises ValueError for another kind, or remax without `greedy`.
+    Sources: Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Liu et al. 2025, Dr. GRPO (arXiv 2503.20783)
+    sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7; Hu et al. 2025, REINFORCE++ (arXiv 2501.03262);
+    Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1.
     """
     estimator = _choose(ESTIMATORS, kind, "advantage estimator")
+    if kind == "remax" and greedy is None:
+        raise ValueError("remax needs the scores of the greedy responses")
     exact = scores.detach().double()
     index = groups.unique(return_inverse=True)[1]
     size = int(index.max()) + 1 if len(index) else 0
@@ -227,17 +230,11 @@ def group_advantages(scores: Tensor, groups: Tensor, kind: str, greedy: Tensor |
         return x.new_zeros(size).index_add(0, index, x)[index]
 
     count = over_group(torch.ones_like(exact))
-    mean = over_group(exact) / count
-    mean = torch.where(_all_equal(exact, index, size), exact, mean)  # no rounding where nothing differs
+    lowest = exact.new_full((size,), torch.inf).scatter_reduce(0, index, exact, "amin")[index]
+    mean = lowest + over_group(exact - lowest) / count  # exactly the scores where these are equal
     variance = over_group((exact - mean).square()) / (count - 1).clamp(min=1)
     baseline = torch.zeros_like(exact) if greedy is None else greedy.detach().double()
     return estimator(exact, _Group(count, mean, variance.sqrt(), baseline)).to(scores.dtype)
-
-
-def _all_equal(scores: Tensor, index: Tensor, size: int) -> Tensor:
-    highest = scores.new_full((size,), -torch.inf).scatter_reduce(0, index, scores, "amax")
-    lowest = scores.new_full((size,), torch.inf).scatter_reduce(0, index, scores, "amin")
-    return (highest == lowest)[index]
 
 
 # --- losses

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import warnings
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
@@ -23,11 +22,14 @@ import yaml
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rlx import controller, data, report, tasks
+from rlx import controller, inputs, report
 from rlx.config import ConfigError, RunConfig, flatten
 from rlx.controller import Report, RunStopped, one_line
 from rlx.rollout import pool
-from rlx.storage import Storage, local_folder
+from rlx.storage import Storage, local_folder, open_storage
+
+if TYPE_CHECKING:  # it imports torch and transformers
+    from rlx.doctor import Verdict
 
 # Nobody preempts or scrapes a cluster that lives in this process: no actors for that.
 _OWN_CLUSTER = {
@@ -185,7 +187,7 @@ def run(
     Args:
         folder: where the run is kept; one there already is continued if `resume`, and otherwise an error.
         parent: MLflow run of the sweep that it belongs to.
-        tables: what `prompt_tables` gave for this config, to spare doing it again.
+        tables: what `inputs.prompt_tables` gave for this config, to spare doing it again.
         on_report: called with each step's metrics as they come.
 
     Raises:
@@ -193,20 +195,14 @@ def run(
         RunError: training failed.
         RunStopped: `abort_running` was called meanwhile.
     """
-    uri, path, status = tracking_uri(config), model_folder(config), "FAILED"
-    check_input(config, path)
+    uri, path, status = tracking_uri(config), inputs.model_folder(config), "FAILED"
+    inputs.check(config, path)
     with _beside(config, path) as (engines, reward_models):
-        tables = tables or prompt_tables(config, path)  # before there is a run: one without prompts leaves no trace
+        # Before there is a run: one without prompts leaves no trace.
+        tables = tables or inputs.prompt_tables(config, path)
         run_id = _open_run(config, folder, resume, parent)
         try:
-            setup = {
-                "config": config.model_dump(),
-                "model": path,
-                "engines": engines,
-                "reward_models": reward_models,
-                "tracking": (uri, run_id),
-                "folder": folder.path,
-            }
+            setup = {"model": path, "tracking": (uri, run_id), "engines": engines, "reward_models": reward_models}
             trainer = _trainer(config, setup, folder, tables)
             metrics = controller.fit(trainer, on_report or (lambda metrics, checkpoint: None))
             (folder / "result.json").write_text(json.dumps(metrics))
@@ -222,70 +218,28 @@ def run(
     return Result(config.name or "", folder.path, metrics, run_id)
 
 
+def examine(config: RunConfig) -> list[Verdict]:
+    """What the doctor says of a config: a few steps that change nothing and leave nothing, neither a run nor a record.
+
+    Raises:
+        ConfigError: the input cannot be used.
+        RunError: a step failed.
+    """
+    from rlx import doctor
+
+    path = inputs.model_folder(config)
+    inputs.check(config, path)
+    with _beside(config, path) as (engines, reward_models), tempfile.TemporaryDirectory(prefix="rlx-check-") as folder:
+        tables = inputs.prompt_tables(config, path)
+        setup = {"model": path, "tracking": ("", None), "engines": engines, "reward_models": reward_models}
+        trainer = _trainer(doctor.rest(config), setup | {"examine": True}, open_storage(folder) / "check", tables)
+        figures = controller.fit(trainer, lambda metrics, checkpoint: None)
+    return doctor.verdicts(figures, config)
+
+
 def tracking_uri(config: RunConfig) -> str:
     """Where MLflow keeps what the config's runs report."""
     return config.tracking.uri or report.default_uri(local_folder(config.storage))
-
-
-def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
-    """The model to start from; makes rlx's own tiny one if that is asked for and not there yet."""
-    if config.model.path != "tiny":
-        return config.model.path
-    from rlx import warm_start
-
-    recipe = zlib.crc32(repr(warm_start.WarmStart()).encode())
-    folder = local_folder(config.storage) / "models" / f"tiny-{recipe:08x}"
-    if not folder.exists():
-        warm_start.make_tiny_model(folder, progress)
-    return str(folder)
-
-
-def check_input(config: RunConfig, path: str) -> None:
-    """ConfigError for a model or a context length that cannot work; needs no cluster."""
-    needed, folder = config.data.max_prompt_tokens + config.rollout.max_tokens, Path(path)
-    if not folder.is_dir():
-        if (
-            path.startswith((".", "/", "~"))
-            or path.count("/") > 1
-            or (folder.parent != Path() and folder.parent.is_dir())
-        ):
-            raise ConfigError(f"model.path {path}: no such folder")
-        return  # a name on the Hugging Face hub, which the engines look up
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path {path}: no Hugging Face model, there is no config.json in it")
-    positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    if positions and needed > positions:
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {path} has {positions} positions"
-        )
-
-
-def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
-    """The prepared training and held-out prompts, as Ray datasets by name; of generated questions none is in both."""
-    settings = config.data
-    train: Any
-    held_out: Any
-    if tasks.is_generated(settings.source):
-        held_out = list(tasks.generated_questions(settings, config.eval.seed, config.eval.size))
-        asked = {row["question"] for row in held_out}
-        questions = tasks.generated_questions(settings, settings.seed, settings.size)
-        train = [row for row in questions if row["question"] not in asked]
-        if not train:
-            raise ConfigError(f"data.source {settings.source}: every training question is also a held-out one")
-    else:
-        train = data.read_file(settings.source, settings)
-        if config.eval.source:
-            held_out = data.read_file(config.eval.source, settings, "eval.source").limit(config.eval.size)
-        else:
-            train, held_out = data.hold_out(train, config.eval.size)
-    trust = config.model.trust_remote_code
-    sources = {"train": train, "held_out": held_out}
-    if settings.ptx_source:
-        sources["ptx"] = data.read_file(settings.ptx_source, settings, "data.ptx_source")
-    tables = {name: data.prepare(rows, settings, path, trust) for name, rows in sources.items()}
-    if (count := tables["train"].count()) < config.train.prompts_per_step:
-        raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
-    return tables
 
 
 def engine_options(config: RunConfig) -> dict[str, Any]:
@@ -383,7 +337,7 @@ def _trainer(config: RunConfig, setup: dict[str, Any], folder: Storage, tables: 
     parent, _, name = folder.path.rpartition("/")
     return TorchTrainer(
         _train,
-        train_loop_config=setup,
+        train_loop_config=setup | {"config": config.model_dump(), "folder": folder.path},
         torch_config=TorchConfig(backend="nccl" if scaling.use_gpu else "gloo"),
         datasets=dict(tables),
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # each rank takes its own rows: see data.py
@@ -405,10 +359,15 @@ def _trainer(config: RunConfig, setup: dict[str, Any], folder: Storage, tables: 
 
 
 def _train(setup: dict[str, Any]) -> None:
-    from rlx.train_loop import train_loop  # here, so that Train's controller need not import torch and transformers
+    # Here, so that Train's controller need not import torch and transformers.
+    from rlx import doctor
+    from rlx.train_loop import train_loop
 
     controller.note_workers(setup["folder"])
-    train_loop(setup)
+    if setup.get("examine"):
+        doctor.examine(setup)
+    else:
+        train_loop(setup)
 
 
 def _quiet_environment() -> None:

@@ -54,7 +54,7 @@ class Recipe:
 
 
 Progress = Callable[[int, dict[str, float]], None]
-"""called with the steps done and {loss, accuracy, pairs_per_s}, held_out_accuracy before the first and after the last"""
+"""called with the steps done and {loss, accuracy, pairs_per_s}; held_out_accuracy before the first and with the last"""
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:

@@ -104,12 +104,9 @@ class RemoteReward:
         """The scores in an answer."""
         if status != http.client.OK:
             said = body[:10_000].decode(errors="replace").replace(self.key or "\0", "***")  # a server may quote the key
-            reason = (
-                f"answered {status} {http.client.responses.get(status, '')}: {' '.join(said.split())[:200]}".rstrip(
-                    ": "
-                )
-            )
-            raise (_Transient if status == http.client.TOO_MANY_REQUESTS or status >= 500 else RewardError)(reason)
+            phrase = http.client.responses.get(status, "")
+            kind = _Transient if status == http.client.TOO_MANY_REQUESTS or status >= 500 else RewardError
+            raise kind(f"answered {status} {phrase}: {' '.join(said.split())[:200]}".rstrip(": "))
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError):

@@ -50,7 +50,7 @@ def encode(tokenizer: Any, question: str, completion: str, system: str | None = 
 
 
 def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices by length, in batches of at most `budget` tokens, padding included; a longer one is a batch of its own."""
+    """Indices by length, in batches of at most `budget` tokens, padding included; a longer row is alone in its."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[i] > budget:
@@ -222,7 +222,7 @@ class ModelReward:
         except ray.exceptions.GetTimeoutError:
             raise RewardModelError(f"reward model {replica} did not answer within {self.timeout_s:g} s") from None
         except ray.exceptions.RayTaskError as error:
-            raise RewardModelError(f"reward model {replica} failed: {error.cause}") from None
+            raise RewardModelError(f"reward model {replica} failed: {' '.join(str(error.cause).split())}") from None
         except ray.exceptions.RayError as error:
             # Of one that did not start, Ray gives a whole traceback, the cause in its last line.
             raise RewardModelError(f"reward model {replica} died: {str(error).strip().splitlines()[-1]}") from None

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import logging
+import math
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.sample import Categorical, Domain
 from ray.tune.trainable.function_trainable import wrap_function
 
-from rlx import controller, launch, report
+from rlx import controller, inputs, launch, report
 from rlx.config import ConfigError, RunConfig, from_tree, is_setting, nearest, setting_keys, with_overrides
 from rlx.storage import Storage
 
@@ -116,6 +117,14 @@ def load_space(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return space
 
 
+def planned(sweep: Sweep) -> int:
+    """How many trials it has."""
+    if sweep.search != "grid":
+        return sweep.trials
+    choices = [d for d in _grid(load_space(sweep.space, sweep.tree)).values() if isinstance(d, dict)]
+    return math.prod(len(choice["grid_search"]) for choice in choices)
+
+
 def create_sweep(sweep: Sweep, storage: Storage) -> Sweep:
     """Records a new sweep in its folder and in MLflow; ConfigError if its name is taken."""
     folder = storage / "sweeps" / sweep.name
@@ -128,7 +137,7 @@ def create_sweep(sweep: Sweep, storage: Storage) -> Sweep:
         config.tracking.experiment,
         sweep.name,
         parent=None,
-        params={"trials": sweep.trials, "search": sweep.search, "scheduler": sweep.scheduler, "space": sweep.space},
+        params={"trials": planned(sweep), "search": sweep.search, "scheduler": sweep.scheduler, "space": sweep.space},
         tags={"rlx.kind": "sweep", "rlx.folder": folder.path, "rlx.space": json.dumps(list(space))},
     )
     sweep = Sweep(**asdict(sweep) | {"mlflow_run": run_id})
@@ -260,7 +269,7 @@ def _shared_tables(sweep: Sweep) -> Any:
     apart = ("data.", "eval.", "model.")
     if any(key.startswith(apart) for key in load_space(sweep.space, sweep.tree)):
         return None
-    return ray.put(launch.prompt_tables(config, launch.model_folder(config)))
+    return ray.put(inputs.prompt_tables(config, inputs.model_folder(config)))
 
 
 def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any], tables: Any) -> None:

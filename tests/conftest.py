@@ -60,13 +60,20 @@ def untied_model(tiny_model: Path) -> Path:
     return folder
 
 
-def start_engine(model: Path) -> Any:
-    """An engine actor, starting, in a placement group of its own."""
+def start_engine(model: Path, adapter: dict[str, Any] | None = None) -> Any:
+    """An engine actor, starting, in a placement group of its own; with `adapter` it takes adapters alone."""
     group = placement_group([{"CPU": 0.5}])
     options = pool.engine_options(
-        dtype="float32", max_model_len=256, max_num_seqs=32, on_gpu=False, kv_cache_mib=64, gpu_memory=0.5, eager=True
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=32,
+        on_gpu=False,
+        kv_cache_mib=64,
+        gpu_memory=0.5,
+        eager=True,
+        lora_rank=adapter["r"] if adapter else 0,
     )
-    (engine,) = pool.start_engines(1, str(model), options, {"CPU": 0.5}, group, 0)
+    (engine,) = pool.start_engines(1, str(model), options, {"CPU": 0.5}, group, 0, adapter)
     return engine
 
 

@@ -67,7 +67,7 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_whole_config() -> No
         ({"train": 5}, "train = 5: expected a section of settings, such as train.steps"),
         ({"train": {"steps": 0}}, "train.steps = 0: input should be greater than 0"),
         ({"rollout": {"max_num_seqs": -1}}, "rollout.max_num_seqs = -1: input should be greater than 0"),
-        ({"algorithm": {"kl_kind": "k5"}}, "algorithm.kl_kind = 'k5': input should be 'k1', 'k2', 'k3' or 'abs'"),
+        ({"algorithm": {"kl_kind": "k5"}}, "algorithm.kl_kind = 'k5': input should be 'k1', 'k2', 'k3', 'abs', 'k1+'"),
         ({"algorithm": {"dual_clip": 1}}, "algorithm.dual_clip = 1: input should be greater than 1"),
         ({"train": {"actor_lr": float("inf")}}, "train.actor_lr = inf: input should be a finite number"),
         ({"train": {"adam_betas": [0.9, 1]}}, "train.adam_betas.1 = 1: input should be less than 1"),
@@ -103,6 +103,44 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ({"eval": {"source": "a.csv"}}, "eval.source is for prompt files"),
         ({"eval": {"seed": 4095}}, r"eval.seed \(4095\) is too near to data.seed \(0\)"),
         ({"eval": {"seed": 0}, "data": {"seed": 255}}, "too near"),
+        ({"model": {"critic": "none"}}, "advantage gae needs a critic"),
+        ({"model": {"critic": "head"}, "algorithm": {"advantage": "rloo"}}, "rloo has no use for a critic"),
+        *[
+            (
+                {"train": {"samples_per_prompt": 1}, "algorithm": {"advantage": name}},
+                "samples_per_prompt is 1, at least 2",
+            )
+            for name in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+        ],
+        ({"train": {"samples_per_prompt": 1}, "algorithm": {"filter_groups": True}}, "filter_groups compares"),
+        ({"train": {"critic_warmup": 2}, "model": {"critic": "head"}}, "critic_warmup needs a critic with weights"),
+        ({"train": {"critic_warmup": 2}, "algorithm": {"advantage": "remax"}}, "critic_warmup needs a critic"),
+        ({"algorithm": {"kl_in": "loss"}}, r"k1 in the loss has a gradient that is zero on average: choose k1\+"),
+        ({"algorithm": {"kl_kind": "k3+"}}, r"k3\+: a reward has no gradient to correct, choose k3$"),
+        ({"algorithm": {"loss": "cispo", "dual_clip": 3}}, "dual_clip bounds the clipped losses"),
+        ({"algorithm": {"overlong_buffer": 17}}, r"overlong_buffer \(17\) is longer than rollout.max_tokens \(16\)"),
+        ({"algorithm": {"ptx_coef": 0.1}}, "ptx_coef and data.ptx_source go together"),
+        ({"data": {"ptx_source": "a.csv"}}, "ptx_coef and data.ptx_source go together"),
+        (
+            {
+                "data": {"ptx_source": "a.csv", "ptx_batch": 3},
+                "algorithm": {"ptx_coef": 1},
+                "scaling": {"num_workers": 2},
+            },
+            r"ptx_batch \(3\) must be a multiple",
+        ),
+        ({"model": {"reference": "none"}}, "nothing to measure the KL to: set algorithm.kl_coef to 0"),
+        (
+            {"model": {"reference": "none"}, "algorithm": {"kl_coef": 0, "kl_target": 0.1}},
+            "nothing to measure the KL to",
+        ),
+        ({"model": {"reference": "lora_off"}}, "lora_off needs adapters to switch off: set model.lora_rank"),
+        ({"model": {"lora_sync": "adapter"}}, "lora_sync adapter needs adapters: set model.lora_rank"),
+        ({"reward": {"functions": {"format": 1}}}, "format, which needs reward.format_pattern"),
+        ({"reward": {"functions": {"model": 1}}}, "model, which needs reward.model"),
+        ({"reward": {"url": "http://x"}}, "reward.url is set, but reward.functions gives url no weight"),
+        ({"reward": {"functions": {"task": 0}}}, "a weight other than 0"),
+        ({"reward": {"functions": {"nummeric": 1}}}, "no reward function 'nummeric': .*nearest: numeric"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(tree: dict[str, Any], message: str) -> None:
@@ -118,10 +156,44 @@ def test_settings_that_do_not_go_together_are_refused(tree: dict[str, Any], mess
         {"data": {"source": "a.csv"}, "eval": {"source": "b.csv", "seed": 0}},
         {"eval": {"seed": 4096}},
         {"eval": {"seed": 0}, "data": {"seed": 256}},
+        {"train": {"samples_per_prompt": 1}, "algorithm": {"advantage": "remax"}},
+        {"train": {"samples_per_prompt": 1}, "algorithm": {"advantage": "reinforce++"}},
+        {"model": {"reference": "none"}, "algorithm": {"kl_coef": 0}},
+        {"algorithm": {"overlong_buffer": 16}},
+        {"algorithm": {"kl_in": "loss", "kl_kind": "k1+"}},
+        {"reward": {"functions": {"task": 1, "mine.rewards:f_1": -2}}},
     ],
 )
 def test_settings_that_just_go_together_are_taken(tree: dict[str, Any]) -> None:
     from_tree(tree)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "published"),
+    [
+        ({"advantage": "gae"}, (True, "reward", "k1", "token_mean", 0.2, 0.2)),
+        ({"advantage": "grpo"}, (False, "loss", "k3", "sequence_mean", 0.2, 0.2)),
+        ({"advantage": "dr_grpo", "kl_kind": "k2"}, (False, "loss", "k2", "constant", 0.2, 0.2)),
+        ({"advantage": "rloo", "aggregation": "token_mean"}, (False, "reward", "k1", "token_mean", 0.2, 0.2)),
+        ({"advantage": "reinforce++_baseline", "whiten": False}, (False, "loss", "k2", "token_mean", 0.2, 0.2)),
+        ({"loss": "gspo", "clip_high": 0.1}, (True, "reward", "k1", "sequence_mean", 3e-4, 0.1)),
+        ({"advantage": "dr_grpo", "loss": "cispo"}, (False, "loss", "k3", "constant", 1.0, 4.0)),
+    ],
+)
+def test_what_is_not_given_follows_the_estimator_and_the_loss(
+    chosen: dict[str, Any], published: tuple[Any, ...]
+) -> None:
+    settings = from_tree({"algorithm": chosen}).algorithm
+    found = (settings.whiten, settings.kl_in, settings.kl_kind, settings.aggregation)
+    assert (*found, settings.clip_low, settings.clip_high) == published
+
+
+def test_roles_follow_the_estimator_and_the_adapters() -> None:
+    plain, grouped = RunConfig(), from_tree({"algorithm": {"advantage": "grpo"}})
+    assert (plain.critic, plain.reference, grouped.critic) == ("separate", "copy", "none")
+    assert from_tree({"model": {"lora_rank": 4}}).reference == "lora_off"
+    assert from_tree({"model": {"lora_rank": 4, "reference": "copy"}}).reference == "copy"
+    assert from_tree({"model": {"critic": "head"}}).critic == "head"
 
 
 def test_the_default_parameters_belong_to_the_default_source() -> None:

@@ -15,10 +15,12 @@ LAYERS = [
     PARTS | {"adaptive", "reward_model", "checkpoint", "controller", "report", "progress", "warm_start"},
     {"remote_reward", "preferences"},
     {"worker"},
-    {"update", "metrics"},
+    {"update", "metrics", "inputs"},
     {"train_loop"},
+    {"doctor"},
     {"launch"},
     {"sweep", "analysis"},
+    {"comparison"},
 ]
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 NESTING = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match, ast.FunctionDef)

@@ -109,6 +109,76 @@ def test_entropy_is_a_statistic_and_logprobs_are_not(tiny_model: Path) -> None:
     assert not scored.entropy.requires_grad
 
 
+@torch.no_grad()
+def test_a_policy_without_its_adapters_is_the_base_model(folder: str) -> None:
+    adapters = model.Adapters(rank=4, alpha=8.0, targets=(), seed=3)
+    policy = model.load_policy(folder, head=None, adapters=adapters)
+    base = model.load_policy(folder, head=None)(*padded(), WIDTH, 0.7).logprobs
+    torch.testing.assert_close(policy(*padded(), WIDTH, 0.7).logprobs, base, atol=1e-5, rtol=0)  # B begins at zero
+    for name, parameter in policy.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name)
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    assert (policy(*padded(), WIDTH, 0.7).logprobs - base).abs().max() > 0.1
+    with model.adapters_off(policy):
+        torch.testing.assert_close(policy(*padded(), WIDTH, 0.7).logprobs, base, atol=1e-5, rtol=0)
+    assert (policy(*padded(), WIDTH, 0.7).logprobs - base).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_merged_weights_are_those_of_the_policy_with_adapters(folder: str, tmp_path: Path) -> None:
+    adapters = model.Adapters(rank=4, alpha=8.0, targets=("v_proj", "up_proj"), seed=3)
+    policy = model.load_policy(folder, head=None, adapters=adapters)
+    for name, parameter in policy.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    plain = model.load_policy(folder, head=None)
+    plain.lm.load_state_dict({weight.name: weight.full() for weight in model.engine_weights(policy)}, strict=False)
+    merged = plain(*padded(), WIDTH, 1.0).logprobs
+    torch.testing.assert_close(merged, policy(*padded(), WIDTH, 1.0).logprobs, atol=1e-5, rtol=0)
+    names = [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
+    assert [weight.name for weight in model.engine_weights(policy)] == names
+
+
+def test_adapters_begin_alike_on_every_rank_and_follow_their_seed(tiny_model: Path) -> None:
+    def begun(seed: int) -> dict[str, Tensor]:
+        adapters = model.Adapters(rank=2, alpha=4.0, targets=("q_proj",), seed=seed)
+        policy = model.load_policy(str(tiny_model), head=None, adapters=adapters)
+        return {name: p for name, p in policy.named_parameters() if ".lora_A" in name}
+
+    one, again, other = begun(0), begun(0), begun(1)
+    assert all(torch.equal(one[name], again[name]) and not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_layers_that_are_not_there_are_refused(tiny_model: Path) -> None:
+    adapters = model.Adapters(rank=2, alpha=4.0, targets=("query",), seed=0)
+    with pytest.raises(ConfigError, match=r"model\.lora_targets query: "):
+        model.load_policy(str(tiny_model), head=None, adapters=adapters)
+
+
+def test_a_normal_value_head_is_small_and_the_same_on_every_rank(tiny_model: Path) -> None:
+    one, same = (model.load_critic(str(tiny_model), head="normal", seed=4).value_head.weight for _ in range(2))
+    assert torch.equal(one, same)
+    assert float(one.std()) == pytest.approx((one.shape[1] + 1) ** -0.5, rel=0.3)
+
+
+def test_forgotten_activations_are_computed_again_without_dropout(tiny_model: Path) -> None:
+    plain, checkpointed = (model.load_policy(str(tiny_model), head=None) for _ in range(2))
+    model.checkpoint_gradients(checkpointed)
+    saved = []
+    for policy in (plain, checkpointed):
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: k.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
+            loss = policy(*padded(), WIDTH, 1.0).logprobs.sum()
+        loss.backward()
+        saved.append(sum(kept))
+    assert saved[1] < 0.5 * saved[0]
+    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=0, rtol=0)
+    dropouts = [m for m in checkpointed.modules() if isinstance(m, torch.nn.Dropout) or "Attention" in type(m).__name__]
+    assert dropouts and not any(module.training for module in dropouts)
+
+
 def test_a_reference_is_frozen(tiny_model: Path) -> None:
     assert not any(parameter.requires_grad for parameter in model.load_reference(str(tiny_model)).parameters())
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given as drawn
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rlx import rewards
@@ -89,6 +90,7 @@ def test_numeric(given: str, expected: str, right: bool) -> None:
     assert numeric(given, expected) == float(right)
 
 
+@hypothesis_settings(deadline=None)
 @drawn(st.integers(-(10**12), 10**12))
 def test_a_number_is_the_same_in_every_notation_and_its_neighbour_is_another(number: int) -> None:
     for text in (f"{number:,}", f"{number:+d}", f"{number}.0", f" {number}\n", f"{number:.12e}"):
@@ -224,6 +226,7 @@ def test_length_is_the_relative_distance_to_the_target(tokens: int, score: float
     assert one("length", response(tokens=tokens), length_target=10) == [pytest.approx(score)]
 
 
+@hypothesis_settings(deadline=None)
 @drawn(st.integers(0, 10**6), st.integers(1, 10**6))
 def test_length_is_best_at_the_target_alone_and_bounded(tokens: int, target: int) -> None:
     (score,) = one("length", response(tokens=tokens), length_target=target)
@@ -315,10 +318,11 @@ def test_a_module_that_is_not_there_is_named_with_the_nearest(write: Write, name
     assert str(caught.value) == f"reward.functions {name}: {complaint}"
 
 
-def test_the_working_directory_hides_no_module_of_the_same_name(write: Write) -> None:
-    write("def loads(prompts, completions, answers): ...", "quopri")
-    with pytest.raises(ConfigError, match="has no loads"):
-        load_function("quopri:loads")
+def test_the_working_directory_hides_no_module_of_the_same_name(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
+    write("def f(prompts, completions, answers): ...", "tabnanny")
+    with pytest.raises(ConfigError, match="tabnanny has no f"):
+        load_function("tabnanny:f")
 
 
 def test_what_a_function_of_ones_own_raises_names_it(write: Write) -> None:
@@ -372,6 +376,7 @@ def test_where_no_function_judges_the_answer_the_task_does_and_adds_nothing() ->
     assert scores == Scores([-0.25, 0.0], {"length": [-0.25, 0.0], "task": [1.0, 0.0]}, [True, False])
 
 
+@hypothesis_settings(deadline=None)
 @drawn(st.data())
 def test_the_total_is_linear_in_the_weights(data: st.DataObject) -> None:
     numbers = st.floats(-1e6, 1e6)

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import ray
 import torch
-from torch import Tensor
+from conftest import start_engine
+from torch import Tensor, nn
 
 from rlx import experience, model
 from rlx.rollout import sync
 from rlx.rollout.pool import RolloutError, Rollouts, request_seed
-from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
+from rlx.types import Completion, Judged, Prompt, Sampling, Weight, WeightSyncError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(1,))
 CLOSE, FAR = 1e-4, 1e-2
@@ -40,16 +41,17 @@ class Side:
     engine: Any
     policy: model.Policy
     version: int = 0
+    weights: Callable[[nn.Module], list[Weight]] = model.engine_weights  # what is sent of the policy
 
     def push(self) -> None:
         self.version += 1
-        sync.push(model.engine_weights(self.policy), [self.engine], self.version, sender=True)
+        sync.push(self.weights(self.policy), [self.engine], self.version, sender=True)
 
     def change(self) -> None:
         """As an update of the policy would, only larger."""
         generator = torch.Generator().manual_seed(self.version)
         with torch.no_grad():
-            for parameter in self.policy.parameters():
+            for parameter in (p for p in self.policy.parameters() if p.requires_grad):
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
     def generate(self, sampling: Sampling = SAMPLING, samples: int = 2, timeout_s: float = 60.0) -> list[Completion]:
@@ -59,7 +61,7 @@ class Side:
     @torch.no_grad()
     def gap(self, completions: Sequence[Completion], temperature: float = 1.0) -> float:
         """The largest difference between the engine's logprobs and the policy's."""
-        batch = experience.build(completions, [0.0] * len(completions), 0)
+        batch = experience.build([Judged(drawn, 0.0, False, {}) for drawn in completions], 0)
         scored = self.policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], temperature)
         return float(((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs().max())
 
@@ -83,6 +85,35 @@ def untied(engines: tuple[Any, Any], untied_model: Path) -> Side:
     return side_of(engines[1], untied_model)
 
 
+ADAPTERS = model.Adapters(rank=4, alpha=8.0, targets=("q_proj", "down_proj"), seed=0)
+
+
+@pytest.fixture
+def merged(tied: Side, tiny_model: Path) -> Side:
+    """A policy with adapters, and an engine that takes whole models."""
+    policy = model.load_policy(str(tiny_model), head=None, adapters=ADAPTERS)
+    side = Side(tied.engine, policy, next(versions))
+    side.push()
+    return side
+
+
+@pytest.fixture(scope="module")
+def adapter_engine(ray_cluster: None, tiny_model: Path) -> Iterator[Any]:
+    description = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
+    engine = start_engine(tiny_model, description)
+    yield engine
+    ray.kill(engine)
+
+
+@pytest.fixture
+def adapted(adapter_engine: Any, tiny_model: Path) -> Side:
+    """A policy with adapters, and an engine that takes these alone."""
+    policy = model.load_policy(str(tiny_model), head=None, adapters=ADAPTERS)
+    side = Side(adapter_engine, policy, next(versions), model.adapter_weights)
+    side.push()
+    return side
+
+
 @pytest.fixture(params=["tied", "untied"])
 def side(request: pytest.FixtureRequest) -> Side:
     return request.getfixturevalue(request.param)
@@ -99,6 +130,28 @@ def test_the_engine_agrees_with_the_trainer_before_and_after_an_update(side: Sid
     assert side.gap(side.generate(sampling), temperature) > FAR  # the update has not been sent yet
     side.push()
     assert side.gap(side.generate(sampling), temperature) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["merged", "adapted"])
+def test_the_engine_agrees_with_a_policy_with_adapters(kind: str, request: pytest.FixtureRequest) -> None:
+    side: Side = request.getfixturevalue(kind)
+    for _ in range(2):
+        assert side.gap(side.generate()) < CLOSE
+        side.change()
+        assert side.gap(side.generate()) > FAR
+        side.push()
+    assert side.gap(side.generate()) < CLOSE
+    with model.adapters_off(side.policy):
+        assert side.gap(side.generate()) > FAR
+
+
+def test_adapters_alone_are_little_to_send(adapted: Side) -> None:
+    sent = sum(weight.nbytes for weight in model.adapter_weights(adapted.policy))
+    assert sent * 10 < sum(weight.nbytes for weight in model.engine_weights(adapted.policy))
+    assert {weight.name.partition(".lora_")[2] for weight in model.adapter_weights(adapted.policy)} == {
+        "A.weight",
+        "B.weight",
+    }
 
 
 def test_another_temperature_is_seen(tied: Side) -> None:

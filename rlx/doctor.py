@@ -1,0 +1,138 @@
+"""The doctor: a few steps at learning rate 0, in which trainer, engines and reference must agree; then changed weights,
+which the engines must have after a sync.
+
+`examine` runs on every FSDP rank in place of the PPO loop; `verdicts` judges its figures. Starting it all is launch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray.train
+import torch
+from torch.distributed.tensor import DTensor
+
+from rlx import algorithms
+from rlx.config import RunConfig
+from rlx.train_loop import annotate, estimate
+from rlx.types import Experience
+from rlx.update import update
+from rlx.worker import Run, assemble
+
+ROUNDS = 2
+_NUDGE = 0.1  # of a weight's own spread: far more than an optimizer step does
+# Forward passes over other shapes round differently; engine and trainer use other kernels.
+_ROUNDING = {"float32": 1e-5, "bfloat16": 0.05}
+_MISMATCH = {"float32": 1e-3, "bfloat16": 0.02}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One line of the doctor's report."""
+
+    what: str
+    figure: float
+    demand: str  # what the figure should be
+    passed: bool
+
+
+def rest(config: RunConfig) -> RunConfig:
+    """The config with all learning rates 0, so that a step changes nothing."""
+    train = config.train.model_copy(update={"actor_lr": 0.0, "critic_lr": 0.0, "critic_warmup": 0})
+    return config.model_copy(update={"train": train})
+
+
+def examine(setup: dict[str, Any]) -> None:
+    """Reports the figures that `verdicts` judges."""
+    run = assemble(setup)
+    run.push(0, run.config.rollout.timeout_s)
+    before = fingerprint(run)
+    figures = {"ratio": 0.0, "clipped": 0.0, "kl": 0.0, "gap": 0.0}
+    for _ in range(ROUNDS):
+        batch = drawn(run)
+        own, kl = estimate(run, batch)
+        sums = update(run, own)
+        s = run.summed(sums | {"kl": kl, "tokens": batch.mask.sum()})
+        worst = {
+            "ratio": abs(s["policy/ratio"] / s["updated"] - 1),
+            "clipped": s["policy/clip_fraction"] / s["updated"],
+            "kl": abs(s["kl"]) / s["tokens"],
+            "gap": gap(run, batch),
+        }
+        figures = {name: max(figures[name], value) for name, value in worst.items()}
+        figures |= {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
+        run.push(run.step, run.config.rollout.sync_timeout_s)
+    figures["moved"] = float(fingerprint(run) != before)
+    ray.train.report(figures | sync_figures(run))
+
+
+def sync_figures(run: Run) -> dict[str, float]:
+    """How far the engines are from changed weights after they were sent, and how far they would be without that."""
+    with nudged(run):
+        run.push(run.step, run.config.rollout.sync_timeout_s)
+        batch = drawn(run)
+        sent = gap(run, batch)
+    return {"sync_gap": sent, "stale_gap": gap(run, annotate(run, batch)[0])}
+
+
+def drawn(run: Run) -> Experience:
+    """Completions of the next prompts with the logprobs that the policy gives them, of this rank."""
+    completions = run.draw(run.prompts.next(run.config.train.prompts_per_step))
+    selection = run.selection()
+    selection.add(run.penalized(run.judge(completions, run.scorers)))
+    return annotate(run, run.experience(selection.chosen()))[0]
+
+
+def gap(run: Run, batch: Experience) -> float:
+    """Mean difference of a token's logprob between engine and trainer, over all ranks."""
+    apart = algorithms.masked_sum((batch.logprobs - batch.rollout_logprobs).abs(), batch.mask)
+    s = run.summed({"apart": apart, "tokens": batch.mask.sum()})
+    return s["apart"] / s["tokens"]
+
+
+def fingerprint(run: Run) -> list[float]:
+    """Sums that change when a weight does, of this rank's shards."""
+    return [float(cast(DTensor, p.detach()).to_local().double().abs().sum()) for p in run.policy.parameters()]
+
+
+@contextmanager
+def nudged(run: Run) -> Iterator[None]:
+    """Within it all trained weights of the policy are others."""
+    shards = [cast(DTensor, p).to_local() for p in run.policy.parameters() if p.requires_grad]
+    kept = [shard.clone() for shard in shards]
+    with torch.no_grad():
+        for shard in shards:
+            spread = float(shard.square().mean().sqrt()) if shard.count_nonzero() else 0.05  # an adapter's B is 0
+            wave = torch.cos(torch.arange(shard.numel(), device=shard.device, dtype=shard.dtype))
+            shard.add_(_NUDGE * spread * wave.view_as(shard))
+        yield
+        for shard, old in zip(shards, kept, strict=True):
+            shard.copy_(old)
+
+
+def verdicts(figures: Mapping[str, float], config: RunConfig) -> list[Verdict]:
+    """The figures judged, one line each."""
+    rounding, apart = _ROUNDING[config.model.dtype], _MISMATCH[config.model.dtype]
+    stale = figures["stale_gap"]
+
+    def at_most(what: str, name: str, limit: float) -> Verdict:
+        return Verdict(what, figures[name], f"at most {limit:g}", figures[name] <= limit)
+
+    lines = [
+        at_most("ratio of current to old policy, its distance from 1", "ratio", rounding),
+        at_most("fraction of tokens that the ratio's clip decides", "clipped", 0.0),
+        at_most("weights moved at learning rate 0", "moved", 0.0),
+        at_most("engine against trainer, mean difference of logprobs", "gap", apart),
+        at_most("the same after a sync of changed weights", "sync_gap", apart),
+        Verdict("the same without the sync", stale, f"more than {2 * apart:g}", stale > 2 * apart),
+    ]
+    if config.reference != "none":
+        lines.insert(2, at_most("KL to the reference at the start, per token", "kl", rounding))
+    for name in sorted(key for key in figures if key.startswith("grad_norm/")):
+        norm, what = figures[name], f"gradient norm of the {name.partition('/')[2]}"
+        lines.append(Verdict(what, norm, "finite, not 0", math.isfinite(norm) and norm > 0))
+    return lines

@@ -1,0 +1,93 @@
+"""What a run starts from: the model folder, the prompt tables, the reward functions; checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlx import data, remote_reward, rewards, tasks
+from rlx.config import ConfigError, RunConfig
+from rlx.storage import local_folder
+
+
+def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
+    """The model to start from; makes rlx's own tiny one if that is asked for and not there yet."""
+    if config.model.path != "tiny":
+        return config.model.path
+    from rlx import warm_start
+
+    recipe = zlib.crc32(repr(warm_start.WarmStart()).encode())
+    folder = local_folder(config.storage) / "models" / f"tiny-{recipe:08x}"
+    if not folder.exists():
+        warm_start.make_tiny_model(folder, progress)
+    return str(folder)
+
+
+def check(config: RunConfig, path: str) -> None:
+    """ConfigError for a model, a context length or a reward function that cannot work; needs no cluster."""
+    _check_rewards(config)
+    needed = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if not _is_folder(path, "model.path"):
+        return  # the engines look it up
+    folder = Path(path)
+    try:
+        positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    except (ValueError, AttributeError):
+        raise ConfigError(f"model.path {path}: its config.json is no JSON object") from None
+    if positions and needed > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {path} has {positions} positions"
+        )
+
+
+def _is_folder(path: str, setting: str) -> bool:
+    """Whether it is a Hugging Face model on disk, rather than a name on the hub; ConfigError if it is neither."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{setting} {path}: no Hugging Face model, there is no config.json in it")
+        return True
+    on_disk = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if on_disk or (folder.parent != Path() and folder.parent.is_dir()):
+        raise ConfigError(f"{setting} {path}: no such folder")
+    return False
+
+
+def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
+    """The prepared training and held-out prompts, as Ray datasets by name; of generated questions none is in both."""
+    settings = config.data
+    train: Any
+    held_out: Any
+    if tasks.is_generated(settings.source):
+        held_out = list(tasks.generated_questions(settings, config.eval.seed, config.eval.size))
+        asked = {row["question"] for row in held_out}
+        questions = tasks.generated_questions(settings, settings.seed, settings.size)
+        train = [row for row in questions if row["question"] not in asked]
+        if not train:
+            raise ConfigError(f"data.source {settings.source}: every training question is also a held-out one")
+    else:
+        train = data.read_file(settings.source, settings)
+        if config.eval.source:
+            held_out = data.read_file(config.eval.source, settings, "eval.source").limit(config.eval.size)
+        else:
+            train, held_out = data.hold_out(train, config.eval.size)
+    trust = config.model.trust_remote_code
+    sources = {"train": train, "held_out": held_out}
+    if settings.ptx_source:
+        sources["ptx"] = data.read_file(settings.ptx_source, settings, "data.ptx_source")
+    tables = {name: data.prepare(rows, settings, path, trust) for name, rows in sources.items()}
+    if (count := tables["train"].count()) < config.train.prompts_per_step:
+        raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
+    return tables
+
+
+def _check_rewards(config: RunConfig) -> None:
+    """Loads the functions of one's own, reads the remote scorer's key."""
+    rewards.scorers(config.reward, lambda given, expected, entry: 0.0)
+    if config.reward.model:
+        _is_folder(config.reward.model, "reward.model")
+    if config.reward.url:
+        remote_reward.RemoteReward.from_config(config.reward)

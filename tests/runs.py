@@ -1,0 +1,57 @@
+"""Whole runs for tests: a config of seconds, and what was seen of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conftest import History, mlflow_history
+
+from rlx import launch
+from rlx.config import RunConfig, from_tree, with_overrides
+from rlx.launch import Result
+from rlx.storage import open_storage
+
+STEPS = 4
+# What no two runs have in common; all else is the same to the last bit.
+MEASURED = ("time/", "memory/", "tokens/rollout_per_s", "tokens/update_per_s")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished run, and what it said while it ran."""
+
+    config: RunConfig
+    result: Result
+    reports: list[tuple[dict[str, Any], str | None]]
+    history: History
+    storage: Path
+
+
+def train(config: RunConfig, *, resume: bool = False) -> Done:
+    storage = Path(config.storage)
+    launch.connect(config)
+    reports: list[tuple[dict[str, Any], str | None]] = []
+    folder = open_storage(config.storage) / "runs" / str(config.name)
+    result = launch.run(config, folder, resume=resume, on_report=lambda *news: reports.append(news))
+    return Done(config, result, reports, mlflow_history(storage, result.mlflow_run), storage)
+
+
+def small(model: Path, storage: Path, name: str, **overrides: Any) -> RunConfig:
+    """A run of seconds, on two ranks and two engines."""
+    tree = {
+        "name": name,
+        "storage": str(storage),
+        "model": {"path": str(model)},
+        "data": {"size": 200, "max_prompt_tokens": 32},
+        "train": {"steps": STEPS, "prompts_per_step": 8, "samples_per_prompt": 2},
+        "rollout": {"engines": 2, "max_tokens": 8, "kv_cache_mib": 16},
+        "scaling": {"num_workers": 2},
+        "eval": {"every": 2, "size": 12},
+        "checkpoint": {"every": 2},
+    }
+    return from_tree(with_overrides(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
+
+
+def comparable(history: History, steps: range) -> dict[str, dict[int, list[float]]]:
+    kept = {name: by_step for name, by_step in history.items() if not name.startswith(MEASURED)}
+    return {name: {step: by_step[step] for step in steps if step in by_step} for name, by_step in kept.items()}

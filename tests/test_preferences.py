@@ -1,0 +1,182 @@
+"""Bradley and Terry's loss by hand, pair files, and training on pairs with a rule that is quickly learnt."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from rlx import preferences
+from rlx.config import ConfigError
+from rlx.preferences import Pair, Recipe, bradley_terry_loss, generated_pairs, hold_out, read_pairs
+from rlx.reward_model import RewardModel, load_classifier
+
+PAIRS = [Pair(prompt=f"{i} + {i * 7 % 10} =", chosen=f"{i}", rejected=f"-{i}") for i in range(96)]
+RECIPE = Recipe(epochs=3, batch=16, learning_rate=2e-3, seed=1)
+
+
+# --- the loss
+
+
+def test_the_loss_by_hand() -> None:
+    chosen = torch.tensor([1.0, 0.0, -2.0], dtype=torch.float64)
+    rejected = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    expected = (math.log(1 + math.exp(-1)) + math.log(2) + math.log(1 + math.exp(3))) / 3
+    assert bradley_terry_loss(chosen, rejected).item() == pytest.approx(expected, abs=1e-9)
+    assert bradley_terry_loss(chosen + 5, rejected + 5).item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_its_gradient_by_hand() -> None:
+    chosen = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    rejected = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    bradley_terry_loss(chosen, rejected).backward()
+    pulls = [1 / (1 + math.exp(1)) / 2, 1 / (1 + math.exp(-3)) / 2]  # sigmoid(rejected - chosen) / B
+    assert chosen.grad is not None and rejected.grad is not None
+    assert chosen.grad.tolist() == pytest.approx([-pull for pull in pulls], abs=1e-9)
+    assert rejected.grad.tolist() == pytest.approx(pulls, abs=1e-9)
+
+
+def test_hopeless_scores_have_a_finite_loss() -> None:
+    loss = bradley_terry_loss(torch.tensor([-1e4]), torch.tensor([1e4]))
+    assert loss.item() == 2e4
+
+
+# --- pairs
+
+
+def test_a_file_gives_its_pairs_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(json.dumps(pair.model_dump() | {"more": 1}) for pair in PAIRS) + "\n\n")
+    assert read_pairs(str(file)) == PAIRS
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("{", ":3: Invalid JSON"),
+        ("[1]", ":3: "),
+        ('{"prompt": "q", "chosen": "a"}', ":3: rejected: Field required"),
+        ('{"prompt": "q", "chosen": "a", "rejected": 3}', ":3: rejected: "),
+        ('{"prompt": "", "chosen": "a", "rejected": "b"}', ":3: prompt: "),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, where: str) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(f"{PAIRS[0].model_dump_json()}\n\n{line}\n")
+    with pytest.raises(ConfigError) as error:
+        read_pairs(str(file))
+    assert str(error.value).startswith(f"{file}{where}")
+    assert str(error.value).endswith("expected prompt, chosen and rejected")
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.jsonl: No such file"):
+        read_pairs(str(tmp_path / "none.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match=r"empty\.jsonl: there are no pairs in it"):
+        read_pairs(str(tmp_path / "empty.jsonl"))
+
+
+def test_generated_pairs_hold_the_answer_and_a_number_near_it() -> None:
+    pairs = generated_pairs(0, 300)
+    for pair in pairs:
+        assert int(pair.chosen) == eval(pair.prompt.partition(": ")[2].removesuffix("="))
+        assert 1 <= abs(int(pair.chosen) - int(pair.rejected)) <= 9
+    assert len({pair.prompt for pair in pairs}) == len(pairs) > 250
+    assert pairs == generated_pairs(0, 300)
+    assert pairs[:20] != generated_pairs(1, 300)[:20]
+
+
+def test_a_prompt_is_never_on_both_sides() -> None:
+    again = [*PAIRS, Pair(prompt=PAIRS[0].prompt, chosen="a", rejected="b")]
+    training, held_out = hold_out(again, 10)
+    assert held_out == again[-10:]
+    assert training == PAIRS[1:-9]
+    with pytest.raises(ConfigError, match="96 pairs are too few to hold 96 out"):
+        hold_out(PAIRS, 96)
+
+
+# --- training
+
+
+Trained = tuple[Path, dict[str, float], list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """(folder, what train gives, what it reports)"""
+    return train(tiny_model, tmp_path_factory.mktemp("reward") / "first", RECIPE)
+
+
+def train(base: Path, folder: Path, recipe: Recipe) -> Trained:
+    reports: list[dict[str, float]] = []
+    training, held_out = hold_out(PAIRS, 30)
+    result = preferences.train(
+        str(base),
+        folder,
+        training,
+        held_out,
+        recipe,
+        progress=lambda done, metrics: reports.append(metrics | {"done": done}),
+    )
+    return folder, result, reports
+
+
+def test_training_learns(trained: Trained) -> None:
+    _, result, reports = trained
+    assert result["before"] < 0.8
+    assert result["after"] == 1.0
+    assert [report["done"] for report in reports] == list(range(RECIPE.steps(66) + 1)) == list(range(16))
+    assert reports[-1]["loss"] < 0.1 < math.log(2) - 0.2 < reports[1]["loss"]
+    assert reports[0]["held_out_accuracy"] == result["before"]
+    assert reports[-1]["held_out_accuracy"] == result["after"]
+
+
+def test_the_folder_is_a_reward_model(trained: Trained) -> None:
+    scorer = RewardModel(str(trained[0]))
+    chosen = scorer.score([(pair.prompt, pair.chosen) for pair in PAIRS])
+    rejected = scorer.score([(pair.prompt, pair.rejected) for pair in PAIRS])
+    assert all(c > r for c, r in zip(chosen, rejected, strict=True))
+    assert sorted(path.name for path in trained[0].parent.iterdir() if "first" in path.name) == ["first"]
+
+
+def test_saving_and_loading_keeps_the_scores(trained: Trained, tmp_path: Path) -> None:
+    loaded = load_classifier(str(trained[0]))
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    pairs = [(pair.prompt, pair.chosen) for pair in PAIRS]
+    assert RewardModel(str(tmp_path)).score(pairs) == pytest.approx(RewardModel(str(trained[0])).score(pairs), abs=1e-6)
+
+
+def test_the_seed_decides(trained: Trained, tiny_model: Path, tmp_path: Path) -> None:
+    first = AutoModelForSequenceClassification.from_pretrained(trained[0]).state_dict()
+    short = Recipe(epochs=1, batch=16, learning_rate=2e-3)
+    again, _, _ = train(tiny_model, tmp_path / "again", RECIPE)
+    other, _, _ = train(tiny_model, tmp_path / "other", short)
+    second, third = (
+        AutoModelForSequenceClassification.from_pretrained(folder).state_dict() for folder in (again, other)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["score.weight"], third["score.weight"])
+
+
+def test_training_overwrites_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="there exists"):
+        train(tiny_model, tmp_path / "there", RECIPE)
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_failure_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    def fail(done: int, metrics: dict[str, float]) -> None:
+        if done == 1:
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        preferences.train(str(tiny_model), tmp_path / "new", PAIRS, PAIRS, RECIPE, progress=fail)
+    with pytest.raises(ConfigError, match=r"base model .*nowhere: no such folder"):
+        preferences.train(str(tmp_path / "nowhere"), tmp_path / "new", PAIRS, PAIRS, RECIPE)
+    assert list(tmp_path.iterdir()) == []

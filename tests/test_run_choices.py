@@ -1,0 +1,282 @@
+"""Whole runs with what the default run does not use: adapters, many rewards, and all that steadies training."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import NothingLeft
+from runs import STEPS, Done, comparable, small, train
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rlx import doctor, launch
+from rlx.config import RunConfig
+from rlx.controller import RunError
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_model: Path) -> Path:
+    """A reward model: the tiny model with a random layer that scores."""
+    folder = tiny_model.with_name("judge")
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    classifier.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+class Faulty(ThreadingHTTPServer):
+    """Scores by length. Its first answers are a server error, garbage, one score too few, a slow one."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.lock, self.asked, self.spoilt = threading.Lock(), 0, False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/score"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Faulty
+
+    def do_POST(self) -> None:
+        batch = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            turn, self.server.asked = self.server.asked, self.server.asked + 1
+        scores: list[float | None] = [len(completion) / 10 for completion in batch["completions"]]
+        bodies = [b"oops", b'{"scores": [', json.dumps({"scores": scores[1:]}).encode()]
+        if turn == 3:
+            time.sleep(2)
+        if self.server.spoilt:
+            scores[-1] = None
+        body = bodies[turn] if turn < 3 else json.dumps({"scores": scores}).encode()
+        self.send_response(500 if turn == 0 else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Faulty]:
+    with Faulty() as faulty:
+        threading.Thread(target=faulty.serve_forever, daemon=True).start()
+        yield faulty
+        faulty.shutdown()
+
+
+WEIGHTS = {"task": 1.0, "format": 0.2, "length": 0.5, "model": 0.1, "url": -0.3, "tests.my_rewards:short": 0.0}
+
+
+def many_rewards(model: Path, storage: Path, judge: Path, server: Faulty, name: str) -> RunConfig:
+    return small(
+        model,
+        storage,
+        name,
+        reward__functions=WEIGHTS,
+        reward__format_pattern=r"\d+",
+        reward__length_target=3,
+        reward__model=str(judge),
+        reward__url=server.url,
+        train__steps=2,
+        algorithm__advantage="grpo",
+        algorithm__filter_groups=True,
+        algorithm__filter_rounds=2,
+        algorithm__kl_coef=0.05,
+        model__lora_rank=4,
+        model__lora_sync="adapter",
+        train__actor_lr=5e-3,
+    )
+
+
+@pytest.fixture(scope="module")
+def adapted(nothing_left: NothingLeft, tiny_model: Path, storage: Path, judge: Path, server: Faulty) -> Done:
+    return train(many_rewards(tiny_model, storage, judge, server, "adapted"))
+
+
+STEADY: dict[str, Any] = {
+    "model__value_head_init": "normal",
+    "train__critic_warmup": 1,
+    "train__ema_decay": 0.5,
+    "train__gradient_checkpointing": True,
+    "train__warmup_steps": 0,
+    "algorithm__stop_kl": 1e-7,
+    "algorithm__normalize_scores": True,
+    "algorithm__score_clip": 2.0,
+    "algorithm__missing_eos_penalty": 0.5,
+    "algorithm__overlong_buffer": 4,
+    "algorithm__entropy_coef": 0.01,
+    "algorithm__kl_target": 0.1,
+    "algorithm__kl_horizon": 100,
+    "algorithm__importance": "tis",
+    "algorithm__importance_level": "sequence",
+    "algorithm__ptx_coef": 0.5,
+    "data__ptx_batch": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def answers(storage: Path) -> str:
+    file = storage / "answers.jsonl"
+    rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1, 20)]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def steady(nothing_left: NothingLeft, tiny_model: Path, storage: Path, answers: str) -> Done:
+    return train(small(tiny_model, storage, "steady", data__ptx_source=answers, **STEADY))
+
+
+@pytest.fixture(scope="module")
+def resumed(steady: Done, tiny_model: Path, storage: Path, answers: str) -> Done:
+    train(small(tiny_model, storage, "halves", train__steps=STEPS // 2, data__ptx_source=answers, **STEADY))
+    return train(small(tiny_model, storage, "halves", data__ptx_source=answers, **STEADY), resume=True)
+
+
+def last(done: Done, metric: str, step: int) -> float:
+    (value,) = done.history[metric][step]
+    return value
+
+
+def test_engines_agree_after_adapters_were_sent(adapted: Done) -> None:
+    assert all(0 < last(adapted, "mismatch/max_abs", step) <= 1e-4 for step in (1, 2))
+    assert abs(last(adapted, "kl/ref", 1)) <= 1e-9
+    assert last(adapted, "kl/ref", 2) > 1e-6  # the adapters have moved, and the policy without them has not
+
+
+def test_only_adapters_are_kept_in_checkpoints(adapted: Done) -> None:
+    folder = Path(adapted.result.folder, "step_000002")
+    names = FileSystemReader(folder).read_metadata().state_dict_metadata
+    weights = [name for name in names if name.startswith("policy.model.")]
+    assert weights and all(".lora_" in name for name in weights)
+    assert all(".lora_" in name for name in names if ".state." in name)
+    assert not any(name.startswith("critic") for name in names)
+
+
+def test_each_reward_is_reported_and_their_sum_is_the_reward(adapted: Done) -> None:
+    for step in (1, 2):
+        parts = {name: last(adapted, f"reward/{name}", step) for name in WEIGHTS}
+        total = sum(WEIGHTS[name] * part for name, part in parts.items())
+        assert last(adapted, "reward/mean", step) == pytest.approx(total, abs=1e-6)
+        assert 0 <= parts["format"] <= 1 and -1 <= parts["length"] <= 0 and parts["url"] > 0 and parts["model"] != 0
+    assert last(adapted, "task/accuracy", 1) <= last(adapted, "reward/task", 1) + 1e-9
+
+
+def test_a_server_that_fails_at_first_is_asked_again(adapted: Done, server: Faulty) -> None:
+    assert server.asked > 4
+
+
+def test_prompts_are_drawn_until_groups_vary(adapted: Done) -> None:
+    assert last(adapted, "groups/drawn", 1) in (8, 16)
+    assert 0 < last(adapted, "groups/varied_fraction", 1) <= 1
+    assert "value/loss" not in adapted.history and last(adapted, "kl/loss", 2) > 0
+
+
+def test_a_score_that_is_missing_ends_the_run_and_names_its_prompt(
+    adapted: Done, tiny_model: Path, storage: Path, judge: Path, server: Faulty
+) -> None:
+    server.spoilt = True
+    with pytest.raises(RunError, match=r"reward url: None is no finite score, for prompt \d+"):
+        train(many_rewards(tiny_model, storage, judge, server, "spoilt"))
+
+
+def test_the_policy_stays_while_the_critic_warms_up(steady: Done) -> None:
+    assert 1 not in steady.history["policy/loss"] and 1 in steady.history["value/loss"]
+    assert abs(last(steady, "kl/ref", 2)) <= 1e-9 < abs(last(steady, "kl/ref", 3))
+
+
+def test_epochs_end_early_by_kl(steady: Done) -> None:
+    assert [last(steady, "policy/updates", step) for step in (2, 3, 4)] == [1, 1, 1]  # of four
+
+
+def test_the_average_is_evaluated_beside_the_policy(steady: Done) -> None:
+    assert last(steady, "eval/ema/accuracy", 0) == last(steady, "eval/accuracy", 0)
+    assert set(steady.history["eval/ema/reward"]) == {0, 2, 4}
+    assert all(last(steady, "mismatch/max_abs", step) <= 1e-4 for step in range(1, 5))  # the policy is back
+
+
+def test_penalties_are_taken_off_and_scores_normalised(steady: Done) -> None:
+    taken = last(steady, "reward/task", 1) - last(steady, "reward/mean", 1)
+    assert taken >= 0.5 * last(steady, "response/truncated_fraction", 1)
+    assert last(steady, "reward/running_mean", 1) == pytest.approx(last(steady, "reward/mean", 1), abs=1e-6)
+    assert last(steady, "reward/running_std", 1) > 0
+
+
+def test_answers_are_learnt_beside_the_reward(steady: Done) -> None:
+    assert last(steady, "ptx/loss", 4) < last(steady, "ptx/loss", 2)
+
+
+def test_a_resumed_run_with_all_that_state_is_the_undisturbed_one(steady: Done, resumed: Done) -> None:
+    assert comparable(resumed.history, range(5)) == comparable(steady.history, range(5))
+    assert len(comparable(steady.history, range(5))) > 40
+
+
+def test_remax_compares_with_the_greedy_completion(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> None:
+    one = {"scaling__num_workers": 1, "rollout__engines": 1, "train__steps": 1}
+    done = train(small(tiny_model, storage, "remax", algorithm__advantage="remax", algorithm__loss="cispo", **one))
+    trained = 16 * last(done, "response/length_mean", 1)
+    assert last(done, "tokens/total", 1) > trained + 8 - 1e-3  # a greedy completion for each of 8 prompts
+    assert last(done, "mismatch/max_abs", 1) <= 1e-4
+
+
+# --- the doctor
+
+
+def test_the_doctor_finds_a_sound_setup_sound(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> None:
+    before = sorted(storage.rglob("*"))
+    lines = launch.examine(small(tiny_model, storage, "check", model__lora_rank=2))
+    assert [line.what for line in lines if not line.passed] == []
+    assert len(lines) == 8
+    assert sorted(storage.rglob("*")) == before  # it leaves no run
+
+
+SOUND = {
+    "ratio": 0.0,
+    "clipped": 0.0,
+    "kl": 0.0,
+    "gap": 1e-6,
+    "moved": 0.0,
+    "sync_gap": 1e-6,
+    "stale_gap": 0.1,
+    "grad_norm/policy": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [
+        ("ratio", 1e-3),
+        ("clipped", 1e-4),
+        ("kl", 1e-3),
+        ("gap", 0.01),
+        ("gap", float("nan")),
+        ("moved", 1.0),
+        ("sync_gap", 0.1),
+        ("stale_gap", 1e-6),
+        ("grad_norm/policy", float("nan")),
+        ("grad_norm/policy", 0.0),
+    ],
+)
+def test_the_doctor_sees_each_fault(figure: str, value: float) -> None:
+    assert all(line.passed for line in doctor.verdicts(SOUND, RunConfig()))
+    failed = [line.figure for line in doctor.verdicts(SOUND | {figure: value}, RunConfig()) if not line.passed]
+    assert failed == [pytest.approx(value, nan_ok=True)]
+
+
+def test_nothing_is_left_of_these_runs(steady: Done, adapted: Done, nothing_left: NothingLeft) -> None:
+    nothing_left(5)
