@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pairs", metavar="FILE", help="{prompt, chosen, rejected} per line (default: generated sums)")
     parser.add_argument("--base", metavar="MODEL", help="folder or name to start from (default: rlx's tiny model)")
     parser.add_argument("--out", metavar="FOLDER", help="new folder for it (default: models/reward-N in the storage)")
-    parser.add_argument("--epochs", type=_count, default=6, help="passes over the pairs")
+    parser.add_argument("--epochs", type=_count, default=5, help="passes over the pairs")
     parser.add_argument("--batch", type=_count, default=64, help="pairs per optimizer step")
     parser.add_argument("--lr", type=float, default=5e-4, help="highest learning rate")
     parser.add_argument("--held-out", type=_count, default=256, help="last pairs, kept for measuring")

@@ -73,6 +73,9 @@ def _tensors(models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> di
     """What is trained, and its optimizer state: frozen weights are the model folder's own."""
     tensors: dict[str, dict[str, Any]] = {"average": dict(average)} if average else {}
     for name, trained in models.items():
-        model, optimizer = get_state_dict(trained.model, trained.optimizer, options=_TRAINED_ONLY)
-        tensors[name] = {"model": model, "optimizer": optimizer}
+        weights, optimizer = get_state_dict(trained.model, trained.optimizer, options=_TRAINED_ONLY)
+        # Under both names of a tied one: torch itself leaves out the first only.
+        frozen = {n for n, p in trained.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        kept = {key: tensor for key, tensor in weights.items() if key not in frozen}
+        tensors[name] = {"model": kept, "optimizer": optimizer}
     return tensors

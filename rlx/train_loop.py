@@ -74,6 +74,7 @@ def annotate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
         for name, grid in zip(columns, grids, strict=True):
             grid = torch.zeros_like(micro.mask) if grid is None else grid * micro.mask
             columns[name].append(pad(grid, (0, width - grid.shape[1])))
+    run.reshard()
     return replace(batch, **{name: torch.cat(grids) for name, grids in columns.items()}), entropy
 
 

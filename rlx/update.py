@@ -20,19 +20,26 @@ from rlx.worker import Run, Sums
 def update(run: Run, batch: Experience) -> Sums:
     """All epochs of optimizer steps on a batch; the losses' statistics, summed over them."""
     batches = experience.minibatches(batch, run.config.train.minibatches)
-    cut, stop_kl = run.cut(batches), run.config.algorithm.stop_kl
-    sizes = denominators(run, batches)
+    cut, sizes = run.cut(batches), denominators(run, batches)
     sums: Sums = {}
     for _ in range(run.config.train.epochs):
         for micros, size in zip(cut, sizes, strict=True):
             moved = "updates" in sums  # before the first optimizer step the policy is the old one
             done = accumulate(run, micros, size)
             _add(sums, done)
-            if stop_kl is not None and moved and run.summed(done)["policy/approx_kl"] > stop_kl * size.tokens:
+            if moved and too_far(run, done, size):
                 discard_gradients(run)
                 return sums
             _add(sums, optimizer_step(run))
     return sums
+
+
+def too_far(run: Run, done: Sums, size: Size) -> bool:
+    """Whether the policy has moved further from the old one than algorithm.stop_kl allows, over all ranks."""
+    limit = run.config.algorithm.stop_kl
+    if limit is None or "policy" not in run.learning:
+        return False
+    return run.summed(done)["policy/approx_kl"] > limit * size.tokens
 
 
 @dataclass(frozen=True, slots=True)

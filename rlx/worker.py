@@ -187,6 +187,13 @@ class Run:
         counts = self.largest([float(experience.micro_batch_count(batch, budget)) for batch in batches])
         return [experience.micro_batches(batch, int(count)) for batch, count in zip(batches, counts, strict=True)]
 
+    def reshard(self) -> None:
+        """Gives up what forward passes have gathered of the models: without a backward pass FSDP keeps the outermost
+        part, and its weights are then no shards of the ones that are trained."""
+        for part in (*(trained.model for trained in self.trained.values()), self.copy):
+            if part is not None:
+                cast(FSDPModule, part).reshard()
+
     def reduce_gradients(self, now: bool) -> None:
         """Whether the next backward pass reduces gradients over ranks, or keeps them for a later one."""
         for trained in self.trained.values():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,9 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train
     return train(tiny_model, tmp_path_factory.mktemp("reward") / "first", RECIPE)
 
 
-def train(base: Path, folder: Path, recipe: Recipe) -> Trained:
+def train(base: Path, folder: Path, recipe: Recipe, pairs: Sequence[Pair] = PAIRS) -> Trained:
     reports: list[dict[str, float]] = []
-    training, held_out = hold_out(PAIRS, 30)
+    training, held_out = hold_out(pairs, 30)
     result = preferences.train(
         str(base),
         folder,
@@ -125,12 +126,17 @@ def train(base: Path, folder: Path, recipe: Recipe) -> Trained:
     return folder, result, reports
 
 
-def test_training_learns(trained: Trained) -> None:
+def test_training_learns_either_preference(trained: Trained, tiny_model: Path, tmp_path: Path) -> None:
+    swapped = [Pair(prompt=pair.prompt, chosen=pair.rejected, rejected=pair.chosen) for pair in PAIRS]
+    results = [trained[1], train(tiny_model, tmp_path / "swapped", RECIPE, swapped)[1]]
+    assert sum(result["before"] for result in results) == pytest.approx(1.0)  # the same scores, judged in two ways
+    assert [result["after"] for result in results] == [1.0, 1.0]
+
+
+def test_training_reports_each_step(trained: Trained) -> None:
     _, result, reports = trained
-    assert result["before"] < 0.8
-    assert result["after"] == 1.0
     assert [report["done"] for report in reports] == list(range(RECIPE.steps(66) + 1)) == list(range(16))
-    assert reports[-1]["loss"] < 0.1 < math.log(2) - 0.2 < reports[1]["loss"]
+    assert reports[-1]["loss"] < 0.1
     assert reports[0]["held_out_accuracy"] == result["before"]
     assert reports[-1]["held_out_accuracy"] == result["after"]
 
