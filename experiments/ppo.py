@@ -1,4 +1,4 @@
-"""One PPO run, or the rest of one: python experiments/ppo.py [--config FILE] [--resume NAME | --check] [--SETTING VALUE]"""
+"""One PPO run, or the rest of one: python experiments/ppo.py [--config FILE] [--resume NAME | --check] [--SETTING X]"""
 
 from __future__ import annotations
 

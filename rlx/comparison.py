@@ -36,7 +36,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def compare(sweep: Sweep, by: str, metric: str = analysis.METRIC) -> pd.DataFrame:
     """One row per value of the setting `by`, best mean first: runs, mean of the metric's last value, its interval, the
-    extremes, and what a run took. Trials that still run or lack the metric are left out; ConfigError if `by` was not varied."""
+    extremes, and what a run took. Trials that still run or lack the metric are left out.
+
+    ConfigError if `by` was not varied, or no trial is left.
+    """
     rows = []
     for value, trials in _groups(sweep, by, metric).items():
         finals = [float(trial.curve(metric).iloc[-1]) for trial in trials]

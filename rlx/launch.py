@@ -22,7 +22,7 @@ import yaml
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rlx import controller, inputs, report
+from rlx import controller, inputs, report, reward_model
 from rlx.config import ConfigError, RunConfig, flatten
 from rlx.controller import Report, RunStopped, one_line
 from rlx.rollout import pool
@@ -298,8 +298,6 @@ def _beside(config: RunConfig, path: str) -> Iterator[tuple[list[Any], list[Any]
 def _reward_models(config: RunConfig, bundles: list[dict[str, float]], group: Any, first: int) -> list[Any]:
     if not bundles:
         return []
-    from rlx import reward_model  # torch and transformers only where they are needed
-
     settings = config.reward
     return reward_model.start_reward_models(
         len(bundles),

@@ -126,7 +126,7 @@ def train(
     """
     check_new(folder)
     started, report = time.monotonic(), progress or (lambda done, metrics: None)
-    with warm_start._private_torch_state(recipe.seed), warm_start._no_progress_bars():
+    with warm_start.private_torch_state(recipe.seed), warm_start.no_progress_bars():
         classifier = load_classifier(base, new_head=True, trust_remote_code=trust_remote_code, setting="base model")
         classifier.model.to("cuda" if torch.cuda.is_available() else "cpu")
         before = after = accuracy(classifier, held_out)
@@ -135,7 +135,7 @@ def train(
             if done == recipe.steps(len(pairs)):
                 metrics["held_out_accuracy"] = after = accuracy(classifier, held_out)
             report(done, metrics)
-        with warm_start._whole_folder(folder) as unfinished:
+        with warm_start.whole_folder(folder) as unfinished:
             classifier.model.save_pretrained(unfinished)
             classifier.tokenizer.save_pretrained(unfinished)
     return {"before": before, "after": after, "seconds": time.monotonic() - started}

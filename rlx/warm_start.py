@@ -89,12 +89,12 @@ def make_tiny_model(
     recipe = recipe or WarmStart()
     tokenizer = build_tokenizer()
     held_out = draw_questions(recipe, recipe.held_out_seed, recipe.held_out_size)
-    with _private_torch_state(recipe.seed):
+    with private_torch_state(recipe.seed):
         model = _build_model(recipe, tokenizer)
         _train(model, tokenizer, recipe, progress)
         accuracy = greedy_accuracy(model, tokenizer, held_out)
     report = {"accuracy": accuracy, "seconds": time.monotonic() - started}
-    with _whole_folder(folder) as unfinished, _no_progress_bars():
+    with whole_folder(folder) as unfinished, no_progress_bars():
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         record = {"recipe": asdict(recipe), **report}
@@ -262,7 +262,7 @@ def _pad(
 
 
 @contextlib.contextmanager
-def _private_torch_state(seed: int) -> Iterator[None]:
+def private_torch_state(seed: int) -> Iterator[None]:
     """Seeded and on two threads, since another thread count sums in another order; the caller's state comes back."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -275,7 +275,7 @@ def _private_torch_state(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -286,7 +286,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
+def whole_folder(folder: Path) -> Iterator[Path]:
     """A sibling to write in, renamed to `folder` at the end, or removed if anything goes wrong."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -359,7 +359,9 @@ def _remote_scorers(config: RunConfig, models: Sequence[Any], rank: int) -> dict
     settings = config.reward
     remote: dict[str, Scorer] = {}
     if settings.model:
-        remote["model"] = reward_model.ModelReward(models, settings.timeout_s, rank)
+        patient = reward_model.ModelReward(models, config.rollout.timeout_s, rank)
+        patient([])  # until they are loaded
+        remote["model"] = replace(patient, timeout_s=settings.timeout_s)
     if settings.url:
         remote["url"] = remote_reward.RemoteReward.from_config(settings)
     return remote
