@@ -93,7 +93,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     """
     watched = tuple(dict.fromkeys([*WATCHED, *metrics]))
     for metric in metrics:
-        _check_metric(metric, list(report.METRICS))
+        _check_metric(metric, [metric] if report.meaning(metric) else list(report.METRICS))
     sweeps = _sweep_runs(uri, experiment)
     parent = next((run for run in sweeps if name in (None, run.info.run_name)), None)
     if parent is None:
@@ -416,7 +416,7 @@ def _draw_line(axes: Axes, heights: Sequence[float], colour: Any, best: bool) ->
 
 
 def _draw_scale(axes: Axes, x: float, key: str, scale: _Scale) -> None:
-    section, _, name = ("", "", key) if key in report.METRICS else key.rpartition(".")
+    section, _, name = ("", "", key) if report.meaning(key) else key.rpartition(".")
     note = ", ".join(part for part in (section, scale.note) if part)
     axes.text(x, 1.09, name, ha="center", fontsize=10, fontweight="bold")
     axes.text(x, 1.04, note, ha="center", fontsize=8, color=_GREY)
@@ -436,7 +436,7 @@ def _head(figure: Figure, title: str, sweep: Sweep, metric: str, drawn: str, not
     left, without = 0.25 / figure.get_figwidth(), sum(trial.curve(metric).empty for trial in sweep.trials)
     missing = f"; {without} of {len(sweep.trials)} trials have none ({drawn})" if without else ""
     figure.text(left, 0.94, f"{sweep.name}: {title}", fontsize=13, fontweight="bold")
-    figure.text(left, 0.9, report.METRICS[metric] + missing + note, fontsize=9, color=_GREY)
+    figure.text(left, 0.9, f"{report.meaning(metric)}{missing}{note}", fontsize=9, color=_GREY)
 
 
 def _colours(mode: Mode) -> Colormap:

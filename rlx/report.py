@@ -69,6 +69,12 @@ METRICS = {
 }
 
 
+def meaning(metric: str) -> str | None:
+    """What a metric says; None if there is none of that name. Those of reward functions have the function's name."""
+    general = "reward/NAME" if metric.startswith("reward/") else metric
+    return METRICS.get(metric, METRICS.get(general))
+
+
 def default_uri(folder: Path) -> str:
     """The SQLite tracking store in a folder."""
     folder.mkdir(parents=True, exist_ok=True)

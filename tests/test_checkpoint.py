@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OnRanks
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,8 +18,9 @@ from rlx.checkpoint import Trained
 MANIFEST: dict[str, Any] = {"step": 3, "kl": {"coef": 0.1}, "cursor": [1, 17], "run": None, "é": 1e-9}
 
 
-def fresh(path: str, ranks: int) -> dict[str, Trained]:
-    return worker._models(config.from_tree({}), path, init_device_mesh("cpu", (ranks,)))[0]
+def fresh(path: str, ranks: int, lora_rank: int) -> dict[str, Trained]:
+    settings = config.from_tree({"model": {"lora_rank": lora_rank}})
+    return worker._models(settings, path, init_device_mesh("cpu", (ranks,)))[0]
 
 
 def averaged(trained: dict[str, Trained], decay: float) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def averaged(trained: dict[str, Trained], decay: float) -> dict[str, Any]:
 def step(trained: dict[str, Trained]) -> None:
     """An optimizer step on gradients that differ between all parameters and are the same on any number of ranks."""
     for part in trained.values():
-        for i, parameter in enumerate(part.model.parameters()):
+        for i, parameter in enumerate(p for p in part.model.parameters() if p.requires_grad):
             parameter.grad = parameter.detach() * 0.1 + 0.01 * (i + 1)
         part.optimizer.step()
         part.optimizer.zero_grad()
@@ -43,9 +45,9 @@ def whole(trained: dict[str, Trained], average: dict[str, Any]) -> dict[str, Any
     return gathered | {"average": {name: p.full_tensor() for name, p in average.items()}}
 
 
-def save(rank: int, ranks: int, path: str, target: str) -> tuple[dict[str, Any], list[str]]:
+def save(rank: int, ranks: int, path: str, target: str, lora_rank: int) -> tuple[dict[str, Any], list[str]]:
     """This rank's files end up beside those of the others, as Ray Train merges them."""
-    trained = fresh(path, ranks)
+    trained = fresh(path, ranks, lora_rank)
     for _ in range(3):
         step(trained)
     average = averaged(trained, 0.5)
@@ -57,8 +59,8 @@ def save(rank: int, ranks: int, path: str, target: str) -> tuple[dict[str, Any],
     return whole(trained, average), files
 
 
-def load(rank: int, ranks: int, path: str, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    trained = fresh(path, ranks)
+def load(rank: int, ranks: int, path: str, source: str, lora_rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    trained = fresh(path, ranks, lora_rank)
     average = averaged(trained, 0.0)
     manifest = checkpoint.load(source, trained, average)
     step(trained)
@@ -68,7 +70,7 @@ def load(rank: int, ranks: int, path: str, source: str) -> tuple[dict[str, Any],
 @pytest.fixture(scope="module")
 def saved(on_ranks: OnRanks, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    return folder, on_ranks(2, save, str(tiny_model), str(folder))
+    return folder, on_ranks(2, save, str(tiny_model), str(folder), 0)
 
 
 def test_each_rank_writes_its_own_shards(saved: tuple[Path, list[Any]]) -> None:
@@ -84,12 +86,24 @@ def test_any_number_of_ranks_continues_exactly(
     ranks: int, on_ranks: OnRanks, saved: tuple[Path, list[Any]], tiny_model: Path
 ) -> None:
     folder, ((expected, _), _) = saved
-    (found, manifest), *_ = on_ranks(ranks, load, str(tiny_model), str(folder))
+    (found, manifest), *_ = on_ranks(ranks, load, str(tiny_model), str(folder), 0)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     assert manifest == MANIFEST
     for part, norm in (("policy", "lm.model.norm"), ("critic", "backbone.norm")):  # there was something to restore
         assert found[part][f"state.{norm}.weight.step"] == 4
         assert found[part][f"state.{norm}.weight.exp_avg"].count_nonzero() > 0
+
+
+def test_adapters_continue_exactly_on_another_number_of_ranks(
+    on_ranks: OnRanks, tiny_model: Path, saved: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    (expected, _), _ = on_ranks(2, save, str(tiny_model), str(tmp_path), 4)
+    ((found, _),) = on_ranks(1, load, str(tiny_model), str(tmp_path), 4)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    kept = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    tensors = [name for name in kept if name.startswith(("policy.model.", "policy.optimizer.state."))]
+    assert tensors and all(".lora_" in name for name in tensors)
+    assert any(".lora_B." in name and "exp_avg_sq" in name for name in kept)
 
 
 @pytest.mark.parametrize("missing", ["manifest.json", ".metadata", "everything"])

@@ -223,7 +223,7 @@ def test_answers_are_learnt_beside_the_reward(steady: Done) -> None:
 
 def test_a_resumed_run_with_all_that_state_is_the_undisturbed_one(steady: Done, resumed: Done) -> None:
     assert comparable(resumed.history, range(5)) == comparable(steady.history, range(5))
-    assert len(comparable(steady.history, range(5))) > 40
+    assert len(comparable(steady.history, range(5))) > 30
 
 
 def test_remax_compares_with_the_greedy_completion(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> None:
