@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.resume and args.check:
             raise ConfigError("--check is for the start of a run: leave --resume out")
         base = read_yaml(args.config) if args.config else {}
-        from_tree(with_overrides(base, given), args.config or "command line")  # refused before anything is imported
+        if not args.resume:  # refused before anything is imported
+            from_tree(with_overrides(base, given), args.config or "command line")
         return check(base, given) if args.check else train(args, base, given)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -44,11 +45,12 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     from rlx.storage import absolute, open_storage
 
     started = time.monotonic()
-    storage = open_storage(from_tree(with_overrides(base, given)).storage)
-    runs = storage / "runs"
+    runs = open_storage(given.get("storage") or from_tree(base).storage) / "runs"
     if args.resume:
         base = launch.saved_config(runs / args.resume)
     config = from_tree(with_overrides(base, given))
+    if args.resume:
+        launch.check_resumable(config, from_tree(base))
     name = args.resume or config.name or runs.free_name("ppo")
     config = config.model_copy(update={"name": name, "storage": absolute(config.storage)})
     folder = runs / name

@@ -43,8 +43,9 @@ class AdaptiveKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continues from the coefficient of `state_dict`."""
-        self.coef = state["coef"]
+        """Continues from the coefficient of `state_dict`; a fixed one is what this controller was made with."""
+        if self.target is not None:
+            self.coef = state["coef"]
 
 
 @dataclass

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
@@ -39,7 +46,8 @@ def written(
 ) -> Iterator[str]:
     """A temporary folder with this rank's part of a checkpoint; all ranks call it. Rank 0 writes the manifest too."""
     with tempfile.TemporaryDirectory(prefix="rlx-checkpoint-") as folder:
-        save_shards(_tensors(models, average), checkpoint_id=folder)
+        stepped = [name for name, trained in models.items() if trained.optimizer.state]
+        save_shards(_tensors(models, average, stepped), checkpoint_id=folder)
         if rank == 0:
             Path(folder, MANIFEST).write_text(json.dumps(manifest, indent=1))
         yield folder
@@ -55,27 +63,41 @@ def load(folder: str, models: Mapping[str, Trained], average: Mapping[str, Tenso
     for name in (MANIFEST, _METADATA):
         if not Path(folder, name).is_file():
             raise ValueError(f"no checkpoint in {folder}: there is no {name} in it")
-    tensors = _tensors(models, average)
+    kept = FileSystemReader(folder).read_metadata().state_dict_metadata
+    stepped = {name for name in models if any(key.startswith(f"{name}.optimizer.") for key in kept)}
+    tensors = _tensors(models, average, stepped)
     load_shards(tensors, checkpoint_id=folder)
     for name, trained in models.items():
-        state = tensors[name]
-        set_state_dict(
-            trained.model,
-            trained.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_TRAINED_ONLY,
-        )
+        _put(trained, tensors[name])
     return dict(json.loads(Path(folder, MANIFEST).read_text()))
 
 
-def _tensors(models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """What is trained, and its optimizer state: frozen weights are the model folder's own."""
+def _put(trained: Trained, state: Mapping[str, Any]) -> None:
+    """Weights and moments; what a config says of an optimizer (betas, decay) stays as this run's config has it."""
+    set_model_state_dict(trained.model, state["model"], options=_TRAINED_ONLY)
+    if "optimizer" not in state:
+        return
+    own = [{key: value for key, value in group.items() if key != "params"} for group in trained.optimizer.param_groups]
+    set_optimizer_state_dict(trained.model, trained.optimizer, state["optimizer"], options=_TRAINED_ONLY)
+    for group, settings in zip(trained.optimizer.param_groups, own, strict=True):
+        group.update(settings)
+
+
+def _tensors(
+    models: Mapping[str, Trained], average: Mapping[str, Tensor], stepped: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """What is trained, and the state of the optimizers that have stepped: frozen weights are the model folder's own.
+
+    torch gives an optimizer without state one, by a step on zeros; it would count.
+    """
     tensors: dict[str, dict[str, Any]] = {"average": dict(average)} if average else {}
     for name, trained in models.items():
-        weights, optimizer = get_state_dict(trained.model, trained.optimizer, options=_TRAINED_ONLY)
+        weights = get_model_state_dict(trained.model, options=_TRAINED_ONLY)
         # Under both names of a tied one: torch itself leaves out the first only.
         frozen = {n for n, p in trained.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        kept = {key: tensor for key, tensor in weights.items() if key not in frozen}
-        tensors[name] = {"model": kept, "optimizer": optimizer}
+        tensors[name] = {"model": {key: tensor for key, tensor in weights.items() if key not in frozen}}
+        if name in stepped:
+            tensors[name]["optimizer"] = get_optimizer_state_dict(
+                trained.model, trained.optimizer, options=_TRAINED_ONLY
+            )
     return tensors

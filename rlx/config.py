@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import functools
 import types
 import typing
@@ -36,10 +35,30 @@ from rlx.settings import (
     TrackingConfig,
     TrainConfig,
 )
+from rlx.settings import nearest as nearest
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the text is one line for the person who typed it."""
+
+
+# Settings that do nothing unless another one is on.
+_IDLE = {
+    "model.lora_alpha": "model.lora_rank",
+    "model.lora_targets": "model.lora_rank",
+    "data.ptx_batch": "data.ptx_source",
+    "reward.url_key": "reward.url",
+    "algorithm.kl_target": "algorithm.kl_coef",
+    "algorithm.kl_horizon": "algorithm.kl_target",
+    "algorithm.overlong_penalty": "algorithm.overlong_buffer",
+    "algorithm.filter_rounds": "algorithm.filter_groups",
+    "algorithm.importance_level": "algorithm.importance",
+    "algorithm.importance_low": "algorithm.importance",
+    "algorithm.importance_high": "algorithm.importance",
+}
+_OFF = (None, False, 0, "none")
+MOST_RANK = 512
+"""of adapters that vLLM takes by themselves"""
 
 
 class RunConfig(Section):
@@ -85,6 +104,14 @@ class RunConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _nothing_is_set_in_vain(self) -> Self:
+        given, defaults = flatten(self), {name: field.default for name, field in _settings().items()}
+        for key, needed in _IDLE.items():
+            if given[key] != defaults[key] and given[needed] in _OFF:
+                raise ValueError(f"{key} does nothing without {needed}")
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _estimator_has_what_it_needs(self) -> Self:
         name, critic, samples = self.algorithm.advantage, self.model.critic, self.train.samples_per_prompt
         if name == "gae" and critic == "none":
@@ -97,9 +124,19 @@ class RunConfig(Section):
                     f"algorithm.{what} compares the completions of a prompt: train.samples_per_prompt is {samples}, "
                     f"at least 2 are needed"
                 )
+        if self.algorithm.filter_groups and name not in GROUPED:
+            raise ValueError(
+                f"algorithm.filter_groups is for estimators to which a group of equal scores says nothing "
+                f"({', '.join(GROUPED)}): algorithm.advantage is {name}"
+            )
         if self.train.critic_warmup and self.critic != "separate":
             raise ValueError(
                 "train.critic_warmup needs a critic with weights of its own: model.critic separate, with gae"
+            )
+        if self.train.critic_warmup >= self.train.steps:
+            raise ValueError(
+                f"train.critic_warmup ({self.train.critic_warmup}) leaves none of train.steps ({self.train.steps}) to "
+                f"the policy"
             )
         return self
 
@@ -142,6 +179,8 @@ class RunConfig(Section):
                 raise ValueError("model.reference lora_off needs adapters to switch off: set model.lora_rank")
             if model.lora_sync == "adapter":
                 raise ValueError("model.lora_sync adapter needs adapters: set model.lora_rank")
+        if model.lora_sync == "adapter" and model.lora_rank > MOST_RANK:
+            raise ValueError(f"model.lora_rank {model.lora_rank}: engines take adapters of at most rank {MOST_RANK}")
         return self
 
     @pydantic.model_validator(mode="after")
@@ -176,7 +215,9 @@ class RunConfig(Section):
         """What model.critic comes to."""
         if self.model.critic != "auto":
             return self.model.critic
-        return "separate" if self.algorithm.advantage == "gae" else "none"
+        if self.algorithm.advantage != "gae":
+            return "none"
+        return "head" if self.model.lora_rank else "separate"
 
     @property
     def reference(self) -> Literal["copy", "lora_off", "none"]:
@@ -242,12 +283,6 @@ def flatten(config: Section, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def nearest(word: str, choices: Sequence[str]) -> str:
-    """A hint: "; nearest: X", or nothing when no choice is close."""
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"; nearest: {close[0]}" if close else ""
-
-
 def setting_keys() -> list[str]:
     """The dotted keys of all settings."""
     return list(_settings())
@@ -268,7 +303,9 @@ def _explain(error: ValidationError) -> str:
         message = f"expected a section of settings, such as {next(k for k in _settings() if k.startswith(f'{key}.'))}"
     else:
         message = first["msg"].removeprefix("Value error, ")
-    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}" if key else message
+    if not key or key in _sections():  # of a whole section nothing is shown: it may hold addresses with keys
+        return message
+    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _sections() -> dict[str, type[Section]]:

@@ -64,9 +64,11 @@ def examine(setup: dict[str, Any]) -> None:
             "gap": gap(run, batch),
         }
         figures = {name: max(figures[name], value) for name, value in worst.items()}
-        figures |= {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
+        norms = {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
+        figures |= {name: max(figures.get(name, 0.0), norm) for name, norm in norms.items()}
+        figures["signal"] = max(figures.get("signal", 0.0), *run.largest([float(own.advantages.abs().max())]))
         run.push(run.step, run.config.rollout.sync_timeout_s)
-    figures["moved"] = float(fingerprint(run) != before)
+    figures["moved"] = run.largest([float(fingerprint(run) != before)])[0]
     ray.train.report(figures | sync_figures(run))
 
 
@@ -96,7 +98,8 @@ def gap(run: Run, batch: Experience) -> float:
 
 def fingerprint(run: Run) -> list[float]:
     """Sums that change when a weight does, of this rank's shards."""
-    return [float(cast(DTensor, p.detach()).to_local().double().abs().sum()) for p in run.policy.parameters()]
+    weights = [p.detach() for trained in run.trained.values() for p in trained.model.parameters()]
+    return [float(cast(DTensor, p).to_local().double().abs().sum()) for p in weights]
 
 
 @contextmanager
@@ -134,5 +137,8 @@ def verdicts(figures: Mapping[str, float], config: RunConfig) -> list[Verdict]:
         lines.insert(2, at_most("KL to the reference at the start, per token", "kl", rounding))
     for name in sorted(key for key in figures if key.startswith("grad_norm/")):
         norm, what = figures[name], f"gradient norm of the {name.partition('/')[2]}"
-        lines.append(Verdict(what, norm, "finite, not 0", math.isfinite(norm) and norm > 0))
+        # Where all scores of every prompt are equal there is nothing to learn from, which is no fault.
+        signal = figures["signal"] > 0 and name == "grad_norm/policy"
+        sound = math.isfinite(norm) and (norm > 0 or not signal)
+        lines.append(Verdict(what, norm, "finite, not 0" if signal else "finite", sound))
     return lines

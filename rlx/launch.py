@@ -39,6 +39,9 @@ _OWN_CLUSTER = {
     "RAY_prestart_worker_first_driver": "0",
 }
 
+# What the state of a run depends on: a resumed one cannot change it.
+_FIXED = ("seed", "model.", "data.", "algorithm.advantage", "algorithm.loss", "train.ema_decay")
+
 
 @dataclass(frozen=True)
 class Result:
@@ -171,6 +174,14 @@ def saved_config(folder: Storage) -> dict[str, Any]:
     if not (folder / "run.json").exists():
         raise ConfigError(f"no run to resume in {folder.path}")
     return dict(yaml.safe_load((folder / "config.yaml").read_text()))
+
+
+def check_resumable(config: RunConfig, saved: RunConfig) -> None:
+    """ConfigError if a run that has begun as `saved` cannot go on as `config`: other weights, prompts or estimators."""
+    now, then = flatten(config), flatten(saved)
+    for key in now:
+        if key.startswith(_FIXED) and now[key] != then[key]:
+            raise ConfigError(f"{key} is {then[key]} in run {saved.name}, which cannot change now: start a new run")
 
 
 def run(

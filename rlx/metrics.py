@@ -96,7 +96,8 @@ def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, flo
     s = run.summed(sums)
     metrics = dict(seconds) | _of_scores(run, s) | _of_policy(run, s) | _of_values(run, s) | _of_mismatch(run, batch, s)
     run.tokens += int(s["generated"])
-    run.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
+    if "updates/policy" in s:  # while the critic warms up, the policy is the reference
+        run.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
     trained = (s["prompt_tokens"] + s["tokens"]) * s["updates"] / run.ranks / run.config.train.minibatches
     return metrics | {
         "response/length_mean": s["tokens"] / s["completions"],
@@ -128,7 +129,10 @@ def _of_scores(run: Run, s: Mapping[str, float]) -> dict[str, float]:
 
 
 def _of_policy(run: Run, s: Mapping[str, float]) -> dict[str, float]:
-    metrics = {"policy/entropy": s["entropy"] / s["tokens"], "policy/lr": run.base_lr[0][0]["lr"]}
+    metrics = {
+        "policy/entropy": s["entropy"] / s["tokens"],
+        "policy/lr": run.trained["policy"].optimizer.param_groups[0]["lr"],
+    }
     if run.config.reference != "none":
         metrics |= {"kl/ref": s["kl"] / s["tokens"], "kl/coef": run.kl.coef}
     if "policy/loss" not in s:  # the critic is warming up

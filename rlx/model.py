@@ -137,6 +137,9 @@ def checkpoint_gradients(part: nn.Module) -> None:
     for layer in part.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True  # what transformers asks for it; all within the layer stays in eval mode
+            for name, value in vars(layer).items():  # some layers drop out by themselves
+                if "dropout" in name and isinstance(value, float):
+                    setattr(layer, name, 0.0)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
@@ -210,15 +213,23 @@ def _merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 def _adapt(lm: Any, adapters: Adapters) -> None:
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-    targets = list(adapters.targets) or "all-linear"
+    targets, where = list(adapters.targets) or "all-linear", f"model.lora_targets {', '.join(adapters.targets)}"
     config = LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=targets)  # type: ignore[arg-type]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(adapters.seed)  # every rank draws the same
         try:
             inject_adapter_in_model(config, lm, adapter_name=_ADAPTER)
         except ValueError as error:
-            raise ConfigError(f"model.lora_targets {', '.join(adapters.targets)}: {error}") from None
+            raise ConfigError(f"{where}: {error}") from None
+    for name, layer in lm.named_modules():
+        if isinstance(layer, BaseTunerLayer) and not isinstance(layer.get_base_layer(), nn.Linear):
+            raise ConfigError(f"{where}: {name} is no linear layer, and only these reach the engines")
+    if isinstance(lm.get_output_embeddings(), BaseTunerLayer) and lm.config.tie_word_embeddings:
+        raise ConfigError(
+            f"{where}: the output layer is tied to the embedding here, its adapters would not reach the engines"
+        )
 
 
 def _positions(prompt_lengths: Tensor, width: int) -> Tensor:

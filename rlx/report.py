@@ -19,7 +19,7 @@ METRICS = {
     "reward/mean": "mean score of the step's completions, penalties taken off",
     "reward/std": "standard deviation of those scores",
     "reward/NAME": "mean of the reward function NAME alone",
-    "reward/running_mean": "mean of all scores so far (algorithm.normalize_scores)",
+    "reward/running_mean": "mean of all scores trained on so far (algorithm.normalize_scores)",
     "reward/running_std": "their standard deviation",
     "task/accuracy": "fraction of the step's completions whose answer is right",
     "groups/varied_fraction": "fraction of the step's prompts whose completions do not all score the same",

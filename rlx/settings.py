@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -21,6 +22,12 @@ SCORERS = ("task", "exact_match", "numeric", "math_verify", "format", "length", 
 """what reward.functions may name beside one's own module:function; the first four say whether an answer is right"""
 CORRECTNESS = SCORERS[:4]
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # what YAML 1.1 takes for text: 1e-3
+
+
+def nearest(word: str, choices: Sequence[str]) -> str:
+    """A hint: "; nearest: X", or nothing when no choice is close."""
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return f"; nearest: {close[0]}" if close else ""
 
 
 class Section(pydantic.BaseModel):
@@ -43,9 +50,8 @@ def _regular_expression(pattern: str) -> str:
 
 def _source_of_scores(name: str) -> str:
     if name not in SCORERS and not re.fullmatch(r"[\w.]+:\w+", name):
-        close = difflib.get_close_matches(name, SCORERS, n=1)
-        hint = f"; nearest: {close[0]}" if close else ""
-        raise ValueError(f"no reward function {name!r}: expected {', '.join(SCORERS)} or module:function{hint}")
+        expected = f"{', '.join(SCORERS)} or module:function"
+        raise ValueError(f"no reward function {name!r}: expected {expected}{nearest(name, SCORERS)}")
     return name
 
 
@@ -68,7 +74,8 @@ class ModelConfig(Section):
     path: str = "tiny"
     """Hugging Face folder or name; "tiny" is the character-level model that rlx makes itself, once"""
     critic: Literal["auto", "separate", "head", "none"] = "auto"
-    """a value model of its own, or a value head on the policy's last hidden state; auto: separate for gae, else none"""
+    """a value model of its own, or a value head on the policy's last hidden state; auto: none but for gae, and there
+    separate, or head with LoRA"""
     value_head_init: Literal["zero", "normal"] = "zero"
     """weights of a new value head: zero, so that the first values are 0, or normal of variance 1 / (hidden size + 1)"""
     reference: Literal["auto", "copy", "lora_off", "none"] = "auto"
@@ -108,7 +115,7 @@ class DataConfig(Section):
     max_prompt_tokens: PositiveInt = 128
     """longer prompts are left out, with a count"""
     ptx_source: str | None = None
-    """prompt file whose answers are learnt beside the reward; see algorithm.ptx_coef"""
+    """prompt file whose answers are learnt beside the reward, cut at rollout.max_tokens; needs algorithm.ptx_coef"""
     ptx_batch: PositiveInt = 32
     """rows of data.ptx_source per optimizer step, over all workers"""
 
@@ -156,6 +163,8 @@ class RewardConfig(Section):
                 raise ValueError(f"reward.functions has {name}, which needs reward.{key}")
             if name not in self.functions and getattr(self, key) is not None:
                 raise ValueError(f"reward.{key} is set, but reward.functions gives {name} no weight")
+        if "@" in (self.url or "").partition("//")[2].partition("/")[0]:
+            raise ValueError("reward.url holds a user or password, and would be kept with the run: use reward.url_key")
         return self
 
 
@@ -180,6 +189,8 @@ def _published(key: str) -> Any:
     def default(data: dict[str, Any]) -> Any:
         if key == "aggregation" and data.get("loss") == "gspo":
             return "sequence_mean"
+        if key == "kl_kind" and data.get("kl_in") == "loss" and _PUBLISHED[data.get("advantage", "gae")][key] == "k1":
+            return "k3"  # k1 has no gradient to speak of
         return _PUBLISHED[data.get("advantage", "gae")][key]
 
     return Field(default_factory=default)
@@ -200,11 +211,11 @@ class AlgorithmConfig(Section):
     """lambda of generalised advantage estimation"""
     kl_coef: NonNegativeFloat = 0.005
     """weight of the KL to the reference model"""
-    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = _published("kl_kind")
-    """estimator of that KL; +: straight through, its gradient that of k2, which is unbiased; unset: as published with
-    algorithm.advantage"""
     kl_in: Literal["reward", "loss"] = _published("kl_in")
     """take the KL off each token's reward, or add it to the loss; unset: as published with algorithm.advantage"""
+    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = _published("kl_kind")
+    """estimator of that KL; +: straight through, its gradient that of k2, which is unbiased; unset: as published with
+    algorithm.advantage, k3 where that has none for the loss"""
     kl_target: PositiveFloat | None = None
     """adapt kl_coef towards this KL per token; unset: kl_coef is fixed"""
     kl_horizon: PositiveInt = 10_000
@@ -226,7 +237,7 @@ class AlgorithmConfig(Section):
     score_clip: PositiveFloat | None = None
     """scores are clipped to within plus and minus this"""
     normalize_scores: bool = False
-    """subtract the running mean of all scores so far and divide by their standard deviation, before they are clipped"""
+    """subtract the running mean of all scores trained on so far, divide by their standard deviation, before clipping"""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """taken off the score of a response that ran into rollout.max_tokens"""
     overlong_buffer: NonNegativeInt = 0
@@ -238,7 +249,7 @@ class AlgorithmConfig(Section):
     filter_rounds: PositiveInt = 8
     """rounds of generation at most per step to find others; then the step is filled up with those left out"""
     stop_kl: PositiveFloat | None = None
-    """a step's epochs end early once an optimizer step's mean KL(old || current) per token exceeds this"""
+    """a step's epochs end early, the critic's too, once a mini-batch's mean KL(old || current) exceeds this"""
     ptx_coef: NonNegativeFloat = 0.0
     """weight of the supervised loss on data.ptx_source, per answer token"""
     importance: Literal["none", "tis", "mask"] = "none"

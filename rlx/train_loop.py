@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from rlx import algorithms
 from rlx.metrics import evaluate, rollout_sums, summarize
+from rlx.settings import GROUPED
 from rlx.types import Experience
 from rlx.update import update
 from rlx.worker import Clock, Run, assemble
@@ -83,10 +84,11 @@ def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
     settings, mask = run.config.algorithm, batch.mask
     scores, greedy = shaped(run, batch)
     kl = algorithms.log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_kind)
-    lam = settings.lam
+    kl_coef, lam = run.kl.coef if settings.kl_in == "reward" else 0.0, settings.lam
+    if settings.advantage in GROUPED:  # what a group is compared by is the whole reward, KL included
+        scores, kl_coef = scores - kl_coef * (kl * mask).sum(1), 0.0
     if settings.advantage != "gae":
         scores, lam = algorithms.group_advantages(scores, batch.groups, settings.advantage, greedy), 1.0
-    kl_coef = run.kl.coef if settings.kl_in == "reward" else 0.0
     token_rewards = algorithms.token_rewards(scores, kl, mask, kl_coef)
     # Without a critic the values are 0 and lambda is 1: a token's advantage is the sum of the rewards from it on.
     advantages, returns = algorithms.gae(token_rewards, batch.values, mask, settings.gamma, lam)

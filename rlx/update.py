@@ -5,6 +5,7 @@ The formulas are algorithms.py's; here they meet the models, the settings and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,15 +23,13 @@ def update(run: Run, batch: Experience) -> Sums:
     batches = experience.minibatches(batch, run.config.train.minibatches)
     cut, sizes = run.cut(batches), denominators(run, batches)
     sums: Sums = {}
-    for _ in range(run.config.train.epochs):
-        for micros, size in zip(cut, sizes, strict=True):
-            moved = "updates" in sums  # before the first optimizer step the policy is the old one
-            done = accumulate(run, micros, size)
-            _add(sums, done)
-            if moved and too_far(run, done, size):
-                discard_gradients(run)
-                return sums
-            _add(sums, optimizer_step(run))
+    for number, (micros, size) in enumerate(list(zip(cut, sizes, strict=True)) * run.config.train.epochs):
+        done = accumulate(run, micros, size, number)
+        _add(sums, done)
+        if number > 0 and too_far(run, done, size):
+            discard_gradients(run)
+            break
+        _add(sums, optimizer_step(run, number))
     return sums
 
 
@@ -59,12 +58,12 @@ def denominators(run: Run, batches: Sequence[Experience]) -> list[Size]:
     return [Size(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(batches))]
 
 
-def accumulate(run: Run, micros: Sequence[Experience], size: Size) -> Sums:
-    """Gradients of one optimizer step: of its micro-batches, and of the supervised rows that go with it."""
+def accumulate(run: Run, micros: Sequence[Experience], size: Size, number: int) -> Sums:
+    """Gradients of the step's optimizer step `number`: of its micro-batches, and of the supervised rows beside them."""
     sums: Sums = {"passes": 1.0}
     run.reduce_gradients(False)
     if run.supervised and "policy" in run.learning:
-        sums["ptx/loss"] = backward_supervised(run)
+        sums["ptx/loss"] = backward_supervised(run, number)
     for i, micro in enumerate(micros):
         run.reduce_gradients(i == len(micros) - 1)
         _add(sums, backward(run, micro, size))
@@ -121,9 +120,9 @@ def policy_losses(run: Run, scored: Scored, micro: Experience, size: float) -> t
     return loss, sums
 
 
-def backward_supervised(run: Run) -> Tensor:
-    """Gradients of the supervised loss on the rows that go with this optimizer step; this rank's share of the loss."""
-    rows = run.answers()
+def backward_supervised(run: Run, number: int) -> Tensor:
+    """Gradients of the supervised loss on the rows that go with an optimizer step; this rank's share of the loss."""
+    rows = run.answers(number)
     tokens = run.summed({"tokens": rows.mask.sum()})["tokens"]
     total = torch.zeros((), device=run.device)
     for micro in run.cut([rows])[0]:
@@ -134,23 +133,35 @@ def backward_supervised(run: Run) -> Tensor:
     return total
 
 
-def optimizer_step(run: Run) -> Sums:
-    """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping."""
-    train = run.config.train
-    total = train.steps * train.epochs * train.minibatches
-    scale = adaptive.lr_scale(run.updates, train.warmup_steps, total, train.lr_schedule)
-    for group, lr in run.base_lr:
-        group["lr"] = lr * scale
+def optimizer_step(run: Run, number: int) -> Sums:
+    """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping.
+
+    Raises:
+        RuntimeError: a norm is not finite; nothing has been applied then.
+    """
     norms: Sums = {"updates": 1.0}
     for name in run.learning:
-        part, optimizer = run.trained[name].model, run.trained[name].optimizer
-        norm = torch.nn.utils.clip_grad_norm_(part.parameters(), train.max_grad_norm)
-        norms |= {f"grad_norm/{name}": model.gathered(norm), f"updates/{name}": 1.0}
+        limit = run.config.train.max_grad_norm
+        norm = float(model.gathered(torch.nn.utils.clip_grad_norm_(run.trained[name].model.parameters(), limit)))
+        if not math.isfinite(norm):
+            raise RuntimeError(f"step {run.step + 1}: the gradient norm of the {name} is {norm}")
+        norms |= {f"grad_norm/{name}": norm, f"updates/{name}": 1.0}
+    for name in run.learning:
+        optimizer = run.trained[name].optimizer
+        for group, lr in zip(optimizer.param_groups, run.rates[name], strict=True):
+            group["lr"] = lr * lr_scale(run, name, number)
         optimizer.step()
         optimizer.zero_grad()
-    run.updates += 1
     run.update_average()
     return norms
+
+
+def lr_scale(run: Run, name: str, number: int) -> float:
+    """The schedule's factor at the step's optimizer step `number`. The policy's begins after the critic's warm-up."""
+    train = run.config.train
+    late, per_step = train.critic_warmup if name == "policy" else 0, train.epochs * train.minibatches
+    place, total = (run.step - late) * per_step + number, (train.steps - late) * per_step
+    return adaptive.lr_scale(place, train.warmup_steps, total, train.lr_schedule)
 
 
 def discard_gradients(run: Run) -> None:

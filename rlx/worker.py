@@ -55,7 +55,7 @@ class Run:
     ranks: int
     trained: dict[str, Trained]  # the policy, and the critic if it is a model of its own
     average: dict[str, Tensor]  # of the policy's weights, by name; empty if none is kept
-    base_lr: list[tuple[dict[str, Any], float]]  # optimizer parameter groups and their learning rates
+    rates: dict[str, list[float]]  # of each model's parameter groups, the learning rate before the schedule
     copy: Any  # the frozen reference, if it is a model of its own
     prompts: data.PromptStream
     supervised: data.PromptStream | None  # prompts whose answers are learnt beside the reward
@@ -69,7 +69,6 @@ class Run:
     kl: adaptive.AdaptiveKL
     scores: adaptive.RunningScores
     step: int = 0  # PPO steps done; also the version of the weights
-    updates: int = 0  # optimizer steps done
     tokens: int = 0  # response tokens generated so far, by all ranks
     evaluation: dict[str, float] = field(default_factory=dict)  # the newest
 
@@ -159,11 +158,12 @@ class Run:
         """Completions and their scores as tensors on this rank's device."""
         return experience.build(judged, self.tokenizer.pad_token_id or 0).to(self.device)
 
-    def answers(self) -> Experience:
-        """This rank's share of the supervised rows of the optimizer step that comes; cut at rollout.max_tokens."""
+    def answers(self, number: int) -> Experience:
+        """This rank's share of the supervised rows of the step's optimizer step `number`, cut at rollout.max_tokens."""
         assert self.supervised
         limit, count = self.config.rollout.max_tokens, self.config.data.ptx_batch
-        self.supervised.position = self.updates * count
+        per_step = self.config.train.epochs * self.config.train.minibatches
+        self.supervised.position = (self.step * per_step + number) * count
         rows = []
         for prompt in self.supervised.next(count):
             ids = self.tokenizer(prompt.answer, add_special_tokens=False).input_ids
@@ -267,7 +267,6 @@ class Run:
         """All state beside tensors. Nothing on a rank draws from its global random state, so none is kept."""
         return {
             "step": self.step,  # also the weight version
-            "updates": self.updates,
             "tokens": self.tokens,
             "kl": self.kl.state_dict(),
             "scores": self.scores.state_dict(),
@@ -280,7 +279,7 @@ class Run:
     def restore(self, folder: str) -> None:
         """Continues from a checkpoint folder."""
         manifest = checkpoint.load(folder, self.trained, self.average)
-        self.step, self.updates, self.tokens = manifest["step"], manifest["updates"], manifest["tokens"]
+        self.step, self.tokens = manifest["step"], manifest["tokens"]
         self.kl.load_state_dict(manifest["kl"])
         self.scores.load_state_dict(manifest["scores"])
         self.prompts.seek(manifest["cursor"])
@@ -329,7 +328,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         ranks=ranks,
         trained=trained,
         average=_average(config, trained["policy"].model),
-        base_lr=_learning_rates(config, trained),
+        rates=_learning_rates(config, trained),
         copy=reference,
         prompts=data.PromptStream(data.read_shard("train"), config.seed, rank, ranks),
         supervised=data.PromptStream(data.read_shard("ptx"), config.seed, rank, ranks) if source.ptx_source else None,
@@ -410,11 +409,8 @@ def _optimizer(config: RunConfig, part: Any) -> torch.optim.Optimizer:
     )
 
 
-def _learning_rates(config: RunConfig, trained: Mapping[str, Trained]) -> list[tuple[dict[str, Any], float]]:
-    """Each optimizer parameter group with its learning rate before the schedule; value heads learn at the critic's."""
-    rates = []
-    for name, part in trained.items():
-        body, *head = part.optimizer.param_groups
-        rates.append((body, config.train.actor_lr if name == "policy" else config.train.critic_lr))
-        rates += [(group, config.train.critic_lr) for group in head]
-    return rates
+def _learning_rates(config: RunConfig, trained: Mapping[str, Trained]) -> dict[str, list[float]]:
+    """Of each model's parameter groups: the body, then a value head, which learns at the critic's."""
+    body = {"policy": config.train.actor_lr, "critic": config.train.critic_lr}
+    heads = {name: len(part.optimizer.param_groups) - 1 for name, part in trained.items()}
+    return {name: [body[name]] + [config.train.critic_lr] * heads[name] for name in trained}

@@ -47,6 +47,12 @@ def test_adaptive_kl_refuses_a_horizon_that_could_turn_the_sign() -> None:
         control.update(0.0, 500)
 
 
+def test_a_fixed_coefficient_is_the_settings_own_whatever_the_state() -> None:
+    control = AdaptiveKL(0.1, None, 1000)
+    control.load_state_dict(AdaptiveKL(0.005, None, 1000).state_dict())
+    assert control.coef == 0.1
+
+
 def test_adaptive_kl_continues_from_its_state() -> None:
     control = AdaptiveKL(init=0.05, target=6.0, horizon=1000)
     control.update(9.0, 100)

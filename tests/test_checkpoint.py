@@ -106,6 +106,40 @@ def test_adapters_continue_exactly_on_another_number_of_ranks(
     assert any(".lora_B." in name and "exp_avg_sq" in name for name in kept)
 
 
+def reloaded(rank: int, ranks: int, path: str, source: str) -> tuple[list[dict[str, Any]], list[bool]]:
+    """The optimizers' settings and whether they have state, after a load into a run with other settings."""
+    settings = config.from_tree({"train": {"weight_decay": 0.5, "adam_betas": [0.5, 0.6], "actor_lr": 0.125}})
+    trained = worker._models(settings, path, init_device_mesh("cpu", (ranks,)))[0]
+    before = [dict(part.optimizer.param_groups[0], params=None) for part in trained.values()]
+    checkpoint.load(source, trained, averaged(trained, 0.0))
+    after = [dict(part.optimizer.param_groups[0], params=None) for part in trained.values()]
+    assert after == before
+    return after, [bool(part.optimizer.state) for part in trained.values()]
+
+
+def test_settings_of_optimizers_are_the_runs_own(
+    on_ranks: OnRanks, saved: tuple[Path, list[Any]], tiny_model: Path
+) -> None:
+    ((groups, stepped),) = on_ranks(1, reloaded, str(tiny_model), str(saved[0]))
+    assert [(group["weight_decay"], group["betas"]) for group in groups] == [(0.5, (0.5, 0.6))] * 2
+    assert stepped == [True, True]
+
+
+def save_half(rank: int, ranks: int, path: str, target: str) -> list[bool]:
+    """A checkpoint while the critic warms up."""
+    trained = fresh(path, ranks, 0)
+    step({"critic": trained["critic"]})
+    with checkpoint.written(trained, averaged(trained, 0.5), MANIFEST, rank) as folder:
+        shutil.copytree(folder, target, dirs_exist_ok=True)
+    return [bool(part.optimizer.state) for part in trained.values()]
+
+
+def test_an_optimizer_that_has_not_stepped_is_left_so(on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:
+    assert on_ranks(2, save_half, str(tiny_model), str(tmp_path)) == [[False, True]] * 2
+    ((_, stepped),) = on_ranks(1, reloaded, str(tiny_model), str(tmp_path))
+    assert stepped == [False, True]
+
+
 @pytest.mark.parametrize("missing", ["manifest.json", ".metadata", "everything"])
 def test_a_folder_without_a_checkpoint_is_named(missing: str, saved: tuple[Path, list[Any]], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"

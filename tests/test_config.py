@@ -112,10 +112,16 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             )
             for name in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
         ],
-        ({"train": {"samples_per_prompt": 1}, "algorithm": {"filter_groups": True}}, "filter_groups compares"),
+        (
+            {"train": {"samples_per_prompt": 1}, "algorithm": {"filter_groups": True}},
+            "filter_groups compares",
+        ),
         ({"train": {"critic_warmup": 2}, "model": {"critic": "head"}}, "critic_warmup needs a critic with weights"),
         ({"train": {"critic_warmup": 2}, "algorithm": {"advantage": "remax"}}, "critic_warmup needs a critic"),
-        ({"algorithm": {"kl_in": "loss"}}, r"k1 in the loss has a gradient that is zero on average: choose k1\+"),
+        (
+            {"algorithm": {"kl_in": "loss", "kl_kind": "k1"}},
+            r"gradient that is zero on average: choose k1\+",
+        ),
         ({"algorithm": {"kl_kind": "k3+"}}, r"k3\+: a reward has no gradient to correct, choose k3$"),
         ({"algorithm": {"loss": "cispo", "dual_clip": 3}}, "dual_clip bounds the clipped losses"),
         ({"algorithm": {"overlong_buffer": 17}}, r"overlong_buffer \(17\) is longer than rollout.max_tokens \(16\)"),
@@ -130,12 +136,20 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             r"ptx_batch \(3\) must be a multiple",
         ),
         ({"model": {"reference": "none"}}, "nothing to measure the KL to: set algorithm.kl_coef to 0"),
-        (
-            {"model": {"reference": "none"}, "algorithm": {"kl_coef": 0, "kl_target": 0.1}},
-            "nothing to measure the KL to",
-        ),
         ({"model": {"reference": "lora_off"}}, "lora_off needs adapters to switch off: set model.lora_rank"),
         ({"model": {"lora_sync": "adapter"}}, "lora_sync adapter needs adapters: set model.lora_rank"),
+        ({"model": {"lora_rank": 600, "lora_sync": "adapter"}}, "at most rank 512"),
+        ({"model": {"lora_alpha": 3}}, "model.lora_alpha does nothing without model.lora_rank"),
+        ({"model": {"lora_targets": ["q_proj"]}}, "model.lora_targets does nothing without model.lora_rank"),
+        ({"algorithm": {"kl_coef": 0, "kl_target": 0.1}}, "kl_target does nothing without algorithm.kl_coef"),
+        ({"algorithm": {"importance_high": 3}}, "importance_high does nothing without algorithm.importance"),
+        ({"algorithm": {"overlong_penalty": 3}}, "overlong_penalty does nothing without algorithm.overlong_buffer"),
+        (
+            {"algorithm": {"filter_groups": True}},
+            r"equal scores says nothing .*: algorithm.advantage is gae",
+        ),
+        ({"train": {"critic_warmup": 40}}, r"critic_warmup \(40\) leaves none of train.steps \(40\) to the policy"),
+        ({"reward": {"functions": {"url": 1}, "url": "http://u:s@h/"}}, "^config: reward.url holds a user or password"),
         ({"reward": {"functions": {"format": 1}}}, "format, which needs reward.format_pattern"),
         ({"reward": {"functions": {"model": 1}}}, "model, which needs reward.model"),
         ({"reward": {"url": "http://x"}}, "reward.url is set, but reward.functions gives url no weight"),
@@ -159,6 +173,9 @@ def test_settings_that_do_not_go_together_are_refused(tree: dict[str, Any], mess
         {"train": {"samples_per_prompt": 1}, "algorithm": {"advantage": "remax"}},
         {"train": {"samples_per_prompt": 1}, "algorithm": {"advantage": "reinforce++"}},
         {"model": {"reference": "none"}, "algorithm": {"kl_coef": 0}},
+        {"model": {"lora_rank": 512, "lora_sync": "adapter", "lora_alpha": 3, "lora_targets": ["q_proj"]}},
+        {"train": {"critic_warmup": 39}},
+        {"algorithm": {"advantage": "rloo", "filter_groups": True, "filter_rounds": 3}},
         {"algorithm": {"overlong_buffer": 16}},
         {"algorithm": {"kl_in": "loss", "kl_kind": "k1+"}},
         {"reward": {"functions": {"task": 1, "mine.rewards:f_1": -2}}},
@@ -176,6 +193,7 @@ def test_settings_that_just_go_together_are_taken(tree: dict[str, Any]) -> None:
         ({"advantage": "dr_grpo", "kl_kind": "k2"}, (False, "loss", "k2", "constant", 0.2, 0.2)),
         ({"advantage": "rloo", "aggregation": "token_mean"}, (False, "reward", "k1", "token_mean", 0.2, 0.2)),
         ({"advantage": "reinforce++_baseline", "whiten": False}, (False, "loss", "k2", "token_mean", 0.2, 0.2)),
+        ({"kl_in": "loss"}, (True, "loss", "k3", "token_mean", 0.2, 0.2)),
         ({"loss": "gspo", "clip_high": 0.1}, (True, "reward", "k1", "sequence_mean", 3e-4, 0.1)),
         ({"advantage": "dr_grpo", "loss": "cispo"}, (False, "loss", "k3", "constant", 1.0, 4.0)),
     ],
@@ -194,6 +212,15 @@ def test_roles_follow_the_estimator_and_the_adapters() -> None:
     assert from_tree({"model": {"lora_rank": 4}}).reference == "lora_off"
     assert from_tree({"model": {"lora_rank": 4, "reference": "copy"}}).reference == "copy"
     assert from_tree({"model": {"critic": "head"}}).critic == "head"
+    assert from_tree({"model": {"lora_rank": 4}}).critic == "head"
+    assert from_tree({"model": {"lora_rank": 4, "critic": "separate"}}).critic == "separate"
+
+
+def test_an_address_with_a_password_is_never_shown() -> None:
+    for functions in ({"url": 1}, {"url": 1, "format": 1}):
+        with pytest.raises(ConfigError) as refused:
+            from_tree({"reward": {"functions": functions, "url": "http://user:secret@host/"}})
+        assert "secret" not in str(refused.value)
 
 
 def test_the_default_parameters_belong_to_the_default_source() -> None:

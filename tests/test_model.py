@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from conftest import OnRanks
@@ -15,10 +16,12 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedConfig,
 )
 
-from rlx import config, experience, model, train_loop, update, worker
+from rlx import config, data, experience, model, train_loop, update, worker
 from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
@@ -221,6 +224,28 @@ def test_models_that_change_their_logits_are_refused(
         model.load_policy(str(tmp_path), head=None)
 
 
+def test_layers_that_engines_would_not_get_are_refused(tiny_model: Path, untied_model: Path) -> None:
+    def adapted(folder: Path, *targets: str) -> model.Policy:
+        return model.load_policy(str(folder), head=None, adapters=model.Adapters(2, 4.0, targets, 0))
+
+    for folder in (tiny_model, untied_model):
+        with pytest.raises(ConfigError, match="embed_tokens is no linear layer"):
+            adapted(folder, "embed_tokens", "q_proj")
+    with pytest.raises(ConfigError, match="the output layer is tied"):
+        adapted(tiny_model, "lm_head", "q_proj")
+    names = [weight.name for weight in model.adapter_weights(adapted(untied_model, "lm_head"))]
+    assert names == ["base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"]
+
+
+def test_layers_that_drop_out_by_themselves_do_not() -> None:
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
+    lm = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16, max_position_embeddings=32, dropout=0.5)).eval()
+    policy = model.Policy(lm)
+    model.checkpoint_gradients(policy)
+    one, same = (policy(*padded(), WIDTH, 1.0).logprobs for _ in range(2))
+    assert torch.equal(one, same)
+
+
 # --- one global batch, cut up
 
 
@@ -249,7 +274,18 @@ WAYS: list[dict[str, Any]] = [
     {"algorithm.advantage": "reinforce++", "algorithm.importance": "tis", "algorithm.importance_level": "sequence"},
     {"algorithm.advantage": "reinforce++_baseline", "train.gradient_checkpointing": True, "train.ema_decay": 0.5},
     {"algorithm.advantage": "remax", "algorithm.dual_clip": 1.5, "model.reference": "none", "algorithm.kl_coef": 0.0},
+    {"model.lora_rank": 4, "algorithm.kl_in": "loss", "algorithm.kl_kind": "abs+", "algorithm.score_clip": 1.5},
+    {"algorithm.ptx_coef": 0.5, "data.ptx_source": "x.csv", "data.ptx_batch": 8, "algorithm.stop_kl": 1e-9},
 ]
+
+
+ANSWERS = pa.table(
+    {
+        "question": [f"question {i}" for i in range(12)],
+        "answer": [str(7**i) for i in range(12)],
+        "token_ids": [list(range(6, 8 + i)) for i in range(12)],
+    }
+)
 
 
 def run_of(path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_tokens: int) -> worker.Run:
@@ -268,15 +304,15 @@ def run_of(path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_to
         rank=rank,
         ranks=ranks,
         trained=trained,
-        base_lr=[(t.optimizer.param_groups[0], 0.1) for t in trained.values()],
+        rates={name: [0.1] for name in trained},
         average=worker._average(settings, trained["policy"].model),
         copy=reference,
         prompts=nothing,
-        supervised=None,
+        supervised=data.PromptStream(ANSWERS, 0, rank, ranks) if settings.data.ptx_source else None,
         held_out=[],
         rollouts=nothing,
         sampling=Sampling(0.7, 1.0, -1, 12, ()),
-        tokenizer=nothing,
+        tokenizer=data.load_tokenizer(path),
         scorers={},
         held_out_scorers={},
         tracker=nothing,
@@ -300,6 +336,7 @@ def updated(rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_t
     state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
     state |= {f"average.{name}": p for name, p in run.average.items()}
     result = {name: p.full_tensor().detach() for name, p in state.items()}
+    assert ("ptx/loss" in sums) == (run.supervised is not None)
     everywhere = ("grad_norm/", "updates", "passes")  # what each rank knows of the whole
     shares = {name: value / ranks if name.startswith(everywhere) else value for name, value in sums.items()}
     return result | {name: torch.tensor(value) for name, value in shares.items()}
@@ -339,3 +376,88 @@ def test_an_update_does_not_depend_on_the_number_of_ranks(
         for way, found, expected in zip([w for w in WAYS for _ in range(2)], results, on_one_rank, strict=True):
             where = f"rank {rank}, {way}"
             torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
+
+
+# --- single parts of an update, on one rank
+
+
+def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
+    """One weight before an optimizer step and after it, its average, and what engines get meanwhile and afterwards."""
+    run = run_of(path, rank, ranks, {"train.ema_decay": 0.75}, 100_000)
+    weight = dict(run.policy.named_parameters())["lm.model.norm.weight"]
+    found = {"before": weight.full_tensor().detach().clone()}
+    weight.grad = torch.ones_like(weight)
+    pushed: list[Tensor] = []
+    run.push = lambda version, timeout_s: pushed.append(weight.full_tensor().detach().clone())  # type: ignore[method-assign]
+    for trained in run.trained.values():
+        for parameter in trained.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    update.optimizer_step(run, 0)
+    with run.averaged():
+        found["meanwhile"] = weight.full_tensor().detach().clone()
+    found |= {"after": weight.full_tensor().detach(), "average": run.average["lm.model.norm.weight"].full_tensor()}
+    return found | {"pushed": torch.stack(pushed)}
+
+
+def test_the_average_of_the_weights_by_hand(on_ranks: OnRanks, tiny_model: Path) -> None:
+    found = on_ranks(2, averages, str(tiny_model))[0]
+    expected = 0.75 * found["before"] + 0.25 * found["after"]
+    assert (found["after"] - found["before"]).abs().min() > 1e-6
+    torch.testing.assert_close(found["average"], expected, atol=1e-7, rtol=0)
+    torch.testing.assert_close(found["meanwhile"], expected, atol=1e-7, rtol=0)
+    torch.testing.assert_close(found["pushed"], torch.stack([expected, found["after"]]), atol=1e-7, rtol=0)
+
+
+def stepped(rank: int, ranks: int, path: str, gradient: float) -> list[list[float]]:
+    """The learning rates of policy and critic in optimizer steps around the end of the critic's warm-up."""
+    way = {"train.critic_warmup": 2, "train.warmup_steps": 2, "train.steps": 4, "train.lr_schedule": "linear"}
+    run = run_of(path, rank, ranks, way, 100_000)
+    rates = []
+    for run.step, number in ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1)):
+        for trained in run.trained.values():
+            for parameter in trained.model.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+        update.optimizer_step(run, number)
+        rates.append([run.trained[name].optimizer.param_groups[0]["lr"] for name in ("policy", "critic")])
+    return rates
+
+
+def test_learning_rates_follow_the_schedule_of_each_model(on_ranks: OnRanks, tiny_model: Path) -> None:
+    (rates,) = on_ranks(1, stepped, str(tiny_model), 1e-3)
+    policy, critic = zip(*rates, strict=True)
+    assert policy[0] == pytest.approx(1e-3)  # SGD's own: the policy has not stepped
+    assert policy[1:] == pytest.approx([0.05, 0.1, 0.1, 0.05])  # 4 optimizer steps, 2 of them warm-up
+    assert critic == pytest.approx([0.1 * (1 - place / 6) for place in (1, 2, 3, 4, 5)])  # 8, and 2 of warm-up
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_applied(on_ranks: OnRanks, tiny_model: Path) -> None:
+    with pytest.raises(Exception, match="step 2: the gradient norm of the critic is nan"):
+        on_ranks(1, stepped, str(tiny_model), float("nan"))
+
+
+def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
+    """Of two prompts with two responses each, two tokens long, with the KL in the reward."""
+    found = {}
+    for kind in ("rloo", "grpo", "reinforce++", "remax"):
+        way = {"algorithm.advantage": kind, "algorithm.kl_in": "reward", "algorithm.kl_kind": "k1"}
+        run = run_of(path, rank, ranks, way | {"algorithm.whiten": False}, 100_000)
+        prompts = [Prompt(i, (7, 8), "question", "answer") for i in range(2)]
+        rows = [Completion(prompts[i // 2], i % 2, (9, 10), (-1.0, -1.0), True, 0) for i in range(4)]
+        scores = (1.0, 0.0, 2.0, 2.0)
+        judged = [Judged(row, score, True, {}, greedy=0.5) for row, score in zip(rows, scores, strict=True)]
+        kl = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [2.0, 3.0]])  # kl_coef is 0.1
+        batch = replace(experience.build(judged, PAD), logprobs=kl, ref_logprobs=torch.zeros(4, 2))
+        found[kind] = train_loop.estimate(run, batch)[0].advantages
+    return found
+
+
+def test_the_kl_in_the_reward_is_compared_within_groups(on_ranks: OnRanks, tiny_model: Path) -> None:
+    (found,) = on_ranks(1, advantages, str(tiny_model))
+    # Rewards less the KL: 0.9 and 0; 1.5 and 1.5. Two alike responses say nothing.
+    torch.testing.assert_close(found["rloo"], torch.tensor([[0.9, 0.9], [-0.9, -0.9], [0.0, 0.0], [0.0, 0.0]]))
+    half = 0.5**0.5  # 0.45 / std of (0.9, 0)
+    expected = torch.tensor([[half, half], [-half, -half], [0.0, 0.0], [0.0, 0.0]])
+    torch.testing.assert_close(found["grpo"], expected, atol=1e-5, rtol=0)
+    # Token by token: what follows of the KL is taken off.
+    torch.testing.assert_close(found["reinforce++"], torch.tensor([[0.9, 1.0], [0.0, 0.0], [1.5, 1.7], [1.5, 1.7]]))
+    torch.testing.assert_close(found["remax"], torch.tensor([[0.4, 0.5], [-0.5, -0.5], [1.0, 1.2], [1.0, 1.2]]))
