@@ -179,6 +179,10 @@ class RunConfig(Section):
                 raise ValueError("model.reference lora_off needs adapters to switch off: set model.lora_rank")
             if model.lora_sync == "adapter":
                 raise ValueError("model.lora_sync adapter needs adapters: set model.lora_rank")
+        if model.lora_sync == "adapter" and model.dtype == "float32" and self.rollout.resources_per_engine.get("GPU"):
+            raise ValueError(
+                "model.lora_sync adapter: engines on GPUs take no float32 adapters: set model.dtype to bfloat16"
+            )
         if model.lora_sync == "adapter" and model.lora_rank > MOST_RANK:
             raise ValueError(f"model.lora_rank {model.lora_rank}: engines take adapters of at most rank {MOST_RANK}")
         return self
@@ -303,7 +307,7 @@ def _explain(error: ValidationError) -> str:
         message = f"expected a section of settings, such as {next(k for k in _settings() if k.startswith(f'{key}.'))}"
     else:
         message = first["msg"].removeprefix("Value error, ")
-    if not key or key in _sections():  # of a whole section nothing is shown: it may hold addresses with keys
+    if not key or (isinstance(first["input"], dict) and key in _sections()):  # it may hold addresses with keys
         return message
     return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}"
 

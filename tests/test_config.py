@@ -139,6 +139,13 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ({"model": {"reference": "lora_off"}}, "lora_off needs adapters to switch off: set model.lora_rank"),
         ({"model": {"lora_sync": "adapter"}}, "lora_sync adapter needs adapters: set model.lora_rank"),
         ({"model": {"lora_rank": 600, "lora_sync": "adapter"}}, "at most rank 512"),
+        (
+            {
+                "model": {"lora_rank": 8, "lora_sync": "adapter"},
+                "rollout": {"resources_per_engine": {"CPU": 1, "GPU": 0.5}},
+            },
+            "set model.dtype to bfloat16",
+        ),
         ({"model": {"lora_alpha": 3}}, "model.lora_alpha does nothing without model.lora_rank"),
         ({"model": {"lora_targets": ["q_proj"]}}, "model.lora_targets does nothing without model.lora_rank"),
         ({"algorithm": {"kl_coef": 0, "kl_target": 0.1}}, "kl_target does nothing without algorithm.kl_coef"),
@@ -393,7 +400,7 @@ def test_a_mistyped_option_is_refused_with_the_nearest(argv: list[str], message:
         "--train.adam-betas FLOAT,FLOAT",
         "--data.params DICT",
         "--rollout.resources-per-engine DICT",
-        "--algorithm.kl-kind {k1,k2,k3,abs}",
+        "--algorithm.kl-kind {k1,k2,k3,abs,k1+,k3+,abs+}",
         "--scaling.use-gpu BOOL",
     ],
 )

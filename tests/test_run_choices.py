@@ -254,6 +254,7 @@ SOUND = {
     "sync_gap": 1e-6,
     "stale_gap": 0.1,
     "grad_norm/policy": 1.0,
+    "signal": 1.0,
 }
 
 
@@ -276,6 +277,11 @@ def test_the_doctor_sees_each_fault(figure: str, value: float) -> None:
     assert all(line.passed for line in doctor.verdicts(SOUND, RunConfig()))
     failed = [line.figure for line in doctor.verdicts(SOUND | {figure: value}, RunConfig()) if not line.passed]
     assert failed == [pytest.approx(value, nan_ok=True)]
+
+
+def test_no_gradient_is_no_fault_where_all_scores_are_equal() -> None:
+    assert all(line.passed for line in doctor.verdicts(SOUND | {"grad_norm/policy": 0.0, "signal": 0.0}, RunConfig()))
+    assert all(line.passed for line in doctor.verdicts(SOUND | {"grad_norm/critic": 0.0}, RunConfig()))
 
 
 def test_nothing_is_left_of_these_runs(steady: Done, adapted: Done, nothing_left: NothingLeft) -> None:
