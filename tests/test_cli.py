@@ -179,6 +179,28 @@ def test_more_workers_than_the_cluster_has(config: dict[str, Any], ray_cluster: 
         launch.connect(gpus)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--algorithm.loss", "gspo"], "algorithm.loss is ppo in run mine, which cannot change now: start a new run"),
+        (["--model.lora-rank", "8"], "model.lora_rank is 0 in run mine"),
+        (["--seed", "1"], "seed is 0 in run mine"),
+        (["--train.ema-decay", "0.9"], "train.ema_decay is None in run mine"),
+        (["--check"], "--check is for the start of a run"),
+        # Taken with the run's own importance, which the default would refuse; the next obstacle is named.
+        (["--rollout.top-p", "0.9", "--algorithm.advantage", "rloo"], "algorithm.advantage is gae in run mine"),
+    ],
+)
+def test_a_resume_that_would_be_another_run_is_refused(
+    words: list[str], message: str, refused: Refused, tmp_path: Path
+) -> None:
+    folder = open_storage(str(tmp_path)) / "runs" / "mine"
+    config = from_tree({"name": "mine", "storage": str(tmp_path), "algorithm": {"importance": "tis"}})
+    (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    (folder / "run.json").write_text(json.dumps({"mlflow_run": "x"}))
+    assert message in refused("ppo.py", "--storage", str(tmp_path), "--resume", "mine", *words)
+
+
 def test_a_run_that_mlflow_does_not_know(config: dict[str, Any], ray_cluster: None, nothing_left: NothingLeft) -> None:
     run = from_tree(with_overrides(config, {"data.source": f"{GENERATED}chain_sum"}))
     folder = open_storage(run.storage) / "runs" / "x"

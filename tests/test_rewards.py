@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from rlx import rewards
 from rlx.config import ConfigError
+from rlx.math_judge import Judge
 from rlx.rewards import REWARDS, RewardError, Scores, exact_match, extract_answer, load_function, math_verify, numeric
 from rlx.settings import CORRECTNESS, SCORERS, RewardConfig
 from rlx.types import Prompt, Response, Scorer
@@ -148,7 +149,7 @@ def test_math_verify_works_in_a_thread() -> None:
 
 
 def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_judged() -> None:
-    judge = rewards._Judge(seconds=0.5)
+    judge = Judge(seconds=0.5)
     assert not judge.agree(r"\binom{100000000}{50000000}", "1")
     assert judge.process
     assert judge.process.returncode == -signal.SIGPROF
@@ -160,8 +161,8 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_judged() -> None
 def test_without_math_verify_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(RewardError, match="is math-verify installed"):
-        rewards._Judge().agree("1", "2")
+    with pytest.raises(RuntimeError, match="is math-verify installed"):
+        Judge().agree("1", "2")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
