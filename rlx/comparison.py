@@ -69,7 +69,7 @@ def figure(sweep: Sweep, by: str, metric: str = analysis.METRIC) -> Figure:
     order = [value for value in compare(sweep, by, metric)[by] if value in groups]
     shades = {value: colormaps["tab10"](i % 10) for i, value in enumerate(order)}
     drawn = Figure(figsize=(10, 5.2))
-    curves, ends = drawn.add_axes((0.075, 0.11, 0.52, 0.74)), drawn.add_axes((0.68, 0.11, 0.3, 0.74))
+    curves, ends = drawn.add_axes((0.075, 0.11, 0.52, 0.74)), drawn.add_axes((0.67, 0.11, 0.29, 0.74))
     for place, value in enumerate(order):
         _draw_mean(curves, groups[value], metric, str(value), shades[value])
         _draw_ends(ends, place, groups[value], metric, shades[value])
