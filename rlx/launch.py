@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -59,7 +59,7 @@ class Plan:
 
     workers: list[dict[str, float]]
     engines: list[dict[str, float]]
-    reward_models: list[dict[str, float]]
+    reward_models: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def beside(self) -> list[dict[str, float]]:
