@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:
     """Starts or resumes the run and shows it."""
     from rlx import inputs, launch, progress
-    from rlx.storage import absolute, open_storage
+    from rlx.storage import open_storage
 
     started = time.monotonic()
     runs = open_storage(given.get("storage") or from_tree(base).storage) / "runs"
@@ -52,7 +52,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     if args.resume:
         launch.check_resumable(config, from_tree(base))
     name = args.resume or config.name or runs.free_name("ppo")
-    config = config.model_copy(update={"name": name, "storage": absolute(config.storage)})
+    config = from_tree(with_overrides(config.model_dump(), {"name": name} | inputs.absolute_paths(config)))
     folder = runs / name
     if not args.resume:
         launch.check_new(config, folder)
@@ -80,10 +80,9 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
 def check(base: dict[str, Any], given: dict[str, Any]) -> int:
     """Prints the doctor's lines; 1 if one of them failed."""
     from rlx import inputs, launch, progress
-    from rlx.storage import absolute
 
     config = from_tree(with_overrides(base, given))
-    config = config.model_copy(update={"storage": absolute(config.storage)})
+    config = from_tree(with_overrides(config.model_dump(), inputs.absolute_paths(config)))
     with progress.RunProgress(1) as shown:
         inputs.check(config, inputs.model_folder(config, shown.warm_start))
         shown.say("a few steps at learning rate 0")

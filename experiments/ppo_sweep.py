@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
     from rlx import analysis, inputs, launch, progress, sweep
-    from rlx.storage import absolute, local_folder, open_storage
+    from rlx.storage import local_folder, open_storage
 
     started = time.monotonic()
-    tree["storage"] = absolute(from_tree(tree).storage)
+    tree = with_overrides(tree, inputs.absolute_paths(from_tree(tree)))
     storage = open_storage(tree["storage"])
     if args.resume is not None:
         plan = sweep.saved_sweep(storage, args.resume or None)

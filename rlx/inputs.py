@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx import data, remote_reward, rewards, tasks
-from rlx.config import ConfigError, RunConfig
-from rlx.storage import local_folder
+from rlx.config import ConfigError, RunConfig, flatten
+from rlx.storage import absolute, local_folder
 
 
 def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
@@ -82,6 +82,15 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     if (count := tables["train"].count()) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
     return tables
+
+
+def absolute_paths(config: RunConfig) -> dict[str, str]:
+    """The settings that name something on this disk, by dotted key, good from any working directory: workers, trials
+    and whoever resumes have their own."""
+    flat = flatten(config)
+    named = {key: flat[key] for key in ("model.path", "data.source", "data.ptx_source", "eval.source", "reward.model")}
+    there = {key: path for key, path in named.items() if path and path != "tiny" and Path(path).exists()}
+    return {key: str(Path(path).resolve()) for key, path in there.items()} | {"storage": absolute(config.storage)}
 
 
 def _check_rewards(config: RunConfig) -> None:

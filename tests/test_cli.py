@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import NothingLeft
 
-from rlx import launch, report
+from rlx import inputs, launch, report
 from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
 from rlx.settings import GENERATED
 from rlx.storage import open_storage
@@ -177,6 +177,21 @@ def test_more_workers_than_the_cluster_has(config: dict[str, Any], ray_cluster: 
     gpus = from_tree(with_overrides(config, {"scaling.use_gpu": True}))
     with pytest.raises(ConfigError, match=r"need 1 GPU but the cluster has 0$"):
         launch.connect(gpus)
+
+
+def test_paths_are_kept_good_for_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.csv").write_text("question,answer\n")
+    monkeypatch.chdir(tmp_path)
+    config = from_tree({"model": {"path": "model"}, "data": {"source": "rows.csv"}, "storage": "s3://bucket/x"})
+    assert inputs.absolute_paths(config) == {
+        "model.path": f"{tmp_path}/model",
+        "data.source": f"{tmp_path}/rows.csv",
+        "storage": "s3://bucket/x",
+    }
+    assert inputs.absolute_paths(RunConfig()) == {"storage": f"{tmp_path}/storage"}  # "tiny" and a dataset are no paths
+    named = from_tree({"model": {"path": "org/name"}, "reward": {"functions": {"model": 1}, "model": "org/judge"}})
+    assert inputs.absolute_paths(named) == {"storage": f"{tmp_path}/storage"}
 
 
 @pytest.mark.parametrize(
