@@ -35,6 +35,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
     texts = run.tokenizer.batch_decode([one.completion.token_ids for one in kept], skip_special_tokens=True)
     return metrics, [
         {
+            "step": run.step,
             "prompt": one.completion.prompt.question,
             "completion": text,
             "answer": one.completion.prompt.answer,
