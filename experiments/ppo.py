@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rlx.config import ConfigError, RunConfig, add_settings, from_tree, parse, read_yaml, with_overrides
+from rlx.config import ConfigError, RunConfig, add_settings, exit_code, from_tree, parse, read_yaml, with_overrides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", metavar="NAME", help="continue the run of this name from its newest checkpoint")
     parser.add_argument("--check", action="store_true", help="train nothing: see whether all parts agree, line by line")
     add_settings(parser)
-    try:
+
+    def script() -> int:
         args, given = parse(parser, sys.argv[1:] if argv is None else argv)
         if args.resume and args.config:
             raise ConfigError("--resume has the run's own settings: change some of them by options, not by --config")
@@ -31,12 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.resume:  # refused before anything is imported
             from_tree(with_overrides(base, given), args.config or "command line")
         return check(base, given) if args.check else train(args, base, given)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+
+    return exit_code(script)
 
 
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.config import ConfigError, add_settings, from_tree, parse, read_yaml, with_overrides
+from rlx.config import ConfigError, add_settings, exit_code, from_tree, parse, read_yaml, with_overrides
 
 HERE = Path(__file__).resolve().parent
 
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-concurrent", metavar="N", type=int, help="at most so many trials at once")
     parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
     add_settings(parser)
-    try:
+
+    def script() -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         args, given = parse(parser, words)
         if args.resume is not None and (set(given) - {"storage"} or len(words) > 2 + 2 * len(given)):
@@ -36,12 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tree = with_overrides(read_yaml(args.config), given)
         from_tree(tree, args.config)  # refused before anything is imported
         return run_sweep(args, tree)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: --resume continues the sweep", file=sys.stderr)
-        return 130
+
+    return exit_code(script, "interrupted: --resume continues the sweep")
 
 
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:

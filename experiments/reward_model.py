@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlx.config import RunConfig
+from rlx.config import RunConfig, exit_code
 
 DRAWN = 16_384  # questions drawn for the generated pairs; a quarter of them are different
 LINES = 20  # off a terminal, a line every so many steps
@@ -21,14 +21,7 @@ LINES = 20  # off a terminal, a line every so many steps
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it tells of the new layer in ten lines
-    try:
-        return train(args)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code(lambda: train(args))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -339,6 +340,18 @@ def _default_entries(key: str, section: dict[str, Any]) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
+
+
+def exit_code(script: Callable[[], int], interrupted: str = "interrupted") -> int:
+    """What a script ends with: its own code; 1 after an error of one line; 130 after Ctrl-C, and what to say of it."""
+    try:
+        return script()
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
