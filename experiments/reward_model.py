@@ -52,10 +52,10 @@ def _count(text: str) -> int:
 def train(args: argparse.Namespace) -> int:
     """Trains the reward model and shows it."""
     from rlx import inputs, preferences, progress
-    from rlx.storage import absolute, local_folder, open_storage
+    from rlx.storage import local_folder, resolved, open_storage
 
     started, given = time.monotonic(), vars(args)
-    config = RunConfig(storage=absolute(args.storage))
+    config = RunConfig(storage=resolved(args.storage))
     pairs = preferences.read_pairs(args.pairs) if "pairs" in given else preferences.generated_pairs(args.seed, DRAWN)
     pairs, held_out = preferences.hold_out(pairs, args.held_out)
     models = open_storage(str(local_folder(config.storage) / "models"))

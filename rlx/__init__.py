@@ -2,6 +2,8 @@
 
 import os
 
+__version__ = "0.2.0"
+
 # What torch and Ray read when they are imported, so before anything here imports them.
 # Threads that wait must not spin on cores that an engine or another worker needs: it made the same work 20 x slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,35 +1,51 @@
-"""Training state <-> a folder: sharded tensors by torch's distributed checkpoint, everything else in one JSON manifest.
+"""Training state <-> safetensors files: each rank's shards in one file of its own, read on any number of ranks.
 
-Each rank writes its own shards to its own folder; Ray Train merges and uploads the folders. Loads on any number of
-ranks. Exporting to Hugging Face folders is not done here.
+A file says of each tensor where in the whole it lies, so a rank reads the parts that it needs, straight from the
+storage, and no rank talks to another. Which files make a checkpoint, and whether they are whole, is archive's; writing
+beside training is saver's.
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-MANIFEST = "manifest.json"
+from rlx.storage import Storage
+
 _TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
-_METADATA = ".metadata"  # what distributed checkpoint writes last
+_LAYOUT = "layout"  # in a file's header: of each tensor, its place in the whole
+_KINDS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is not of this model; the text names the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,64 +56,216 @@ class Trained:
     optimizer: Optimizer
 
 
-@contextmanager
-def written(
-    models: Mapping[str, Trained], average: Mapping[str, Tensor], manifest: Mapping[str, Any], rank: int
-) -> Iterator[str]:
-    """A temporary folder with this rank's part of a checkpoint; all ranks call it. Rank 0 writes the manifest too."""
-    with tempfile.TemporaryDirectory(prefix="rlx-checkpoint-") as folder:
-        stepped = [name for name, trained in models.items() if trained.optimizer.state]
-        save_shards(_tensors(models, average, stepped), checkpoint_id=folder)
-        if rank == 0:
-            Path(folder, MANIFEST).write_text(json.dumps(manifest, indent=1))
-        yield folder
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part of a tensor."""
+
+    local: Tensor
+    offset: tuple[int, ...]  # of its first element in the whole
+    shape: tuple[int, ...]  # of the whole
 
 
-def load(folder: str, models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Puts a checkpoint's tensors into the models, optimizers and the average of the policy's weights, whatever the
-    number of ranks; gives its manifest.
+def staged(models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> dict[str, Shard]:
+    """Copies in main memory of what this rank has to write: training may go on at once.
+
+    A tensor that several ranks have alike is the first one's to write.
+    """
+    stepped = [name for name, trained in models.items() if trained.optimizer.state]
+    shards = {name: _shard(tensor) for name, tensor in _tensors(models, average, stepped) if _is_mine(tensor)}
+    return {
+        name: Shard(shard.local.detach().to("cpu", copy=True), shard.offset, shard.shape)
+        for name, shard in shards.items()
+        if shard.local.numel()
+    }
+
+
+def write(shards: Mapping[str, Shard], file: Path) -> None:
+    """Writes shards to a file and sees to it that they are on the disk; OSError if they do not fit."""
+    layout = {name: {"offset": shard.offset, "shape": shard.shape} for name, shard in shards.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        local = {name: shard.local.contiguous() for name, shard in shards.items()}
+        save_file(local, file, metadata={_LAYOUT: json.dumps(layout)})
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from None
+    with file.open("rb+") as written:
+        os.fsync(written.fileno())
+
+
+def load(files: Sequence[Storage], models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> None:
+    """Puts a checkpoint's tensors into models, optimizers and the average of the policy's weights; a collective call.
+
+    What a config says of an optimizer (betas, decay) stays as this run's config has it.
 
     Raises:
-        ValueError: there is no whole checkpoint in the folder.
+        CheckpointError: it lacks a tensor of the model, or has it in another shape.
     """
-    for name in (MANIFEST, _METADATA):
-        if not Path(folder, name).is_file():
-            raise ValueError(f"no checkpoint in {folder}: there is no {name} in it")
-    kept = FileSystemReader(folder).read_metadata().state_dict_metadata
-    stepped = {name for name in models if any(key.startswith(f"{name}.optimizer.") for key in kept)}
-    tensors = _tensors(models, average, stepped)
-    load_shards(tensors, checkpoint_id=folder)
-    for name, trained in models.items():
-        _put(trained, tensors[name])
-    return dict(json.loads(Path(folder, MANIFEST).read_text()))
+    with Parts(files) as parts:
+        stepped = {name for name in models if any(key.startswith(f"{name}.optimizer.") for key in parts.names)}
+        for name, tensor in _tensors(models, average, stepped):
+            shard = _shard(tensor)
+            if shard.local.numel():
+                shard.local.copy_(parts.read(name, shard.offset, tuple(shard.local.shape), shard.shape))
 
 
-def _put(trained: Trained, state: Mapping[str, Any]) -> None:
-    """Weights and moments; what a config says of an optimizer (betas, decay) stays as this run's config has it."""
-    set_model_state_dict(trained.model, state["model"], options=_TRAINED_ONLY)
-    if "optimizer" not in state:
-        return
-    own = [{key: value for key, value in group.items() if key != "params"} for group in trained.optimizer.param_groups]
-    set_optimizer_state_dict(trained.model, trained.optimizer, state["optimizer"], options=_TRAINED_ONLY)
-    for group, settings in zip(trained.optimizer.param_groups, own, strict=True):
-        group.update(settings)
+def load_weights(files: Sequence[Storage], models: Mapping[str, Trained]) -> None:
+    """Puts a checkpoint's weights alone into the models that it has; optimizers stay fresh."""
+    with Parts(files) as parts:
+        for name, trained in models.items():
+            for key, tensor in _weights(trained).items():
+                shard = _shard(tensor)
+                if shard.local.numel() and any(n.startswith(f"{name}.model.") for n in parts.names):
+                    shard.local.copy_(
+                        parts.read(f"{name}.model.{key}", shard.offset, tuple(shard.local.shape), shard.shape)
+                    )
+
+
+class Parts:
+    """The files of a checkpoint, open for reading any part of any of its tensors."""
+
+    def __init__(self, files: Sequence[Storage]) -> None:
+        self._open = ExitStack()
+        self._pieces: dict[str, list[_Piece]] = {}
+        try:
+            for file in files:
+                for name, piece in _pieces(file, self._open):
+                    self._pieces.setdefault(name, []).append(piece)
+        except BaseException:
+            self._open.close()
+            raise
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._pieces)
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor in full."""
+        if name not in self._pieces:
+            raise CheckpointError(f"the checkpoint has no {name}")
+        shape = self._pieces[name][0].whole
+        return self.read(name, (0,) * len(shape), shape, shape)
+
+    def read(self, name: str, offset: Sequence[int], size: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """`size` elements from `offset` on of a tensor that is `shape` in all.
+
+        Raises:
+            CheckpointError: it is not there, not in full, or of another shape.
+        """
+        pieces = self._pieces.get(name, [])
+        if not pieces:
+            raise CheckpointError(f"the checkpoint has no {name}: it is of another model")
+        if tuple(shape) != pieces[0].whole:
+            raise CheckpointError(f"{name} is {list(pieces[0].whole)} in the checkpoint, {list(shape)} in this model")
+        filled = torch.empty(tuple(size), dtype=pieces[0].kind)
+        count = 0
+        for piece in pieces:
+            first = [max(o, p) for o, p in zip(offset, piece.offset, strict=True)]
+            last = [min(o + s, p + q) for o, s, p, q in zip(offset, size, piece.offset, piece.size, strict=True)]
+            if any(a >= b for a, b in zip(first, last, strict=True)):
+                continue
+            target = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
+            source = tuple(slice(a - p, b - p) for a, b, p in zip(first, last, piece.offset, strict=True))
+            filled[target] = piece.read(source)
+            count += math.prod(b - a for a, b in zip(first, last, strict=True))
+        if count != filled.numel():
+            raise CheckpointError(f"{name} is not in full in the checkpoint")
+        return filled
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Part of a tensor in a file."""
+
+    file: Any
+    start: int  # byte in the file
+    kind: torch.dtype
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    def read(self, part: tuple[slice, ...]) -> Tensor:
+        """A part of it: the rows that it touches are read, the rest of the file is not."""
+        first, last = (part[0].start, part[0].stop) if part else (0, 1)
+        row = self.kind.itemsize * math.prod(self.size[1:])
+        data = self.file.read_at((last - first) * row, self.start + first * row)
+        rows = torch.frombuffer(bytearray(data), dtype=self.kind).view(last - first, *self.size[1:])
+        return rows[(slice(None), *part[1:])] if part else rows.view(())
+
+
+def _pieces(file: Storage, stack: ExitStack) -> Iterator[tuple[str, _Piece]]:
+    """What a safetensors file holds: eight bytes with the length of a JSON header, the header, the tensors' bytes."""
+    opened = stack.enter_context(file.filesystem.open_input_file(file.path))
+    try:
+        length = int.from_bytes(opened.read_at(8, 0), "little")
+        header = json.loads(bytes(opened.read_at(min(length, opened.size()), 8)))
+        layout = json.loads(header.pop("__metadata__")[_LAYOUT])
+        for name, tensor in header.items():
+            begin, end = tensor["data_offsets"]
+            place = layout[name]
+            piece = _Piece(
+                opened,
+                8 + length + begin,
+                _KINDS[tensor["dtype"]],
+                tuple(place["offset"]),
+                tuple(tensor["shape"]),
+                tuple(place["shape"]),
+            )
+            if end - begin != piece.kind.itemsize * math.prod(piece.size):
+                raise ValueError(name)
+            yield name, piece
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file.name} is no file of a checkpoint: {type(error).__name__} {error}") from None
 
 
 def _tensors(
-    models: Mapping[str, Trained], average: Mapping[str, Tensor], stepped: Collection[str]
-) -> dict[str, dict[str, Any]]:
-    """What is trained, and the state of the optimizers that have stepped: frozen weights are the model folder's own.
+    models: Mapping[str, Trained], average: Mapping[str, Tensor], stepped: Sequence[str] | set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The live tensors of what is trained, and of the optimizers that have stepped: frozen weights are the model
+    folder's own.
 
-    torch gives an optimizer without state one, by a step on zeros; it would count.
+    torch gives an optimizer without state one, by a step on zeros; for those in `stepped` that is meant.
     """
-    tensors: dict[str, dict[str, Any]] = {"average": dict(average)} if average else {}
+    for name, tensor in average.items():
+        yield f"average.{name}", tensor
     for name, trained in models.items():
-        weights = get_model_state_dict(trained.model, options=_TRAINED_ONLY)
-        # Under both names of a tied one: torch itself leaves out the first only.
-        frozen = {n for n, p in trained.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        tensors[name] = {"model": {key: tensor for key, tensor in weights.items() if key not in frozen}}
+        for key, tensor in _weights(trained).items():
+            yield f"{name}.model.{key}", tensor
         if name in stepped:
-            tensors[name]["optimizer"] = get_optimizer_state_dict(
-                trained.model, trained.optimizer, options=_TRAINED_ONLY
-            )
-    return tensors
+            state = get_optimizer_state_dict(trained.model, trained.optimizer, options=_TRAINED_ONLY)["state"]
+            for key, moments in cast(Mapping[str, Mapping[str, Tensor]], state).items():
+                for moment, tensor in moments.items():
+                    yield f"{name}.optimizer.{key}.{moment}", tensor
+
+
+def _weights(trained: Trained) -> dict[str, Tensor]:
+    """The trained weights by name; one that has two names under the first."""
+    weights = cast(dict[str, Tensor], get_model_state_dict(trained.model, options=_TRAINED_ONLY))
+    # Under both names of a tied one: torch itself leaves out the first only.
+    frozen = {n for n, p in trained.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    tied = {n for n, _ in trained.model.named_parameters(remove_duplicate=False)}
+    tied -= {n for n, _ in trained.model.named_parameters()}
+    return {key: tensor for key, tensor in weights.items() if key not in frozen | tied}
+
+
+def _shard(tensor: Tensor) -> Shard:
+    """This rank's part of a tensor, sharing its memory."""
+    if not isinstance(tensor, DTensor):
+        return Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+    local = tensor.to_local()
+    chunks = cast(Any, tensor).__create_chunk_list__()
+    offset = tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
+    return Shard(local, offset, tuple(tensor.shape))
+
+
+def _is_mine(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that have the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or []
+    return all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))

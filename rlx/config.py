@@ -45,6 +45,8 @@ class ConfigError(ValueError):
 
 # Settings that do nothing unless another one is on.
 _IDLE = {
+    "checkpoint.best_mode": "checkpoint.best_by",
+    "checkpoint.start_with": "checkpoint.start_from",
     "model.lora_alpha": "model.lora_rank",
     "model.lora_targets": "model.lora_rank",
     "data.ptx_batch": "data.ptx_source",

@@ -6,29 +6,35 @@ What is trained is not known here.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 import ray.exceptions
 from ray import cloudpickle
 from ray._raylet import PlacementGroupID
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 from ray.train import UserCallback
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 Report = Callable[[dict[str, Any], str | None], None]
-"""(a step's metrics, the path of its checkpoint if it has one)"""
+"""(a step's metrics, the path of the checkpoint that has become whole since the last one)"""
+Say = Callable[[str], None]
+"""what a person should know and no metric says, e.g. that an engine died and is being replaced"""
 
 _ABORT_S = 30.0  # a controller that takes longer to end is killed
 _START_S = 30.0  # a controller that has not started by then never will
 _POLL_S = 0.2  # how often reports are looked for
 
+
+_FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
 
 _running: list[str] = []  # the boxes of this process's runs
 
@@ -41,9 +47,15 @@ class RunStopped(RuntimeError):
     """A run that was ended from outside by `abort_running`, e.g. because a scheduler stopped its trial."""
 
 
-def fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
-    """trainer.fit() with its reports passed on as they come; the last one's metrics."""
-    box = f"rlx/posts/{uuid.uuid4().hex}"
+def fit(trainer: TorchTrainer, box: str, on_report: Report, say: Say, grace_s: float = 0.0) -> dict[str, Any]:
+    """trainer.fit() with its reports passed on as they come; the last one's metrics.
+
+    An interrupt (KeyboardInterrupt, once it trains) first asks the workers to end with the step that they are in, and
+    is raised when they have; a second one, or `grace_s` seconds, end that patience.
+
+    Args:
+        box: what `new_box` gave; the workers' setup has it too.
+    """
     trainer.run_config.callbacks = [_Relay(box), _Handle(box)]
     outcome: dict[str, Any] = {}
 
@@ -57,9 +69,19 @@ def fit(trainer: TorchTrainer, on_report: Report) -> dict[str, Any]:
     thread.start()
     _running.append(box)
     metrics: dict[str, Any] = {}
+    posts = _Posts(box, thread, say)
     try:
-        for metrics, checkpoint in _posts(box, thread):
-            on_report(metrics, checkpoint)
+        try:
+            for metrics, checkpoint in posts:
+                on_report(metrics, checkpoint)
+        except KeyboardInterrupt:
+            if metrics and grace_s:
+                say(f"interrupted: finishing the step and a checkpoint, {grace_s:.0f} s at most; again ends it at once")
+                _internal_kv_put(f"{box}/stop".encode(), b"1")
+                posts.until = time.monotonic() + grace_s
+                for metrics, checkpoint in posts:
+                    on_report(metrics, checkpoint)
+            raise
     except BaseException:
         abort_running()
         raise
@@ -86,6 +108,33 @@ def abort_running() -> None:
             ray.kill(controller)
         except ray.exceptions.RayActorError:
             pass  # abort ends the actor
+
+
+def new_box() -> str:
+    """Where a run posts what it has to say."""
+    return f"rlx/posts/{uuid.uuid4().hex}"
+
+
+def say(box: str, words: str) -> None:
+    """On a worker: has the driver tell the person who watches."""
+    _internal_kv_put(f"{box}/said/{time.time_ns():020d}".encode(), words.encode())
+
+
+def is_to_stop(box: str) -> bool:
+    """On a worker: whether the run is to end with the step that it is in."""
+    return _internal_kv_get(f"{box}/stop".encode()) is not None
+
+
+@contextmanager
+def fatal_errors_posted(box: str, rank: int) -> Iterator[None]:
+    """On a worker: an error of the run's own making ends the run. Train would restart the workers, only to meet it
+    again; that is for processes that died, engines and servers that failed."""
+    try:
+        yield
+    except _FATAL as error:
+        words = f"worker {rank}: {type(error).__name__}: {one_line(error)}"
+        _internal_kv_put(f"{box}/failure".encode(), words.encode(), overwrite=False)
+        raise
 
 
 def note_workers(folder: str) -> None:
@@ -140,18 +189,40 @@ def _posted_handle(box: str) -> Any:
     return None
 
 
-def _posts(box: str, thread: threading.Thread) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """The reports posted while the thread lives, and those that are left after."""
-    count = 0
-    while True:
-        alive = thread.is_alive()  # asked before looking, so that nothing is missed
-        if (post := _internal_kv_get(f"{box}/{count}".encode())) is not None:
-            count += 1
-            yield cloudpickle.loads(post)
-        elif not alive:
-            return
-        else:
-            thread.join(_POLL_S)
+class _Posts:
+    """What is posted in a box, as it comes, until the thread that runs the trainer ends or patience does."""
+
+    def __init__(self, box: str, thread: threading.Thread, say: Say) -> None:
+        self.box = box
+        self.thread = thread
+        self.say = say
+        self.count = 0
+        self.until = math.inf
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], str | None]]:
+        """The reports.
+
+        Raises:
+            RunError: a worker met an error that would only come again.
+        """
+        while True:
+            alive = self.thread.is_alive()  # asked before looking, so that nothing is missed
+            self._pass_on_words()
+            if (post := _internal_kv_get(f"{self.box}/{self.count}".encode())) is not None:
+                self.count += 1
+                yield cloudpickle.loads(post)
+            elif words := _internal_kv_get(f"{self.box}/failure".encode()):
+                raise RunError(words.decode())
+            elif not alive or time.monotonic() > self.until:
+                return
+            else:
+                self.thread.join(_POLL_S)
+
+    def _pass_on_words(self) -> None:
+        for key in sorted(_internal_kv_list(f"{self.box}/said/".encode())):
+            words = _internal_kv_get(key)
+            _internal_kv_del(key)
+            self.say(words.decode())
 
 
 def _last_words(error: BaseException) -> str:

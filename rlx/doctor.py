@@ -49,7 +49,7 @@ def rest(config: RunConfig) -> RunConfig:
 def examine(setup: dict[str, Any]) -> None:
     """Reports the figures that `verdicts` judges."""
     run = assemble(setup)
-    run.push(0, run.config.rollout.timeout_s)
+    run.push()
     before = fingerprint(run)
     figures = {"ratio": 0.0, "clipped": 0.0, "kl": 0.0, "gap": 0.0}
     for _ in range(ROUNDS):
@@ -67,7 +67,7 @@ def examine(setup: dict[str, Any]) -> None:
         norms = {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
         figures |= {name: max(figures.get(name, 0.0), norm) for name, norm in norms.items()}
         figures["signal"] = max(figures.get("signal", 0.0), *run.largest([float(own.advantages.abs().max())]))
-        run.push(run.step, run.config.rollout.sync_timeout_s)
+        run.push(run.config.rollout.sync_timeout_s)
     figures["moved"] = run.largest([float(fingerprint(run) != before)])[0]
     ray.train.report(figures | sync_figures(run))
 
@@ -75,7 +75,7 @@ def examine(setup: dict[str, Any]) -> None:
 def sync_figures(run: Run) -> dict[str, float]:
     """How far the engines are from changed weights after they were sent, and how far they would be without that."""
     with nudged(run):
-        run.push(run.step, run.config.rollout.sync_timeout_s)
+        run.push(run.config.rollout.sync_timeout_s)
         batch = drawn(run)
         sent = gap(run, batch)
     return {"sync_gap": sent, "stale_gap": gap(run, annotate(run, batch)[0])}

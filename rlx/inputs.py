@@ -10,7 +10,7 @@ from typing import Any
 
 from rlx import data, remote_reward, rewards, tasks
 from rlx.config import ConfigError, RunConfig, flatten
-from rlx.storage import absolute, local_folder
+from rlx.storage import local_folder, resolved
 
 
 def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
@@ -90,7 +90,7 @@ def absolute_paths(config: RunConfig) -> dict[str, str]:
     flat = flatten(config)
     named = {key: flat[key] for key in ("model.path", "data.source", "data.ptx_source", "eval.source", "reward.model")}
     there = {key: path for key, path in named.items() if path and path != "tiny" and Path(path).exists()}
-    return {key: str(Path(path).resolve()) for key, path in there.items()} | {"storage": absolute(config.storage)}
+    return {key: str(Path(path).resolve()) for key, path in there.items()} | {"storage": resolved(config.storage)}
 
 
 def _check_rewards(config: RunConfig) -> None:

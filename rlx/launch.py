@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlx import controller, inputs, report, reward_model
 from rlx.config import ConfigError, RunConfig, flatten
-from rlx.controller import Report, RunStopped, one_line
+from rlx.controller import Report, RunStopped, Say, one_line
 from rlx.rollout import pool
-from rlx.storage import Storage, local_folder, open_storage
+from rlx.storage import Storage, check_writable, local_folder, open_storage
 
 if TYPE_CHECKING:  # it imports torch and transformers
     from rlx.doctor import Verdict
@@ -38,6 +39,12 @@ _OWN_CLUSTER = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
+
+# Ray Train's list of the checkpoints that it was told of. It is rewritten in place and asks for this very version of
+# Ray: what there is to go on from is read from the folders themselves.
+_TRAIN_RECORD = "checkpoint_manager_snapshot.json"
+_LOG = logging.getLogger("rlx")
+_STARTS = 10  # of the workers, a minute each, before the run fails for want of room
 
 # What the state of a run depends on: a resumed one cannot change it.
 _FIXED = ("seed", "model.", "data.", "algorithm.advantage", "algorithm.loss", "train.ema_decay")
@@ -192,6 +199,7 @@ def run(
     parent: str | None = None,
     tables: Mapping[str, Any] | None = None,
     on_report: Report | None = None,
+    say: Say | None = None,
 ) -> Result:
     """Trains to the last step and gives the last step's metrics; whatever happens, nothing of it is left running.
 
@@ -200,6 +208,7 @@ def run(
         parent: MLflow run of the sweep that it belongs to.
         tables: what `inputs.prompt_tables` gave for this config, to spare doing it again.
         on_report: called with each step's metrics as they come.
+        say: called with what a person should know beside them, e.g. that an engine died; kept with the run as well.
 
     Raises:
         ConfigError: the input cannot be used.
@@ -208,14 +217,16 @@ def run(
     """
     uri, path, status = tracking_uri(config), inputs.model_folder(config), "FAILED"
     inputs.check(config, path)
+    check_writable(folder)
     with _beside(config, path) as (engines, reward_models):
         # Before there is a run: one without prompts leaves no trace.
         tables = tables or inputs.prompt_tables(config, path)
         run_id = _open_run(config, folder, resume, parent)
         try:
+            box, events = controller.new_box(), _Events(uri, run_id, say)
             setup = {"model": path, "tracking": (uri, run_id), "engines": engines, "reward_models": reward_models}
-            trainer = _trainer(config, setup, folder, tables)
-            metrics = controller.fit(trainer, on_report or (lambda metrics, checkpoint: None))
+            trainer = _trainer(config, setup | {"box": box}, folder, tables)
+            metrics = controller.fit(trainer, box, on_report or _ignore, events, config.checkpoint.grace_s)
             (folder / "result.json").write_text(json.dumps(metrics))
             status = "FINISHED"
         except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
@@ -242,9 +253,10 @@ def examine(config: RunConfig) -> list[Verdict]:
     inputs.check(config, path)
     with _beside(config, path) as (engines, reward_models), tempfile.TemporaryDirectory(prefix="rlx-check-") as folder:
         tables = inputs.prompt_tables(config, path)
+        box, calm = controller.new_box(), doctor.rest(config)
         setup = {"model": path, "tracking": ("", None), "engines": engines, "reward_models": reward_models}
-        trainer = _trainer(doctor.rest(config), setup | {"examine": True}, open_storage(folder) / "check", tables)
-        figures = controller.fit(trainer, lambda metrics, checkpoint: None)
+        trainer = _trainer(calm, setup | {"box": box, "examine": True}, open_storage(folder) / "check", tables)
+        figures = controller.fit(trainer, box, _ignore, lambda words: None)
     return doctor.verdicts(figures, config)
 
 
@@ -327,6 +339,7 @@ def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | No
         create_run(config, folder, parent)
         return mlflow_run(folder)
     uri, run_id = tracking_uri(config), mlflow_run(folder)
+    (folder / _TRAIN_RECORD).delete()
     try:
         report.resume_run(uri, run_id)
     except Exception as error:  # each kind of MLflow store has its own
@@ -346,7 +359,7 @@ def _trainer(config: RunConfig, setup: dict[str, Any], folder: Storage, tables: 
     parent, _, name = folder.path.rpartition("/")
     return TorchTrainer(
         _train,
-        train_loop_config=setup | {"config": config.model_dump(), "folder": folder.path},
+        train_loop_config=setup | {"config": config.model_dump(), "folder": folder},
         torch_config=TorchConfig(backend="nccl" if scaling.use_gpu else "gloo"),
         datasets=dict(tables),
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # each rank takes its own rows: see data.py
@@ -361,8 +374,7 @@ def _trainer(config: RunConfig, setup: dict[str, Any], folder: Storage, tables: 
             name=name,
             storage_path=parent,
             storage_filesystem=folder.filesystem,
-            failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),
+            failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures, controller_failure_limit=_STARTS),
         ),
     )
 
@@ -372,11 +384,35 @@ def _train(setup: dict[str, Any]) -> None:
     from rlx import doctor
     from rlx.train_loop import train_loop
 
-    controller.note_workers(setup["folder"])
-    if setup.get("examine"):
-        doctor.examine(setup)
-    else:
-        train_loop(setup)
+    controller.note_workers(setup["folder"].path)
+    with controller.fatal_errors_posted(setup["box"], ray.train.get_context().get_world_rank()):
+        if setup.get("examine"):
+            doctor.examine(setup)
+        else:
+            train_loop(setup)
+
+
+def _ignore(metrics: dict[str, Any], checkpoint: str | None) -> None:
+    pass
+
+
+class _Events:
+    """What a run says beside its metrics: passed on, and kept as a text file with its MLflow run."""
+
+    def __init__(self, uri: str, run_id: str, say: Say | None) -> None:
+        self.uri, self.run_id, self.say = uri, run_id, say
+        self.lines: list[str] = []
+
+    def __call__(self, words: str) -> None:
+        self.lines.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {words}\n")
+        if self.say:
+            self.say(words)
+        try:
+            report.log_file(
+                self.uri, self.run_id, f"events_{self.lines[0][:19].replace(' ', '_')}.txt", "".join(self.lines)
+            )
+        except Exception as error:  # a run does not end for want of a note
+            _LOG.warning("not noted in MLflow: %s", one_line(error))
 
 
 def _quiet_environment() -> None:

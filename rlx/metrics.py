@@ -46,7 +46,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
 
 
 def held_out_answers(run: Run) -> list[Judged]:
-    return run.judge(run.rollouts.generate(run.held_out, run.greedy, 1, version=run.step), run.held_out_scorers)
+    return run.judge(run.generate(run.held_out, run.greedy, 1), run.held_out_scorers)
 
 
 def over_ranks(run: Run, judged: Sequence[Judged], prefix: str) -> dict[str, float]:

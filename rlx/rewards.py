@@ -31,7 +31,7 @@ _JUDGE = Judge()
 _SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # of thousands: "1,2" is not 12
 
 
-class RewardError(RuntimeError):
+class RewardError(ValueError):
     """A reward function failed, or returned what are no scores; the text is one line that names it."""
 
 

@@ -319,9 +319,11 @@ class RolloutConfig(Section):
     enforce_eager: bool = False
     """no CUDA graphs on GPU: starts faster, runs slower (CPU engines are always eager)"""
     timeout_s: PositiveFloat = 600.0
-    """an engine that takes longer to answer is an error"""
+    """an engine that takes longer to answer is replaced, and its prompts go to another one"""
     sync_timeout_s: PositiveFloat = 120.0
-    """a weight update that takes longer is an error"""
+    """an engine that takes longer for a weight update is replaced"""
+    retries: NonNegativeInt = 2
+    """how often, in one round of generation, engines are waited for again when all of them have failed"""
 
 
 class ScalingConfig(Section):
@@ -335,8 +337,9 @@ class ScalingConfig(Section):
     """GPU model to ask for, as Ray names it, e.g. H200"""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """how Ray spreads the workers over nodes"""
-    max_failures: int = Field(default=0, ge=-1)
-    """restarts of the workers from the newest checkpoint before the run fails, -1 for no limit"""
+    max_failures: int = Field(default=3, ge=-1)
+    """restarts of the workers from the newest checkpoint before the run fails, -1 for no limit; an error that would
+    only come again is none of them"""
 
 
 class EvalConfig(Section):
@@ -355,6 +358,16 @@ class CheckpointConfig(Section):
     """write a checkpoint every so many steps, and after the last; 0 for that one only"""
     keep: PositiveInt | None = 2
     """newest checkpoints to keep; unset: all"""
+    best_by: str | None = "eval/accuracy"
+    """metric whose best checkpoint is kept too, of those whose step has measured it; unset: none"""
+    best_mode: Literal["max", "min"] = "max"
+    """whether more or less of it is better"""
+    grace_s: NonNegativeFloat = 25.0
+    """after Ctrl-C or SIGTERM: longest wait for the step to end and a last checkpoint to be written"""
+    start_from: str | None = None
+    """checkpoint of another run that a new run starts from: its folder or address; see also ppo.py --from"""
+    start_with: Literal["weights", "state"] = "weights"
+    """what of it: the models' weights, or all of its state, and so its next step"""
 
 
 class TrackingConfig(Section):

@@ -1,17 +1,34 @@
-"""A storage address becomes a pyarrow filesystem and a path on it: a folder, an NFS mount, or s3://.
+"""A storage address becomes a filesystem and a path on it: a folder, an NFS mount, s3://, or a profile that names one.
 
-Credentials and endpoints are pyarrow's business: they come from the environment and never appear here.
+S3's keys come from the environment, as pyarrow reads them; an address that holds one is refused, so that none is ever
+saved, logged or printed. Which files make a checkpoint is archive's business.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import yaml
 from pyarrow import fs  # type: ignore[import-untyped]
+
+T = TypeVar("T")
+PROFILES = (Path("storage"), Path(__file__).resolve().parent.parent / "storage")
+"""folders of NAME.yaml: here, and beside rlx"""
+ATTEMPTS = 6
+"""tries of what fails on a storage, with back-off: 1, 2, 4, 8 and 16 s apart"""
+_S3_OPTIONS = ("region", "endpoint_override", "scheme")
+_CONNECT_S, _ANSWER_S = 5.0, 30.0  # longest waits for an S3 server
+_S3_TRIES = 5  # of one request; the SDK waits a little longer each time
+_PART = ".part"
 
 
 class StorageError(ValueError):
@@ -25,12 +42,21 @@ class Storage:
     filesystem: fs.FileSystem
     path: str
 
+    @classmethod
+    def here(cls, path: Path) -> Storage:
+        """A path on this machine."""
+        return cls(fs.LocalFileSystem(), str(path))
+
     def __truediv__(self, name: str) -> Storage:
         return Storage(self.filesystem, f"{self.path}/{name}")
 
     @property
     def is_local(self) -> bool:
         return isinstance(self.filesystem, fs.LocalFileSystem)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
 
     def exists(self) -> bool:
         return self.filesystem.get_file_info(self.path).type != fs.FileType.NotFound
@@ -45,48 +71,230 @@ class Storage:
         taken = self.names()
         return next(name for name in (f"{prefix}-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
 
+    def size(self) -> int | None:
+        """Bytes of a file; None if there is none."""
+        info = self.filesystem.get_file_info(self.path)
+        return int(info.size) if info.type == fs.FileType.File else None
+
     def read_text(self) -> str:
         with self.filesystem.open_input_stream(self.path) as stream:
             return stream.read().decode()
 
     def write_text(self, text: str) -> None:
-        """Writes a whole file; on a local disk it appears at once or not at all."""
-        self.filesystem.create_dir(str(Path(self.path).parent), recursive=True)
-        target = f"{self.path}.{os.getpid()}.part" if self.is_local else self.path
-        with self.filesystem.open_output_stream(target) as stream:
-            stream.write(text.encode())
+        """Writes a whole file: it appears at once or not at all, and a local one outlives a loss of power."""
+        self.filesystem.create_dir(self.path.rpartition("/")[0], recursive=True)
         if self.is_local:
-            os.replace(target, self.path)
+            _replace(Path(self.path), text.encode())
+            return
+        with self.filesystem.open_output_stream(self.path) as stream:
+            stream.write(text.encode())
 
     def read_json(self) -> dict[str, Any]:
         return dict(json.loads(self.read_text()))
 
+    def take(self, file: Path) -> None:
+        """Copies a file of this machine here."""
+        fs.copy_files(
+            str(file), self.path, source_filesystem=fs.LocalFileSystem(), destination_filesystem=self.filesystem
+        )
 
-def open_storage(address: str) -> Storage:
-    """The storage at a folder or URI; StorageError if the address is malformed or the folder cannot be made."""
+    def give(self, file: Path) -> None:
+        """Copies this file to this machine."""
+        fs.copy_files(
+            self.path, str(file), source_filesystem=self.filesystem, destination_filesystem=fs.LocalFileSystem()
+        )
+
+    def delete(self) -> None:
+        """Deletes a file, or a folder with all that is in it, if it is there."""
+        kind = self.filesystem.get_file_info(self.path).type
+        if kind == fs.FileType.File:
+            self.filesystem.delete_file(self.path)
+        elif kind == fs.FileType.Directory:
+            self.filesystem.delete_dir(self.path)
+
+
+def _replace(file: Path, content: bytes) -> None:
+    part = file.with_name(f"{file.name}.{os.getpid()}{_PART}")
     try:
-        filesystem, path = _located(address)
-        filesystem.create_dir(path, recursive=True)
+        with part.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Addresses
+
+
+def open_storage(address: str, create: bool = True) -> Storage:
+    """The storage at a folder, URI or profile; the folder is made if it is not there.
+
+    Raises:
+        StorageError: the address is malformed, or the folder cannot be made there.
+    """
+    place = resolved(address)
+    try:
+        filesystem, path = _located(place)
+        if create:
+            filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
-        raise StorageError(f"storage {address}: {' '.join(str(error).split())}") from None
+        raise StorageError(f"storage {place}: {_advice(error)}") from None
     return Storage(filesystem, path.rstrip("/"))
 
 
-def absolute(address: str) -> str:
-    """The same address, good from any working directory: workers and trials have their own."""
-    return address if "://" in address else str(Path(address).expanduser().resolve())
+def resolved(address: str) -> str:
+    """The same place as an address that is good from any working directory: a profile's, an absolute path or a URI.
+
+    Raises:
+        StorageError: a profile that cannot be used, or an address with a key in it.
+    """
+    if "://" in address:
+        return _without_keys(address)
+    profiles = {file.stem: file for folder in reversed(PROFILES) for file in sorted(folder.glob("*.yaml"))}
+    if address in profiles:
+        return _profile(profiles[address])
+    near = difflib.get_close_matches(address, profiles, 1)
+    if near and not Path(address).exists():
+        raise StorageError(f"storage {address}: no such profile or folder; did you mean {near[0]}?")
+    return str(Path(address).expanduser().resolve())
 
 
 def local_folder(address: str) -> Path:
     """Where things that need a real disk go (the model that rlx makes, the MLflow database): the storage folder
     itself, or ./storage when that is remote."""
-    if "://" in address and not address.startswith("file://"):
+    place = resolved(address)
+    if "://" in place and not place.startswith("file://"):
         return Path("storage").resolve()
-    return Path(_located(address)[1])
+    return Path(_located(place)[1])
+
+
+def check_writable(folder: Storage) -> None:
+    """StorageError unless a file can be written there, read again and deleted."""
+    probe = folder / f"probe-{os.getpid()}"
+    try:
+        probe.write_text("rlx")
+        if probe.read_text() != "rlx":
+            raise OSError("a file that was written reads differently")
+        probe.delete()
+    except (OSError, ValueError) as error:
+        raise StorageError(f"storage {folder.path}: cannot write there: {_advice(error)}") from None
+
+
+def patiently(action: Callable[[], T], what: str, wait: Callable[[float], Any] = time.sleep) -> T:
+    """What the action returns, tried again while the storage fails.
+
+    Args:
+        what: what an error says could not be done, e.g. "writing step_000010".
+
+    Raises:
+        StorageError: all attempts failed; says why the last one did.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            return action()
+        except OSError as error:
+            if attempt == ATTEMPTS - 1:
+                raise StorageError(f"{what} failed {ATTEMPTS} times: {_advice(error)}") from error
+        wait(2.0**attempt)
+    raise AssertionError
+
+
+def _profile(file: Path) -> str:
+    """The address that a profile comes to, ${NAME} and ${NAME:-default} in it taken from the environment.
+
+    `mount` names a folder that must be a mount point; `region` and `endpoint` are S3's.
+    """
+    try:
+        profile = yaml.safe_load(file.read_text())
+        unknown = set(profile) - {"address", "mount", "region", "endpoint"}
+        if unknown or "address" not in profile:
+            raise StorageError(f"unknown key {min(unknown)}" if unknown else "no address in it")
+        known = {key: _expanded(str(value)) for key, value in profile.items() if value is not None}
+    except (OSError, TypeError, yaml.YAMLError, StorageError) as error:
+        raise StorageError(f"storage profile {file}: {_one_line(error)}") from None
+    if "mount" in known and not os.path.ismount(known["mount"]):
+        raise StorageError(f"storage profile {file}: nothing is mounted at {known['mount']}")
+    query = {"region": known.get("region"), "endpoint_override": known.get("endpoint")}
+    given = urllib.parse.urlencode({key: value for key, value in query.items() if value})
+    if "://" not in known["address"]:
+        return str(Path(known["address"]).expanduser().resolve())
+    return _without_keys(known["address"] + (f"?{given}" if given else ""))
+
+
+def _expanded(text: str) -> str:
+    def value(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        if (found := os.environ.get(name) or default) is None:
+            raise StorageError(f"set {name} in the environment")
+        return found
+
+    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value, text)
+
+
+def _without_keys(address: str) -> str:
+    parts = urllib.parse.urlsplit(address)
+    secret = {"access_key", "secret_key", "session_token"} & set(urllib.parse.parse_qs(parts.query))
+    if "@" in parts.netloc or secret:
+        raise StorageError(
+            f"storage {parts.scheme}://{parts.netloc.rpartition('@')[2]}: the address holds a key: "
+            f"put keys into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+        )
+    return address
 
 
 def _located(address: str) -> tuple[fs.FileSystem, str]:
-    if "://" in address:
+    if "://" not in address:
+        return fs.LocalFileSystem(), str(Path(address).expanduser().resolve())
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme != "s3":
         filesystem, path = fs.FileSystem.from_uri(address)
         return filesystem, path
-    return fs.LocalFileSystem(), str(Path(address).expanduser().resolve())
+    options = dict(urllib.parse.parse_qsl(parts.query))
+    if unknown := sorted(set(options) - set(_S3_OPTIONS)):
+        raise ValueError(f"unknown option {unknown[0]}, known are {', '.join(_S3_OPTIONS)}")
+    if not parts.netloc:
+        raise ValueError("there is no bucket in it")
+    return _s3(options), f"{parts.netloc}{parts.path}".rstrip("/")
+
+
+class _S3(fs.S3FileSystem):
+    """pyarrow's, which loses its patience when it is pickled on its way to a worker."""
+
+    def __reduce__(self) -> Any:
+        return _s3, ({key: value for key, value in super().__reduce__()[1][0].items() if key in _S3_OPTIONS and value},)
+
+
+def _s3(options: Mapping[str, str]) -> fs.FileSystem:
+    patience = {"connect_timeout": _CONNECT_S, "request_timeout": _ANSWER_S}
+    retries = fs.AwsStandardS3RetryStrategy(max_attempts=_S3_TRIES)
+    surroundings = {
+        "region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1",
+        "endpoint_override": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
+    }
+    return _S3(**surroundings | dict(options) | patience, retry_strategy=retries)
+
+
+_CAUSES = {
+    "To create buckets": "there is no such bucket",
+    "NO_SUCH_BUCKET": "there is no such bucket",
+    "NoSuchBucket": "there is no such bucket",
+    "ACCESS_DENIED": "access denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "INVALID_ACCESS_KEY_ID": "the key is not known there: check AWS_ACCESS_KEY_ID",
+    "InvalidAccessKeyId": "the key is not known there: check AWS_ACCESS_KEY_ID",
+    "SIGNATURE_DOES_NOT_MATCH": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY",
+    "NETWORK_CONNECTION": "the server does not answer: check AWS_ENDPOINT_URL",
+}
+
+
+def _advice(error: BaseException) -> str:
+    """An error's text in one line, what to do about it first where that is known."""
+    text = _one_line(error)
+    cause = next((advice for name, advice in _CAUSES.items() if name in text), None)
+    return f"{cause} ({text})" if cause else text
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]

@@ -30,10 +30,12 @@ def train_loop(setup: dict[str, Any]) -> None:
     """
     run = assemble(setup)
     config = run.config
-    run.push(run.step, config.rollout.timeout_s)  # the engines may still be starting
+    run.push()  # the engines may still be starting
     if run.step == 0:
         run.report(*evaluate(run))
-    while run.step < config.train.steps:
+    elif run.step >= config.train.steps:
+        run.report(run.metrics, [])  # it was ended between its last checkpoint and the record of its end
+    while not run.stopping:
         clock = Clock()
         selection = run.selection()
         while run.wants_more(selection):  # once, unless groups whose scores are all equal are left out
@@ -50,7 +52,7 @@ def train_loop(setup: dict[str, Any]) -> None:
             sums = update(run, batch)  # 7 losses, backward, clip, step
         run.step += 1
         with clock("sync"):
-            run.push(run.step, config.rollout.sync_timeout_s)  # 8
+            run.push(config.rollout.sync_timeout_s)  # 8
         metrics, samples = evaluate(run) if run.is_due(config.eval.every) else ({}, [])
         sums |= {"entropy": entropy, "kl": kl} | rollout_sums(run, batch, selection)
         run.report(metrics | summarize(run, batch, sums, clock.metrics()), samples)  # 9

@@ -144,7 +144,7 @@ def optimizer_step(run: Run, number: int) -> Sums:
         limit = run.config.train.max_grad_norm
         norm = float(model.gathered(torch.nn.utils.clip_grad_norm_(run.trained[name].model.parameters(), limit)))
         if not math.isfinite(norm):
-            raise RuntimeError(f"step {run.step + 1}: the gradient norm of the {name} is {norm}")
+            raise FloatingPointError(f"step {run.step + 1}: the gradient norm of the {name} is {norm}")
         norms |= {f"grad_norm/{name}": norm, f"updates/{name}": 1.0}
     for name in run.learning:
         optimizer = run.trained[name].optimizer

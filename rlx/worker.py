@@ -9,8 +9,9 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import ray.train
@@ -22,9 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from rlx import (
+    __version__,
     adaptive,
     algorithms,
+    archive,
     checkpoint,
+    controller,
     data,
     experience,
     model,
@@ -34,11 +38,14 @@ from rlx import (
     rewards,
     tasks,
 )
+from rlx.archive import Entry, Manifest
 from rlx.checkpoint import Trained
 from rlx.config import RunConfig
 from rlx.experience import Selection
-from rlx.rollout import sync
+from rlx.fleet import Fleet
 from rlx.rollout.pool import Rollouts
+from rlx.saver import Retention, Saver
+from rlx.storage import open_storage
 from rlx.types import Completion, Experience, Judged, Prompt, Response, Sampling, Scorer
 
 Sums = dict[str, float | Tensor]
@@ -60,17 +67,22 @@ class Run:
     prompts: data.PromptStream
     supervised: data.PromptStream | None  # prompts whose answers are learnt beside the reward
     held_out: list[Prompt]  # this rank's share
-    rollouts: Rollouts
+    fleet: Fleet
     sampling: Sampling
     tokenizer: Any
     scorers: dict[str, Scorer]
     held_out_scorers: dict[str, Scorer]
     tracker: report.Tracker
+    saver: Saver
+    box: str  # where the driver listens
     kl: adaptive.AdaptiveKL
     scores: adaptive.RunningScores
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
     evaluation: dict[str, float] = field(default_factory=dict)  # the newest
+    metrics: dict[str, float] = field(default_factory=dict)  # of the step that a checkpoint was taken of
+    stopping: bool = False  # this step was the last
+    _saved: int = 0  # step of the newest checkpoint, or of the state that a run began with
 
     @property
     def policy(self) -> Any:
@@ -94,12 +106,16 @@ class Run:
     def draw(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """The completions of each prompt, those of one together; the greedy one last if the estimator asks for it."""
         samples = self.config.train.samples_per_prompt
-        drawn = self.rollouts.generate(prompts, self.sampling, samples, version=self.step)
+        drawn = self.generate(prompts, self.sampling, samples)
         if not self.needs_greedy:
             return drawn
-        likeliest = self.rollouts.generate(prompts, self.greedy, 1, version=self.step)
+        likeliest = self.generate(prompts, self.greedy, 1)
         groups = (drawn[i * samples : (i + 1) * samples] for i in range(len(prompts)))
         return [completion for group, last in zip(groups, likeliest, strict=True) for completion in (*group, last)]
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[Completion]:
+        """`samples` completions of each prompt under the policy as it is; a collective call."""
+        return self.fleet.generate(prompts, sampling, samples, self.step, self.push)
 
     @property
     def needs_greedy(self) -> bool:
@@ -199,18 +215,15 @@ class Run:
         for trained in self.trained.values():
             cast(FSDPModule, trained.model).set_requires_gradient_sync(now)
 
-    def push(self, version: int, timeout_s: float) -> None:
-        """Sends the policy to the engines; returns on every rank once they have it."""
+    def push(self, timeout_s: float | None = None) -> None:
+        """Sends the policy to the engines; returns on every rank once they have it.
+
+        Args:
+            timeout_s: longest wait for an engine; None: it may have to start first.
+        """
         alone = self.config.model.lora_sync == "adapter"
-        sync.push(
-            model.adapter_weights(self.policy) if alone else model.engine_weights(self.policy),
-            self.rollouts.engines,
-            version,
-            sender=self.rank == 0,
-            dtype=getattr(torch, self.config.model.dtype),
-            timeout_s=timeout_s,
-        )
-        dist.barrier()
+        weights = model.adapter_weights(self.policy) if alone else model.engine_weights(self.policy)
+        self.fleet.push(weights, self.step, timeout_s or self.config.rollout.timeout_s)
 
     def update_average(self) -> None:
         """Moves the average of the policy's weights towards them, after an optimizer step."""
@@ -228,11 +241,11 @@ class Run:
         with torch.no_grad():
             for name, p in weights.items():
                 p.copy_(self.average[name])
-            self.push(self.step, timeout_s)
+            self.push(timeout_s)
             yield
             for name, p in weights.items():
                 p.copy_(kept[name])
-            self.push(self.step, timeout_s)
+            self.push(timeout_s)
 
     def summed(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Each value summed over all ranks."""
@@ -247,43 +260,80 @@ class Run:
         return list(highest.tolist())
 
     def report(self, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """The step's metrics to MLflow and Ray Train, with a checkpoint when one is due."""
+        """The step's metrics to MLflow and Ray Train; when one is due, a checkpoint is begun beside training.
+
+        Ray Train is told of a checkpoint with the first report after it has become whole.
+        """
+        last, news = self.is_stopping(), self.saver.news()
+        if news:
+            metrics = metrics | {"time/checkpoint_write": news.seconds}
         self.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
-        due = self.step > 0 and self.is_due(self.config.checkpoint.every)
         started = time.perf_counter()
-        state = (self.trained, self.average, self.manifest(), self.rank)
-        with checkpoint.written(*state) if due else nullcontext(None) as folder:
-            if folder:
-                metrics = metrics | {"time/checkpoint": time.perf_counter() - started}
-            self.tracker.log_samples(samples, self.step)
-            self.tracker.log(metrics, self.step)
-            ray.train.report(
-                metrics | self.evaluation | {"step": self.step},
-                checkpoint=ray.train.Checkpoint.from_directory(folder) if folder else None,
-                checkpoint_dir_name=f"step_{self.step:06d}" if folder else None,
-            )
+        due = self.step > self._saved and (last or self.is_due(self.config.checkpoint.every))
+        shards = checkpoint.staged(self.trained, self.average) if due else {}
+        if due:
+            self.saver.wait()  # for the one before
+            metrics = metrics | {"time/checkpoint": time.perf_counter() - started}
+        # Logged first: no checkpoint is ever ahead of the records.
+        self.tracker.log_samples(samples, self.step)
+        self.tracker.log(metrics, self.step)
+        if due:
+            self.saver.save(shards, self.manifest(metrics))
+            self._saved = self.step
+        if last:
+            self.saver.wait()
+            news = self.saver.news() or news
+        ray.train.report(
+            metrics | self.evaluation | {"step": self.step},
+            checkpoint=ray.train.Checkpoint(news.place.path, news.place.filesystem) if news and not self.rank else None,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        )
 
-    def manifest(self) -> dict[str, Any]:
+    def is_stopping(self) -> bool:
+        """Whether this step is the last: all are done, or the driver asks for an end; the same on all ranks."""
+        asked = self.rank == 0 and controller.is_to_stop(self.box)
+        self.stopping = self.step >= self.config.train.steps or self.largest([float(asked)])[0] > 0
+        return self.stopping
+
+    def manifest(self, metrics: Mapping[str, float]) -> Manifest:
         """All state beside tensors. Nothing on a rank draws from its global random state, so none is kept."""
-        return {
-            "step": self.step,  # also the weight version
-            "tokens": self.tokens,
-            "kl": self.kl.state_dict(),
-            "scores": self.scores.state_dict(),
-            "cursor": self.prompts.cursor(),
-            "evaluation": self.evaluation,
-            "mlflow_run_id": self.tracker.run_id,
-            "config": self.config.model_dump(mode="json"),
-        }
+        return Manifest(
+            rlx=__version__,
+            step=self.step,
+            ranks=self.ranks,
+            metrics=dict(metrics),
+            tokens=self.tokens,
+            kl=self.kl.state_dict(),
+            scores=self.scores.state_dict(),
+            cursor=self.prompts.cursor(),
+            evaluation=self.evaluation,
+            mlflow_run_id=self.tracker.run_id,
+            config=self.config.model_dump(mode="json"),
+            files={},
+        )
 
-    def restore(self, folder: str) -> None:
-        """Continues from a checkpoint folder."""
-        manifest = checkpoint.load(folder, self.trained, self.average)
-        self.step, self.tokens = manifest["step"], manifest["tokens"]
-        self.kl.load_state_dict(manifest["kl"])
-        self.scores.load_state_dict(manifest["scores"])
-        self.prompts.seek(manifest["cursor"])
-        self.evaluation = manifest["evaluation"]
+    def restore(self) -> None:
+        """Continues from the run's newest checkpoint that is whole; if there is none, begins where the config says."""
+        if found := self.saver.newest(partial(controller.say, self.box)):
+            self._take(found)
+        elif self.config.checkpoint.start_from:
+            self._start_from(archive.entry(open_storage(self.config.checkpoint.start_from, create=False)))
+
+    def _start_from(self, found: Entry) -> None:
+        if self.config.checkpoint.start_with == "state":
+            self._take(found)
+        else:
+            checkpoint.load_weights(found.files, self.trained)
+
+    def _take(self, found: Entry) -> None:
+        assert found.manifest
+        manifest = found.manifest
+        checkpoint.load(found.files, self.trained, self.average)
+        self.step = self._saved = manifest.step
+        self.tokens, self.metrics, self.evaluation = manifest.tokens, manifest.metrics, dict(manifest.evaluation)
+        self.kl.load_state_dict(manifest.kl)
+        self.scores.load_state_dict(manifest.scores)
+        self.prompts.seek(manifest.cursor)
 
 
 class Clock:
@@ -309,7 +359,8 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     """This rank's objects, continued from the newest checkpoint if the run has one.
 
     Args:
-        setup: `config` tree, `model` folder, `engines` and `reward_models` handles, `tracking` (uri, MLflow run id).
+        setup: `config` tree, `model` folder, `engines` and `reward_models` handles, `tracking` (uri, MLflow run id),
+            `folder` (the run's storage), `box` (see controller).
     """
     config = RunConfig.model_validate(setup["config"])
     context = ray.train.get_context()
@@ -319,7 +370,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     tokenizer = data.load_tokenizer(setup["model"], config.model.trust_remote_code)
     held_out = data.read_shard("held_out")
     uri, run_id = setup["tracking"]
-    settings, rollout, source = config.algorithm, config.rollout, config.data
+    settings, rollout, source, chosen = config.algorithm, config.rollout, config.data, config.checkpoint
     remote = _remote_scorers(config, setup["reward_models"], rank)
     run = Run(
         config=config,
@@ -333,7 +384,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         prompts=data.PromptStream(data.read_shard("train"), config.seed, rank, ranks),
         supervised=data.PromptStream(data.read_shard("ptx"), config.seed, rank, ranks) if source.ptx_source else None,
         held_out=data.prompts(held_out, range(rank, len(held_out), ranks)),
-        rollouts=Rollouts(setup["engines"], config.seed, rank, rollout.timeout_s),
+        fleet=_fleet(config, setup, rank, ranks),
         sampling=Sampling(
             rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, (tokenizer.eos_token_id,)
         ),
@@ -341,13 +392,24 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         scorers=_scorers(config, source.seed, source.size) | remote,
         held_out_scorers=_scorers(config, config.eval.seed, config.eval.size) | remote,
         tracker=report.Tracker(uri, run_id if rank == 0 else None),
+        saver=Saver(setup["folder"], Retention(chosen.keep, chosen.best_by, chosen.best_mode)),
+        box=setup["box"],
         kl=adaptive.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
         scores=adaptive.RunningScores(),
     )
-    if newest := ray.train.get_checkpoint():
-        with newest.as_directory() as folder:
-            run.restore(folder)
+    run.restore()
     return run
+
+
+def _fleet(config: RunConfig, setup: Mapping[str, Any], rank: int, ranks: int) -> Fleet:
+    return Fleet(
+        rollouts=Rollouts(setup["engines"], config.seed, rank, config.rollout.timeout_s),
+        rank=rank,
+        ranks=ranks,
+        dtype=getattr(torch, config.model.dtype),
+        retries=config.rollout.retries,
+        say=partial(controller.say, setup["box"]),
+    )
 
 
 def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:

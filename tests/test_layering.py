@@ -12,8 +12,9 @@ PARTS = {"storage", "data", "tasks", "rewards", "rollout", "model", "algorithms"
 LAYERS = [
     {"types", "settings"},
     {"config", "math_judge"},  # what a person writes becomes settings
-    PARTS | {"adaptive", "reward_model", "checkpoint", "controller", "report", "progress", "warm_start"},
-    {"remote_reward", "preferences"},
+    PARTS | {"adaptive", "reward_model", "controller", "report", "progress", "warm_start"},
+    {"remote_reward", "preferences", "archive", "checkpoint"},
+    {"saver"},
     {"worker"},
     {"update", "metrics", "inputs"},
     {"train_loop"},

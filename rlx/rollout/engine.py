@@ -138,11 +138,16 @@ class Engine:
         threading.Thread(target=self._run, args=(model, options, ready), daemon=True, name="engine").start()
         await ready
 
+    async def is_up(self) -> bool:
+        """True, once there is someone to ask."""
+        return True
+
     async def generate(self, requests: list[Request], sampling: Sampling, version: int) -> list[Output]:
         """Completions in the order of the requests, drawn with the weights of `version`.
 
         Raises:
             WeightSyncError: the engine holds another version, e.g. because it was restarted.
+            ValueError: vLLM refuses a request.
         """
         if version != self.version:
             raise WeightSyncError(f"asked for weight version {version} but holds version {self.version}")
@@ -247,7 +252,7 @@ class Engine:
             params = _params(sampling, request.seed)
             self._llm.add_request(name, {"prompt_token_ids": list(request.prompt)}, params, lora_request=self._lora)
         except Exception as error:  # a request that vLLM refuses, e.g. too long a prompt: the others go on
-            self._report(name, _plain(error))
+            self._report(name, ValueError(f"{type(error).__name__}: {error}"))
 
     def _load(self, name: str, update: _Update) -> None:
         while self._llm.has_unfinished_requests():

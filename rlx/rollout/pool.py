@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -19,9 +19,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine, Output, Request
 from rlx.types import Completion, Prompt, Sampling
 
+_HUNG = "did not answer in time"
+_PROBE_S = 0.5  # in which an engine says that it is up
+
 
 class RolloutError(RuntimeError):
-    """An engine failed or did not answer; the text names it."""
+    """Completions could not be drawn; the text names the engine."""
+
+
+class EngineLostError(RolloutError):
+    """An engine died, failed or did not answer: it cannot be asked again until it holds the weights again."""
 
 
 def start_engines(
@@ -46,7 +53,7 @@ def start_engines(
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
         max_concurrency=1000,
-        max_restarts=-1,  # it comes back with the model's own weights; a restarted worker group pushes its own again
+        max_restarts=-1,  # it comes back with the model's own weights, and works again after the next push
         runtime_env={"env_vars": ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT},
     )
     places = [PlacementGroupSchedulingStrategy(group, first_bundle + index) for index in range(count)]
@@ -87,49 +94,109 @@ def engine_options(
     return common | whole_prompts | memory | {"enforce_eager": True}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rollouts:
-    """One rank's way to the engines."""
+    """One rank's way to the engines.
+
+    An engine that has failed gets no prompts until it holds the weights again; Ray meanwhile replaces its process.
+    """
 
     engines: Sequence[Any]
     seed: int
     rank: int = 0
     timeout_s: float = 600.0
+    lost: dict[int, str] = field(default_factory=dict)  # engines that failed, and their last words
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int) -> list[Completion]:
-        """`samples` completions of each prompt, in order, drawn with the weights of `version`.
+    def draw(
+        self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
+    ) -> list[list[Completion] | None]:
+        """`samples` completions of each prompt, drawn with the weights of `version`; None where no engine was left.
 
         The samples of a prompt go to one engine, which then computes its prefix once; prompts go to the least loaded.
-        What is drawn depends on (run seed, version, prompt, sample), not on which engine draws it.
+        What is drawn depends on (run seed, version, prompt, sample), not on which engine draws it: when one fails, the
+        others draw the same in its place.
 
         Raises:
-            RolloutError: an engine died, failed or did not answer in time.
+            RolloutError: an engine refused a prompt.
         """
-        shares = self._routed(prompts, samples * sampling.max_tokens)
-        calls = [
-            engine.generate.remote(self._requests([prompts[i] for i in share], samples, version), sampling, version)
-            for engine, share in zip(self.engines, shares, strict=True)
-        ]
-        completions: list[list[Completion]] = [[] for _ in prompts]
-        deadline = time.monotonic() + self.timeout_s
-        for index, (call, share) in enumerate(zip(calls, shares, strict=True)):
-            outputs = answer(call, index, deadline)
-            for place, i in enumerate(share):
-                drawn = outputs[place * samples : (place + 1) * samples]
-                completions[i] = [_completion(prompts[i], k, output, version) for k, output in enumerate(drawn)]
-        return [completion for group in completions for completion in group]
+        drawn: list[list[Completion] | None] = [None] * len(prompts)
+        waiting = list(range(len(prompts)))
+        calls: dict[Any, tuple[int, list[int], float]] = {}  # of each call: engine, prompts, when it is too late
+        while True:
+            live = [index for index in range(len(self.engines)) if index not in self.lost]
+            if waiting and live:
+                calls |= self._asked([prompts[i] for i in waiting], waiting, live, sampling, samples, version)
+                waiting = []
+            if not calls:
+                return drawn
+            for share, outputs in self._answered(calls):
+                if outputs is None:
+                    waiting += share
+                    continue
+                for place, i in enumerate(share):
+                    group = outputs[place * samples : (place + 1) * samples]
+                    drawn[i] = [_completion(prompts[i], k, output, version) for k, output in enumerate(group)]
 
-    def _routed(self, prompts: Sequence[Prompt], response_tokens: int) -> list[list[int]]:
-        """Indices of prompts for each engine; every rank starts with another engine."""
-        count = len(self.engines)
-        loads = [(0, (index - self.rank) % count, index) for index in range(count)]
+    def present(self) -> dict[int, Any]:
+        """Engines that can be sent weights, by number: those in use, and the lost ones that are up again; if there is
+        none, all, to be waited for."""
+        calls = {engine.is_up.remote(): i for i, engine in enumerate(self.engines) if i in self.lost}
+        up = ray.wait(list(calls), num_returns=len(calls), timeout=_PROBE_S)[0] if calls else []
+        back = {calls[call] for call in up if _succeeded(call)}
+        found = {i: engine for i, engine in enumerate(self.engines) if i not in self.lost or i in back}
+        return found or dict(enumerate(self.engines))
+
+    def lose(self, index: int, words: str) -> None:
+        """Takes an engine out of use, and has Ray replace it if it is hung."""
+        if index not in self.lost:
+            self.lost[index] = words
+            if words.endswith(_HUNG):
+                ray.kill(self.engines[index], no_restart=False)
+
+    def _answered(
+        self, calls: dict[Any, tuple[int, list[int], float]]
+    ) -> Iterator[tuple[list[int], list[Output] | None]]:
+        """Waits for one of the calls at least and takes out those that are over: prompts and what was drawn; None if
+        the engine is lost."""
+        latest = min(deadline for _, _, deadline in calls.values())
+        ray.wait(list(calls), timeout=max(0.0, latest - time.monotonic()))
+        for call in [call for call, (_, _, deadline) in calls.items() if _is_over(call, deadline)]:
+            index, share, deadline = calls.pop(call)
+            try:
+                yield share, answer(call, index, deadline)
+            except EngineLostError as error:
+                self.lose(index, str(error))
+                yield share, None
+
+    def _asked(
+        self,
+        prompts: Sequence[Prompt],
+        places: Sequence[int],
+        live: Sequence[int],
+        sampling: Sampling,
+        samples: int,
+        version: int,
+    ) -> dict[Any, tuple[int, list[int], float]]:
+        """The calls that ask the live engines for completions of these prompts."""
+        deadline = time.monotonic() + self.timeout_s
+        calls = {}
+        for index, share in self._routed(prompts, live, samples * sampling.max_tokens).items():
+            requests = self._requests([prompts[i] for i in share], samples, version)
+            call = self.engines[index].generate.remote(requests, sampling, version)
+            calls[call] = (index, [places[i] for i in share], deadline)
+        return calls
+
+    def _routed(self, prompts: Sequence[Prompt], live: Sequence[int], response_tokens: int) -> dict[int, list[int]]:
+        """Indices of prompts for each live engine; every rank starts with another engine."""
+        count = len(live)
+        loads = [(0, (turn - self.rank) % count, index) for turn, index in enumerate(live)]
         heapq.heapify(loads)
-        shares: list[list[int]] = [[] for _ in range(count)]
+        shares: dict[int, list[int]] = {index: [] for index in live}
         for i, prompt in enumerate(prompts):
             load, turn, index = heapq.heappop(loads)
             shares[index].append(i)
             heapq.heappush(loads, (load + len(prompt.token_ids) + response_tokens, turn, index))
-        return shares
+        return {index: share for index, share in shares.items() if share}
 
     def _requests(self, prompts: Sequence[Prompt], samples: int, version: int) -> list[Request]:
         return [
@@ -139,22 +206,38 @@ class Rollouts:
         ]
 
 
+def _succeeded(call: Any) -> bool:
+    try:
+        return bool(ray.get(call))
+    except ray.exceptions.RayError:
+        return False
+
+
+def _is_over(call: Any, deadline: float) -> bool:
+    return bool(ray.wait([call], timeout=0)[0]) or time.monotonic() >= deadline
+
+
 def answer(call: Any, engine: int, deadline: float) -> Any:
     """What an engine answers to a call until `deadline`, a time of `time.monotonic()`.
 
     Raises:
-        RolloutError: it died, failed or did not answer in time.
+        EngineLostError: it died, failed or did not answer in time; the text names it and has its last words.
+        RolloutError: it refused what it was asked.
     """
     try:
         return ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
-        raise RolloutError(f"engine {engine} did not answer in time") from None
+        raise EngineLostError(f"engine {engine} {_HUNG}") from None
     except ray.exceptions.RayTaskError as error:
-        raise RolloutError(f"engine {engine} failed: {error.cause}") from None
+        if isinstance(error.cause, ValueError):
+            raise RolloutError(f"engine {engine} refused a prompt: {error.cause}") from None
+        raise EngineLostError(f"engine {engine} failed: {error.cause}") from None
     except ray.exceptions.RayError as error:
         # Of an engine that did not start, Ray gives a whole traceback, the cause in its last line.
         words = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise RolloutError(f"engine {engine} died: {words[0]} {words[-1] if len(words) > 1 else ''}".strip()) from None
+        raise EngineLostError(
+            f"engine {engine} died: {words[0]} {words[-1] if len(words) > 1 else ''}".strip()
+        ) from None
 
 
 def request_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:

@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,27 +34,27 @@ class Bucket:
 
 def push(
     weights: Sequence[Weight],
-    engines: Sequence[Any],
+    engines: Mapping[int, Any],
     version: int,
     *,
     sender: bool,
     dtype: torch.dtype = torch.float32,
     timeout_s: float = 120.0,
     bucket_bytes: int = 64 << 20,
-) -> None:
-    """Sends the whole policy to every engine as `version`; all ranks call it, the sender's call returns when it is in.
+) -> dict[int, str]:
+    """Sends the whole policy to the engines as `version`; all ranks call it, the sender's call returns when it is in.
 
     Engines that are just starting are waited for.
 
     Args:
         weights: in the same order on every rank.
-        engines: actor handles.
+        engines: actor handles by their number in the pool.
         sender: whether this rank sends; the others only take part in gathering.
         dtype: what the engines hold.
-        timeout_s: the longest that all of it may take.
+        timeout_s: the longest that an engine may take to open the update, to take a bucket, to finish.
 
-    Raises:
-        WeightSyncError: an engine did not take the weights in time, or not the ones sent; names the engine.
+    Returns:
+        On the sender: the engines that did not take the weights, or not the ones sent, and why.
     """
     update = _Push(engines, version, timeout_s) if sender else None
     if update:
@@ -65,39 +65,42 @@ def push(
             update.send(pack(tensors))
     if update:
         update.finish()
+    return update.failed if update else {}
 
 
 class _Push:
-    """The sender's side of one weight update; see `Engine.start_update`."""
+    """The sender's side of one weight update; see `Engine.start_update`. An engine that fails is left out of the rest:
+    the others, and the other ranks, are in the middle of it."""
 
-    def __init__(self, engines: Sequence[Any], version: int, timeout_s: float) -> None:
-        self.engines = engines
+    def __init__(self, engines: Mapping[int, Any], version: int, timeout_s: float) -> None:
+        self.engines = dict(engines)
+        self.failed: dict[int, str] = {}
         self.version = version
         self.timeout_s = timeout_s
         self.name = uuid.uuid4().hex
-        self.deadline = time.monotonic() + timeout_s
-        self.receipts: list[Any] = []  # of the bucket sent last
+        self.receipts: dict[int, Any] = {}  # of the bucket sent last
 
     def start(self, tensors: int) -> None:
-        self._all([e.start_update.remote(self.name, tensors, self.timeout_s) for e in self.engines])
+        self._settle({i: e.start_update.remote(self.name, tensors, self.timeout_s) for i, e in self.engines.items()})
 
     def send(self, bucket: Bucket) -> None:
         """Returns while the engines load this bucket; two at most are under way, so that memory never holds all."""
-        if self.receipts:  # an engine that fails here says why in `finish`: the other ranks are still gathering
-            left = max(0.0, self.deadline - time.monotonic())
-            ray.wait(self.receipts, num_returns=len(self.receipts), timeout=left)
+        self._settle(self.receipts)
         sent = ray.put(bucket)
-        self.receipts = [engine.receive.remote(self.name, sent) for engine in self.engines]
+        self.receipts = {index: engine.receive.remote(self.name, sent) for index, engine in self.engines.items()}
 
     def finish(self) -> None:
-        self._all([engine.finish_update.remote(self.name, self.version) for engine in self.engines])
+        self._settle({i: engine.finish_update.remote(self.name, self.version) for i, engine in self.engines.items()})
 
-    def _all(self, calls: list[Any]) -> None:
-        for index, call in enumerate(calls):
+    def _settle(self, calls: Mapping[int, Any]) -> None:
+        """Waits for all calls, and leaves out the engines whose call failed."""
+        deadline = time.monotonic() + self.timeout_s
+        for index, call in calls.items():
             try:
-                answer(call, index, self.deadline)
+                answer(call, index, deadline)
             except RolloutError as error:
-                raise WeightSyncError(f"sending weight version {self.version}: {error}") from None
+                self.failed[index] = f"sending weight version {self.version}: {error}"
+                del self.engines[index]
 
 
 def pack(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:

@@ -1,0 +1,253 @@
+"""A run's checkpoints on its storage: which there are, which are whole, which to keep; none needs torch to be asked.
+
+A checkpoint is a folder step_000010 of safetensors files, one per rank, and a manifest.json. The manifest is written
+last and names each file with its size and SHA-256: a folder without one, or without a file that it names, was never
+finished and is never chosen. What is in the files is checkpoint.py's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pyarrow import fs  # type: ignore[import-untyped]
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from rlx.config import nearest
+from rlx.storage import Storage, StorageError
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{6,})")
+_UNFINISHED = f"no {MANIFEST}: it was never finished"
+_BLOCK = 8 << 20  # bytes read at once
+
+
+class DamagedError(ValueError):
+    """A checkpoint whose files are not what was written; the text names it and the file."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class FileRecord(_Record):
+    """One file of a checkpoint."""
+
+    bytes: NonNegativeInt
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors$")]
+"""no folder in it: what a manifest names lies beside it"""
+
+
+class Manifest(_Record):
+    """All of a checkpoint that is no tensor."""
+
+    format: Literal[1] = 1
+    rlx: str
+    step: NonNegativeInt  # also the version of the weights
+    ranks: PositiveInt
+    metrics: dict[str, float]  # of this step alone
+    tokens: NonNegativeInt
+    kl: dict[str, float]
+    scores: dict[str, float]
+    cursor: dict[str, int]
+    evaluation: dict[str, float]
+    mlflow_run_id: str | None
+    config: dict[str, Any]
+    files: dict[FileName, FileRecord]
+
+    def text(self) -> str:
+        """As it is written: with a checksum over all of it."""
+        content = self.model_dump(mode="json")
+        return json.dumps({"sha256": _digest(content)} | content, indent=1)
+
+    @classmethod
+    def parsed(cls, text: str) -> Manifest:
+        """The manifest in a text; ValueError says in one line what is wrong with it."""
+        try:
+            content = json.loads(text)
+            said = content.pop("sha256")
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+            raise ValueError(f"{MANIFEST} is no manifest") from None
+        if content.get("format") != 1:
+            raise ValueError(f"{MANIFEST} has format {content.get('format')!r:.40}, this rlx reads format 1")
+        if said != _digest(content):
+            raise ValueError(f"{MANIFEST} is not what was written: its checksum differs")
+        try:
+            return cls.model_validate(content)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"{MANIFEST}: {where}: {first['msg']}") from None
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint folder as it is found."""
+
+    place: Storage
+    step: int
+    manifest: Manifest | None  # None if it is not whole
+    problem: str = ""  # why not
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def files(self) -> list[Storage]:
+        """Where its tensors are; none if it is not whole."""
+        return [self.place / name for name in sorted(self.manifest.files)] if self.manifest else []
+
+    @property
+    def bytes(self) -> int:
+        """Of its tensors."""
+        return sum(file.bytes for file in self.manifest.files.values()) if self.manifest else 0
+
+    def metric(self, name: str) -> float | None:
+        """A metric of its own step; None if it has none."""
+        return self.manifest.metrics.get(name) if self.manifest else None
+
+
+def folder_name(step: int) -> str:
+    """step_000010 and the like."""
+    return f"step_{step:06d}"
+
+
+def entries(folder: Storage) -> list[Entry]:
+    """The checkpoints of a run, oldest first; whole as far as names and sizes say."""
+    found = [(int(match[1]), name) for name in folder.names() if (match := _NAME.fullmatch(name))]
+    return [entry(folder / name) for _, name in sorted(found)]
+
+
+def entry(place: Storage) -> Entry:
+    """The checkpoint in a folder."""
+    matched = _NAME.fullmatch(place.name)
+    step = int(matched[1]) if matched else -1
+    selector = fs.FileSelector(place.path, allow_not_found=True)
+    sizes = {info.base_name: info.size for info in place.filesystem.get_file_info(selector)}
+    if MANIFEST not in sizes:
+        return Entry(place, step, None, _UNFINISHED)
+    try:
+        manifest = Manifest.parsed((place / MANIFEST).read_text())
+    except ValueError as error:  # a UnicodeDecodeError is one too
+        return Entry(place, step, None, str(error))
+    for name, file in manifest.files.items():
+        if sizes.get(name) != file.bytes:
+            what = f"has {sizes[name]} bytes, not {file.bytes}" if name in sizes else "is missing"
+            return Entry(place, manifest.step, None, f"{name} {what}")
+    return Entry(place, manifest.step, manifest)
+
+
+def whole(folder: Storage) -> list[Entry]:
+    """The checkpoints of a run that are whole as far as names and sizes say, oldest first."""
+    return [one for one in entries(folder) if one.manifest]
+
+
+def verify(checkpoint: Entry, names: Iterable[str]) -> None:
+    """DamagedError naming the first of these files whose bytes are not those that were written."""
+    assert checkpoint.manifest
+    for name in names:
+        try:
+            digest = _sha256(checkpoint.place / name)
+        except FileNotFoundError:
+            raise DamagedError(f"checkpoint {checkpoint.name}: {name} is missing") from None
+        if digest != checkpoint.manifest.files[name].sha256:
+            raise DamagedError(f"checkpoint {checkpoint.name}: {name} is damaged: its checksum differs")
+
+
+def record(file: Storage) -> FileRecord:
+    """Size and checksum of a file."""
+    return FileRecord(bytes=file.size() or 0, sha256=_sha256(file))
+
+
+def _sha256(file: Storage) -> str:
+    digest = hashlib.sha256()
+    with file.filesystem.open_input_stream(file.path) as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def commit(place: Storage, manifest: Manifest) -> None:
+    """Makes a checkpoint of the files in a folder; others there are remains of an earlier attempt, and go."""
+    for name in set(place.names()) - set(manifest.files):
+        (place / name).delete()
+    (place / MANIFEST).write_text(manifest.text())
+
+
+def is_unfinished(checkpoint: Entry) -> bool:
+    """Whether it was never finished, or has been set aside: no fault that anyone need hear of."""
+    return checkpoint.problem == _UNFINISHED
+
+
+def set_aside(checkpoint: Entry) -> None:
+    """Makes a damaged checkpoint one that is never chosen; its files stay until the step is written again."""
+    manifest = checkpoint.place / MANIFEST
+    copy = checkpoint.place / f"{MANIFEST}.damaged"
+    checkpoint.place.filesystem.copy_file(manifest.path, copy.path)
+    manifest.delete()
+
+
+def best(checkpoints: Sequence[Entry], by: str, mode: str) -> Entry | None:
+    """The whole checkpoint with the best value of a metric, the newest of equals; None if none has it."""
+    sign = 1.0 if mode == "max" else -1.0
+    rated = [(sign * value, one.step, one) for one in checkpoints if (value := one.metric(by)) is not None]
+    rated = [row for row in rated if row[0] == row[0]]  # a NaN is no best
+    return max(rated, key=lambda row: row[:2])[2] if rated else None
+
+
+def prune(folder: Storage, keep: int | None, by: str | None, mode: str) -> None:
+    """Deletes all but the newest `keep` whole checkpoints and the best one; also what was never finished before them.
+
+    The manifest goes first, so that a deletion cut short leaves no checkpoint that looks whole.
+    """
+    if keep is None:
+        return
+    there = entries(folder)
+    sound = [one for one in there if one.manifest]
+    kept = {one.name for one in sound[-keep:]}
+    if by and (top := best(sound, by, mode)):
+        kept.add(top.name)
+    for one in there:
+        if sound and one.step < sound[-1].step and one.name not in kept:
+            (one.place / MANIFEST).delete()
+            one.place.delete()
+
+
+def chosen(folder: Storage, which: str, by: str, mode: str) -> Entry:
+    """The checkpoint that a person means: newest, best, a step's number or a folder's name.
+
+    Raises:
+        StorageError: there is no such whole checkpoint; says which there are.
+    """
+    there = entries(folder)
+    sound = [one for one in there if one.manifest]
+    if not sound:
+        unfinished = "; ".join(f"{one.name}: {one.problem}" for one in there)
+        raise StorageError(f"no whole checkpoint in {folder.path}" + (f" ({unfinished})" if unfinished else ""))
+    if which == "newest":
+        return sound[-1]
+    if which == "best":
+        if not (top := best(sound, by, mode)):
+            raise StorageError(f"no checkpoint in {folder.path} has {by}: it is measured at other steps (eval.every)")
+        return top
+    name = folder_name(int(which)) if which.isdecimal() else which
+    for one in there:
+        if one.name == name and one.problem:
+            raise StorageError(f"checkpoint {name} in {folder.path} is not whole: {one.problem}")
+        if one.name == name:
+            return one
+    names = ["newest", "best", *(one.name for one in sound)]
+    raise StorageError(f"no checkpoint {which} in {folder.path}, there are {', '.join(names)}{nearest(which, names)}")

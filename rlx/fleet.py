@@ -1,0 +1,101 @@
+"""The engines as all ranks see them together: asked for completions, sent weights, done without when they fail.
+
+What one rank asks of one engine is rollout's; here the ranks agree on which engines are in use. Ray replaces the
+process of one that died; it is in use again once it has taken the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from rlx.rollout import sync
+from rlx.rollout.pool import RolloutError, Rollouts
+from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
+
+
+@dataclass
+class Fleet:
+    """Every rank holds one and makes the same calls in the same order."""
+
+    rollouts: Rollouts
+    rank: int
+    ranks: int
+    dtype: torch.dtype  # that the engines hold
+    retries: int  # times that all engines may be lost in one round of generation
+    say: Callable[[str], None]  # tells the person who watches
+    _told: dict[int, str] = field(default_factory=dict, init=False)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        samples: int,
+        version: int,
+        send_weights: Callable[[], None],
+    ) -> list[Completion]:
+        """`samples` completions of each of this rank's prompts, in order, drawn with the weights of `version`.
+
+        Args:
+            send_weights: pushes that version, on all ranks; called when some rank has no engine left.
+
+        Raises:
+            RolloutError: all engines failed, again and again; has their last words.
+        """
+        drawn: list[list[Completion] | None] = [None] * len(prompts)
+        for attempt in range(self.retries + 1):
+            if attempt:
+                send_weights()
+            missing = [i for i, group in enumerate(drawn) if group is None]
+            again = self.rollouts.draw([prompts[i] for i in missing], sampling, samples, version)
+            for i, group in zip(missing, again, strict=True):
+                drawn[i] = group
+            if not self._shared_losses(any(group is None for group in drawn)):
+                return [completion for group in drawn if group for completion in group]
+        words = "; ".join(self.rollouts.lost.values())
+        raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {words}")
+
+    def push(self, weights: Sequence[Weight], version: int, timeout_s: float) -> None:
+        """Sends the policy's weights to the engines that are there; returns on every rank once they have them.
+
+        Raises:
+            WeightSyncError: none took them; names each and says why.
+        """
+        engines = self.rollouts.present() if self.rank == 0 else {}
+        sender = self.rank == 0
+        failed = sync.push(weights, engines, version, sender=sender, dtype=self.dtype, timeout_s=timeout_s)
+        for index, words in failed.items():
+            self.rollouts.lose(index, words)
+        absent = {i: words for i, words in self.rollouts.lost.items() if i not in engines or i in failed}
+        self.rollouts.lost = self._from_first(absent)
+        self._tell()
+        if len(self.rollouts.lost) == len(self.rollouts.engines):
+            raise WeightSyncError("; ".join(self.rollouts.lost.values()))
+
+    def _from_first(self, lost: dict[int, str]) -> dict[int, str]:
+        """What rank 0 has; the other ranks wait until it has it."""
+        things = [lost]
+        dist.broadcast_object_list(things, src=0)
+        return things[0]
+
+    def _shared_losses(self, missing: bool) -> bool:
+        """Has every rank know the engines that any has lost; whether any rank misses completions."""
+        own = (missing, dict(self.rollouts.lost))
+        everyone = [own] * self.ranks
+        dist.all_gather_object(everyone, own)
+        for _, lost in everyone:
+            self.rollouts.lost = lost | self.rollouts.lost
+        self._tell()
+        return any(lacks for lacks, _ in everyone)
+
+    def _tell(self) -> None:
+        """Says which engines are lost and which are back, once for all ranks."""
+        if self.rank == 0:
+            for index in self.rollouts.lost.keys() - self._told.keys():
+                self.say(f"{self.rollouts.lost[index]} - others take over until it is back")
+            for index in self._told.keys() - self.rollouts.lost.keys():
+                self.say(f"engine {index} is back")
+        self._told = dict(self.rollouts.lost)

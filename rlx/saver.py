@@ -1,0 +1,180 @@
+"""Checkpoints written beside training: copied to main memory at once, then written, checked and uploaded by a thread.
+
+One at a time, in step on all ranks: each writes its own file, all exchange sizes and checksums, and rank 0 makes the
+whole a checkpoint and deletes what need not be kept. What fails on the storage is tried again; what fails for good is
+raised on every rank, by the next call.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from rlx import archive, checkpoint
+from rlx.archive import Entry, FileRecord, Manifest
+from rlx.checkpoint import Shard
+from rlx.storage import Storage, StorageError, patiently
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest `keep` (None: all) and the best by a metric, if one is named."""
+
+    keep: int | None = None
+    best_by: str | None = None
+    best_mode: str = "max"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole and on the storage."""
+
+    place: Storage
+    seconds: float  # from the copy on, beside training
+
+
+class Saver:
+    """One rank's part in writing a run's checkpoints; every rank makes the same calls in the same order."""
+
+    def __init__(self, folder: Storage, retention: Retention) -> None:
+        self.folder = folder
+        self.retention = retention
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo")  # its own: training's collectives run at the same time
+        self._thread = ThreadPoolExecutor(1, "saver")
+        self._writing: Future[Saved] | None = None
+        self._news: Saved | None = None
+
+    def save(self, shards: Mapping[str, Shard], manifest: Manifest) -> None:
+        """Begins to write a checkpoint, once the one before is done.
+
+        Args:
+            manifest: all of it but `files`; rank 0's is written.
+
+        Raises:
+            StorageError: the one before could not be written.
+        """
+        self.wait()
+        self._writing = self._thread.submit(self._save, shards, manifest)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written; StorageError if it could not be."""
+        if self._writing:
+            writing, self._writing = self._writing, None
+            self._news = writing.result()
+
+    def news(self) -> Saved | None:
+        """A checkpoint that has become whole since the last call, if there is one; StorageError if one could not."""
+        if self._writing and self._writing.done():
+            self.wait()
+        news, self._news = self._news, None
+        return news
+
+    def newest(self, say: Callable[[str], None]) -> Entry | None:
+        """The newest checkpoint whose every byte is what was written; None if there is none.
+
+        One that is damaged is named by `say` on rank 0, and never chosen again. Each rank reads a share of the files.
+
+        Raises:
+            StorageError: the storage cannot be read.
+        """
+        there = archive.entries(self.folder) if self.rank == 0 else []
+        for found in reversed(self._from_first(there)):
+            damage = found.problem or self._damage(found)
+            if not damage:
+                return found
+            if self.rank == 0 and not archive.is_unfinished(found):
+                archive.set_aside(found)
+                say(f"{damage} - the checkpoint before it is used")
+        return None
+
+    def _damage(self, found: Entry) -> str:
+        """What is wrong with the files of a checkpoint, the same on all ranks; empty if nothing is."""
+        assert found.manifest
+        share = sorted(found.manifest.files)[self.rank :: self.ranks]
+        damage = ""
+        try:
+            patiently(partial(archive.verify, found, share), f"reading checkpoint {found.name}")
+        except (archive.DamagedError, StorageError) as error:
+            damage = f"{type(error).__name__}: {error}"
+        all_damage = [damage] * self.ranks
+        dist.all_gather_object(all_damage, damage, group=self._group)
+        first = next((text for text in all_damage if text), "")
+        kind, _, text = first.partition(": ")
+        if kind == StorageError.__name__:
+            raise StorageError(text)
+        return text
+
+    def _save(self, shards: Mapping[str, Shard], manifest: Manifest) -> Saved:
+        started = time.monotonic()
+        place = self.folder / archive.folder_name(manifest.step)
+        what = f"writing checkpoint {place.name} to {self.folder.path}"
+        file = place / f"rank_{self.rank:05d}.safetensors"
+        own: tuple[str, FileRecord | None, str] = (file.name, None, "")
+        try:
+            own = (file.name, patiently(partial(_put, shards, file), what), "")
+        except StorageError as error:
+            own = (file.name, None, str(error))
+        files, failed = self._exchanged(own)
+        if not failed and self.rank == 0:
+            try:
+                patiently(partial(archive.commit, place, manifest.model_copy(update={"files": files})), what)
+                patiently(partial(archive.prune, self.folder, *self._retained), f"deleting old ones in {place.path}")
+            except StorageError as error:
+                failed = str(error)
+        failed = self._from_first(failed)
+        if failed:
+            raise StorageError(failed + self._give_up(place))
+        return Saved(place, time.monotonic() - started)
+
+    @property
+    def _retained(self) -> tuple[int | None, str | None, str]:
+        return self.retention.keep, self.retention.best_by, self.retention.best_mode
+
+    def _exchanged(self, own: tuple[str, FileRecord | None, str]) -> tuple[dict[str, FileRecord], str]:
+        """All ranks' files, and the first error if there is one."""
+        parts: list[tuple[str, FileRecord | None, str]] = [own] * self.ranks
+        dist.all_gather_object(parts, own, group=self._group)
+        files = {name: record for name, record, _ in parts if record}
+        return files, next((error for _, _, error in parts if error), "")
+
+    def _from_first(self, thing: T) -> T:
+        """What rank 0 has."""
+        things = [thing]
+        dist.broadcast_object_list(things, src=0, group=self._group)
+        return things[0]
+
+    def _give_up(self, place: Storage) -> str:
+        """Frees the room that half a checkpoint takes; what there is to go on from."""
+        try:
+            if self.rank == 0 and not (place / archive.MANIFEST).exists():
+                place.delete()
+            left = archive.whole(self.folder)
+        except OSError:
+            return "; the checkpoints before it are as they were"
+        return f"; the newest whole one is {left[-1].name}" if left else "; there is none before it"
+
+
+def _put(shards: Mapping[str, Shard], file: Storage) -> FileRecord:
+    """Writes this rank's file: where it belongs, or on this machine first if the storage is remote."""
+    if file.is_local:
+        checkpoint.write(shards, Path(file.path))
+        return archive.record(file)
+    with tempfile.TemporaryDirectory(prefix="rlx-checkpoint-") as folder:
+        local = Path(folder, file.name)
+        checkpoint.write(shards, local)
+        record = archive.record(Storage.here(local))
+        file.take(local)
+    if file.size() != record.bytes:
+        raise OSError(f"{file.path} has {file.size()} bytes after the upload of {record.bytes}")
+    return record
