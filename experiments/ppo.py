@@ -1,4 +1,4 @@
-"""One PPO run, or the rest of one: python experiments/ppo.py [--config FILE] [--resume NAME | --check] [--SETTING X]"""
+"""One PPO run, or the rest of one: python experiments/ppo.py [--resume NAME | --from CHECKPOINT] [--SETTING VALUE]"""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rlx.config import ConfigError, RunConfig, add_settings, exit_code, from_tree, parse, read_yaml, with_overrides
+from rlx.command_line import add_settings, end_on_sigterm, exit_code, parse
+from rlx.config import ConfigError, RunConfig, from_tree, read_yaml, with_overrides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="PPO on a language model. Every setting has a default that runs on a 2-core machine.",
-        usage="%(prog)s [--config FILE] [--resume NAME] [--check] [--SECTION.SETTING VALUE ...]",
+        usage="%(prog)s [--config FILE] [--resume NAME | --from CHECKPOINT | --check] [--SECTION.SETTING VALUE ...]",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
     parser.add_argument("--resume", metavar="NAME", help="continue the run of this name from its newest checkpoint")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="CHECKPOINT",
+        help="a new run from another's weights (all of its state with --checkpoint.start-with state), and its settings "
+        "unless --config gives others: NAME, NAME@10, NAME@best, or a folder or address",
+    )
     parser.add_argument("--check", action="store_true", help="train nothing: see whether all parts agree, line by line")
     add_settings(parser)
 
@@ -26,38 +34,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, given = parse(parser, sys.argv[1:] if argv is None else argv)
         if args.resume and args.config:
             raise ConfigError("--resume has the run's own settings: change some of them by options, not by --config")
-        if args.resume and args.check:
-            raise ConfigError("--check is for the start of a run: leave --resume out")
+        if (args.resume or args.start) and args.check:
+            raise ConfigError("--check is for the start of a run: leave --resume and --from out")
+        if args.resume and args.start:
+            raise ConfigError("--resume goes on with a run, --from begins a new one: give one of them")
         base = read_yaml(args.config) if args.config else {}
-        if not args.resume:  # refused before anything is imported
+        if not args.resume and not args.start:  # refused before anything is imported
             from_tree(with_overrides(base, given), args.config or "command line")
+        if args.start:
+            base = started_from(args.start, base, given)
         return check(base, given) if args.check else train(args, base, given)
 
-    return exit_code(script)
+    return exit_code(script, "interrupted: --resume continues the run")
+
+
+def started_from(which: str, base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a new run that starts from a checkpoint: that run's own, unless `base` has some."""
+    from rlx import run_folder
+
+    storage = given.get("storage") or from_tree(base).storage
+    address, found = run_folder.checkpoint_of(which, storage)
+    assert found.manifest
+    of_its_own = {"name": None, "storage": storage, "checkpoint.start_from": address}
+    return with_overrides(base or found.manifest.config, of_its_own)
 
 
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:
     """Starts or resumes the run and shows it."""
-    from rlx import inputs, launch, progress
+    from rlx import inputs, launch, progress, run_folder
     from rlx.storage import open_storage
 
     started = time.monotonic()
-    runs = open_storage(given.get("storage") or from_tree(base).storage) / "runs"
-    if args.resume:
-        base = launch.saved_config(runs / args.resume)
+    storage = given.get("storage") or from_tree(base).storage
+    runs = open_storage(storage) / "runs"
+    if args.resume:  # its storage may have been moved since
+        base = run_folder.saved_config(run_folder.find(runs, args.resume)) | {"storage": storage}
     config = from_tree(with_overrides(base, given))
     if args.resume:
-        launch.check_resumable(config, from_tree(base))
+        run_folder.check_resumable(config, from_tree(base))
     name = args.resume or config.name or runs.free_name("ppo")
     config = from_tree(with_overrides(config.model_dump(), {"name": name} | inputs.absolute_paths(config)))
     folder = runs / name
     if not args.resume:
-        launch.check_new(config, folder)
-    elif done := launch.finished(config, folder):
+        run_folder.check_new(config, folder)
+    elif done := run_folder.finished(config, folder):
         print(f"run {name} is finished: {config.train.steps} steps, {progress.described(done)}")
         return 0
     first: dict[str, Any] = {}
-
     with progress.RunProgress(config.train.steps) as shown:
 
         def on_report(metrics: dict[str, Any], checkpoint: str | None) -> None:
@@ -68,7 +91,8 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
         inputs.check(config, inputs.model_folder(config, shown.warm_start))
         shown.say("starting")
         launch.connect(config)
-        result = launch.run(config, folder, resume=bool(args.resume), on_report=on_report)
+        end_on_sigterm()
+        result = launch.run(config, folder, resume=bool(args.resume), on_report=on_report, say=shown.note)
     print(summary(config, first, result.metrics, time.monotonic() - started))
     print(f"curves: mlflow ui --backend-store-uri {launch.tracking_uri(config)}")
     return 0

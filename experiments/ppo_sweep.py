@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.config import ConfigError, add_settings, exit_code, from_tree, parse, read_yaml, with_overrides
+from rlx.command_line import add_settings, end_on_sigterm, exit_code, parse
+from rlx.config import ConfigError, from_tree, read_yaml, with_overrides
 
 HERE = Path(__file__).resolve().parent
 
@@ -60,6 +61,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         with progress.RunProgress(config.train.steps, shown.console) as making:
             inputs.check(config, inputs.model_folder(config, making.warm_start))
         launch.connect(config)
+        end_on_sigterm()
         if args.resume is None:
             plan = sweep.create_sweep(plan, storage)
         at_once = sweep.concurrency(plan)

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlx.config import RunConfig, exit_code
+from rlx.command_line import exit_code
+from rlx.config import RunConfig
 
 DRAWN = 16_384  # questions drawn for the generated pairs; a quarter of them are different
 LINES = 20  # off a terminal, a line every so many steps
@@ -52,7 +53,7 @@ def _count(text: str) -> int:
 def train(args: argparse.Namespace) -> int:
     """Trains the reward model and shows it."""
     from rlx import inputs, preferences, progress
-    from rlx.storage import local_folder, resolved, open_storage
+    from rlx.storage import local_folder, open_storage, resolved
 
     started, given = time.monotonic(), vars(args)
     config = RunConfig(storage=resolved(args.storage))

@@ -73,18 +73,18 @@ class Manifest(_Record):
         """The manifest in a text; ValueError says in one line what is wrong with it."""
         try:
             content = json.loads(text)
-            said = content.pop("sha256")
+            said, digest = content.pop("sha256"), _digest(content)
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{MANIFEST} is no manifest") from None
         if content.get("format") != 1:
             raise ValueError(f"{MANIFEST} has format {content.get('format')!r:.40}, this rlx reads format 1")
-        if said != _digest(content):
+        if said != digest:
             raise ValueError(f"{MANIFEST} is not what was written: its checksum differs")
         try:
             return cls.model_validate(content)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
+            where = " ".join(".".join(str(part) for part in first["loc"]).split())  # one line, whatever the keys
             raise ValueError(f"{MANIFEST}: {where}: {first['msg']}") from None
 
 
@@ -120,6 +120,11 @@ class Entry:
         return self.manifest.metrics.get(name) if self.manifest else None
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder is called like a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
 def folder_name(step: int) -> str:
     """step_000010 and the like."""
     return f"step_{step:06d}"
@@ -135,8 +140,7 @@ def entry(place: Storage) -> Entry:
     """The checkpoint in a folder."""
     matched = _NAME.fullmatch(place.name)
     step = int(matched[1]) if matched else -1
-    selector = fs.FileSelector(place.path, allow_not_found=True)
-    sizes = {info.base_name: info.size for info in place.filesystem.get_file_info(selector)}
+    sizes = {info.base_name: info.size for info in _files(place)}
     if MANIFEST not in sizes:
         return Entry(place, step, None, _UNFINISHED)
     try:
@@ -148,6 +152,14 @@ def entry(place: Storage) -> Entry:
             what = f"has {sizes[name]} bytes, not {file.bytes}" if name in sizes else "is missing"
             return Entry(place, manifest.step, None, f"{name} {what}")
     return Entry(place, manifest.step, manifest)
+
+
+def _files(folder: Storage) -> list[fs.FileInfo]:
+    try:
+        found = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
+    except NotADirectoryError:
+        return []
+    return [info for info in found if info.is_file]
 
 
 def whole(folder: Storage) -> list[Entry]:

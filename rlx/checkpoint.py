@@ -7,6 +7,7 @@ beside training is saver's.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -129,7 +130,10 @@ class Parts:
         try:
             for file in files:
                 for name, piece in _pieces(file, self._open):
-                    self._pieces.setdefault(name, []).append(piece)
+                    known = self._pieces.setdefault(name, [])
+                    if known and (known[0].kind, known[0].whole) != (piece.kind, piece.whole):
+                        raise CheckpointError(f"{file.name}: {name!r} has another kind or shape in other files")
+                    known.append(piece)
         except BaseException:
             self._open.close()
             raise
@@ -162,20 +166,27 @@ class Parts:
             raise CheckpointError(f"the checkpoint has no {name}: it is of another model")
         if tuple(shape) != pieces[0].whole:
             raise CheckpointError(f"{name} is {list(pieces[0].whole)} in the checkpoint, {list(shape)} in this model")
-        filled = torch.empty(tuple(size), dtype=pieces[0].kind)
-        count = 0
-        for piece in pieces:
-            first = [max(o, p) for o, p in zip(offset, piece.offset, strict=True)]
-            last = [min(o + s, p + q) for o, s, p, q in zip(offset, size, piece.offset, piece.size, strict=True)]
-            if any(a >= b for a, b in zip(first, last, strict=True)):
-                continue
-            target = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
-            source = tuple(slice(a - p, b - p) for a, b, p in zip(first, last, piece.offset, strict=True))
-            filled[target] = piece.read(source)
-            count += math.prod(b - a for a, b in zip(first, last, strict=True))
-        if count != filled.numel():
+        asked = [(o, o + s) for o, s in zip(offset, size, strict=True)]
+        found = [(piece, box) for piece in pieces if (box := _common(piece.box, asked)) is not None]
+        count = sum(math.prod(b - a for a, b in box) for _, box in found)
+        twice = any(_common(one, other) is not None for (_, one), (_, other) in itertools.combinations(found, 2))
+        if twice or count != math.prod(size):  # known before there is memory for it
             raise CheckpointError(f"{name} is not in full in the checkpoint")
+        filled = torch.empty(tuple(size), dtype=pieces[0].kind)
+        for piece, box in found:
+            target = tuple(slice(a - o, b - o) for (a, b), o in zip(box, offset, strict=True))
+            filled[target] = piece.read(tuple(slice(a - p, b - p) for (a, b), p in zip(box, piece.offset, strict=True)))
         return filled
+
+
+_Box = list[tuple[int, int]]
+"""the first index along each dimension, and the one after the last"""
+
+
+def _common(one: _Box, other: _Box) -> _Box | None:
+    """What two boxes have in common; None if that is nothing."""
+    both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    return both if all(a < b for a, b in both) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +199,10 @@ class _Piece:
     offset: tuple[int, ...]
     size: tuple[int, ...]
     whole: tuple[int, ...]
+
+    @property
+    def box(self) -> _Box:
+        return [(o, o + s) for o, s in zip(self.offset, self.size, strict=True)]
 
     def read(self, part: tuple[slice, ...]) -> Tensor:
         """A part of it: the rows that it touches are read, the rest of the file is not."""
@@ -203,24 +218,33 @@ def _pieces(file: Storage, stack: ExitStack) -> Iterator[tuple[str, _Piece]]:
     opened = stack.enter_context(file.filesystem.open_input_file(file.path))
     try:
         length = int.from_bytes(opened.read_at(8, 0), "little")
-        header = json.loads(bytes(opened.read_at(min(length, opened.size()), 8)))
+        if 8 + length > opened.size():
+            raise ValueError("it ends within its header")
+        header = json.loads(bytes(opened.read_at(length, 8)))
         layout = json.loads(header.pop("__metadata__")[_LAYOUT])
-        for name, tensor in header.items():
-            begin, end = tensor["data_offsets"]
+        filled = 8 + length
+        for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = (8 + length + at for at in _counts(tensor["data_offsets"]))
             place = layout[name]
-            piece = _Piece(
-                opened,
-                8 + length + begin,
-                _KINDS[tensor["dtype"]],
-                tuple(place["offset"]),
-                tuple(tensor["shape"]),
-                tuple(place["shape"]),
-            )
-            if end - begin != piece.kind.itemsize * math.prod(piece.size):
-                raise ValueError(name)
+            offset, size, whole = _counts(place["offset"]), _counts(tensor["shape"]), _counts(place["shape"])
+            piece = _Piece(opened, begin, _KINDS[tensor["dtype"]], offset, size, whole)
+            inside = all(b <= w for (_, b), w in zip(piece.box, whole, strict=True))
+            if not inside or begin != filled or end - begin != piece.kind.itemsize * math.prod(size):
+                raise ValueError(f"{name!r} does not lie where it says")
+            filled = end
             yield name, piece
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file.name} is no file of a checkpoint: {type(error).__name__} {error}") from None
+        if filled != opened.size():
+            raise ValueError(f"it has {opened.size()} bytes, not {filled}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(f"{type(error).__name__} {error}".split())
+        raise CheckpointError(f"{file.name} is no file of a checkpoint: {reason}") from None
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    """The whole numbers from 0 on in a list of a header; ValueError if there is anything else."""
+    if not isinstance(values, list) or not all(type(n) is int and n >= 0 for n in values):
+        raise ValueError(f"{values!r:.80} are no sizes or offsets")
+    return tuple(values)
 
 
 def _tensors(

@@ -1,19 +1,18 @@
-"""The one config tree: which settings go together, and how it is read from YAML, dotted keys and the command line.
+"""The one config tree: which settings go together, and how it is read from YAML and dotted keys.
+
+The command line is command_line's.
 
 Importing this needs neither torch nor Ray, so that a mistyped key is refused in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import sys
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 import yaml
@@ -108,7 +107,7 @@ class RunConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _nothing_is_set_in_vain(self) -> Self:
-        given, defaults = flatten(self), {name: field.default for name, field in _settings().items()}
+        given, defaults = flatten(self), {name: field.default for name, field in settings().items()}
         for key, needed in _IDLE.items():
             if given[key] != defaults[key] and given[needed] in _OFF:
                 raise ValueError(f"{key} does nothing without {needed}")
@@ -292,39 +291,39 @@ def flatten(config: Section, prefix: str = "") -> dict[str, Any]:
 
 def setting_keys() -> list[str]:
     """The dotted keys of all settings."""
-    return list(_settings())
+    return list(settings())
 
 
 def is_setting(key: str) -> bool:
     """Whether a dotted key is a setting, or an entry of a dict-valued one, e.g. data.params.max_digits."""
-    parents = (name for name, field in _settings().items() if _is_dict(field))
-    return key in _settings() or any(key.startswith(f"{name}.") for name in parents)
+    parents = (name for name, field in settings().items() if _is_dict(field))
+    return key in settings() or any(key.startswith(f"{name}.") for name in parents)
 
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown setting {key}{nearest(key, [*setting_keys(), *_sections()])}"
+        return f"unknown setting {key}{nearest(key, [*setting_keys(), *sections()])}"
     if first["type"] == "model_type":
-        message = f"expected a section of settings, such as {next(k for k in _settings() if k.startswith(f'{key}.'))}"
+        message = f"expected a section of settings, such as {next(k for k in settings() if k.startswith(f'{key}.'))}"
     else:
         message = first["msg"].removeprefix("Value error, ")
-    if not key or (isinstance(first["input"], dict) and key in _sections()):  # it may hold addresses with keys
+    if not key or (isinstance(first["input"], dict) and key in sections()):  # it may hold addresses with keys
         return message
     return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _sections() -> dict[str, type[Section]]:
+def sections() -> dict[str, type[Section]]:
     annotations = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)}
 
 
 @functools.cache
-def _settings() -> dict[str, FieldInfo]:
+def settings() -> dict[str, FieldInfo]:
     """The fields of the settings by dotted key, those of the run itself first."""
-    own = {name: field for name, field in RunConfig.model_fields.items() if name not in _sections()}
-    return own | {f"{name}.{k}": f for name, section in _sections().items() for k, f in section.model_fields.items()}
+    own = {name: field for name, field in RunConfig.model_fields.items() if name not in sections()}
+    return own | {f"{name}.{k}": f for name, section in sections().items() for k, f in section.model_fields.items()}
 
 
 def _is_dict(field: FieldInfo) -> bool:
@@ -333,111 +332,8 @@ def _is_dict(field: FieldInfo) -> bool:
 
 def _default_entries(key: str, section: dict[str, Any]) -> dict[str, Any]:
     """What a part of the tree that is not given begins with: a dict setting with its default, all else with nothing."""
-    field = _settings().get(key)
+    field = settings().get(key)
     if field is None or not _is_dict(field):
         return {}
     known = {"source": DEFAULT_SOURCE} | section
     return dict(field.get_default(call_default_factory=True, validated_data=known))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-
-
-def exit_code(script: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """What a script ends with: its own code; 1 after an error of one line; 130 after Ctrl-C, and what to say of it."""
-    try:
-        return script()
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return 130
-
-
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """One option per setting, grouped by section, with its meaning and default: --train.steps, --algorithm.kl-coef."""
-    groups = {name: parser.add_argument_group(name or "run") for name in ("", *_sections())}
-    defaults = flatten(RunConfig())
-    for key, field in _settings().items():
-        groups[key.rpartition(".")[0]].add_argument(
-            f"--{key.replace('_', '-')}",
-            dest=key,
-            default=argparse.SUPPRESS,
-            metavar=_metavar(field.annotation),
-            help=f"{field.description} (default: {defaults[key]})".replace("%", "%%"),
-        )
-
-
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Splits a command line into the parser's own options and the settings given, by dotted key.
-
-    Underscores and hyphens are alike in option names. ConfigError on an unknown option, with the nearest.
-    """
-    entries, words = _split_entries(argv)
-    args, unknown = parser.parse_known_args(words)
-    if unknown and unknown[0].startswith("--"):
-        known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-        option = unknown[0].partition("=")[0]
-        raise ConfigError(f"unknown option {option}{nearest(option, known)}")
-    if unknown:
-        raise ConfigError(f"unexpected argument {unknown[0]!r}")
-    given = {k: _value(text, _settings()[k].annotation) for k, text in vars(args).items() if k in _settings()}
-    return args, given | entries
-
-
-def _split_entries(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Entries of dict settings, which no parser can list, by dotted key; and the other words, with hyphens."""
-    entries, others = {}, []
-    words = iter(argv)
-    for word in words:
-        option, equals, text = word.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--"):
-            others.append(word)
-        elif is_setting(key) and key not in _settings():
-            text = text if equals else next(words, "")
-            if not text or (text.startswith("--") and not equals):
-                raise ConfigError(f"{option}: expected a value")
-            entries[key] = _plain(text)
-        else:
-            others.append(option.replace("_", "-") + equals + text)
-    return entries, others
-
-
-def _value(text: str, annotation: Any) -> Any:
-    """The text of an option as a plain value; pydantic judges it. Text stays text where a string is asked for."""
-    kinds = [typing.get_origin(kind) or kind for kind in _kinds(annotation)]
-    if types.NoneType in kinds and text.lower() in ("none", "null"):
-        return None
-    if str in kinds or Literal in kinds:
-        return text
-    return _plain(f"[{text}]" if tuple in kinds and not text.startswith("[") else text)
-
-
-def _plain(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """The alternatives of a type, without what Annotated adds to them."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        for choice in typing.get_args(annotation):
-            yield from _kinds(choice)
-    elif typing.get_origin(annotation) is Annotated:
-        yield from _kinds(typing.get_args(annotation)[0])
-    else:
-        yield annotation
-
-
-def _metavar(annotation: Any) -> str:
-    kind = next(_kinds(annotation))
-    if typing.get_origin(kind) is Literal:
-        return "{" + ",".join(typing.get_args(kind)) + "}"
-    if typing.get_origin(kind) is tuple:
-        return ",".join("..." if part is Ellipsis else _metavar(part) for part in typing.get_args(kind))
-    return str((typing.get_origin(kind) or kind).__name__).upper()

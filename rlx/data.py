@@ -174,9 +174,13 @@ def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 def _parse(batch: pa.Table, path: str, question: str, answer: str) -> pa.Table:
-    """The contents of a prompt file -> its rows, as text."""
-    rows = _PARSERS[Path(path).suffix](batch["bytes"][0].as_py(), path, question, answer)
-    return pa.Table.from_pylist(list(rows), pa.schema({"question": pa.string(), "answer": pa.string()}))
+    """The contents of a prompt file -> its rows, as text; ValueError in one line if they cannot be used."""
+    try:
+        rows = _PARSERS[Path(path).suffix](batch["bytes"][0].as_py(), path, question, answer)
+        return pa.Table.from_pylist(list(rows), pa.schema({"question": pa.string(), "answer": pa.string()}))
+    except Exception as error:  # pyarrow's are of all kinds, and of many lines
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(kind + _reason(error)) from None
 
 
 def _json_rows(contents: bytes, path: str, question: str, answer: str) -> Iterator[dict[str, str]]:
@@ -194,7 +198,7 @@ def _json_rows(contents: bytes, path: str, question: str, answer: str) -> Iterat
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}malformed JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}expected a JSON object per line, found {type(row).__name__}")
@@ -237,6 +241,10 @@ def _row(question: Any, answer: Any, where: str = "") -> dict[str, str]:
         raise ValueError(f"{where}a question is {question!r:.80}, expected text (its answer is {answer!r:.80})")
     if answer is None or answer != answer or isinstance(answer, list | dict):
         raise ValueError(f"{where}the answer to {question!r:.80} is {answer!r:.80}, expected text or a number")
+    try:
+        f"{question}{answer}".encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}half a character in {question!r:.80} or its answer {answer!r:.80}") from None
     # pandas writes whole numbers as floats when one is missing in their column.
     whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
     return {"question": question, "answer": str(int(answer) if whole else answer)}

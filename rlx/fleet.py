@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,22 +59,31 @@ class Fleet:
         words = "; ".join(self.rollouts.lost.values())
         raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {words}")
 
-    def push(self, weights: Sequence[Weight], version: int, timeout_s: float) -> None:
+    def push(self, weights: Sequence[Weight], version: int, timeout_s: float, starting: bool = False) -> None:
         """Sends the policy's weights to the engines that are there; returns on every rank once they have them.
+
+        Args:
+            starting: all engines are waited for, which may still be starting.
 
         Raises:
             WeightSyncError: none took them; names each and says why.
         """
-        engines = self.rollouts.present() if self.rank == 0 else {}
+        engines = self._receivers(starting) if self.rank == 0 else {}
         sender = self.rank == 0
         failed = sync.push(weights, engines, version, sender=sender, dtype=self.dtype, timeout_s=timeout_s)
         for index, words in failed.items():
             self.rollouts.lose(index, words)
-        absent = {i: words for i, words in self.rollouts.lost.items() if i not in engines or i in failed}
-        self.rollouts.lost = self._from_first(absent)
+        self.rollouts.lost = self._from_first(self.rollouts.lost)
         self._tell()
         if len(self.rollouts.lost) == len(self.rollouts.engines):
             raise WeightSyncError("; ".join(self.rollouts.lost.values()))
+
+    def _receivers(self, starting: bool) -> dict[int, Any]:
+        if starting:
+            self.rollouts.lost = {}
+        found = dict(enumerate(self.rollouts.engines)) if starting else self.rollouts.present()
+        self.rollouts.lost = {index: words for index, words in self.rollouts.lost.items() if index not in found}
+        return found
 
     def _from_first(self, lost: dict[int, str]) -> dict[int, str]:
         """What rank 0 has; the other ranks wait until it has it."""

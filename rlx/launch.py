@@ -23,7 +23,7 @@ import yaml
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rlx import controller, inputs, report, reward_model
+from rlx import controller, inputs, report, reward_model, run_folder
 from rlx.config import ConfigError, RunConfig, flatten
 from rlx.controller import Report, RunStopped, Say, one_line
 from rlx.rollout import pool
@@ -45,9 +45,6 @@ _OWN_CLUSTER = {
 _TRAIN_RECORD = "checkpoint_manager_snapshot.json"
 _LOG = logging.getLogger("rlx")
 _STARTS = 10  # of the workers, a minute each, before the run fails for want of room
-
-# What the state of a run depends on: a resumed one cannot change it.
-_FIXED = ("seed", "model.", "data.", "algorithm.advantage", "algorithm.loss", "train.ema_decay")
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ def connect(config: RunConfig) -> None:
 
 def create_run(config: RunConfig, folder: Storage, parent: str | None = None) -> None:
     """Makes the folder and the MLflow run of a new run; ConfigError if the folder holds one already."""
-    check_new(config, folder)
+    run_folder.check_new(config, folder)
     uri = tracking_uri(config)
     params = {key: value for key, value in flatten(config).items() if value is not None}
     run_id = report.start_run(
@@ -156,39 +153,6 @@ def create_run(config: RunConfig, folder: Storage, parent: str | None = None) ->
     )
     _save_config(config, folder, run_id)
     (folder / "run.json").write_text(json.dumps({"mlflow_run": run_id}))
-
-
-def check_new(config: RunConfig, folder: Storage) -> None:
-    """ConfigError if the folder holds a run already."""
-    if (folder / "run.json").exists():
-        raise ConfigError(f"run {config.name!r} exists in {folder.path}: --resume {config.name} continues it")
-
-
-def finished(config: RunConfig, folder: Storage) -> dict[str, Any] | None:
-    """The last step's metrics of a run that has done all its steps; None if there are some left."""
-    record = folder / "result.json"
-    metrics = record.read_json() if record.exists() else {"step": 0}
-    return metrics if metrics["step"] >= config.train.steps else None
-
-
-def mlflow_run(folder: Storage) -> str:
-    """The id of a run's MLflow run."""
-    return str((folder / "run.json").read_json()["mlflow_run"])
-
-
-def saved_config(folder: Storage) -> dict[str, Any]:
-    """The config tree of an existing run; ConfigError if there is none in the folder."""
-    if not (folder / "run.json").exists():
-        raise ConfigError(f"no run to resume in {folder.path}")
-    return dict(yaml.safe_load((folder / "config.yaml").read_text()))
-
-
-def check_resumable(config: RunConfig, saved: RunConfig) -> None:
-    """ConfigError if a run that has begun as `saved` cannot go on as `config`: other weights, prompts or estimators."""
-    now, then = flatten(config), flatten(saved)
-    for key in now:
-        if key.startswith(_FIXED) and now[key] != then[key]:
-            raise ConfigError(f"{key} is {then[key]} in run {saved.name}, which cannot change now: start a new run")
 
 
 def run(
@@ -218,6 +182,7 @@ def run(
     uri, path, status = tracking_uri(config), inputs.model_folder(config), "FAILED"
     inputs.check(config, path)
     check_writable(folder)
+    run_folder.check_start(config)
     with _beside(config, path) as (engines, reward_models):
         # Before there is a run: one without prompts leaves no trace.
         tables = tables or inputs.prompt_tables(config, path)
@@ -337,8 +302,8 @@ def _reward_models(config: RunConfig, bundles: list[dict[str, float]], group: An
 def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | None) -> str:
     if not resume:
         create_run(config, folder, parent)
-        return mlflow_run(folder)
-    uri, run_id = tracking_uri(config), mlflow_run(folder)
+        return run_folder.mlflow_run(folder)
+    uri, run_id = tracking_uri(config), run_folder.mlflow_run(folder)
     (folder / _TRAIN_RECORD).delete()
     try:
         report.resume_run(uri, run_id)

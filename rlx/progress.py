@@ -59,6 +59,10 @@ class RunProgress:
         else:
             self.console.print(text)
 
+    def note(self, text: str) -> None:
+        """Something that a person should know, and that stays on the screen."""
+        self.console.print(text, soft_wrap=True)
+
     def warm_start(self, done: int, steps: int, loss: float) -> None:
         """One step of making the tiny model."""
         if self.console.is_terminal or done % 100 == 0 or done == steps:
@@ -72,7 +76,9 @@ class RunProgress:
         left = f"  left {time_left((now - self._first[1]) / spent * (self.steps - done))}" if spent else ""
         line = f"step {done}/{self.steps}  {described(metrics)}{left}"
         if "time/eval" in metrics or not self.console.is_terminal:
-            self.console.print(line + ("  checkpoint" if checkpoint else ""), soft_wrap=True)
+            self.console.print(
+                line + (f"  saved {checkpoint.rpartition('/')[2]}" if checkpoint else ""), soft_wrap=True
+            )
         if self.console.is_terminal:
             self.say(line)
 

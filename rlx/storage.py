@@ -90,7 +90,12 @@ class Storage:
             stream.write(text.encode())
 
     def read_json(self) -> dict[str, Any]:
-        return dict(json.loads(self.read_text()))
+        return self.parsed(self.read_text())
+
+    @staticmethod
+    def parsed(text: str) -> dict[str, Any]:
+        """The JSON object in a text; ValueError or TypeError if it is none."""
+        return dict(json.loads(text))
 
     def take(self, file: Path) -> None:
         """Copies a file of this machine here."""
@@ -160,6 +165,12 @@ def resolved(address: str) -> str:
     if near and not Path(address).exists():
         raise StorageError(f"storage {address}: no such profile or folder; did you mean {near[0]}?")
     return str(Path(address).expanduser().resolve())
+
+
+def below(address: str, *names: str) -> str:
+    """The address of something in the folder at an address."""
+    place, mark, query = resolved(address).partition("?")
+    return "/".join([place.rstrip("/"), *names]) + mark + query
 
 
 def local_folder(address: str) -> Path:

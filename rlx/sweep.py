@@ -26,7 +26,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.sample import Categorical, Domain
 from ray.tune.trainable.function_trainable import wrap_function
 
-from rlx import controller, inputs, launch, report
+from rlx import controller, inputs, launch, report, run_folder
 from rlx.config import ConfigError, RunConfig, from_tree, is_setting, nearest, setting_keys, with_overrides
 from rlx.storage import Storage
 
@@ -351,7 +351,7 @@ class _Watcher(tune.Callback):
         folder = self.runs / trial_name(trial)
         controller.remove_leftovers(folder.path)
         if (folder / "run.json").exists():
-            report.settle_run(self.uri, launch.mlflow_run(folder), self.ends[trial.trial_id])
+            report.settle_run(self.uri, run_folder.mlflow_run(folder), self.ends[trial.trial_id])
 
 
 def _extremes(domain: Any) -> list[Any]:

@@ -223,7 +223,8 @@ class Run:
         """
         alone = self.config.model.lora_sync == "adapter"
         weights = model.adapter_weights(self.policy) if alone else model.engine_weights(self.policy)
-        self.fleet.push(weights, self.step, timeout_s or self.config.rollout.timeout_s)
+        starting = timeout_s is None
+        self.fleet.push(weights, self.step, timeout_s or self.config.rollout.timeout_s, starting)
 
     def update_average(self) -> None:
         """Moves the average of the policy's weights towards them, after an optimizer step."""

@@ -16,7 +16,8 @@ import pandas as pd
 import pytest
 
 from rlx import analysis, report
-from rlx.config import ConfigError, RunConfig, add_settings, flatten, from_tree, parse, with_overrides
+from rlx.command_line import add_settings, parse
+from rlx.config import ConfigError, RunConfig, flatten, from_tree, with_overrides
 
 _SCRIPT = Path(__file__).parents[1] / "experiments" / "analyze.py"
 _VARIED = ("train.actor_lr", "algorithm.kl_kind", "algorithm.kl_target")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import NothingLeft
 
-from rlx import inputs, launch, report
+from rlx import inputs, launch, report, run_folder
 from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
 from rlx.settings import GENERATED
 from rlx.storage import open_storage
@@ -123,7 +123,7 @@ def test_resuming_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--storage", str(tmp_path), "--resume", "mine"]) == 0
     assert capsys.readouterr().out == "run mine is finished: 2 steps, held-out 0.250\n"
     more = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
-    assert launch.finished(more, folder) is None
+    assert run_folder.finished(more, folder) is None
 
 
 @pytest.fixture

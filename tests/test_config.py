@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from rlx.command_line import add_settings, parse
 from rlx.config import (
     ConfigError,
     RunConfig,
-    add_settings,
     flatten,
     from_tree,
     is_setting,
     nearest,
-    parse,
     read_yaml,
     setting_keys,
     with_overrides,

@@ -12,11 +12,12 @@ PARTS = {"storage", "data", "tasks", "rewards", "rollout", "model", "algorithms"
 LAYERS = [
     {"types", "settings"},
     {"config", "math_judge"},  # what a person writes becomes settings
+    {"command_line"},
     PARTS | {"adaptive", "reward_model", "controller", "report", "progress", "warm_start"},
     {"remote_reward", "preferences", "archive", "checkpoint"},
-    {"saver"},
+    {"saver", "fleet"},
     {"worker"},
-    {"update", "metrics", "inputs"},
+    {"update", "metrics", "inputs", "run_folder"},
     {"train_loop"},
     {"doctor"},
     {"launch"},

@@ -9,7 +9,7 @@ import yaml
 from conftest import NothingLeft
 from runs import STEPS, Done, comparable, small, train
 
-from rlx import launch, report, tasks
+from rlx import report, run_folder, tasks
 from rlx.config import flatten, from_tree
 from rlx.storage import open_storage
 
@@ -95,7 +95,7 @@ def test_mlflow_holds_the_config_and_the_samples(run: Done) -> None:
     assert record.info.status == "FINISHED"
     assert record.data.params == {k: str(v) for k, v in flatten(run.config).items() if v is not None}
     saved = yaml.safe_load(artifact(run, "config.yaml").read_text())
-    assert saved == launch.saved_config(open_storage(run.result.folder)) == run.config.model_dump(mode="json")
+    assert saved == run_folder.saved_config(open_storage(run.result.folder)) == run.config.model_dump(mode="json")
     assert from_tree(saved) == run.config
     assert [len(sample_rows(run, step)) for step in (0, 2, 4)] == [6, 6, 6]  # rank 0's half of the held-out prompts
 
@@ -104,7 +104,7 @@ def test_the_result_is_the_last_report(run: Done) -> None:
     assert [metrics["step"] for metrics, _ in run.reports] == [0, 1, 2, 3, 4]
     assert run.result.metrics == run.reports[-1][0]
     assert run.result.metrics["reward/mean"] == run.history["reward/mean"][STEPS][0]
-    assert launch.finished(run.config, open_storage(run.result.folder)) == run.result.metrics
+    assert run_folder.finished(run.config, open_storage(run.result.folder)) == run.result.metrics
 
 
 def test_checkpoints_are_whole(run: Done) -> None:
@@ -152,7 +152,7 @@ def test_a_resumed_run_is_the_same_mlflow_run(resumed: tuple[Done, Done]) -> Non
     assert all(len(values) == 1 for by_step in rest.history.values() for values in by_step.values())
     record = report.client(report.default_uri(rest.storage)).get_run(rest.result.mlflow_run)
     assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
-    assert launch.saved_config(open_storage(rest.result.folder))["train"]["steps"] == STEPS
+    assert run_folder.saved_config(open_storage(rest.result.folder))["train"]["steps"] == STEPS
 
 
 def test_nothing_is_left_of_a_run(run: Done, nothing_left: NothingLeft) -> None:

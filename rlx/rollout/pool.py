@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -138,12 +139,16 @@ class Rollouts:
                     drawn[i] = [_completion(prompts[i], k, output, version) for k, output in enumerate(group)]
 
     def present(self) -> dict[int, Any]:
-        """Engines that can be sent weights, by number: those in use, and the lost ones that are up again; if there is
-        none, all, to be waited for."""
-        calls = {engine.is_up.remote(): i for i, engine in enumerate(self.engines) if i in self.lost}
-        up = ray.wait(list(calls), num_returns=len(calls), timeout=_PROBE_S)[0] if calls else []
-        back = {calls[call] for call in up if _succeeded(call)}
-        found = {i: engine for i, engine in enumerate(self.engines) if i not in self.lost or i in back}
+        """Engines that can be sent weights, by number: those in use that have not died, and the lost ones that are up
+        again. If there is none, all, to be waited for."""
+        calls = [engine.is_up.remote() for engine in self.engines]
+        answered = set(ray.wait(calls, num_returns=len(calls), timeout=_PROBE_S)[0])
+        for index, call in enumerate(calls):
+            if call in answered and (words := _last_words(call, index)):
+                self.lose(index, words)
+            elif call in answered:
+                self.lost.pop(index, None)
+        found = {index: engine for index, engine in enumerate(self.engines) if index not in self.lost}
         return found or dict(enumerate(self.engines))
 
     def lose(self, index: int, words: str) -> None:
@@ -206,11 +211,13 @@ class Rollouts:
         ]
 
 
-def _succeeded(call: Any) -> bool:
+def _last_words(call: Any, engine: int) -> str:
+    """Why a call that is over failed; empty if it did not."""
     try:
-        return bool(ray.get(call))
-    except ray.exceptions.RayError:
-        return False
+        answer(call, engine, math.inf)
+    except EngineLostError as error:
+        return str(error)
+    return ""
 
 
 def _is_over(call: Any, deadline: float) -> bool:
@@ -225,7 +232,7 @@ def answer(call: Any, engine: int, deadline: float) -> Any:
         RolloutError: it refused what it was asked.
     """
     try:
-        return ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+        return ray.get(call, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
         raise EngineLostError(f"engine {engine} {_HUNG}") from None
     except ray.exceptions.RayTaskError as error:
@@ -235,9 +242,11 @@ def answer(call: Any, engine: int, deadline: float) -> Any:
     except ray.exceptions.RayError as error:
         # Of an engine that did not start, Ray gives a whole traceback, the cause in its last line.
         words = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise EngineLostError(
-            f"engine {engine} died: {words[0]} {words[-1] if len(words) > 1 else ''}".strip()
-        ) from None
+        # Of one that was killed there are none but Ray's own, about its connection.
+        said = (
+            "its process ended" if "unavailable" in words[0] else f"{words[0]} {words[-1] if words[1:] else ''}".strip()
+        )
+        raise EngineLostError(f"engine {engine} died: {said}") from None
 
 
 def request_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import History, Script, mlflow_history
 
-from rlx import launch, report
+from rlx import report, run_folder
 from rlx.storage import open_storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,7 +24,7 @@ def words(storage: Path, model: Path, name: str, steps: int) -> list[str]:
 
 
 def history(storage: Path, name: str) -> History:
-    whole = mlflow_history(storage, launch.mlflow_run(open_storage(str(storage)) / "runs" / name))
+    whole = mlflow_history(storage, run_folder.mlflow_run(open_storage(str(storage)) / "runs" / name))
     return {key: by_step for key, by_step in whole.items() if not key.startswith(MEASURED)}
 
 
@@ -63,7 +63,7 @@ def test_ctrl_c_ends_a_run_cleanly(tiny_model: Path, tmp_path: Path, script: Sta
     assert run.process.wait(20) == 130, run.output.read_text()
     assert_all_end(run, 5)
     assert run.output.read_text().endswith("interrupted\n")
-    assert status(tmp_path, launch.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
+    assert status(tmp_path, run_folder.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
 
 
 def test_ctrl_c_before_the_first_step(tiny_model: Path, tmp_path: Path, script: Start) -> None:

@@ -1,0 +1,133 @@
+"""What a run leaves in its folder beside checkpoints, read back with care: config.yaml, run.json, result.json; and
+which checkpoint of which run a person means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import yaml
+
+from rlx import archive
+from rlx.archive import Entry
+from rlx.config import ConfigError, RunConfig, flatten, from_tree, nearest
+from rlx.storage import Storage, below, open_storage, resolved
+
+T = TypeVar("T")
+
+# What the state of a run depends on: a resumed one cannot change it.
+_FIXED = ("seed", "model.", "data.", "algorithm.advantage", "algorithm.loss", "train.ema_decay", "checkpoint.start_")
+
+
+def exists(folder: Storage) -> bool:
+    """Whether there is a run in a folder."""
+    return (folder / "run.json").exists()
+
+
+def check_new(config: RunConfig, folder: Storage) -> None:
+    """ConfigError if the folder holds a run already."""
+    if exists(folder):
+        raise ConfigError(f"run {config.name!r} exists in {folder.path}: --resume {config.name} continues it")
+
+
+def find(runs: Storage, name: str) -> Storage:
+    """The folder of a run; ConfigError if there is none of that name, with the nearest."""
+    if not exists(runs / name):
+        raise ConfigError(f"no run {name!r} in {runs.path}{nearest(name, runs.names())}")
+    return runs / name
+
+
+def saved_config(folder: Storage) -> dict[str, Any]:
+    """The config tree of an existing run; ConfigError if there is none in the folder."""
+    if not exists(folder):
+        raise ConfigError(f"no run to resume in {folder.path}")
+
+    def tree(text: str) -> dict[str, Any]:
+        return dict(yaml.safe_load(text))
+
+    return _read(folder / "config.yaml", tree)
+
+
+def mlflow_run(folder: Storage) -> str:
+    """The id of a run's MLflow run; ConfigError if its record cannot be read."""
+    file = folder / "run.json"
+    return str(_read(file, lambda text: file.parsed(text)["mlflow_run"]))
+
+
+def finished(config: RunConfig, folder: Storage) -> dict[str, Any] | None:
+    """The last step's metrics of a run that has done all its steps; None if there are some left."""
+    file = folder / "result.json"
+    if not file.exists():
+        return None
+
+    def metrics(text: str) -> dict[str, Any]:
+        content = file.parsed(text)
+        return content | {"step": int(content["step"])}
+
+    last = _read(file, metrics)
+    return last if last["step"] >= config.train.steps else None
+
+
+def check_resumable(config: RunConfig, saved: RunConfig) -> None:
+    """ConfigError if a run that has begun as `saved` cannot go on as `config`: other weights, prompts or estimators."""
+    now, then = flatten(config), flatten(saved)
+    for key in now:
+        if key.startswith(_FIXED) and now[key] != then[key]:
+            raise ConfigError(f"{key} is {then[key]} in run {saved.name}, which cannot change now: start a new run")
+
+
+def checkpoint_of(which: str, storage: str) -> tuple[str, Entry]:
+    """The checkpoint that a person means, and its address.
+
+    Args:
+        which: a run's name or NAME@STEP, where STEP is a number, newest (if left out) or best; or the folder or
+            address of a checkpoint, or of a run.
+        storage: address of the storage that a named run is in.
+
+    Raises:
+        ConfigError, StorageError: there is no such run, or no such whole checkpoint of it.
+    """
+    place, _, step = which.partition("@") if "://" not in which else (which, "", "")
+    if "/" in place:
+        address, folder = resolved(place), open_storage(place, create=False)
+        if archive.is_checkpoint_name(folder.name):
+            return address, _sound(archive.entry(folder))
+    else:
+        address = below(storage, "runs", place)
+        folder = find(open_storage(storage) / "runs", place)
+    found = archive.chosen(folder, step or "newest", *_rating(folder))
+    return below(address, found.name), found
+
+
+def check_start(config: RunConfig) -> None:
+    """ConfigError if a new run cannot start from the checkpoint that its config names."""
+    if not config.checkpoint.start_from:
+        return
+    found = _sound(archive.entry(open_storage(config.checkpoint.start_from, create=False)))
+    if config.checkpoint.start_with == "state":
+        assert found.manifest
+        if found.step >= config.train.steps:
+            raise ConfigError(f"train.steps ({config.train.steps}) are all done at step {found.step}: ask for more")
+        check_resumable(config, from_tree(found.manifest.config | {"checkpoint": config.checkpoint.model_dump()}))
+
+
+def _sound(found: Entry) -> Entry:
+    if not found.manifest:
+        raise ConfigError(f"checkpoint {found.place.path} is not whole: {found.problem}")
+    return found
+
+
+def _rating(folder: Storage) -> tuple[str, str]:
+    """By which metric the run's best checkpoint is the best, and whether more of it is better."""
+    settings = from_tree(saved_config(folder)).checkpoint if exists(folder) else RunConfig().checkpoint
+    return settings.best_by or "eval/accuracy", settings.best_mode
+
+
+def _read(file: Storage, parse: Callable[[str], T]) -> T:
+    try:
+        return parse(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file.path} cannot be read: {' '.join(str(error).split())}") from None
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError, yaml.YAMLError):
+        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
