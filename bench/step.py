@@ -22,7 +22,8 @@ import pyarrow as pa
 import ray
 
 from rlx import data, inputs, launch
-from rlx.config import RunConfig, add_settings, from_tree, parse, with_overrides
+from rlx.command_line import add_settings, parse
+from rlx.config import RunConfig, from_tree, with_overrides
 from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT
 from rlx.rollout.pool import request_seed
 from rlx.storage import open_storage

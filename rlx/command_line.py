@@ -13,9 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import yaml
-
-from rlx.config import ConfigError, RunConfig, flatten, is_setting, nearest, sections, settings
+from rlx.config import ConfigError, RunConfig, flatten, is_setting, nearest, parse_yaml, sections, settings
 
 _ended: list[int] = []  # signals that asked this process to end
 
@@ -109,8 +107,8 @@ def _value(text: str, annotation: Any) -> Any:
 
 def _plain(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except ValueError:
         return text
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import reprlib
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,9 @@ from rlx.settings import nearest as nearest
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the text is one line for the person who typed it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(" ".join(text.splitlines()))  # keys and paths may hold line breaks
 
 
 # Settings that do nothing unless another one is on.
@@ -245,16 +249,24 @@ def from_tree(tree: dict[str, Any], where: str = "config") -> RunConfig:
         raise ConfigError(f"{where}: {_explain(error)}") from None
 
 
+def parse_yaml(text: str) -> Any:
+    """What a YAML text stands for; ValueError says in one line why it is none."""
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:  # PyYAML has none of its own for what is not of its tag (!!bool x), nor for a 13th month
+        raise ValueError(f"no valid YAML: {' '.join(str(error).split())}") from None
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The tree in a YAML file; ConfigError if it is missing or no mapping."""
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = parse_yaml(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: no text file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: no valid YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, found {type(tree).__name__}")
     return tree or {}
@@ -265,7 +277,7 @@ def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 
     An entry of a dict setting, e.g. "data.params.max_digits", is set in what the tree has there, or in its default.
     """
-    merged = copy.deepcopy(dict(tree))
+    merged: dict[str, Any] = _copied(dict(tree))
     # Shallow keys first: data.source decides the default of data.params, and a whole dict comes before its entries.
     for dotted in sorted(overrides, key=lambda key: key.count(".")):
         *parents, last = dotted.split(".")
@@ -275,9 +287,16 @@ def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
                 node[parent] = _default_entries(".".join(parents[:depth]), node)
             node = node[parent]
             if not isinstance(node, dict):
-                raise ConfigError(f"{dotted}: {'.'.join(parents[:depth])} is {node!r}, it has nothing below it")
-        node[last] = copy.deepcopy(overrides[dotted])
+                raise ConfigError(f"{dotted}: {'.'.join(parents[:depth])} is {_shown(node)}, it has nothing below it")
+        node[last] = _copied(overrides[dotted])
     return merged
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except RecursionError:
+        raise ConfigError("settings are nested too deeply") from None
 
 
 def flatten(config: Section, prefix: str = "") -> dict[str, Any]:
@@ -300,6 +319,16 @@ def is_setting(key: str) -> bool:
     return key in settings() or any(key.startswith(f"{name}.") for name in parents)
 
 
+def _shown(value: Any) -> str:
+    """A value, or the start of it: a few lines of YAML may stand for millions of numbers."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 200
+    try:
+        return f"{short.repr(value):.300}"
+    except ValueError:
+        return "a number too long to show"
+
+
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
@@ -311,7 +340,7 @@ def _explain(error: ValidationError) -> str:
         message = first["msg"].removeprefix("Value error, ")
     if not key or (isinstance(first["input"], dict) and key in sections()):  # it may hold addresses with keys
         return message
-    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{key} = {_shown(first['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def sections() -> dict[str, type[Section]]:

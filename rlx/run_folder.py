@@ -7,11 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import yaml
-
 from rlx import archive
 from rlx.archive import Entry
-from rlx.config import ConfigError, RunConfig, flatten, from_tree, nearest
+from rlx.config import ConfigError, RunConfig, flatten, from_tree, nearest, parse_yaml
 from rlx.storage import Storage, below, open_storage, resolved
 
 T = TypeVar("T")
@@ -44,7 +42,7 @@ def saved_config(folder: Storage) -> dict[str, Any]:
         raise ConfigError(f"no run to resume in {folder.path}")
 
     def tree(text: str) -> dict[str, Any]:
-        return dict(yaml.safe_load(text))
+        return dict(parse_yaml(text))
 
     return _read(folder / "config.yaml", tree)
 
@@ -52,7 +50,13 @@ def saved_config(folder: Storage) -> dict[str, Any]:
 def mlflow_run(folder: Storage) -> str:
     """The id of a run's MLflow run; ConfigError if its record cannot be read."""
     file = folder / "run.json"
-    return str(_read(file, lambda text: file.parsed(text)["mlflow_run"]))
+
+    def run_id(text: str) -> str:
+        if not isinstance(found := file.parsed(text)["mlflow_run"], str):
+            raise TypeError(found)
+        return found
+
+    return _read(file, run_id)
 
 
 def finished(config: RunConfig, folder: Storage) -> dict[str, Any] | None:
@@ -63,6 +67,8 @@ def finished(config: RunConfig, folder: Storage) -> dict[str, Any] | None:
 
     def metrics(text: str) -> dict[str, Any]:
         content = file.parsed(text)
+        if not all(isinstance(value, int | float) for value in content.values()):
+            raise TypeError(content)
         return content | {"step": int(content["step"])}
 
     last = _read(file, metrics)
@@ -129,5 +135,5 @@ def _read(file: Storage, parse: Callable[[str], T]) -> T:
         return parse(file.read_text())
     except OSError as error:
         raise ConfigError(f"{file.path} cannot be read: {' '.join(str(error).split())}") from None
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError, yaml.YAMLError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -88,32 +88,33 @@ class Saver:
         Raises:
             StorageError: the storage cannot be read.
         """
-        there = archive.entries(self.folder) if self.rank == 0 else []
-        for found in reversed(self._from_first(there)):
-            damage = found.problem or self._damage(found)
+        what = f"reading the checkpoints in {self.folder.path}"
+        for found in reversed(self._done_by_first(partial(archive.entries, self.folder), what)):
+            damage = found.problem and f"checkpoint {found.name}: {found.problem}" or self._damage(found)
             if not damage:
                 return found
-            if self.rank == 0 and not archive.is_unfinished(found):
-                archive.set_aside(found)
-                say(f"{damage} - the checkpoint before it is used")
+            if not archive.is_unfinished(found):
+                self._done_by_first(partial(archive.set_aside, found), f"setting {found.name} aside")
+                if self.rank == 0:
+                    say(f"{damage} - the checkpoint before it is used")
         return None
 
     def _damage(self, found: Entry) -> str:
         """What is wrong with the files of a checkpoint, the same on all ranks; empty if nothing is."""
         assert found.manifest
         share = sorted(found.manifest.files)[self.rank :: self.ranks]
-        damage = ""
+        damage, failed = "", ""
         try:
             patiently(partial(archive.verify, found, share), f"reading checkpoint {found.name}")
-        except (archive.DamagedError, StorageError) as error:
-            damage = f"{type(error).__name__}: {error}"
-        all_damage = [damage] * self.ranks
-        dist.all_gather_object(all_damage, damage, group=self._group)
-        first = next((text for text in all_damage if text), "")
-        kind, _, text = first.partition(": ")
-        if kind == StorageError.__name__:
-            raise StorageError(text)
-        return text
+        except archive.DamagedError as error:
+            damage = str(error)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failed = str(error)
+        everyone = [(damage, failed)] * self.ranks
+        dist.all_gather_object(everyone, (damage, failed), group=self._group)
+        if first := next((failed for _, failed in everyone if failed), ""):
+            raise StorageError(first)
+        return next((damage for damage, _ in everyone if damage), "")
 
     def _save(self, shards: Mapping[str, Shard], manifest: Manifest) -> Saved:
         started = time.monotonic()
@@ -123,18 +124,17 @@ class Saver:
         own: tuple[str, FileRecord | None, str] = (file.name, None, "")
         try:
             own = (file.name, patiently(partial(_put, shards, file), what), "")
-        except StorageError as error:
-            own = (file.name, None, str(error))
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            own = (file.name, None, _words(error))
         files, failed = self._exchanged(own)
-        if not failed and self.rank == 0:
-            try:
-                patiently(partial(archive.commit, place, manifest.model_copy(update={"files": files})), what)
-                patiently(partial(archive.prune, self.folder, *self._retained), f"deleting old ones in {place.path}")
-            except StorageError as error:
-                failed = str(error)
-        failed = self._from_first(failed)
         if failed:
             raise StorageError(failed + self._give_up(place))
+        try:
+            whole = manifest.model_copy(update={"files": files})
+            self._done_by_first(partial(archive.commit, place, whole), what)
+            self._done_by_first(partial(archive.prune, self.folder, *self._retained), f"pruning {self.folder.path}")
+        except StorageError as error:
+            raise StorageError(str(error) + self._give_up(place)) from error
         return Saved(place, time.monotonic() - started)
 
     @property
@@ -148,11 +148,19 @@ class Saver:
         files = {name: record for name, record, _ in parts if record}
         return files, next((error for _, _, error in parts if error), "")
 
-    def _from_first(self, thing: T) -> T:
-        """What rank 0 has."""
-        things = [thing]
-        dist.broadcast_object_list(things, src=0, group=self._group)
-        return things[0]
+    def _done_by_first(self, action: Callable[[], T], what: str) -> T:
+        """What rank 0 gets when it does something on the storage; StorageError on all ranks if it fails."""
+        outcome: list[tuple[T | None, str]] = [(None, "")]
+        if self.rank == 0:
+            try:
+                outcome = [(patiently(action, what), "")]
+            except Exception as error:
+                outcome = [(None, _words(error))]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        result, failed = outcome[0]
+        if failed:
+            raise StorageError(failed)
+        return cast(T, result)
 
     def _give_up(self, place: Storage) -> str:
         """Frees the room that half a checkpoint takes; what there is to go on from."""
@@ -163,6 +171,10 @@ class Saver:
         except OSError:
             return "; the checkpoints before it are as they were"
         return f"; the newest whole one is {left[-1].name}" if left else "; there is none before it"
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
 
 
 def _put(shards: Mapping[str, Shard], file: Storage) -> FileRecord:

@@ -43,7 +43,7 @@ def _not_nothing(resources: dict[str, float]) -> dict[str, float]:
 def _regular_expression(pattern: str) -> str:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"no regular expression: {error}") from None
     return pattern
 

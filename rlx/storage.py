@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pyarrow import fs  # type: ignore[import-untyped]
+
+from rlx.config import parse_yaml
 
 T = TypeVar("T")
 PROFILES = (Path("storage"), Path(__file__).resolve().parent.parent / "storage")
@@ -26,6 +27,7 @@ PROFILES = (Path("storage"), Path(__file__).resolve().parent.parent / "storage")
 ATTEMPTS = 6
 """tries of what fails on a storage, with back-off: 1, 2, 4, 8 and 16 s apart"""
 _S3_OPTIONS = ("region", "endpoint_override", "scheme")
+_SECRET = re.compile(r"key|secret|token|password", re.IGNORECASE)  # no option of an address is called like this
 _CONNECT_S, _ANSWER_S = 5.0, 30.0  # longest waits for an S3 server
 _S3_TRIES = 5  # of one request; the SDK waits a little longer each time
 _PART = ".part"
@@ -33,6 +35,9 @@ _PART = ".part"
 
 class StorageError(ValueError):
     """Storage that cannot be used; the text is one line for the person who named it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(" ".join(text.splitlines()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,7 @@ def open_storage(address: str, create: bool = True) -> Storage:
         if create:
             filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
-        raise StorageError(f"storage {place}: {_advice(error)}") from None
+        raise StorageError(f"storage {place.partition('?')[0]}: {_advice(error)}") from None
     return Storage(filesystem, path.rstrip("/"))
 
 
@@ -164,7 +169,7 @@ def resolved(address: str) -> str:
     near = difflib.get_close_matches(address, profiles, 1)
     if near and not Path(address).exists():
         raise StorageError(f"storage {address}: no such profile or folder; did you mean {near[0]}?")
-    return str(Path(address).expanduser().resolve())
+    return _absolute(address)
 
 
 def below(address: str, *names: str) -> str:
@@ -219,19 +224,21 @@ def _profile(file: Path) -> str:
     `mount` names a folder that must be a mount point; `region` and `endpoint` are S3's.
     """
     try:
-        profile = yaml.safe_load(file.read_text())
+        profile = parse_yaml(file.read_text())
+        if not isinstance(profile, dict):
+            raise StorageError(f"expected a mapping, found {type(profile).__name__}")
         unknown = set(profile) - {"address", "mount", "region", "endpoint"}
-        if unknown or "address" not in profile:
-            raise StorageError(f"unknown key {min(unknown)}" if unknown else "no address in it")
+        if unknown or not profile.get("address"):
+            raise StorageError(f"unknown key {min(unknown, key=str)}" if unknown else "no address in it")
         known = {key: _expanded(str(value)) for key, value in profile.items() if value is not None}
-    except (OSError, TypeError, yaml.YAMLError, StorageError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(f"storage profile {file}: {_one_line(error)}") from None
     if "mount" in known and not os.path.ismount(known["mount"]):
         raise StorageError(f"storage profile {file}: nothing is mounted at {known['mount']}")
     query = {"region": known.get("region"), "endpoint_override": known.get("endpoint")}
     given = urllib.parse.urlencode({key: value for key, value in query.items() if value})
     if "://" not in known["address"]:
-        return str(Path(known["address"]).expanduser().resolve())
+        return _absolute(known["address"])
     return _without_keys(known["address"] + (f"?{given}" if given else ""))
 
 
@@ -245,10 +252,19 @@ def _expanded(text: str) -> str:
     return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value, text)
 
 
+def _absolute(path: str) -> str:
+    try:
+        return str(Path(path).expanduser().resolve())
+    except (OSError, ValueError, RuntimeError) as error:  # a byte 0, a user who has no home, links that go in a circle
+        raise StorageError(f"storage {path!r:.80}: {_one_line(error)}") from None
+
+
 def _without_keys(address: str) -> str:
-    parts = urllib.parse.urlsplit(address)
-    secret = {"access_key", "secret_key", "session_token"} & set(urllib.parse.parse_qs(parts.query))
-    if "@" in parts.netloc or secret:
+    try:
+        parts = urllib.parse.urlsplit(address)
+    except ValueError as error:
+        raise StorageError(f"storage {address.partition(':')[0]}://...: malformed address: {error}") from None
+    if "@" in parts.netloc or "@" in urllib.parse.unquote(parts.query) or _SECRET.search(parts.query):
         raise StorageError(
             f"storage {parts.scheme}://{parts.netloc.rpartition('@')[2]}: the address holds a key: "
             f"put keys into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
@@ -258,7 +274,7 @@ def _without_keys(address: str) -> str:
 
 def _located(address: str) -> tuple[fs.FileSystem, str]:
     if "://" not in address:
-        return fs.LocalFileSystem(), str(Path(address).expanduser().resolve())
+        return fs.LocalFileSystem(), _absolute(address)
     parts = urllib.parse.urlsplit(address)
     if parts.scheme != "s3":
         filesystem, path = fs.FileSystem.from_uri(address)

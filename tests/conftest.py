@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import s3
 import torch
 import torch.distributed as dist
 from ray._private import state
@@ -209,3 +210,26 @@ def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
         for process in one.alive():
             process.kill()
         one.process.wait()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """A moto server, and the environment that leads to it."""
+    with s3.moto() as address, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.environment(address).items():
+            patch.setenv(name, value)
+        yield address
+
+
+@pytest.fixture
+def bucket(s3_server: str) -> str:
+    """The address of an empty place on S3."""
+    return f"s3://{s3.BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def s3_faults(s3_server: str, bucket: str) -> Iterator[tuple[str, s3.Proxy]]:
+    """The address of an empty place on S3 that is reached through a proxy, and the proxy that makes requests fail."""
+    proxy = s3.Proxy(s3_server)
+    yield f"{bucket}?endpoint_override={proxy.address}", proxy
+    proxy.close()

@@ -1,10 +1,11 @@
 """Real engines beside the trainer's model: what they draw, the weights they are sent, and how they fail."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from rlx import experience, model
 from rlx.rollout import sync
-from rlx.rollout.pool import RolloutError, Rollouts, request_seed
+from rlx.rollout.pool import EngineLostError, RolloutError, Rollouts, request_seed
 from rlx.types import Completion, Judged, Prompt, Sampling, Weight, WeightSyncError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(1,))
@@ -34,6 +35,16 @@ def prompts(lengths: Sequence[int]) -> list[Prompt]:
 PROMPTS = prompts([3, 9, LONG, 20])
 
 
+def drawn_by(
+    rollouts: Rollouts, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
+) -> list[Completion]:
+    """All completions in a row; the last words of the engines if there are none."""
+    groups = rollouts.draw(prompts, sampling, samples, version)
+    if None in groups:
+        raise EngineLostError("; ".join(rollouts.lost.values()))
+    return [completion for group in groups if group for completion in group]
+
+
 @dataclass
 class Side:
     """An engine and the trainer's model that it should agree with."""
@@ -45,7 +56,7 @@ class Side:
 
     def push(self) -> None:
         self.version += 1
-        sync.push(self.weights(self.policy), [self.engine], self.version, sender=True)
+        assert sync.push(self.weights(self.policy), {0: self.engine}, self.version, sender=True) == {}
 
     def change(self) -> None:
         """As an update of the policy would, only larger."""
@@ -55,8 +66,7 @@ class Side:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
     def generate(self, sampling: Sampling = SAMPLING, samples: int = 2, timeout_s: float = 60.0) -> list[Completion]:
-        rollouts = Rollouts([self.engine], seed=0, timeout_s=timeout_s)
-        return rollouts.generate(PROMPTS, sampling, samples, self.version)
+        return drawn_by(Rollouts([self.engine], seed=0, timeout_s=timeout_s), PROMPTS, sampling, samples, self.version)
 
     @torch.no_grad()
     def gap(self, completions: Sequence[Completion], temperature: float = 1.0) -> float:
@@ -174,16 +184,16 @@ def test_a_draw_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> Non
     completions = tied.generate(samples=3)
     assert tied.generate(samples=3) == completions
     rollouts = Rollouts([tied.engine], seed=0)
-    backwards = rollouts.generate(PROMPTS[::-1], SAMPLING, 3, tied.version)
+    backwards = drawn_by(rollouts, PROMPTS[::-1], SAMPLING, 3, tied.version)
     assert sorted(backwards, key=lambda c: (c.prompt.id, c.sample)) == completions
     # The other engine with the same weights, which for it are not tied.
     weights = model.engine_weights(tied.policy)
     (embedding,) = (weight for weight in weights if weight.name == "model.embed_tokens.weight")
     head = replace(embedding, name="lm_head.weight")
-    sync.push([*weights, head], [untied.engine], tied.version, sender=True)
+    assert sync.push([*weights, head], {0: untied.engine}, tied.version, sender=True) == {}
     pair = Rollouts([tied.engine, untied.engine], seed=0, rank=1)
-    assert pair.generate(PROMPTS, SAMPLING, 3, tied.version) == completions
-    assert Rollouts([tied.engine], seed=1).generate(PROMPTS, SAMPLING, 3, tied.version) != completions
+    assert drawn_by(pair, PROMPTS, SAMPLING, 3, tied.version) == completions
+    assert drawn_by(Rollouts([tied.engine], seed=1), PROMPTS, SAMPLING, 3, tied.version) != completions
 
 
 def test_samples_of_a_prompt_differ(tied: Side) -> None:
@@ -217,8 +227,10 @@ def test_max_tokens_truncates(tied: Side) -> None:
 
 def test_a_prompt_that_cannot_be_taken_fails_alone(tied: Side) -> None:
     (endless,) = prompts([1000])
-    with pytest.raises(RolloutError, match=r"engine 0 failed: .*256"):
-        Rollouts([tied.engine], seed=0).generate([endless], SAMPLING, 1, tied.version)
+    rollouts = Rollouts([tied.engine], seed=0)
+    with pytest.raises(RolloutError, match=r"engine 0 refused a prompt: .*256"):
+        rollouts.draw([endless], SAMPLING, 1, tied.version)
+    assert rollouts.lost == {}
     assert tied.gap(tied.generate()) < CLOSE
 
 
@@ -234,16 +246,21 @@ def test_request_seeds_are_stable_and_distinct() -> None:
 
 def test_prompts_are_spread_evenly_and_each_goes_to_one_engine() -> None:
     rollouts = Rollouts([None] * 3, seed=0)
-    shares = rollouts._routed(prompts([10] * 9), 16)
-    assert sorted(i for share in shares for i in share) == list(range(9))
-    assert [len(share) for share in shares] == [3, 3, 3]
-    long_first = rollouts._routed(prompts([200, 10, 10, 10, 10, 10, 10]), 16)
-    assert sorted(len(share) for share in long_first) == [1, 3, 3]
+    shares = rollouts._routed(prompts([10] * 9), range(3), 16)
+    assert sorted(i for share in shares.values() for i in share) == list(range(9))
+    assert [len(share) for share in shares.values()] == [3, 3, 3]
+    long_first = rollouts._routed(prompts([200, 10, 10, 10, 10, 10, 10]), range(3), 16)
+    assert sorted(len(share) for share in long_first.values()) == [1, 3, 3]
+
+
+def test_engines_that_are_lost_get_no_prompts() -> None:
+    shares = Rollouts([None] * 3, seed=0)._routed(prompts([10] * 4), [0, 2], 16)
+    assert {index: len(share) for index, share in shares.items()} == {0: 2, 2: 2}
 
 
 def test_every_rank_begins_with_another_engine() -> None:
-    shares = [Rollouts([None] * 3, seed=0, rank=rank)._routed(prompts([10]), 16) for rank in range(4)]
-    assert [share.index([0]) for share in shares] == [0, 1, 2, 0]
+    shares = [Rollouts([None] * 3, seed=0, rank=rank)._routed(prompts([10]), range(3), 16) for rank in range(4)]
+    assert shares == [{0: [0]}, {1: [0]}, {2: [0]}, {0: [0]}]
 
 
 # --- weights on their way
@@ -288,7 +305,7 @@ def test_an_update_in_many_buckets_is_whole(tied: Side) -> None:
     tied.change()
     tied.version += 1
     weights = model.engine_weights(tied.policy)
-    sync.push(weights, [tied.engine], tied.version, sender=True, bucket_bytes=1000)
+    assert sync.push(weights, {0: tied.engine}, tied.version, sender=True, bucket_bytes=1000) == {}
     assert tied.gap(tied.generate()) < CLOSE
 
 
@@ -301,7 +318,7 @@ def test_another_version_than_the_engine_holds_is_refused(tied: Side) -> None:
 def begun(side: Side, timeout_s: float) -> tuple[sync._Push, list[sync.Bucket]]:
     """A weight update that waits for its buckets."""
     weights = model.engine_weights(side.policy)
-    update = sync._Push([side.engine], side.version + 1, timeout_s)
+    update = sync._Push({0: side.engine}, side.version + 1, timeout_s)
     update.start(len(weights))
     return update, [packed(group) for group in sync._grouped(weights, 100_000)]
 
@@ -318,8 +335,8 @@ def test_a_corrupted_bucket_is_refused(side: Side) -> None:
     update, buckets = begun(side, timeout_s=60)
     for i, bucket in enumerate(buckets):
         update.send(replace(bucket, checksum=bucket.checksum ^ (i == 2)))
-    with pytest.raises(WeightSyncError, match="engine 0 failed: checksum"):
-        update.finish()
+    update.finish()
+    assert "engine 0 failed: checksum" in update.failed[0]
     assert_only_an_update_helps(side)
 
 
@@ -327,9 +344,9 @@ def test_missing_weights_are_an_error_in_time(side: Side) -> None:
     update, buckets = begun(side, timeout_s=1)
     for bucket in buckets[:-1]:
         update.send(bucket)
-    update.deadline += 30  # the engine's own deadline comes first and says more
-    with pytest.raises(WeightSyncError, match=r"engine 0 failed: waited 1 s .* tensors missing"):
-        update.finish()
+    update.timeout_s += 30  # the engine's own deadline comes first and says more
+    update.finish()
+    assert re.search(r"engine 0 failed: waited 1 s .* tensors missing", update.failed[0])
     assert_only_an_update_helps(side)
 
 
@@ -341,8 +358,8 @@ def test_a_new_update_ends_one_whose_sender_has_died(tied: Side) -> None:
     assert time.monotonic() - started < 60
     update.send(buckets[1])  # the dead sender's last one
     assert tied.gap(tied.generate()) < CLOSE
-    with pytest.raises(WeightSyncError, match=r"engine 0 failed: .*another weight update"):
-        update.finish()
+    update.finish()
+    assert re.search(r"engine 0 failed: .*another weight update", update.failed[0])
 
 
 # --- engines that fail
@@ -355,23 +372,26 @@ def hanging(engine: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
     weights = model.engine_weights(tied.policy)
     with hanging(tied.engine):
-        with pytest.raises(RolloutError, match="engine 0 did not answer in time"):
+        failed = sync.push(weights, {0: tied.engine}, tied.version + 1, sender=True, timeout_s=1)
+        assert "engine 0 did not answer in time" in failed[0]
+        with pytest.raises(EngineLostError, match="engine 0 did not answer in time"):
             tied.generate(timeout_s=1)
-        with pytest.raises(WeightSyncError, match="engine 0 did not answer in time"):
-            sync.push(weights, [tied.engine], tied.version + 1, sender=True, timeout_s=1)
-    tied.push()
+        time.sleep(1)  # it has been killed by now, as nothing else ends it
+    tied.push()  # waits for the new one
     assert tied.gap(tied.generate()) < CLOSE
 
 
 def test_an_engine_that_vllm_leaves_broken_is_started_afresh(untied: Side) -> None:
-    with pytest.raises(WeightSyncError, match=r"engine 0 failed: ValueError: .*nonsense"):
-        sync.push([weight("nonsense", torch.zeros(3))], [untied.engine], untied.version + 1, sender=True)
+    nonsense = [weight("nonsense", torch.zeros(3))]
+    failed = sync.push(nonsense, {0: untied.engine}, untied.version + 1, sender=True)
+    assert re.search(r"engine 0 failed: ValueError: .*nonsense", failed[0])
     time.sleep(2)  # it tells its callers before it ends
     with pytest.raises(RolloutError, match="engine 0 died"):
         untied.generate()

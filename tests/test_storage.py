@@ -1,17 +1,25 @@
-"""Addresses of storage, and files on a local one."""
+"""Addresses of storage, and files on a local one and on a real S3 server that fails when it is told to."""
 
+import pickle
+import random
+import subprocess
 import threading
+import traceback
+import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import s3
 
-from rlx.storage import StorageError, local_folder, open_storage
+from rlx import storage
+from rlx.storage import Storage, StorageError, check_writable, local_folder, open_storage, patiently, resolved
 
 
 def test_a_folder_is_made_and_holds_files(tmp_path: Path) -> None:
-    storage = open_storage(str(tmp_path / "new" / "deep"))
-    assert storage.is_local
-    file = storage / "runs" / "a.json"
+    there = open_storage(str(tmp_path / "new" / "deep"))
+    assert there.is_local
+    file = there / "runs" / "a.json"
     assert not file.exists()
     file.write_text('{"x": "ü"}')
     assert file.exists()
@@ -21,12 +29,12 @@ def test_a_folder_is_made_and_holds_files(tmp_path: Path) -> None:
 
 
 def test_names_are_sorted_and_none_where_nothing_is(tmp_path: Path) -> None:
-    storage = open_storage(str(tmp_path))
+    there = open_storage(str(tmp_path))
     for name in ("b", "a", "c/inner"):
-        (storage / name).write_text("")
-    assert storage.names() == ["a", "b", "c"]
-    assert (storage / "c").names() == ["inner"]
-    assert (storage / "missing").names() == []
+        (there / name).write_text("")
+    assert there.names() == ["a", "b", "c"]
+    assert (there / "c").names() == ["inner"]
+    assert (there / "missing").names() == []
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -49,9 +57,9 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["{}", "{}/", "file://{}", "file://{}/"])
 def test_a_folder_and_its_uri_are_the_same_storage(tmp_path: Path, form: str) -> None:
-    storage = open_storage(form.format(tmp_path))
-    assert storage.is_local
-    assert storage.path == str(tmp_path)
+    there = open_storage(form.format(tmp_path))
+    assert there.is_local
+    assert there.path == str(tmp_path)
 
 
 def test_a_relative_folder_is_pinned_to_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +86,363 @@ def test_an_unusable_address_is_one_line_that_names_it(tmp_path: Path, address: 
         open_storage(address)
     assert str(refused.value).startswith(f"storage {address}: ")
     assert "\n" not in str(refused.value)
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "there") if request.param == "folder" else request.getfixturevalue("bucket"))
+
+
+def test_files_are_written_read_listed_and_deleted_anywhere(place: Storage) -> None:
+    file = place / "runs" / "ü" / "a.json"
+    assert (file.exists(), file.size(), place.names()) == (False, None, [])
+    file.write_text('{"x": "ü"}')
+    (place / "runs" / "b").write_text("")
+    assert (file.exists(), file.size(), file.name) == (True, 11, "a.json")
+    assert (file.read_text(), file.read_json()) == ('{"x": "ü"}', {"x": "ü"})
+    assert ((place / "runs").names(), (place / "runs" / "ü").names()) == (["b", "ü"], ["a.json"])
+    assert ((place / "runs").size(), (place / "runs").exists()) == (None, True)
+    file.write_text("shorter")
+    assert file.read_text() == "shorter"
+    file.delete()
+    assert (file.exists(), (place / "runs" / "b").exists()) == (False, True)
+
+
+def test_a_folder_is_deleted_with_all_that_is_in_it_and_nothing_else(place: Storage) -> None:
+    for name in ("run", "run-2", "other"):
+        (place / name / "deep" / "file").write_text(name)
+    (place / "run").delete()
+    (place / "run").delete()  # what is not there need not be deleted
+    assert place.names() == ["other", "run-2"]
+    assert (place / "run-2" / "deep" / "file").read_text() == "run-2"
+
+
+def test_files_of_this_machine_go_there_and_come_back_to_the_last_byte(place: Storage, tmp_path: Path) -> None:
+    content = random.Random(0).randbytes(21_000_001)  # S3 takes it in three parts
+    (tmp_path / "sent").write_bytes(content)
+    place.filesystem.create_dir((place / "deep").path)
+    (place / "deep" / "file").take(tmp_path / "sent")
+    assert (place / "deep" / "file").size() == 21_000_001
+    (place / "deep" / "file").give(tmp_path / "got")
+    assert (tmp_path / "got").read_bytes() == content
+
+
+def test_free_names_count_up(place: Storage) -> None:
+    assert place.free_name("run") == "run-1"
+    for name in ("run-1", "run-3", "run-x", "running-2"):
+        (place / name / "config.yaml").write_text("")
+    assert place.free_name("run") == "run-2"
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(place: Storage) -> None:
+    (place / "before").write_text("")
+    check_writable(place)
+    assert place.names() == ["before"]
+
+
+def test_s3_needs_no_environment_but_keys_if_the_address_says_the_rest(
+    s3_server: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (open_storage(bucket) / "file").write_text("there")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.delenv("AWS_REGION")
+    address = f"{bucket}?endpoint_override={s3_server.removeprefix('http://')}&scheme=http&region=us-east-1"
+    assert (open_storage(address) / "file").read_text() == "there"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_server)  # S3's own comes before the general one
+    assert (open_storage(bucket) / "file").read_text() == "there"
+
+
+@pytest.mark.parametrize("kind", ["read-only", "full"])
+def test_a_place_that_cannot_be_written_is_named(kind: str, tmp_path: Path) -> None:
+    with s3.small_disk(tmp_path / "disk", "64k") as disk:
+        if kind == "full":
+            (disk / "much").write_bytes(b"x" * 64 * 1024)
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(StorageError) as refused:
+            check_writable(Storage.here(disk))
+        assert str(refused.value).startswith(f"storage {disk}: cannot write there: ")
+        assert "\n" not in str(refused.value)
+        assert list(disk.iterdir()) == ([disk / "much"] if kind == "full" else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        (("rlx-tests", "rlx-other"), "there is no such bucket"),
+        (("rlx-tests/", "/"), "there is no bucket in it"),
+        (
+            ("rlx-tests/", "rlx-tests/a?regoin=b&x="),
+            "unknown option regoin, known are region, endpoint_override, scheme",
+        ),
+    ],
+)
+def test_an_address_on_s3_that_is_none_says_why(change: tuple[str, str], advice: str, bucket: str) -> None:
+    address = bucket.replace(*change)
+    with pytest.raises(StorageError) as refused:
+        open_storage(address)
+    assert str(refused.value).startswith(f"storage {address}: {advice}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_server_that_refuses_the_key_is_said_to(s3_faults: tuple[str, s3.Proxy]) -> None:
+    address, proxy = s3_faults
+    there = open_storage(address)
+    (there / "file").write_text("")
+    proxy.fail("403")
+    with pytest.raises(StorageError, match=r"access denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        open_storage(address)
+    with pytest.raises(StorageError, match=r"cannot write there: access denied: check AWS_ACCESS_KEY_ID"):
+        check_writable(there)
+    proxy.fail("403", methods=["PUT", "POST", "GET"])  # the answers to these have a body, which names the cause
+    with pytest.raises(StorageError, match=r"the key is not known there: check AWS_ACCESS_KEY_ID") as refused:
+        check_writable(there)
+    assert "\n" not in str(refused.value)
+    assert s3.KEY not in str(refused.value) and s3.SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["nobody listens", "hang"])
+def test_a_server_that_does_not_answer_is_said_to(
+    kind: str, s3_faults: tuple[str, s3.Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, proxy = s3_faults
+    monkeypatch.setattr(storage, "_S3_TRIES", 1)
+    monkeypatch.setattr(storage, "_ANSWER_S", 1.0)
+    proxy.fail("hang")
+    if kind != "hang":
+        address = f"s3://{s3.BUCKET}/a?endpoint_override=http://127.0.0.1:{s3.free_port()}"
+    with pytest.raises(StorageError) as refused:
+        open_storage(address)
+    assert str(refused.value).startswith(f"storage {address}: the server does not answer: check AWS_ENDPOINT_URL (")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["500", "reset"])
+def test_a_server_that_fails_for_a_while_is_tried_again(
+    kind: s3.Kind, s3_faults: tuple[str, s3.Proxy], tmp_path: Path
+) -> None:
+    address, proxy = s3_faults
+    there = open_storage(address)
+    content = random.Random(1).randbytes(12_000_000)
+    (tmp_path / "file").write_bytes(content)
+    proxy.fail(kind, times=2, methods=["PUT"])  # for a reset, in the middle of a part
+    (there / "file").take(tmp_path / "file")
+    assert len(proxy.failed) == 2 and all("partNumber" in request for request in proxy.failed)
+    proxy.fail(kind, times=1, methods=["GET"])
+    (there / "file").give(tmp_path / "back")
+    assert len(proxy.failed) == 3
+    assert (tmp_path / "back").read_bytes() == content
+
+
+def test_a_slow_server_is_waited_for(s3_faults: tuple[str, s3.Proxy]) -> None:
+    address, proxy = s3_faults
+    file = open_storage(address) / "file"
+    file.write_text("late")
+    proxy.fail("slow", methods=["GET"], seconds=1.5)
+    assert file.read_text() == "late"
+    assert len(proxy.failed) == 1  # not asked twice
+
+
+def test_a_storage_that_was_sent_to_a_worker_is_as_patient(s3_faults: tuple[str, s3.Proxy]) -> None:
+    address, proxy = s3_faults
+    sent = pickle.loads(pickle.dumps(open_storage(address)))
+    (sent / "file").write_text("a")
+    proxy.fail("500", times=2)
+    assert (sent / "file").read_text() == "a"
+    assert len(proxy.failed) == 2
+    again = pickle.loads(pickle.dumps(sent))
+    proxy.fail("500", times=2)
+    assert (again / "file").read_text() == "a"
+    assert len(proxy.failed) == 4
+
+
+def test_what_fails_for_a_while_is_waited_for_longer_and_longer() -> None:
+    waits: list[float] = []
+    failures = iter([OSError("down")] * 5)
+
+    def action() -> str:
+        for failure in failures:
+            raise failure
+        return "done"
+
+    assert patiently(action, "writing", wait=waits.append) == "done"
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+def test_what_fails_six_times_is_given_up_in_one_line() -> None:
+    waits: list[float] = []
+    tried: list[int] = []
+
+    def action() -> None:
+        tried.append(len(tried))
+        raise OSError(f"attempt {len(tried)}:\n  NETWORK_CONNECTION")
+
+    with pytest.raises(StorageError) as refused:
+        patiently(action, "writing step_000010", wait=waits.append)
+    assert tried == [0, 1, 2, 3, 4, 5] and waits == [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert str(refused.value) == (
+        "writing step_000010 failed 6 times: the server does not answer: check AWS_ENDPOINT_URL "
+        "(attempt 6: NETWORK_CONNECTION)"
+    )
+
+
+def test_what_is_no_fault_of_the_storage_is_not_tried_again() -> None:
+    waits: list[float] = []
+    with pytest.raises(ZeroDivisionError):
+        patiently(lambda: 1 // 0, "writing", wait=waits.append)
+    assert waits == []
+    assert patiently(lambda: 7, "writing", wait=waits.append) == 7
+    assert waits == []
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "s3://{key}:{secret}@bucket/x",
+        "s3://{key}@bucket/x",
+        "s3://bucket/x?access_key={key}&secret_key={secret}",
+        "s3://bucket/x?region=a&secret_key={secret}",
+        "s3://bucket/x?session_token={secret}",
+        "hdfs://{key}:{secret}@host/x",
+    ],
+)
+@pytest.mark.parametrize("function", [resolved, open_storage, local_folder])
+def test_an_address_with_a_key_is_refused_and_the_key_is_not_repeated(
+    form: str, function: Callable[[str], object]
+) -> None:
+    with pytest.raises(StorageError) as refused:
+        function(form.format(key="AKIAKEY", secret="sekret"))
+    assert "AKIAKEY" not in str(refused.value) and "sekret" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options", ["Access_Key={key}", "secret={secret}", "endpoint_override=http://{key}:{secret}@127.0.0.1:1"]
+)
+def test_a_key_in_an_option_that_has_another_name_is_not_repeated_either(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_S3_TRIES", 1)
+    with pytest.raises(StorageError) as refused:
+        open_storage("s3://bucket/x?" + options.format(key="AKIAKEY", secret="sekret"))
+    assert "AKIAKEY" not in str(refused.value) and "sekret" not in str(refused.value)
+
+
+def test_a_profile_with_a_key_is_refused_and_the_key_is_not_repeated(profiles: Path) -> None:
+    (profiles / "mine.yaml").write_text("address: s3://AKIAKEY:sekret@bucket/x")
+    with pytest.raises(StorageError, match="the address holds a key: put keys into the environment") as refused:
+        resolved("mine")
+    assert "AKIAKEY" not in str(refused.value) and "sekret" not in str(refused.value)
+
+
+def test_keys_of_the_environment_are_in_no_pickle_and_no_text(s3_faults: tuple[str, s3.Proxy]) -> None:
+    address, proxy = s3_faults
+    there = open_storage(address)
+    proxy.fail("403")
+    with pytest.raises(StorageError) as refused:
+        check_writable(there)
+    told = "".join(traceback.format_exception(refused.value)) + repr(refused.value) + repr(there) + resolved(address)
+    assert s3.KEY not in told and s3.SECRET not in told
+    sent = pickle.dumps(there)
+    assert s3.KEY.encode() not in sent and s3.SECRET.encode() not in sent
+    assert address.partition("=")[2].encode() in sent  # what is no secret is
+
+
+@pytest.fixture
+def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of profiles that is looked at first."""
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    monkeypatch.setattr(storage, "PROFILES", (folder, storage.PROFILES[1]))
+    return folder
+
+
+def test_local_is_a_folder_here(profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolved("local") == str(tmp_path / "storage")
+    assert open_storage("local").path == str(tmp_path / "storage")
+    assert local_folder("local") == tmp_path / "storage"
+
+
+def test_nfs_is_refused_while_nothing_is_mounted(
+    profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLX_NFS", str(tmp_path))
+    with pytest.raises(StorageError, match=rf"^storage profile .*/nfs\.yaml: nothing is mounted at {tmp_path}$"):
+        resolved("nfs")
+    assert list(tmp_path.iterdir()) == [profiles]
+    monkeypatch.setenv("RLX_NFS", "/proc")  # something that is mounted everywhere
+    assert resolved("nfs") == "/proc/rlx"
+    monkeypatch.delenv("RLX_NFS")
+    with pytest.raises(StorageError, match=r"nothing is mounted at /mnt/nfs$"):
+        resolved("nfs")
+
+
+def test_s3_asks_for_its_bucket(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLX_BUCKET", raising=False)
+    with pytest.raises(StorageError, match=r"^storage profile .*/s3\.yaml: set RLX_BUCKET in the environment$"):
+        resolved("s3")
+    monkeypatch.setenv("RLX_BUCKET", "mine")
+    assert resolved("s3") == "s3://mine/rlx"
+
+
+def test_a_profile_says_where_its_server_is(s3_server: str, bucket: str, profiles: Path) -> None:
+    (profiles / "mine.yaml").write_text(f"address: {bucket}\nregion: eu-central-1\nendpoint: {s3_server}\n")
+    there = resolved("mine")
+    query = urllib.parse.parse_qs(urllib.parse.urlsplit(there).query)
+    assert query == {"region": ["eu-central-1"], "endpoint_override": [s3_server]}
+    (open_storage("mine") / "file").write_text("a")
+    assert (open_storage(bucket) / "file").read_text() == "a"
+
+
+def test_a_profile_of_ones_own_goes_before_the_one_of_rlx(profiles: Path, tmp_path: Path) -> None:
+    (profiles / "local.yaml").write_text(f"address: {tmp_path}/elsewhere\n")
+    assert resolved("local") == f"{tmp_path}/elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, "/data/default-1/x"), ("", "/data/default-1/x"), ("mine", "/data/mine/x")]
+)
+def test_a_default_stands_in_for_what_the_environment_lacks(
+    value: str | None, expected: str, profiles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RLX_TEST_NAME", raising=False)
+    if value is not None:
+        monkeypatch.setenv("RLX_TEST_NAME", value)
+    (profiles / "mine.yaml").write_text("address: /data/${RLX_TEST_NAME:-default-1}/x\n")
+    assert resolved("mine") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("address: a\nadress: b\n", "unknown key adress"),
+        ("region: a\n", "no address in it"),
+        ("address: [a\n", "while parsing a flow sequence"),
+        ("", ""),
+        ("5\n", ""),
+        ("- address\n", ""),
+        ("- address: a\n", ""),
+        ("address: \xff\n", ""),  # written as Latin-1, which is no UTF-8
+        ("address: a\n1: b\n", "unknown key 1"),
+        ("address:\n", "no address in it"),
+    ],
+)
+def test_a_profile_that_is_none_is_one_line_that_names_it(content: str, fault: str, profiles: Path) -> None:
+    (profiles / "mine.yaml").write_text(content, encoding="latin-1")
+    with pytest.raises(StorageError) as refused:
+        resolved("mine")
+    assert str(refused.value).startswith(f"storage profile {profiles}/mine.yaml: {fault}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_near_miss_of_a_profile_is_asked_about(
+    profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError, match=r"^storage locl: no such profile or folder; did you mean local\?$"):
+        resolved("locl")
+    assert list(tmp_path.iterdir()) == [profiles]
+    (tmp_path / "locl").mkdir()
+    assert resolved("locl") == str(tmp_path / "locl")
+    assert resolved("quite-another") == str(tmp_path / "quite-another")

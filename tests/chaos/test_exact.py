@@ -1,0 +1,107 @@
+"""Runs that are killed again and again: what comes after is the same, to the last bit, as if nothing had been.
+
+RLX_KILLS sets how often each run is killed (20); the short versions, which `make test` runs, are in test_faults.py.
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import History, Script, mlflow_history
+from runs import MEASURED
+
+from rlx import archive, run_folder
+from rlx.storage import open_storage
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+Start = Callable[..., Script]
+
+KILLS = int(os.environ.get("RLX_KILLS", "20"))
+STEPS = 20
+SMALL = ["--train.prompts-per-step", "8", "--train.samples-per-prompt", "2", "--eval.every", "4", "--eval.size", "12"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs and their records are kept."""
+
+    address: str
+    records: Path
+    model: Path
+
+    def words(self, name: str, ranks: int) -> list[str]:
+        where = ["--storage", self.address, "--tracking.uri", f"sqlite:///{self.records}/mlflow.db"]
+        run = ["--name", name, "--model.path", str(self.model), "--train.steps", str(STEPS), *SMALL]
+        return [*where, *run, "--checkpoint.every", "2", "--scaling.num-workers", str(ranks)]
+
+    def history(self, name: str) -> History:
+        run_id = run_folder.mlflow_run(open_storage(self.address) / "runs" / name)
+        whole = mlflow_history(self.records, run_id)
+        return {key: by_step for key, by_step in whole.items() if not key.startswith(MEASURED)}
+
+    def newest(self, name: str) -> int:
+        """The step of the run's newest whole checkpoint; 0 if there is none."""
+        found = archive.whole(open_storage(self.address) / "runs" / name)
+        return found[-1].step if found else 0
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path) -> Place:
+    address = str(tmp_path) if request.param == "local" else request.getfixturevalue("bucket")
+    return Place(address, tmp_path, tiny_model)
+
+
+def assert_all_end(script: Script, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := script.alive()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+
+
+def finish(script: Script) -> None:
+    assert script.process.wait(600) == 0, script.output.read_text()
+
+
+def killed_at_random(run: Script, moments: random.Random) -> bool:
+    """Kills the driver in its start-up (one time in four) or while it steps; False if it had ended before."""
+    if moments.random() < 0.25:
+        deadline = time.monotonic() + moments.uniform(0, 25)
+        while run.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    else:
+        while run.process.poll() is None and "\nstep " not in run.output.read_text():
+            time.sleep(0.05)
+        time.sleep(moments.uniform(0, 2.5))
+    if run.process.poll() is not None:
+        assert run.process.returncode == 0, run.output.read_text()
+        return False
+    run.kill()
+    assert_all_end(run, 30)
+    return True
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(ranks: int, place: Place, script: Start) -> None:
+    finish(script("ppo.py", *place.words("whole", ranks)))
+    expected, moments = place.history("whole"), random.Random(f"{ranks} {place.address.startswith('s3')}")
+    assert sorted(expected["reward/mean"]) == list(range(1, STEPS + 1))
+    kills, lives = 0, 0
+    while kills < KILLS:
+        name = f"killed-{lives}"
+        lives += 1
+        run = script("ppo.py", *place.words(name, ranks))
+        while kills < KILLS and killed_at_random(run, moments):
+            kills += 1
+            kept = place.newest(name)
+            begun = run_folder.exists(open_storage(place.address) / "runs" / name)
+            again = ["--storage", place.address, "--resume", name] if begun else place.words(name, ranks)
+            run = script("ppo.py", *again)
+            print(f"kill {kills}/{KILLS} of {name}: goes on from step {kept}", flush=True)
+        finish(run)
+        assert place.history(name) == expected
+        assert place.newest(name) == STEPS
+    assert_all_end(run, 10)

@@ -1,0 +1,187 @@
+"""Ranks that are killed while they save: what they had reported is there, whole, and saving goes on."""
+
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3
+import torch
+import torch.distributed as dist
+
+from rlx import archive
+from rlx.archive import Manifest
+from rlx.checkpoint import Parts, Shard
+from rlx.saver import Retention, Saver
+from rlx.storage import Storage, open_storage
+
+RANKS, KEPT = 2, 2
+SIZES = {"large": 600_000, "small": 7}  # numbers per rank
+START_S = 120.0  # longest wait for the first checkpoint of a group
+
+Where = tuple[str, dict[str, str]]
+"""a storage's address, and the environment that it needs"""
+
+
+@pytest.fixture(params=["folder", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
+    if request.param == "folder":
+        return str(tmp_path / "run"), {}
+    return request.getfixturevalue("bucket"), s3.environment(request.getfixturevalue("s3_server"))
+
+
+def manifest(step: int) -> Manifest:
+    """The third step is the best."""
+    return Manifest(
+        rlx="0", step=step, ranks=RANKS, metrics={"reward": -abs(step - 3.0)}, tokens=step, kl={}, scores={},
+        cursor={}, evaluation={}, mlflow_run_id=None, config={}, files={},
+    )  # fmt: skip
+
+
+def save_forever(rank: int, where: Where, scratch: str, reports: str) -> None:
+    """Goes on from the newest checkpoint; says which steps have become whole, in a file of one per line."""
+    torch.set_num_threads(1)
+    os.environ.update(where[1])
+    tempfile.tempdir = scratch  # what is left of an upload is to be found
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=RANKS)
+    saver = Saver(open_storage(where[0]), Retention(KEPT, "reward"))
+    damaged: list[str] = []
+    newest = saver.newest(damaged.append)
+    assert damaged == []
+    step = newest.step if newest else 0
+    live = {name: torch.empty(1, size) for name, size in SIZES.items()}
+    with open(reports, "a", buffering=1) as told:
+        while True:
+            step += 1
+            for tensor in live.values():
+                tensor.fill_(step)
+            staged = {name: Shard(t.clone(), (rank, 0), (RANKS, t.shape[1])) for name, t in live.items()}
+            saver.save(staged, manifest(step))
+            while not (news := saver.news()):
+                time.sleep(0.001)
+            if rank == 0:
+                told.write(f"{news.place.name}\n")
+
+
+class Group:
+    """The ranks as processes."""
+
+    def __init__(self, where: Where, folder: Path) -> None:
+        folder.mkdir()
+        self.reports = folder / "reports"
+        self.reports.touch()
+        context = multiprocessing.get_context("forkserver")
+        arguments = (where, str(folder), str(self.reports))
+        self.processes = [context.Process(target=save_forever, args=(rank, *arguments)) for rank in range(RANKS)]
+        for process in self.processes:
+            process.start()
+
+    def reported(self) -> list[int]:
+        """The steps of the checkpoints that were said to be whole."""
+        return [int(line.removeprefix("step_")) for line in self.reports.read_text().split()]
+
+    def wait_for(self, count: int) -> float:
+        """Returns when so many are; how long each took after the first."""
+        deadline, first = time.monotonic() + START_S, 0.0
+        while (there := len(self.reported())) < count:
+            assert all(process.is_alive() for process in self.processes) and time.monotonic() < deadline
+            first = first or (time.monotonic() if there else 0.0)
+            time.sleep(0.001)
+        return (time.monotonic() - first) / max(count - 1, 1)
+
+    def kill(self, order: list[int]) -> list[int | None]:
+        """SIGKILL to all, in this order; what they ended with."""
+        for rank in order:
+            self.processes[rank].kill()
+        for process in self.processes:
+            process.join()
+        return [process.exitcode for process in self.processes]
+
+
+@pytest.fixture
+def start(on_ranks: Any, tmp_path: Path) -> Iterator[Callable[[Where], Group]]:
+    """Starts groups (from the processes that on_ranks prepares) and ends in the end what is left of them."""
+    started: list[Group] = []
+
+    def begin(where: Where) -> Group:
+        started.append(Group(where, tmp_path / f"group-{len(started)}"))
+        return started[-1]
+
+    yield begin
+    for group in started:
+        group.kill(list(range(RANKS)))
+
+
+def checked(folder: Storage) -> int:
+    """The step of the newest whole checkpoint, after a look at every byte of it."""
+    newest = archive.whole(folder)[-1]
+    assert newest.manifest
+    archive.verify(newest, newest.manifest.files)
+    assert newest.manifest.tokens == newest.step
+    with Parts([newest.place / name for name in newest.manifest.files]) as parts:
+        assert sorted(parts.names) == sorted(SIZES)
+        for name, size in SIZES.items():
+            assert parts.whole(name).equal(torch.full((RANKS, size), float(newest.step)))
+    return newest.step
+
+
+@pytest.mark.parametrize(
+    "moments", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["few", "many"]
+)
+def test_a_kill_at_any_moment_costs_nothing_that_was_reported(
+    moments: int, where: Where, start: Callable[[Where], Group]
+) -> None:
+    dice = random.Random(moments)
+    folder = open_storage(where[0])
+    cut_short, before = 0, 0
+    for _ in range(moments):
+        group = start(where)
+        seconds = group.wait_for(3)
+        time.sleep(dice.uniform(0.0, 2.0) * seconds)
+        last = group.reported()[-1]
+        assert group.kill(dice.sample(range(RANKS), RANKS)) == [-9] * RANKS
+        found = checked(folder)
+        assert group.reported()[0] == before + 1  # it went on where the one before had been killed
+        assert last <= found <= group.reported()[-1] + 1
+        there = archive.entries(folder)
+        assert all(not one.problem or archive.is_unfinished(one) for one in there)  # none is damaged
+        cut_short += any(archive.is_unfinished(one) for one in there)
+        before = found
+    assert cut_short or moments < 20  # some were killed in the middle of it
+    group = start(where)
+    group.wait_for(KEPT + 1)
+    group.kill([0, 1])
+    # What was cut short before it is gone by now.
+    assert {one.step for one in archive.entries(folder)} >= {3, checked(folder)}
+    assert not [one for one in archive.entries(folder) if one.problem and one.step <= before]
+
+
+FULL_DISK = """
+import sys, torch
+from pathlib import Path
+from rlx import checkpoint
+shards = {"x": checkpoint.Shard(torch.ones(1_000_000), (0,), (1_000_000,))}
+checkpoint.write({"x": checkpoint.Shard(torch.ones(1000), (0,), (1000,))}, Path(sys.argv[1], "fits"))
+try:
+    checkpoint.write(shards, Path(sys.argv[1], "much"))
+except OSError as error:
+    print("OSError:", error)
+"""
+
+
+@pytest.mark.parametrize("size", ["64k", "2m", "3900k"])
+def test_a_disk_that_is_full_is_an_error_and_no_crash(size: str, tmp_path: Path) -> None:
+    """A library that maps the file into memory would be killed by SIGBUS here."""
+    with s3.small_disk(tmp_path / "disk", size) as disk:
+        ended = subprocess.run(
+            [sys.executable, "-c", FULL_DISK, str(disk)], capture_output=True, text=True, check=False
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(f"OSError: {disk}/much: ") and "No space left on device" in ended.stdout

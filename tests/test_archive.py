@@ -1,0 +1,413 @@
+"""Checkpoints on a storage: which are whole, which are damaged, which are kept and which is meant."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3
+
+from rlx import archive
+from rlx.archive import DamagedError, Entry, FileRecord, Manifest
+from rlx.storage import Storage, StorageError, open_storage
+
+FILES = {"rank_00000.safetensors": b"first shard", "rank_00001.safetensors": b"second"}
+
+
+@pytest.fixture(params=["folder", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """An empty one for a run's checkpoints."""
+    return open_storage(str(tmp_path / "run") if request.param == "folder" else request.getfixturevalue("bucket"))
+
+
+def manifest(step: int, **changes: Any) -> Manifest:
+    """One that says something in every field."""
+    content = {
+        "rlx": "0.1.0",
+        "step": step,
+        "ranks": 2,
+        "metrics": {"reward/mean": 0.1},
+        "tokens": 12345678901,
+        "kl": {"coef": 0.05},
+        "scores": {"count": 3.0, "mean": -0.25},
+        "cursor": {"epoch": 1, "position": 17},
+        "evaluation": {"eval/accuracy": 0.5},
+        "mlflow_run_id": None,
+        "config": {"name": "a", "train": {"steps": 3, "rates": [1e-6, None, True]}},
+        "files": {},
+    }
+    return Manifest(**(content | changes))
+
+
+def put(folder: Storage, step: int, files: dict[str, bytes] = FILES, **changes: Any) -> Entry:
+    """Makes a checkpoint, as a run does."""
+    place = folder / archive.folder_name(step)
+    for name, content in files.items():
+        (place / name).write_text(content.decode())
+    records = {name: archive.record(place / name) for name in files}
+    archive.commit(place, manifest(step, files=records, **changes))
+    return archive.entry(place)
+
+
+def names(entries: list[Entry]) -> list[str]:
+    return [one.name for one in entries]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The manifest
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    numbers = {"tenth": 0.1, "least": 5e-324, "third": 1 / 3, "large": 1.7976931348623157e308, "é/日本": -0.0}
+    unusual = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+    files = {"rank_00000.safetensors": FileRecord(bytes=2**40, sha256="0" * 64)}
+    written = manifest(10, metrics=numbers | unusual, mlflow_run_id="ü😀", files=files)
+    read = Manifest.parsed(written.text())
+    assert math.isnan(read.metrics.pop("nan")) and math.isnan(written.metrics.pop("nan"))
+    assert read == written
+    assert {name: value.hex() for name, value in read.metrics.items()} == {
+        name: value.hex() for name, value in (numbers | {"inf": math.inf, "-inf": -math.inf}).items()
+    }
+
+
+def test_a_manifest_is_read_from_a_storage_as_it_was_written(folder: Storage) -> None:
+    written = manifest(3, mlflow_run_id="ü😀", metrics={"é": 1e-9})
+    archive.commit(folder / "step_000003", written)
+    assert archive.entry(folder / "step_000003").manifest == written
+
+
+def test_a_manifest_that_is_cut_anywhere_is_none() -> None:
+    text = manifest(3).text()
+    for length in range(len(text)):
+        with pytest.raises(ValueError, match=r"^manifest\.json "):
+            Manifest.parsed(text[:length])
+
+
+def test_no_flipped_bit_makes_another_manifest_of_it() -> None:
+    """What flips in the blanks between the words, or the e of 1e-06 to E, changes nothing that is said."""
+    written = manifest(3, files={"rank_00000.safetensors": FileRecord(bytes=11, sha256="ab" * 32)})
+    content, refused = written.text().encode(), 0
+    for position in range(len(content)):
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << bit
+            try:
+                assert Manifest.parsed(damaged.decode()) == written
+            except ValueError as error:
+                assert "\n" not in str(error)
+                refused += 1
+    assert refused > 0.8 * 8 * len(content)
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "5", '"a"', "[" * 100_000, '{"sha256": 1}', '["sha256"]'])
+def test_what_is_no_manifest_is_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^manifest\.json ") as refused:
+        Manifest.parsed(text)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
+
+
+def signed(content: dict[str, Any]) -> str:
+    """A manifest text with a correct checksum over whatever it says; reckoned here, not by the code under test."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return json.dumps(content | {"sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+def test_a_checksum_is_over_all_that_is_said() -> None:
+    content = manifest(3).model_dump(mode="json")
+    assert Manifest.parsed(signed(content)) == manifest(3)
+    text = json.loads(signed(content))
+    for key in content:
+        with pytest.raises(ValueError, match=r"^manifest\.json "):
+            Manifest.parsed(json.dumps(text | {key: "another"}))
+        with pytest.raises(ValueError, match=r"^manifest\.json "):
+            Manifest.parsed(json.dumps({name: value for name, value in text.items() if name != key}))
+
+
+@pytest.mark.parametrize("number", [2, 0, "1", None, [1] * 100])
+def test_a_manifest_of_another_format_is_said_to_be_one(number: object) -> None:
+    with pytest.raises(ValueError, match=r"^manifest\.json has format .{1,40}, this rlx reads format 1$"):
+        Manifest.parsed(signed(manifest(3).model_dump(mode="json") | {"format": number}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "a/b.safetensors",
+        "a\\b.safetensors",
+        ".hidden.safetensors",
+        "..safetensors",
+        ".safetensors",
+        "",
+        "x",
+        "manifest.json",
+        "x.safetensors\n",
+        "é.safetensors",
+    ],
+)
+def test_a_file_name_that_leads_elsewhere_is_refused_even_with_a_right_checksum(name: str) -> None:
+    record = {"bytes": 1, "sha256": "0" * 64}
+    content = manifest(3).model_dump(mode="json")
+    assert list(Manifest.parsed(signed(content | {"files": {"x.safetensors": record}})).files) == ["x.safetensors"]
+    with pytest.raises(ValueError, match=r"^manifest\.json: files\.") as refused:
+        Manifest.parsed(signed(content | {"files": {name: record}}))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"step": -1}, "step"),
+        ({"step": 3.0}, "step"),
+        ({"ranks": 0}, "ranks"),
+        ({"metrics": {"a": "0.5"}}, "metrics.a"),
+        ({"files": {"a.safetensors": {"bytes": -1, "sha256": "0" * 64}}}, "files.a.safetensors.bytes"),
+        ({"files": {"a.safetensors": {"bytes": 1, "sha256": "0" * 63}}}, "files.a.safetensors.sha256"),
+        ({"surplus": 1}, "surplus"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(change: dict[str, Any], where: str) -> None:
+    with pytest.raises(ValueError, match=rf"^manifest\.json: {where}: "):
+        Manifest.parsed(signed(manifest(3).model_dump(mode="json") | change))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole, unfinished, damaged
+
+
+def test_checkpoints_are_listed_oldest_first_with_what_is_wrong_with_them(folder: Storage) -> None:
+    assert archive.entries(folder) == []
+    for step in (3, 1000000, 20, 4, 5, 6):
+        put(folder, step)
+    (folder / "step_000004" / archive.MANIFEST).delete()
+    (folder / "step_000005" / "rank_00001.safetensors").delete()
+    (folder / "step_000006" / "rank_00000.safetensors").write_text("first shar")
+    for other in ("step_7", "step_000008.part", "Step_000009", "config.yaml"):
+        (folder / other / "file").write_text("")
+    assert [(one.name, one.step, one.problem) for one in archive.entries(folder)] == [
+        ("step_000003", 3, ""),
+        ("step_000004", 4, "no manifest.json: it was never finished"),
+        ("step_000005", 5, "rank_00001.safetensors is missing"),
+        ("step_000006", 6, "rank_00000.safetensors has 10 bytes, not 11"),
+        ("step_000020", 20, ""),
+        ("step_1000000", 1000000, ""),
+    ]
+    assert names(archive.whole(folder)) == ["step_000003", "step_000020", "step_1000000"]
+    assert [archive.is_unfinished(one) for one in archive.entries(folder)] == [False, True, *[False] * 4]
+    assert [one.bytes for one in archive.entries(folder)] == [17, 0, 0, 0, 17, 17]
+
+
+def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(folder: Storage) -> None:
+    for step in (1, 2):
+        put(folder, step)
+    path = (folder / "step_000002" / archive.MANIFEST).path
+    with folder.filesystem.open_output_stream(path) as stream:
+        stream.write(b"\xff\xfe")
+    good, bad = archive.entries(folder)
+    assert (good.problem, bad.manifest) == ("", None)
+    assert "\n" not in bad.problem and bad.problem
+
+
+def test_a_checkpoint_cut_short_at_any_point_of_its_writing_is_not_whole(tmp_path: Path) -> None:
+    made = put(open_storage(str(tmp_path / "made")), 7)
+    order = [*FILES, archive.MANIFEST]
+    content = {name: Path(made.place.path, name).read_bytes() for name in order}
+    cut = open_storage(str(tmp_path / "cut"))
+    folder = Path(cut.path, "step_000007")
+    assert archive.whole(cut) == []
+    folder.mkdir()
+    for name in order:
+        for length in range(len(content[name])):
+            (folder / name).write_bytes(content[name][:length])
+            assert archive.whole(cut) == [], f"{name} of {length} bytes"
+        assert archive.whole(cut) == []
+        (folder / name).write_bytes(content[name])
+    assert names(archive.whole(cut)) == ["step_000007"]
+
+
+def test_a_flipped_bit_in_a_file_is_found_and_the_file_named(folder: Storage) -> None:
+    entry = put(folder, 3)
+    archive.verify(entry, FILES)
+    (entry.place / "rank_00001.safetensors").write_text("sebond")
+    assert archive.entry(entry.place).problem == ""  # names and sizes do not say
+    archive.verify(entry, ["rank_00000.safetensors"])
+    with pytest.raises(
+        DamagedError, match=r"^checkpoint step_000003: rank_00001\.safetensors is damaged: its checksum"
+    ):
+        archive.verify(entry, FILES)
+    (entry.place / "rank_00001.safetensors").delete()
+    with pytest.raises(DamagedError, match=r"^checkpoint step_000003: rank_00001\.safetensors is missing$"):
+        archive.verify(entry, FILES)
+
+
+def test_a_record_is_size_and_sha256(folder: Storage) -> None:
+    (folder / "abc").write_text("abc")
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
+    assert archive.record(folder / "abc") == FileRecord(bytes=3, sha256=known)
+
+
+def test_a_commit_removes_the_remains_of_an_earlier_attempt(folder: Storage) -> None:
+    place = folder / "step_000003"
+    for remains in ("rank_00007.safetensors", "manifest.json.damaged", "deep/file"):
+        (place / remains).write_text("")
+    put(folder, 3)
+    assert place.names() == ["manifest.json", *FILES]
+    put(folder, 3, {"rank_00000.safetensors": b"alone"})  # the same step once more, on fewer ranks
+    assert place.names() == ["manifest.json", "rank_00000.safetensors"]
+    assert names(archive.whole(folder)) == ["step_000003"]
+
+
+def test_what_is_set_aside_is_unfinished_and_keeps_its_files(folder: Storage) -> None:
+    entry = put(folder, 3)
+    archive.set_aside(entry)
+    assert entry.place.names() == ["manifest.json.damaged", *FILES]
+    (found,) = archive.entries(folder)
+    assert archive.is_unfinished(found) and archive.whole(folder) == []
+    put(folder, 3)
+    assert names(archive.whole(folder)) == ["step_000003"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which are kept, which is meant
+
+
+def rated(*values: float | None) -> list[Entry]:
+    """Whole checkpoints of steps 1, 2, ... with these rewards."""
+    metrics = [{} if value is None else {"reward": value} for value in values]
+    return [
+        Entry(Storage.here(Path(f"/run/step_{step:06d}")), step, manifest(step, metrics=one))
+        for step, one in enumerate(metrics, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "expected"),
+    [
+        ((0.1, 0.3, 0.2), "max", 2),
+        ((0.1, 0.3, 0.2), "min", 1),
+        ((0.3, 0.3, 0.2), "max", 2),  # the newest of equals
+        ((0.3, 0.2, 0.2), "min", 3),
+        ((math.nan, 0.1, math.nan), "max", 2),
+        ((math.nan, 0.1, math.nan), "min", 2),
+        ((None, -5.0, None), "max", 2),
+        ((-math.inf, math.inf), "min", 1),
+        ((math.nan, None), "max", None),
+        ((), "max", None),
+    ],
+)
+def test_the_best_has_the_best_metric(values: tuple[float | None, ...], mode: str, expected: int | None) -> None:
+    found = archive.best(rated(*values), "reward", mode)
+    assert (found and found.step) == expected
+
+
+def test_one_that_is_not_whole_is_not_the_best() -> None:
+    low, high = rated(0.1, 0.9)
+    broken = dataclasses.replace(high, manifest=None, problem="gone")
+    assert archive.best([low, broken], "reward", "max") == low
+
+
+@pytest.mark.parametrize(
+    ("keep", "by", "mode", "left"),
+    [
+        (None, None, "max", [1, 2, 3, 4, 5]),
+        (None, "reward", "max", [1, 2, 3, 4, 5]),
+        (1, None, "max", [5]),
+        (2, None, "max", [4, 5]),
+        (9, None, "max", [1, 2, 3, 4, 5]),
+        (1, "reward", "max", [2, 5]),
+        (2, "reward", "min", [3, 4, 5]),
+        (1, "unknown", "max", [5]),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(
+    keep: int | None, by: str | None, mode: str, left: list[int], tmp_path: Path
+) -> None:
+    folder = open_storage(str(tmp_path))
+    for step, reward in enumerate((0.1, 0.9, -0.5, 0.2, 0.3), 1):
+        put(folder, step, metrics={"reward": reward})
+    archive.prune(folder, keep, by, mode)
+    assert [one.step for one in archive.whole(folder)] == left
+    assert folder.names() == [archive.folder_name(step) for step in left]
+
+
+def test_what_was_never_finished_goes_unless_it_may_still_be_written(folder: Storage) -> None:
+    for step in range(1, 7):
+        put(folder, step)
+    for step in (1, 3, 6):  # 6: perhaps another is at it
+        (folder / archive.folder_name(step) / archive.MANIFEST).delete()
+    (folder / "step_000004" / "rank_00000.safetensors").delete()
+    (folder / "notes" / "mine").write_text("")
+    archive.prune(folder, 2, None, "max")
+    assert folder.names() == ["notes", "step_000002", "step_000005", "step_000006"]
+    assert names(archive.whole(folder)) == ["step_000002", "step_000005"]
+
+
+def test_nothing_goes_while_nothing_is_whole(folder: Storage) -> None:
+    for step in (1, 2):
+        put(folder, step)
+        (folder / archive.folder_name(step) / archive.MANIFEST).delete()
+    archive.prune(folder, 1, None, "max")
+    assert folder.names() == ["step_000001", "step_000002"]
+
+
+def test_a_deletion_cut_short_leaves_nothing_that_looks_whole(s3_faults: tuple[str, s3.Proxy]) -> None:
+    address, proxy = s3_faults
+    folder = open_storage(address)
+    for step in (1, 2):
+        put(folder, step)
+    proxy.asked.clear()
+    proxy.fail("403", methods=["POST"])  # S3 deletes what is in a folder by a POST, a single file by DELETE
+    with pytest.raises(OSError, match="injected"):
+        archive.prune(folder, 1, None, "max")
+    proxy.heal()
+    first, *_ = [request for request in proxy.asked if request.startswith(("DELETE", "POST"))]
+    assert first.startswith("DELETE ") and first.endswith("/step_000001/manifest.json")
+    assert (folder / "step_000001").names() == list(FILES)
+    assert names(archive.whole(folder)) == ["step_000002"]
+    archive.prune(folder, 1, None, "max")
+    assert folder.names() == ["step_000002"]
+
+
+def test_a_person_names_a_checkpoint_in_any_way(folder: Storage) -> None:
+    for step, reward in ((5, 0.1), (10, 0.9), (15, 0.5)):
+        put(folder, step, metrics={"reward": reward})
+    found = [archive.chosen(folder, which, "reward", "max").step for which in ("newest", "best", "5", "step_000010")]
+    assert found == [15, 10, 5, 10]
+    assert archive.chosen(folder, "best", "reward", "min").step == 5
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("best", "no checkpoint in {} has accuracy: it is measured at other steps (eval.every)"),
+        ("10", "checkpoint step_000010 in {} is not whole: rank_00000.safetensors is missing"),
+        ("step_000015", "checkpoint step_000015 in {} is not whole: no manifest.json: it was never finished"),
+        ("7", "no checkpoint 7 in {}, there are newest, best, step_000005, step_000020"),
+        ("step_00005", "; nearest: step_000005"),
+        ("newst", "; nearest: newest"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(which: str, text: str, tmp_path: Path) -> None:
+    folder = open_storage(str(tmp_path))
+    for step in (5, 10, 15, 20):
+        put(folder, step)
+    (folder / "step_000010" / "rank_00000.safetensors").delete()
+    (folder / "step_000015" / archive.MANIFEST).delete()
+    with pytest.raises(StorageError) as refused:
+        archive.chosen(folder, which, "accuracy", "max")
+    assert text.format(folder.path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_where_nothing_is_whole_each_is_said_why(tmp_path: Path) -> None:
+    folder = open_storage(str(tmp_path))
+    with pytest.raises(StorageError, match=rf"^no whole checkpoint in {tmp_path}$"):
+        archive.chosen(folder, "newest", "reward", "max")
+    put(folder, 5)
+    (folder / "step_000005" / archive.MANIFEST).delete()
+    with pytest.raises(StorageError, match=rf"^no whole checkpoint in {tmp_path} \(step_000005: no manifest\.json: "):
+        archive.chosen(folder, "newest", "reward", "max")

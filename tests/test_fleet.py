@@ -1,0 +1,134 @@
+"""Engines that die while all ranks use them: others take over, the dead come back, the completions are the same."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from test_rollout import PROMPTS, SAMPLING, drawn_by, versions
+
+from rlx import model
+from rlx.fleet import Fleet
+from rlx.rollout.pool import RolloutError, Rollouts
+from rlx.types import Completion, Weight, WeightSyncError
+
+LONG = replace(SAMPLING, temperature=2.0, max_tokens=120)
+SAMPLES = 40
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def weights(tiny_model: Path) -> list[Weight]:
+    """The tiny model's, good for the engine that ties its embeddings and for the one that does not."""
+    tied = model.engine_weights(model.load_policy(str(tiny_model), head=None))
+    (embedding,) = (weight for weight in tied if weight.name == "model.embed_tokens.weight")
+    return [*tied, replace(embedding, name="lm_head.weight")]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def fleet_of(engines: tuple[Any, ...], said: list[str], retries: int = 1) -> Fleet:
+    return Fleet(Rollouts(engines, seed=0, timeout_s=120), 0, 1, torch.float32, retries, said.append)
+
+
+def process(engine: Any) -> int:
+    return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
+
+
+def killed_soon(engine: Any, seconds: float = 0.3) -> None:
+    threading.Timer(seconds, os.kill, (process(engine), signal.SIGKILL)).start()
+
+
+def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
+    engines: tuple[Any, Any], weights: list[Weight], said: list[str]
+) -> None:
+    version, fleet = next(versions), fleet_of(engines, said)
+
+    def send_weights() -> None:
+        raise AssertionError("one engine was left")
+
+    fleet.push(weights, version, 120, starting=True)
+    expected = fleet.generate(PROMPTS, LONG, SAMPLES, version, send_weights)
+    killed_soon(engines[0])
+    started = time.monotonic()
+    assert fleet.generate(PROMPTS, LONG, SAMPLES, version, send_weights) == expected
+    assert list(fleet.rollouts.lost) == [0], f"drawn in {time.monotonic() - started:.1f} s, before it was killed"
+    assert said == ["engine 0 died: its process ended - others take over until it is back"]
+    # Weights go to the other one while it is away, and to both once it is back.
+    fleet.push(weights, version + 1, 120)
+    while 0 in fleet.rollouts.lost:
+        fleet.push(weights, version + 1, 120)
+        assert time.monotonic() < started + 120
+    assert said[1:] == ["engine 0 is back"]
+    own = Rollouts([engines[0]], seed=0)
+    assert drawn_by(own, PROMPTS, LONG, SAMPLES, version + 1) == fleet.generate(
+        PROMPTS, LONG, SAMPLES, version + 1, send_weights
+    )
+
+
+@pytest.mark.slow
+def test_when_all_engines_die_they_are_waited_for_and_the_completions_are_the_same(
+    engines: tuple[Any, Any], weights: list[Weight], said: list[str]
+) -> None:
+    version, fleet = next(versions), fleet_of(engines, said)
+
+    def send_weights() -> None:
+        fleet.push(weights, version, 120, starting=True)
+
+    send_weights()
+    expected = fleet.generate(PROMPTS, LONG, SAMPLES, version, send_weights)
+    for engine in engines:
+        killed_soon(engine)
+    assert fleet.generate(PROMPTS, LONG, SAMPLES, version, send_weights) == expected
+    assert sorted(said[:2]) == [
+        f"engine {i} died: its process ended - others take over until it is back" for i in range(2)
+    ]
+    assert sorted(said[2:]) == ["engine 0 is back", "engine 1 is back"]
+
+
+class Hopeless(Rollouts):
+    """Engines of which none ever answers."""
+
+    def draw(self, *_: Any) -> list[list[Completion] | None]:
+        self.lost = {0: "engine 0 died: out of memory"}
+        return [None]
+
+
+def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -> None:
+    sent: list[int] = []
+    fleet = Fleet(Hopeless([None], seed=0), 0, 1, torch.float32, 2, said.append)
+    with pytest.raises(RolloutError, match=r"all engines failed, 3 times in a row, at step 7: .*out of memory"):
+        fleet.generate(PROMPTS[:1], SAMPLING, 1, 7, lambda: sent.append(1))
+    assert len(sent) == 2
+
+
+def test_a_push_that_reaches_no_engine_names_each(weights: list[Weight], said: list[str]) -> None:
+    @ray.remote
+    class Broken:
+        def start_update(self, *_: Any) -> None:
+            raise RuntimeError("no memory left")
+
+    broken = [Broken.remote(), Broken.remote()]
+    fleet = fleet_of(tuple(broken), said)
+    with pytest.raises(WeightSyncError, match=r"engine 0 failed: .*no memory left.*; .*engine 1 failed: .*no memory"):
+        fleet.push(weights[:1], 1, 20, starting=True)
+    for engine in broken:
+        ray.kill(engine)

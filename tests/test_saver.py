@@ -1,0 +1,362 @@
+"""Checkpoints written beside training on one and two ranks, to a folder and to S3, and what becomes of failures."""
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3
+import torch
+import torch.distributed as dist
+from conftest import OnRanks
+
+import rlx.saver
+from rlx import archive
+from rlx.archive import Manifest
+from rlx.checkpoint import Parts, Shard
+from rlx.saver import Retention, Saver
+from rlx.storage import StorageError, open_storage, patiently
+
+Where = tuple[str, dict[str, str]]
+"""a storage's address, and the environment that it needs"""
+
+
+@pytest.fixture(params=["folder", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
+    if request.param == "folder":
+        return str(tmp_path / "run"), {}
+    return request.getfixturevalue("bucket"), s3.environment(request.getfixturevalue("s3_server"))
+
+
+def manifest(step: int, reward: float = 0.0) -> Manifest:
+    return Manifest(
+        rlx="0", step=step, ranks=dist.get_world_size(), metrics={"reward": reward}, tokens=0, kl={}, scores={},
+        cursor={}, evaluation={}, mlflow_run_id=None, config={}, files={},
+    )  # fmt: skip
+
+
+def shards(step: int, size: int = 1000) -> dict[str, Shard]:
+    """This rank's rows of a tensor that says which step it is of."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return {"x": Shard(torch.full((1, size), float(step)), (rank, 0), (ranks, size))}
+
+
+def saver(where: Where, retention: Retention = Retention()) -> Saver:  # noqa: B008 - it is frozen
+    os.environ.update(where[1])
+    return Saver(open_storage(where[0]), retention)
+
+
+def saved(one: Saver, step: int, reward: float = 0.0, size: int = 1000) -> str:
+    """Saves a checkpoint; the name of what has become whole by then."""
+    one.save(shards(step, size), manifest(step, reward))
+    one.wait()
+    news = one.news()
+    assert news and one.news() is None  # each is news once
+    return news.place.name
+
+
+def content(one: Saver, found: archive.Entry | None) -> tuple[str, float, int] | None:
+    """A checkpoint's name, the number that fills it and how many there are of it."""
+    if not found:
+        return None
+    assert found.manifest
+    with Parts([found.place / name for name in found.manifest.files]) as parts:
+        x = parts.whole("x")
+    assert x.eq(x[0, 0]).all()
+    return found.name, float(x[0, 0]), x.numel()
+
+
+class Hasty:
+    """Within it what fails is tried again at once; `waits` has how long it would have been waited."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def __enter__(self) -> "Hasty":
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(rlx.saver, "patiently", functools.partial(patiently, wait=self.waits.append))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(StorageError) as refused:
+        call()
+    return str(refused.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save_two(rank: int, ranks: int, where: Where) -> dict[str, Any]:
+    one = saver(where)
+    assert one.news() is None and one.newest(print) is None
+    first, second = saved(one, 1), saved(one, 2)
+    one.save(shards(3), manifest(3))
+    one.save(shards(4), manifest(4))  # waits for the one before
+    one.wait()
+    news = one.news()
+    assert news and 0 < news.seconds < 60
+    names = [first, second, news.place.name]
+    return {"names": names, "newest": content(one, one.newest(print)), "entries": entries(one)}
+
+
+def entries(one: Saver) -> list[tuple[str, list[str]]]:
+    return [(entry.name, entry.place.names()) for entry in archive.entries(one.folder)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_saved_is_whole_and_news_on_all_ranks(ranks: int, on_ranks: OnRanks, where: Where) -> None:
+    results = on_ranks(ranks, save_two, where)
+    files = ["manifest.json", *(f"rank_{rank:05d}.safetensors" for rank in range(ranks))]
+    assert (
+        results
+        == [
+            {
+                "names": ["step_000001", "step_000002", "step_000004"],
+                "newest": ("step_000004", 4.0, 1000 * ranks),
+                "entries": [(f"step_{step:06d}", files) for step in (1, 2, 3, 4)],
+            }
+        ]
+        * ranks
+    )
+
+
+def save_beside(rank: int, ranks: int, where: Where) -> tuple[bool, bool]:
+    """Whether saving returns before what is written is whole, and news come without waiting."""
+    one = saver(where)
+    started = time.monotonic()
+    one.save(shards(1, 2_000_000), manifest(1))
+    soon = time.monotonic() - started < 1.0 and one.news() is None
+    deadline = time.monotonic() + 30
+    while not (news := one.news()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return soon, news is not None
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    on_ranks: OnRanks, s3_server: str, s3_faults: tuple[str, s3.Proxy]
+) -> None:
+    address, proxy = s3_faults
+    proxy.fail("slow", methods=["PUT"], times=4, seconds=1.0)
+    assert on_ranks(1, save_beside, (address, s3.environment(s3_server))) == [(True, True)]
+
+
+def save_rated(rank: int, ranks: int, where: Where) -> list[list[str]]:
+    """Which are left after each; a fresh Saver on the same folder goes on after the third."""
+    left, rewards = [], [0.1, 0.9, 0.2, 0.3, 0.4]
+    for start in (0, 3):
+        one = saver(where, Retention(keep=1, best_by="reward", best_mode="max"))
+        for step in range(start + 1, min(start + 3, len(rewards)) + 1):
+            saved(one, step, rewards[step - 1])
+            dist.barrier()
+            left.append(one.folder.names())
+            dist.barrier()
+    return left
+
+
+def test_the_newest_and_the_best_stay_also_after_a_resume(on_ranks: OnRanks, where: Where) -> None:
+    kept = [[1], [2], [2, 3], [2, 4], [2, 5]]
+    expected = [[archive.folder_name(step) for step in steps] for steps in kept]
+    assert on_ranks(2, save_rated, where) == [expected] * 2
+
+
+def find(rank: int, ranks: int, where: Where) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    one = saver(where)
+    return content(one, one.newest(said.append)), said
+
+
+def save_many(rank: int, ranks: int, where: Where, steps: int) -> None:
+    one = saver(where)
+    for step in range(1, steps + 1):
+        saved(one, step)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_damaged_is_named_and_passed_over_for_good(ranks: int, on_ranks: OnRanks, where: Where) -> None:
+    on_ranks(2, save_many, where, 5)
+    folder = open_storage(where[0])
+    shard = "rank_00001.safetensors"
+    for step, damage in ((3, "flip"), (4, "cut"), (5, "gone")):
+        file = folder / archive.folder_name(step) / shard
+        with folder.filesystem.open_input_stream(file.path) as stream:
+            whole = stream.read()
+        file.delete()
+        if damage != "gone":
+            changed = whole[:-1] if damage == "cut" else whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+            with folder.filesystem.open_output_stream(file.path) as stream:
+                stream.write(changed)
+    (first, said), *others = on_ranks(ranks, find, where)
+    assert first == ("step_000002", 2.0, 2000)
+    assert others == [(first, [])] * (ranks - 1)  # one rank says it
+    assert len(said) == 3
+    for line, step, why in zip(said, (5, 4, 3), ("is missing", "bytes, not", "its checksum differs"), strict=True):
+        assert f"step_00000{step}" in line and shard in line and why in line and "\n" not in line
+    assert on_ranks(ranks, find, where) == [(first, [])] * ranks
+    assert [one.name for one in archive.whole(folder)] == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("content", ["unfinished", "damaged"])
+def test_where_nothing_is_whole_there_is_no_newest(content: str, on_ranks: OnRanks, where: Where) -> None:
+    on_ranks(1, save_many, where, 2)
+    folder = open_storage(where[0])
+    for one in archive.entries(folder):
+        if content == "unfinished":
+            (one.place / archive.MANIFEST).delete()
+        else:
+            (one.place / archive.MANIFEST).write_text("no manifest")
+    ((found, said),) = on_ranks(1, find, where)
+    assert found is None
+    # What was never finished is no news: a kill leaves it.
+    assert len(said) == (0 if content == "unfinished" else 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures
+
+
+def save_until_broken(rank: int, ranks: int, where: Where) -> tuple[str, list[float], list[tuple[str, list[str]]]]:
+    """The third save finds a file where its folder should be."""
+    one = saver(where)
+    for step in (1, 2):
+        saved(one, step)
+    if rank == 0:
+        Path(where[0], "step_000003").write_text("in the way")
+    dist.barrier()
+    with Hasty() as hasty:
+        one.save(shards(3), manifest(3))
+        text = refusal(one.wait)
+    dist.barrier()
+    assert one.news() is None
+    saved(one, 4)  # it goes on if the storage does
+    return text, hasty.waits, entries(one)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_write_that_fails_for_good_is_raised_on_all_ranks(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    results = on_ranks(ranks, save_until_broken, (str(tmp_path), {}))
+    files = ["manifest.json", *(f"rank_{rank:05d}.safetensors" for rank in range(ranks))]
+    for text, waits, left in results:
+        assert text.startswith(f"writing checkpoint step_000003 to {tmp_path} failed 6 times: ")
+        assert text.endswith("; the newest whole one is step_000002") and "\n" not in text
+        assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
+        assert left == [(f"step_00000{step}", files) for step in (1, 2, 4)]
+
+
+def fill_disk(rank: int, ranks: int, where: Where) -> tuple[str, list[tuple[str, list[str]]], Any]:
+    """A checkpoint that fits, then one that does not."""
+    one = saver(where)
+    saved(one, 1)
+    with Hasty():
+        one.save(shards(2, 1_000_000), manifest(2))
+        text = refusal(one.wait)
+    dist.barrier()
+    return text, entries(one), content(one, one.newest(print))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_costs_no_earlier_checkpoint_and_leaves_no_half_one(
+    ranks: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    with s3.small_disk(tmp_path / "disk", "2m") as disk:
+        results = on_ranks(ranks, fill_disk, (str(disk / "run"), {}))
+        assert sorted(path.name for path in (disk / "run").iterdir()) == ["step_000001"]
+    files = ["manifest.json", *(f"rank_{rank:05d}.safetensors" for rank in range(ranks))]
+    for text, left, newest in results:
+        assert "writing checkpoint step_000002" in text and "No space left on device" in text
+        assert text.endswith("; the newest whole one is step_000001") and "\n" not in text
+        assert left == [("step_000001", files)]
+        assert newest == ("step_000001", 1.0, 1000 * ranks)
+
+
+def break_one_rank(rank: int, ranks: int, where: Where) -> str:
+    """The last rank alone cannot write."""
+    one = saver(where)
+    if rank == ranks - 1:
+        Path(where[0], "step_000001", f"rank_{rank:05d}.safetensors").mkdir(parents=True)
+    dist.barrier()
+    with Hasty():
+        one.save(shards(1), manifest(1))
+        return refusal(one.wait)
+
+
+def test_the_failure_of_one_rank_is_raised_on_all(on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, second = on_ranks(2, break_one_rank, (str(tmp_path), {}))
+    assert first == second
+    assert "rank_00001.safetensors" in first and first.endswith("; there is none before it")
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_hastily(rank: int, ranks: int, where: Where) -> list[float]:
+    one = saver(where)
+    with Hasty() as hasty:
+        saved(one, 1, size=2_000_000)
+    return hasty.waits
+
+
+@pytest.fixture
+def impatient(s3_faults: tuple[str, s3.Proxy], s3_server: str) -> Iterator[tuple[Where, s3.Proxy]]:
+    """A failing S3, and nothing but the saver itself to try again."""
+    address, proxy = s3_faults
+    open_storage(address)
+    yield (address, s3.environment(s3_server)), proxy
+
+
+def test_a_storage_that_fails_for_a_while_delays_a_checkpoint_and_no_more(
+    on_ranks: OnRanks, impatient: tuple[Where, s3.Proxy]
+) -> None:
+    where, proxy = impatient
+    proxy.fail("500", methods=["PUT"], times=2)
+    on_ranks(1, save_hastily, where)
+    assert len(proxy.failed) == 2
+    proxy.fail("403", methods=["POST"], times=1)  # S3's client itself does not try this again
+    ((waits),) = on_ranks(1, save_hastily, where)
+    assert waits == [1.0]
+    assert on_ranks(1, find, where) == [(("step_000001", 1.0, 2_000_000), [])]
+
+
+def fail_remotely(rank: int, ranks: int, where: Where) -> tuple[str, list[float]]:
+    one = saver(where)
+    with Hasty() as hasty:
+        one.save(shards(2), manifest(2))
+        return refusal(one.wait), hasty.waits
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_storage_that_fails_for_good_is_said_and_costs_nothing(
+    ranks: int, on_ranks: OnRanks, impatient: tuple[Where, s3.Proxy]
+) -> None:
+    where, proxy = impatient
+    on_ranks(ranks, save_many, where, 1)
+    proxy.fail("403", methods=["POST"])
+    for text, waits in on_ranks(ranks, fail_remotely, where):
+        assert "the key is not known there: check AWS_ACCESS_KEY_ID" in text
+        assert text.endswith("; the newest whole one is step_000001") or "before it are as they were" in text
+        assert waits == [1.0, 2.0, 4.0, 8.0, 16.0] and "\n" not in text
+        assert s3.KEY not in text and s3.SECRET not in text
+    proxy.heal()
+    assert on_ranks(ranks, find, where) == [(("step_000001", 1.0, 1000 * ranks), [])] * ranks
+
+
+def find_refused(rank: int, ranks: int, where: Where) -> str:
+    one = saver(where)
+    dist.barrier()
+    if rank == 0:
+        Path(where[0]).rename(f"{where[0]}-gone")
+        Path(where[0]).write_text("no folder")
+    dist.barrier()
+    with Hasty():
+        return refusal(lambda: one.newest(print))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_storage_that_cannot_be_read_is_an_error_on_all_ranks(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(1, save_many, (str(tmp_path / "run"), {}), 1)
+    results = on_ranks(ranks, find_refused, (str(tmp_path / "run"), {}))
+    assert all(text and "\n" not in text for text in results)
