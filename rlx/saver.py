@@ -90,7 +90,7 @@ class Saver:
         """
         what = f"reading the checkpoints in {self.folder.path}"
         for found in reversed(self._done_by_first(partial(archive.entries, self.folder), what)):
-            damage = found.problem and f"checkpoint {found.name}: {found.problem}" or self._damage(found)
+            damage = (found.problem and f"checkpoint {found.name}: {found.problem}") or self._damage(found)
             if not damage:
                 return found
             if not archive.is_unfinished(found):

@@ -181,7 +181,7 @@ def test_an_address_on_s3_that_is_none_says_why(change: tuple[str, str], advice:
     address = bucket.replace(*change)
     with pytest.raises(StorageError) as refused:
         open_storage(address)
-    assert str(refused.value).startswith(f"storage {address}: {advice}")
+    assert str(refused.value).startswith(f"storage {address.partition('?')[0]}: {advice}")
     assert "\n" not in str(refused.value)
 
 
@@ -418,7 +418,7 @@ def test_a_default_stands_in_for_what_the_environment_lacks(
     [
         ("address: a\nadress: b\n", "unknown key adress"),
         ("region: a\n", "no address in it"),
-        ("address: [a\n", "while parsing a flow sequence"),
+        ("address: [a\n", "no valid YAML: while parsing a flow sequence"),
         ("", ""),
         ("5\n", ""),
         ("- address\n", ""),
