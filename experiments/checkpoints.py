@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rlx import listing
 from rlx.command_line import exit_code
 from rlx.config import RunConfig
+from rlx.storage import resolved
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def show_runs(storage: str) -> int:
     """Prints a row per run."""
     found = listing.runs(storage)
     if not found:
-        print(f"no runs in {listing.resolved(storage)} yet: python experiments/ppo.py makes one")
+        print(f"no runs in {resolved(storage)} yet: python experiments/ppo.py makes one")
         return 0
     print(listing.runs_table(found, _width()))
     print("\ncheckpoints of one of them: python experiments/checkpoints.py RUN")

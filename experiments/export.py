@@ -59,11 +59,11 @@ def write(args: argparse.Namespace) -> int:
 
 
 def which(run: str, step: str | None) -> str:
-    """RUN and --checkpoint as one; ConfigError if RUN names a checkpoint itself."""
+    """RUN and --checkpoint as one; ConfigError if RUN names a checkpoint itself, or is a URI, which has to."""
     if step is None:
         return run
     if "@" in run or "://" in run or archive.is_checkpoint_name(Path(run).name):
-        raise ConfigError(f"--checkpoint {step} goes with a run's name or folder, and {run} names a checkpoint itself")
+        raise ConfigError(f"--checkpoint {step} goes with a run's name or folder: {run} names a checkpoint, or has to")
     return f"{run}@{step}"
 
 

@@ -1,7 +1,7 @@
 """A checkpoint's policy as a Hugging Face folder that transformers and vLLM load, or its adapters as one for peft.
 
-The tensors are read straight from the checkpoint's files into a model on the CPU: no cluster, no process group. What has
-been written is loaded afresh and compared with the trainer's model before the folder gets its name. Critics, value
+The tensors are read straight from the checkpoint's files into a model on the CPU: no cluster, no process group. What
+has been written is loaded afresh and compared with the trainer's model before the folder gets its name. Critics, value
 heads and optimizers are left out.
 """
 

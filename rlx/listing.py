@@ -110,7 +110,7 @@ def runs_table(found: Sequence[Run], width: int | None = None) -> str:
 
 
 def checkpoints_table(run: Run, width: int | None = None) -> str:
-    """One row per checkpoint: step, when it was written, size, ranks, metrics, whether it is whole, or what is wrong."""
+    """One row per checkpoint: step, when written, size, ranks, metrics, and whether it is whole or what is wrong."""
     watched = tuple(dict.fromkeys([*WATCHED, run.best_by]))
     shown = [name for name in watched if any(one.metric(name) is not None for one in run.whole)]
     rows = []
@@ -120,7 +120,7 @@ def checkpoints_table(run: Run, width: int | None = None) -> str:
         row = {"step": str(entry.step), "written": _when(one.written), "size": size(one.bytes)}
         row["ranks"] = str(manifest.ranks) if manifest else "-"
         row |= {name: _number(entry.metric(name)) for name in shown}
-        rows.append(row | {"state": entry.problem or "whole", "": ", ".join(marks)})
+        rows.append(row | {"state": entry.problem or "whole", "which": ", ".join(marks)})
     return _table(rows, width)
 
 
@@ -180,9 +180,11 @@ def _described(entry: Entry) -> Checkpoint:
 
 
 def _from_here(address: str) -> str:
-    """An address as it is shortest to type: a folder below the working directory by its relative path."""
-    path = Path(address)
-    return str(path.relative_to(Path.cwd())) if "://" not in address and path.is_relative_to(Path.cwd()) else address
+    """An address as it is shortest to type: a folder below the working directory by its relative path, unless that
+    would look like a run's name."""
+    path, here = Path(address), Path.cwd()
+    near = "://" not in address and path.is_relative_to(here) and path.parent != here
+    return str(path.relative_to(here)) if near else address
 
 
 def _not_whole(run: Run) -> str:
@@ -209,7 +211,7 @@ def _table(rows: Sequence[dict[str, Any]], width: int | None) -> str:
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     for name in columns:
         number = name in _NUMBERS or "/" in name
-        shown.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=name != "state")
+        shown.add_column(name, justify="right" if number else "left", overflow="fold")
     for row in rows:
         shown.add_row(*(row[name] for name in columns))
     stream = io.StringIO()

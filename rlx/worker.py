@@ -36,6 +36,7 @@ from rlx import (
     report,
     reward_model,
     rewards,
+    roles,
     tasks,
 )
 from rlx.archive import Entry, Manifest
@@ -367,7 +368,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     context = ray.train.get_context()
     rank, ranks = context.get_world_rank(), context.get_world_size()
     device = ray.train.torch.get_device()
-    trained, reference = _models(config, setup["model"], init_device_mesh(device.type, (ranks,)))
+    trained, reference = roles.models(config, setup["model"], init_device_mesh(device.type, (ranks,)))
     tokenizer = data.load_tokenizer(setup["model"], config.model.trust_remote_code)
     held_out = data.read_shard("held_out")
     uri, run_id = setup["tracking"]
@@ -379,8 +380,8 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         rank=rank,
         ranks=ranks,
         trained=trained,
-        average=_average(config, trained["policy"].model),
-        rates=_learning_rates(config, trained),
+        average=roles.average(config, trained["policy"].model),
+        rates=roles.learning_rates(config, trained),
         copy=reference,
         prompts=data.PromptStream(data.read_shard("train"), config.seed, rank, ranks),
         supervised=data.PromptStream(data.read_shard("ptx"), config.seed, rank, ranks) if source.ptx_source else None,
@@ -427,53 +428,3 @@ def _remote_scorers(config: RunConfig, models: Sequence[Any], rank: int) -> dict
     if settings.url:
         remote["url"] = remote_reward.RemoteReward.from_config(settings)
     return remote
-
-
-def _average(config: RunConfig, policy: Any) -> dict[str, Tensor]:
-    if config.train.ema_decay is None:
-        return {}
-    return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
-
-
-def _models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:
-    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the mesh."""
-    chosen, dtype = config.model, getattr(torch, config.model.dtype)
-    trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
-    adapters = None
-    if chosen.lora_rank:
-        adapters = model.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, seed)
-    own = head if config.critic == "head" else None
-    parts: dict[str, Any] = {
-        "policy": model.load_policy(path, head=own, seed=seed, adapters=adapters, trust_remote_code=trust)
-    }
-    if config.critic == "separate":
-        parts["critic"] = model.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
-    trained = {}
-    for name, part in parts.items():
-        if config.train.gradient_checkpointing:
-            model.checkpoint_gradients(part)
-        sharded = model.shard(part, mesh, dtype)
-        trained[name] = Trained(sharded, _optimizer(config, sharded))
-    if config.reference != "copy":
-        return trained, None
-    return trained, model.shard(model.load_reference(path, trust_remote_code=trust), mesh, dtype)
-
-
-def _optimizer(config: RunConfig, part: Any) -> torch.optim.Optimizer:
-    """AdamW over what is trained; a value head is a group of its own."""
-    named = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
-    head = [p for name, p in named if name.startswith("value_head.")]
-    body = [p for name, p in named if not name.startswith("value_head.")]
-    return torch.optim.AdamW(
-        [{"params": group} for group in (body, head) if group],
-        betas=config.train.adam_betas,
-        weight_decay=config.train.weight_decay,
-        fused=True,
-    )
-
-
-def _learning_rates(config: RunConfig, trained: Mapping[str, Trained]) -> dict[str, list[float]]:
-    """Of each model's parameter groups: the body, then a value head, which learns at the critic's."""
-    body = {"policy": config.train.actor_lr, "critic": config.train.critic_lr}
-    heads = {name: len(part.optimizer.param_groups) - 1 for name, part in trained.items()}
-    return {name: [body[name]] + [config.train.critic_lr] * heads[name] for name in trained}

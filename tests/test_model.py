@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rlx import config, data, experience, model, train_loop, update, worker
+from rlx import config, data, experience, model, roles, train_loop, update, worker
 from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
@@ -295,7 +295,7 @@ def run_of(path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_to
         "algorithm": {"kl_coef": 0.1},
     }
     settings = config.from_tree(config.with_overrides(tree, way))
-    trained, reference = worker._models(settings, path, init_device_mesh("cpu", (ranks,)))
+    trained, reference = roles.models(settings, path, init_device_mesh("cpu", (ranks,)))
     trained = {name: Trained(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
     nothing: Any = None
     return worker.Run(
@@ -305,17 +305,19 @@ def run_of(path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_to
         ranks=ranks,
         trained=trained,
         rates={name: [0.1] for name in trained},
-        average=worker._average(settings, trained["policy"].model),
+        average=roles.average(settings, trained["policy"].model),
         copy=reference,
         prompts=nothing,
         supervised=data.PromptStream(ANSWERS, 0, rank, ranks) if settings.data.ptx_source else None,
         held_out=[],
-        rollouts=nothing,
+        fleet=nothing,
         sampling=Sampling(0.7, 1.0, -1, 12, ()),
         tokenizer=data.load_tokenizer(path),
         scorers={},
         held_out_scorers={},
         tracker=nothing,
+        saver=nothing,
+        box="",
         kl=AdaptiveKL(settings.algorithm.kl_coef, None, 1.0),
         scores=RunningScores(),
     )
@@ -388,7 +390,7 @@ def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     found = {"before": weight.full_tensor().detach().clone()}
     weight.grad = torch.ones_like(weight)
     pushed: list[Tensor] = []
-    run.push = lambda version, timeout_s: pushed.append(weight.full_tensor().detach().clone())  # type: ignore[method-assign]
+    run.push = lambda timeout_s=None: pushed.append(weight.full_tensor().detach().clone())  # type: ignore[method-assign]
     for trained in run.trained.values():
         for parameter in trained.model.parameters():
             parameter.grad = torch.ones_like(parameter)

@@ -1,0 +1,67 @@
+"""The models of a run as its config asks for them: policy, critic and reference, sharded, with their optimizers.
+
+What they compute is model's; what becomes of them from step to step is worker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlx import model
+from rlx.checkpoint import Trained
+from rlx.config import RunConfig
+
+
+def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:
+    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the mesh."""
+    chosen, dtype = config.model, getattr(torch, config.model.dtype)
+    trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
+    adapters = None
+    if chosen.lora_rank:
+        adapters = model.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, seed)
+    own = head if config.critic == "head" else None
+    parts: dict[str, Any] = {
+        "policy": model.load_policy(path, head=own, seed=seed, adapters=adapters, trust_remote_code=trust)
+    }
+    if config.critic == "separate":
+        parts["critic"] = model.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
+    trained = {}
+    for name, part in parts.items():
+        if config.train.gradient_checkpointing:
+            model.checkpoint_gradients(part)
+        sharded = model.shard(part, mesh, dtype)
+        trained[name] = Trained(sharded, _optimizer(config, sharded))
+    if config.reference != "copy":
+        return trained, None
+    return trained, model.shard(model.load_reference(path, trust_remote_code=trust), mesh, dtype)
+
+
+def average(config: RunConfig, policy: Any) -> dict[str, Tensor]:
+    """The average of the policy's trained weights at the start, by name; empty if the config asks for none."""
+    if config.train.ema_decay is None:
+        return {}
+    return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def _optimizer(config: RunConfig, part: Any) -> torch.optim.Optimizer:
+    """AdamW over what is trained; a value head is a group of its own."""
+    named = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+    head = [p for name, p in named if name.startswith("value_head.")]
+    body = [p for name, p in named if not name.startswith("value_head.")]
+    return torch.optim.AdamW(
+        [{"params": group} for group in (body, head) if group],
+        betas=config.train.adam_betas,
+        weight_decay=config.train.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rates(config: RunConfig, trained: Mapping[str, Trained]) -> dict[str, list[float]]:
+    """Of each model's parameter groups: the body, then a value head, which learns at the critic's."""
+    body = {"policy": config.train.actor_lr, "critic": config.train.critic_lr}
+    heads = {name: len(part.optimizer.param_groups) - 1 for name, part in trained.items()}
+    return {name: [body[name]] + [config.train.critic_lr] * heads[name] for name in trained}

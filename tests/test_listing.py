@@ -1,0 +1,241 @@
+"""Runs and their checkpoints as a person sees them: figures, what is wrong with them, and commands that work."""
+
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlx import __version__, archive, listing, run_folder
+from rlx.archive import Manifest
+from rlx.config import RunConfig, from_tree
+from rlx.storage import open_storage
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def make_run(storage: str, name: str, *names: str, **settings: Any) -> RunConfig:
+    """A run's folder as a run leaves it, without checkpoints."""
+    folder = open_storage(storage)
+    for part in names or ("runs", name):
+        folder = folder / part
+    config = from_tree({"name": name, "train": {"steps": 40}} | settings)
+    (folder / "run.json").write_text('{"mlflow_run": "0"}')
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return config
+
+
+def put(storage: str, name: str, step: int, ranks: int = 2, **metrics: float) -> Path:
+    """A checkpoint of 1000 bytes per rank."""
+    place = open_storage(storage) / "runs" / name / archive.folder_name(step)
+    for rank in range(ranks):
+        (place / f"rank_{rank:05d}.safetensors").write_text(f"{rank}" * 1000)
+    files = {file: archive.record(place / file) for file in place.names()}
+    known = {key.replace("__", "/"): value for key, value in metrics.items()}
+    manifest = Manifest(
+        rlx=__version__, step=step, ranks=ranks, metrics=known, tokens=0, kl={}, scores={}, cursor={}, evaluation={},
+        mlflow_run_id=None, config=RunConfig().model_dump(mode="json"), files=files,
+    )  # fmt: skip
+    archive.commit(place, manifest)
+    return Path(place.path)
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One with a run of four checkpoints: two whole, an unfinished and a damaged one."""
+    monkeypatch.chdir(tmp_path)
+    make_run("kept", "try1")
+    put("kept", "try1", 10, ranks=1, reward__mean=0.25, eval__accuracy=0.75, kl__ref=0.00123456)
+    put("kept", "try1", 20, reward__mean=0.5, eval__accuracy=0.5)
+    (put("kept", "try1", 30) / "rank_00001.safetensors").write_text("cut")
+    (put("kept", "try1", 35) / "manifest.json").unlink()
+    return "kept"
+
+
+Shown = Callable[..., str]
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
+    """What the script prints."""
+
+    def run(*words: str, code: int = 0) -> str:
+        assert runpy.run_path(str(ROOT / "experiments" / "checkpoints.py"))["main"](words) == code
+        out, err = capsys.readouterr()
+        assert not (err if code == 0 else out)
+        return err if code else out
+
+    return run
+
+
+def cells(text: str) -> list[dict[str, str]]:
+    """The rows of a Markdown table in a text."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    head, rule, *rows = [[cell.strip() for cell in line] for line in lines]
+    assert all(re.fullmatch(":?-+:?", cell) for cell in rule)
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_a_runs_checkpoints(storage: str, shown: Shown) -> None:
+    when = time.mktime((2026, 3, 4, 5, 6, 7, 0, 0, -1))
+    os.utime(Path(storage, "runs/try1/step_000010/manifest.json"), (when, when))
+    text = shown("try1", "--storage", storage)
+    assert text.startswith("run try1: 20 of 40 steps done\n\n")
+    first, second, third, fourth = cells(text)
+    assert first == {
+        "step": "10",
+        "written": "2026-03-04 05:06",
+        "size": first["size"],
+        "ranks": "1",
+        "reward/mean": "0.25",
+        "eval/accuracy": "0.75",
+        "kl/ref": "0.001235",
+        "state": "whole",
+        "which": "best",
+    }
+    assert (second["step"], second["ranks"], second["kl/ref"], second["which"]) == ("20", "2", "-", "newest")
+    assert third["state"] == "rank_00001.safetensors has 3 bytes, not 1000"
+    assert fourth["state"] == "no manifest.json: it was never finished"
+    assert (fourth["written"], fourth["size"], fourth["ranks"]) == ("-", "2.0 KiB", "-")
+    assert [row["which"] for row in (third, fourth)] == ["", ""]
+    folder = Path(storage, "runs/try1/step_000020")
+    assert second["size"] == listing.size(sum(file.stat().st_size for file in folder.iterdir()))
+
+
+def commands(text: str) -> list[list[str]]:
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("python ")]
+
+
+def test_commands_go_on_from_a_run(storage: str, shown: Shown) -> None:
+    text = shown("try1", "--storage", storage)
+    assert f"\nin {Path.cwd()}/kept/runs/try1\n" in text
+    assert commands(text) == [
+        ["python", "experiments/ppo.py", "--resume", "try1", "--storage", "kept"],
+        ["python", "experiments/ppo.py", "--from", "try1@best", "--storage", "kept"],
+        ["python", "experiments/export.py", "try1", "--checkpoint", "best", "--storage", "kept"],
+    ]
+    assert run_folder.checkpoint_of("try1@best", "kept")[1].step == 10
+
+
+def test_the_usual_storage_need_not_be_named(storage: str, shown: Shown) -> None:
+    Path(storage).rename("storage")
+    assert commands(shown("try1"))[1:] == [
+        ["python", "experiments/ppo.py", "--from", "try1@best"],
+        ["python", "experiments/export.py", "try1", "--checkpoint", "best"],
+    ]
+
+
+def test_a_finished_run_goes_on_with_more_steps(storage: str, shown: Shown) -> None:
+    Path(storage, "runs/try1/result.json").write_text(json.dumps({"step": 40}))
+    text = shown("try1", "--storage", storage)
+    assert text.startswith("run try1: 40 of 40 steps done\n")
+    assert commands(text)[0][2:6] == ["--resume", "try1", "--train.steps", "80"]
+
+
+def test_a_run_by_its_folder(storage: str, shown: Shown) -> None:
+    """A trial of a sweep, too: it cannot be resumed by itself."""
+    make_run(storage, "s.trial_00000", "sweeps", "s", "runs", "trial_00000")
+    Path(storage, "runs/try1/step_000010").rename(Path(storage, "sweeps/s/runs/trial_00000/step_000010"))
+    text = shown(f"{storage}/sweeps/s/runs/trial_00000")
+    assert commands(text) == [
+        ["python", "experiments/ppo.py", "--from", "kept/sweeps/s/runs/trial_00000@best"],
+        ["python", "experiments/export.py", "kept/sweeps/s/runs/trial_00000", "--checkpoint", "best"],
+    ]
+    assert run_folder.checkpoint_of("kept/sweeps/s/runs/trial_00000@best", "storage")[1].step == 10
+
+
+def test_without_a_best_there_is_a_newest(storage: str, shown: Shown) -> None:
+    make_run(storage, "plain")
+    put(storage, "plain", 5, reward__mean=0.5)
+    text = shown("plain", "--storage", storage)
+    assert [(row["which"], "eval/accuracy" in row) for row in cells(text)] == [("newest", False)]
+    assert commands(text)[1][3] == "plain@newest"
+
+
+def test_the_best_is_by_what_the_run_says(storage: str, shown: Shown) -> None:
+    make_run(storage, "other", checkpoint={"best_by": "eval/length", "best_mode": "min"})
+    for step, length in ((1, 3.0), (2, 2.0), (3, 4.0)):
+        put(storage, "other", step, eval__length=length, eval__accuracy=0.1 * length)
+    rows = cells(shown("other", "--storage", storage))
+    assert [(row["eval/length"], row["which"]) for row in rows] == [("3", ""), ("2", "best"), ("4", "newest")]
+
+
+def test_all_runs(storage: str, shown: Shown) -> None:
+    make_run(storage, "fresh")
+    make_run(storage, "s.trial_00000", "sweeps", "s", "runs", "trial_00000")
+    make_run(storage, "broken")
+    Path(storage, "runs/broken/config.yaml").write_text("]")
+    Path(storage, "runs/no-run").mkdir()
+    broken, fresh, try1, trial = cells(shown("--storage", storage))
+    assert [try1[key] for key in ("run", "steps", "newest", "best")] == ["try1", "20/40", "step_000020", "step_000010"]
+    assert try1["problem"] == "2 of 4 checkpoints not whole"
+    files = Path(storage, "runs/try1").rglob("step_*/*")
+    assert try1["size"] == listing.size(sum(file.stat().st_size for file in files))
+    assert list(fresh.values()) == ["fresh", "0/40", "-", "-", "0 B", ""]
+    assert trial["run"] == "kept/sweeps/s/runs/trial_00000"  # what the script takes for RUN
+    assert broken["steps"] == "0/?" and re.fullmatch(r".*/config\.yaml is damaged.*", broken["problem"])
+
+
+def test_no_runs_are_no_error(tmp_path: Path, shown: Shown) -> None:
+    assert shown("--storage", f"{tmp_path}/none") == (
+        f"no runs in {tmp_path}/none yet: python experiments/ppo.py makes one\n"
+    )
+    assert list(tmp_path.iterdir()) == []  # nor is a folder made
+
+
+def test_a_run_without_checkpoints(storage: str, shown: Shown) -> None:
+    make_run(storage, "fresh")
+    text = shown("fresh", "--storage", storage)
+    assert text.startswith("run fresh: 0 of 40 steps done\n\nno checkpoints yet\n")
+    assert [command[2:4] for command in commands(text)] == [["--resume", "fresh"]]
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("tyr1", "error: no run 'tyr1' in {here}/kept/runs; nearest: try1\n"),
+        ("kept/runs/tyr1", "error: no run in {here}/kept/runs/tyr1\n"),
+    ],
+)
+def test_an_unknown_run_is_one_line(run: str, said: str, storage: str, shown: Shown) -> None:
+    assert shown(run, "--storage", storage, code=1) == said.format(here=Path.cwd())
+
+
+def test_a_listing_is_the_same_on_s3(bucket: str, shown: Shown) -> None:
+    make_run(bucket, "far")
+    put(bucket, "far", 10, eval__accuracy=0.5)
+    (row,) = cells(shown("--storage", bucket))
+    assert (row["run"], row["steps"], row["best"]) == ("far", "10/40", "step_000010")
+    text = shown("far", "--storage", bucket)
+    (row,) = cells(text)
+    assert (row["state"], row["which"]) == ("whole", "newest, best")
+    assert time.time() - time.mktime(time.strptime(row["written"], "%Y-%m-%d %H:%M")) < 300
+    assert commands(text)[1][2:] == ["--from", "far@best", "--storage", bucket]
+    (start, export) = commands(shown(f"{bucket}/runs/far"))
+    assert start[2:] == ["--from", f"{bucket}/runs/far/step_000010"] and export[2:] == start[3:]
+
+
+def test_it_starts_without_what_is_slow_to_import(storage: str) -> None:
+    code = "import runpy, sys; code = runpy.run_path(sys.argv[1])['main'](sys.argv[2:]); print(*sorted(sys.modules))"
+    words = [str(ROOT / "experiments" / "checkpoints.py"), "try1", "--storage", storage]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=Path.cwd())
+    *_, modules = done.stdout.splitlines()
+    assert "rlx.listing" in modules.split() and done.returncode == 0
+    slow = {"torch", "ray", "vllm", "mlflow", "transformers", "pandas", "matplotlib", "numpy"}
+    assert not slow & set(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (14 << 20, "14.0 MiB"), (2 << 40, "2.0 TiB")]
+)
+def test_sizes_are_readable(count: int, text: str) -> None:
+    assert listing.size(count) == text
