@@ -74,7 +74,6 @@ def export(found: Entry, wanted: Export, folder: Path) -> float:
         completions = _completions(policy, tokenizer, wanted.config)
         trained = _scored(policy, completions)
         with whole_folder(folder) as unfinished:
-            unfinished.chmod(0o755)  # a temporary folder is its owner's alone
             _write(policy, tokenizer, wanted, path, unfinished)
             apart = float((trained - _scored_afresh(unfinished, wanted, path, completions)).abs().max())
             limit = _LIMITS[wanted.config.model.dtype]
@@ -127,15 +126,21 @@ def _write(policy: Policy, tokenizer: Any, wanted: Export, path: str, folder: Pa
     try:
         if wanted.adapter:
             _write_adapters(policy, wanted.config, path, dtype, folder)
-            return
-        _merge(policy)
-        for weight in policy.parameters():  # not Module.to: buffers keep their precision, as under FSDP
-            weight.data = weight.data.to(dtype)
-        lm: Any = policy.lm
-        lm.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except SafetensorError as error:
-        raise OSError(f"{folder}: {error}") from None
+        else:
+            _write_model(policy, tokenizer, dtype, folder)
+    except (SafetensorError, ValueError) as error:  # a full disk; settings that transformers reads but does not write
+        raise OSError(f"the folder cannot be written: {' '.join(str(error).split())}") from None
+    for part in (folder, *folder.rglob("*")):  # a temporary folder and what safetensors writes are their owner's alone
+        part.chmod(0o755 if part.is_dir() else 0o644)
+
+
+def _write_model(policy: Policy, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
+    _merge(policy)
+    for weight in policy.parameters():  # not Module.to: buffers keep their precision, as under FSDP
+        weight.data = weight.data.to(dtype)
+    lm: Any = policy.lm
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()
@@ -180,7 +185,7 @@ def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Comp
     count = min(TOKENS, config.rollout.max_tokens)  # the model may have no more positions
     drawn = []
     for row in tasks.generated_questions(asked, config.eval.seed, PROMPTS):
-        ids = data._encode(tokenizer, row["question"], config.data.system)[-config.data.max_prompt_tokens :]
+        ids = data.encode(tokenizer, row["question"], config.data.system)[-config.data.max_prompt_tokens :]
         prompt = Prompt(row["entry"], tuple(ids), row["question"], row["answer"])
         found = lm.generate(
             torch.tensor([ids]),

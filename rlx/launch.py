@@ -218,9 +218,9 @@ def examine(config: RunConfig) -> list[Verdict]:
     inputs.check(config, path)
     with _beside(config, path) as (engines, reward_models), tempfile.TemporaryDirectory(prefix="rlx-check-") as folder:
         tables = inputs.prompt_tables(config, path)
-        box, calm = controller.new_box(), doctor.rest(config)
+        box, calm, place = controller.new_box(), doctor.rest(config), open_storage(f"{folder}/check")
         setup = {"model": path, "tracking": ("", None), "engines": engines, "reward_models": reward_models}
-        trainer = _trainer(calm, setup | {"box": box, "examine": True}, open_storage(folder) / "check", tables)
+        trainer = _trainer(calm, setup | {"box": box, "examine": True}, place, tables)
         figures = controller.fit(trainer, box, _ignore, lambda words: None)
     return doctor.verdicts(figures, config)
 

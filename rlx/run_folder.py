@@ -101,7 +101,7 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, Entry]:
             return address, _sound(archive.entry(folder))
     else:
         address = below(storage, "runs", place)
-        folder = find(open_storage(storage) / "runs", place)
+        folder = find(open_storage(storage, create=False) / "runs", place)
     found = archive.chosen(folder, step or "newest", *_rating(folder))
     return below(address, found.name), found
 

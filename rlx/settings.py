@@ -377,3 +377,14 @@ class TrackingConfig(Section):
     """MLflow experiment that runs and sweeps appear in"""
     samples: NonNegativeInt = 32
     """held-out completions per evaluation in the sample table"""
+
+    @pydantic.field_validator("uri")
+    @classmethod
+    def _no_password(cls, uri: str | None) -> str | None:
+        user = (uri or "").partition("//")[2].partition("/")[0].rpartition("@")[0]
+        if ":" in user:
+            raise ValueError(
+                "it holds a password, and would be kept with the run: use MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, or a database's own way, such as PGPASSWORD"
+            )
+        return uri

@@ -41,12 +41,12 @@ from rlx import (
 )
 from rlx.archive import Entry, Manifest
 from rlx.checkpoint import Trained
-from rlx.config import RunConfig
+from rlx.config import ConfigError, RunConfig
 from rlx.experience import Selection
 from rlx.fleet import Fleet
 from rlx.rollout.pool import Rollouts
 from rlx.saver import Retention, Saver
-from rlx.storage import open_storage
+from rlx.storage import Storage, open_storage
 from rlx.types import Completion, Experience, Judged, Prompt, Response, Sampling, Scorer
 
 Sums = dict[str, float | Tensor]
@@ -366,6 +366,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     """
     config = RunConfig.model_validate(setup["config"])
     context = ray.train.get_context()
+    _check_shared(setup["folder"])
     rank, ranks = context.get_world_rank(), context.get_world_size()
     device = ray.train.torch.get_device()
     trained, reference = roles.models(config, setup["model"], init_device_mesh(device.type, (ranks,)))
@@ -401,6 +402,15 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     )
     run.restore()
     return run
+
+
+def _check_shared(folder: Storage) -> None:
+    """ConfigError if this worker's node does not see the run's folder that the driver has made."""
+    if not folder.exists():
+        node = ray.util.get_node_ip_address()
+        raise ConfigError(
+            f"storage: {folder.path} is not there on node {node}: name a folder that all nodes have mounted, or s3"
+        )
 
 
 def _fleet(config: RunConfig, setup: Mapping[str, Any], rank: int, ranks: int) -> Fleet:

@@ -33,8 +33,8 @@ SHORT_RECIPE = WarmStart(
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One Ray cluster for the whole session: starting one takes ten seconds."""
+def ray_cluster(s3_server: str) -> Iterator[None]:
+    """One Ray cluster for the whole session: starting one takes ten seconds. Its workers have the keys for S3."""
     launch._quiet_environment()
     os.environ.update(launch._OWN_CLUSTER)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

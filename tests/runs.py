@@ -8,6 +8,7 @@ from conftest import History, mlflow_history
 
 from rlx import launch
 from rlx.config import RunConfig, from_tree, with_overrides
+from rlx.controller import Report, Say
 from rlx.launch import Result
 from rlx.storage import open_storage
 
@@ -27,16 +28,30 @@ class Done:
     storage: Path
 
 
-def train(config: RunConfig, *, resume: bool = False) -> Done:
-    storage = Path(config.storage)
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    records: Path | None = None,
+    on_report: Report | None = None,
+    say: Say | None = None,
+) -> Done:
+    """Runs a config; `records` is where the MLflow database lies, if not in the storage."""
+    storage = records or Path(config.storage)
     launch.connect(config)
     reports: list[tuple[dict[str, Any], str | None]] = []
     folder = open_storage(config.storage) / "runs" / str(config.name)
-    result = launch.run(config, folder, resume=resume, on_report=lambda *news: reports.append(news))
+
+    def heard(metrics: dict[str, Any], checkpoint: str | None) -> None:
+        reports.append((metrics, checkpoint))
+        if on_report:
+            on_report(metrics, checkpoint)
+
+    result = launch.run(config, folder, resume=resume, on_report=heard, say=say)
     return Done(config, result, reports, mlflow_history(storage, result.mlflow_run), storage)
 
 
-def small(model: Path, storage: Path, name: str, **overrides: Any) -> RunConfig:
+def small(model: Path, storage: Path | str, name: str, **overrides: Any) -> RunConfig:
     """A run of seconds, on two ranks and two engines."""
     tree = {
         "name": name,

@@ -15,7 +15,9 @@ import torch
 import yaml
 from conftest import OnRanks, start_engine
 from peft import AutoPeftModelForCausalLM
+from pyarrow import fs
 from runs import small
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +26,7 @@ from rlx import __version__, archive, checkpoint, export, model, roles
 from rlx.archive import Entry, Manifest
 from rlx.config import RunConfig, from_tree
 from rlx.rollout.pool import Rollouts
-from rlx.storage import Storage
+from rlx.storage import Storage, open_storage
 from rlx.types import Prompt, Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,6 +178,7 @@ def test_the_folder_is_a_whole_model(made: Make, tmp_path: Path) -> None:
     }
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
     assert folder.stat().st_mode & 0o777 == 0o755
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o644}
     before, after = (AutoTokenizer.from_pretrained(path) for path in (one.config.model.path, folder))
     turn = [{"role": "user", "content": "1 + 2 - 3 ="}]
     assert after.chat_template == before.chat_template
@@ -248,6 +251,13 @@ def test_a_checkpoint_has_many_names(
     assert call(*names[named]) == 0
     assert_as_trained(tmp_path / "exports" / "tied-step_000003", one)  # the default
     assert f"to {tmp_path}/exports/tied-step_000003\n" in capsys.readouterr().out
+
+
+def test_a_checkpoint_on_s3(made: Make, bucket: str, tmp_path: Path) -> None:
+    one, place = made("untied"), open_storage(bucket)
+    fs.copy_files(str(one.folder), f"{place.path}/runs/untied", destination_filesystem=place.filesystem)
+    assert call("untied@best", "--storage", bucket, "--out", str(tmp_path / "out")) == 0
+    assert_as_trained(tmp_path / "out", one)
 
 
 # --- refused
@@ -366,3 +376,14 @@ def test_a_prompt_file_need_not_be_there(made: Make, tmp_path: Path) -> None:
     data = one.config.data.model_copy(update={"source": "/gone.jsonl", "params": {}, "system": "Add."})
     config = one.config.model_copy(update={"data": data})
     assert export.export(one.entry, export.Export(config), tmp_path / "out") < 1e-5
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    made: Make, refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*rest: Any) -> None:
+        raise SafetensorError("No space left\non device")
+
+    monkeypatch.setattr(export, "_write_model", full)
+    line = refused("tied", "--out", str(tmp_path / "out"))
+    assert line == "the folder cannot be written: No space left on device"

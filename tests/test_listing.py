@@ -230,7 +230,7 @@ def test_it_starts_without_what_is_slow_to_import(storage: str) -> None:
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=Path.cwd())
     *_, modules = done.stdout.splitlines()
     assert "rlx.listing" in modules.split() and done.returncode == 0
-    slow = {"torch", "ray", "vllm", "mlflow", "transformers", "pandas", "matplotlib", "numpy"}
+    slow = {"torch", "ray", "vllm", "mlflow", "transformers", "pandas", "matplotlib"}
     assert not slow & set(modules.split())
 
 

@@ -1,15 +1,18 @@
 """Whole runs with the real parts: Ray Train, FSDP, vLLM and MLflow, on a small model."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import s3
 import yaml
 from conftest import NothingLeft
 from runs import STEPS, Done, comparable, small, train
 
-from rlx import report, run_folder, tasks
+from rlx import archive, report, run_folder, tasks
 from rlx.config import flatten, from_tree
 from rlx.storage import open_storage
 
@@ -37,9 +40,31 @@ def run(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def resumed(run: Done, tiny_model: Path, storage: Path) -> tuple[Done, Done]:
-    """A run of half the steps, and its continuation to all of them."""
-    half = train(small(tiny_model, storage, "halves", train__steps=STEPS // 2))
-    return half, train(small(tiny_model, storage, "halves"), resume=True)
+    """A run of half the steps, and its continuation to all of them; on S3."""
+    there, records = f"s3://{s3.BUCKET}/runs", {"tracking__uri": report.default_uri(storage)}
+    half = train(small(tiny_model, there, "halves", train__steps=STEPS // 2, **records), records=storage)
+    return half, train(small(tiny_model, there, "halves", **records), resume=True, records=storage)
+
+
+@pytest.fixture(scope="module")
+def hurt(run: Done, tiny_model: Path, storage: Path) -> tuple[Done, list[str]]:
+    """A run of which one engine is killed and then one train worker; and what was said of it."""
+    victims = {0: "ray::Engine", 2: "ray::RayTrainWorker"}
+    said: list[str] = []
+
+    def kill(metrics: dict[str, Any], checkpoint: str | None) -> None:
+        if name := victims.pop(metrics["step"], None):
+            newest_process(name).kill()
+
+    return train(small(tiny_model, storage, "hurt", checkpoint__every=1), on_report=kill, say=said.append), said
+
+
+@pytest.fixture(scope="module")
+def branch(run: Done, tiny_model: Path, storage: Path) -> Done:
+    """A new run that starts with all of the state of the undisturbed run after half of its steps."""
+    source = f"{run.result.folder}/{archive.folder_name(STEPS // 2)}"
+    start = {"checkpoint__start_from": source, "checkpoint__start_with": "state"}
+    return train(small(tiny_model, storage, "branch", **start))
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +79,12 @@ def sample_rows(done: Done, step: int) -> list[dict[str, Any]]:
     path = artifact(done, f"samples/step_{step:06d}.json")
     table = json.loads(path.read_text())
     return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
+def newest_process(name: str) -> psutil.Process:
+    """Of the processes of that name, the one that began last: other tests may have some too."""
+    found = [process for process in psutil.process_iter(["cmdline"]) if name in " ".join(process.info["cmdline"] or [])]
+    return max(found, key=lambda process: process.create_time())
 
 
 def artifact(done: Done, name: str) -> Path:
@@ -149,6 +180,20 @@ def test_a_resumed_run_is_the_undisturbed_one(run: Done, resumed: tuple[Done, Do
     assert comparable(rest.history, range(3, 5)) == comparable(run.history, range(3, 5))
 
 
+def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Done, list[str]]) -> None:
+    done, said = hurt
+    assert comparable(done.history, range(5)) == comparable(run.history, range(5))
+    assert re.fullmatch(r"engine [01] died: its process ended - it is being replaced", said[0])
+    steps = [metrics["step"] for metrics, _ in done.reports]
+    assert sorted(set(steps)) == [0, 1, 2, 3, 4] and len(steps) <= 7  # some may have been done twice
+
+
+def test_a_run_that_starts_with_the_state_of_another_goes_on_as_that_one(run: Done, branch: Done) -> None:
+    assert [metrics["step"] for metrics, _ in branch.reports] == [3, 4]
+    assert comparable(branch.history, range(3, 5)) == comparable(run.history, range(3, 5))
+    assert branch.result.mlflow_run != run.result.mlflow_run
+
+
 def test_a_resumed_run_is_the_same_mlflow_run(resumed: tuple[Done, Done]) -> None:
     half, rest = resumed
     assert half.result.mlflow_run == rest.result.mlflow_run
@@ -156,7 +201,9 @@ def test_a_resumed_run_is_the_same_mlflow_run(resumed: tuple[Done, Done]) -> Non
     assert all(len(values) == 1 for by_step in rest.history.values() for values in by_step.values())
     record = report.client(report.default_uri(rest.storage)).get_run(rest.result.mlflow_run)
     assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
-    assert run_folder.saved_config(open_storage(rest.result.folder))["train"]["steps"] == STEPS
+    folder = open_storage(rest.config.storage) / "runs" / "halves"
+    assert run_folder.saved_config(folder)["train"]["steps"] == STEPS
+    assert [found.step for found in archive.whole(folder)] == [2, 4]
 
 
 def test_nothing_is_left_of_a_run(run: Done, nothing_left: NothingLeft) -> None:

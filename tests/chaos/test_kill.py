@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import History, Script, mlflow_history
 
-from rlx import report, run_folder
+from rlx import archive, report, run_folder
 from rlx.storage import open_storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,6 +30,17 @@ def history(storage: Path, name: str) -> History:
 
 def status(storage: Path, run_id: str) -> str:
     return str(report.client(report.default_uri(storage)).get_run(run_id).info.status)
+
+
+def newest(storage: Path, name: str) -> int:
+    """The step of a run's newest whole checkpoint."""
+    return archive.whole(open_storage(str(storage)) / "runs" / name)[-1].step
+
+
+def last_step(script: Script) -> int:
+    """The last step that it has shown."""
+    lines = [line for line in script.output.read_text().splitlines() if line.startswith("step ")]
+    return int(lines[-1].split()[1].split("/")[0])
 
 
 def assert_all_end(script: Script, seconds: float) -> None:
@@ -60,10 +71,31 @@ def test_ctrl_c_ends_a_run_cleanly(tiny_model: Path, tmp_path: Path, script: Sta
     run = script("ppo.py", *words(tmp_path, tiny_model, "stopped", 500))
     run.wait_for("step 3/500")
     run.interrupt()
+    assert run.process.wait(40) == 130, run.output.read_text()
+    assert_all_end(run, 5)
+    assert run.output.read_text().endswith("interrupted: --resume continues the run\n")
+    assert newest(tmp_path, "stopped") == last_step(run)
+    assert status(tmp_path, run_folder.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    run = script("ppo.py", *words(tmp_path, tiny_model, "stopped", 500), "--checkpoint.every", "0")
+    run.wait_for("step 3/500")
+    run.process.terminate()
+    assert run.process.wait(40) == 143, run.output.read_text()
+    assert_all_end(run, 5)
+    assert newest(tmp_path, "stopped") == last_step(run) >= 3
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    slow = ["--train.prompts-per-step", "512", "--train.samples-per-prompt", "8", "--checkpoint.grace-s", "500"]
+    run = script("ppo.py", *words(tmp_path, tiny_model, "stopped", 500), *slow)
+    run.wait_for("step 1/500")
+    run.interrupt()
+    run.wait_for("again ends it at once")
+    run.interrupt()
     assert run.process.wait(20) == 130, run.output.read_text()
     assert_all_end(run, 5)
-    assert run.output.read_text().endswith("interrupted\n")
-    assert status(tmp_path, run_folder.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
 
 
 def test_ctrl_c_before_the_first_step(tiny_model: Path, tmp_path: Path, script: Start) -> None:
