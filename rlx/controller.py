@@ -58,18 +58,20 @@ def fit(trainer: TorchTrainer, box: str, on_report: Report, say: Say, grace_s: f
     """
     trainer.run_config.callbacks = [_Relay(box), _Handle(box)]
     outcome: dict[str, Any] = {}
+    over = threading.Event()  # an interrupted Thread.join leaves the thread marked as ended (CPython 3.11)
 
     def train() -> None:
         try:
             outcome["result"] = trainer.fit()
         except BaseException as error:
             outcome["error"] = error
+        finally:
+            over.set()
 
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
+    threading.Thread(target=train, daemon=True).start()
     _running.append(box)
     metrics: dict[str, Any] = {}
-    posts = _Posts(box, thread, say)
+    posts = _Posts(box, over, say)
     try:
         try:
             for metrics, checkpoint in posts:
@@ -190,11 +192,11 @@ def _posted_handle(box: str) -> Any:
 
 
 class _Posts:
-    """What is posted in a box, as it comes, until the thread that runs the trainer ends or patience does."""
+    """What is posted in a box, as it comes, until the run is over or patience is."""
 
-    def __init__(self, box: str, thread: threading.Thread, say: Say) -> None:
+    def __init__(self, box: str, over: threading.Event, say: Say) -> None:
         self.box = box
-        self.thread = thread
+        self.over = over
         self.say = say
         self.count = 0
         self.until = math.inf
@@ -206,17 +208,17 @@ class _Posts:
             RunError: a worker met an error that would only come again.
         """
         while True:
-            alive = self.thread.is_alive()  # asked before looking, so that nothing is missed
+            over = self.over.is_set()  # asked before looking, so that nothing is missed
             self._pass_on_words()
             if (post := _internal_kv_get(f"{self.box}/{self.count}".encode())) is not None:
                 self.count += 1
                 yield cloudpickle.loads(post)
             elif words := _internal_kv_get(f"{self.box}/failure".encode()):
                 raise RunError(words.decode())
-            elif not alive or time.monotonic() > self.until:
+            elif over or time.monotonic() > self.until:
                 return
             else:
-                self.thread.join(_POLL_S)
+                self.over.wait(_POLL_S)
 
     def _pass_on_words(self) -> None:
         for key in sorted(_internal_kv_list(f"{self.box}/said/".encode())):
