@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlx.rollout import sync
-from rlx.rollout.pool import RolloutError, Rollouts
+from rlx.rollout.pool import PATIENCE_S, RolloutError, Rollouts
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
 
@@ -68,8 +67,8 @@ class Fleet:
         Raises:
             WeightSyncError: none took them; names each and says why.
         """
-        engines = self._receivers(starting) if self.rank == 0 else {}
         sender = self.rank == 0
+        engines = self.rollouts.present(timeout_s if starting else PATIENCE_S) if sender else {}
         failed = sync.push(weights, engines, version, sender=sender, dtype=self.dtype, timeout_s=timeout_s)
         for index, words in failed.items():
             self.rollouts.lose(index, words)
@@ -77,13 +76,6 @@ class Fleet:
         self._tell()
         if len(self.rollouts.lost) == len(self.rollouts.engines):
             raise WeightSyncError("; ".join(self.rollouts.lost.values()))
-
-    def _receivers(self, starting: bool) -> dict[int, Any]:
-        if starting:
-            self.rollouts.lost = {}
-        found = dict(enumerate(self.rollouts.engines)) if starting else self.rollouts.present()
-        self.rollouts.lost = {index: words for index, words in self.rollouts.lost.items() if index not in found}
-        return found
 
     def _from_first(self, lost: dict[int, str]) -> dict[int, str]:
         """What rank 0 has; the other ranks wait until it has it."""

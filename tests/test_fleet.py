@@ -121,6 +121,9 @@ def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -
 def test_a_push_that_reaches_no_engine_names_each(weights: list[Weight], said: list[str]) -> None:
     @ray.remote
     class Broken:
+        def is_up(self) -> bool:
+            return True
+
         def start_update(self, *_: Any) -> None:
             raise RuntimeError("no memory left")
 

@@ -56,6 +56,7 @@ class Side:
 
     def push(self) -> None:
         self.version += 1
+        assert Rollouts([self.engine], seed=0).present(60) == {0: self.engine}  # it may be starting
         assert sync.push(self.weights(self.policy), {0: self.engine}, self.version, sender=True) == {}
 
     def change(self) -> None:

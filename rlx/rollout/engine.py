@@ -138,6 +138,8 @@ class Engine:
         threading.Thread(target=self._run, args=(model, options, ready), daemon=True, name="engine").start()
         await ready
 
+    # An engine that Ray is restarting answers once it is up again; no other call is ever sent twice.
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def is_up(self) -> bool:
         """True, once there is someone to ask."""
         return True
@@ -154,8 +156,6 @@ class Engine:
         futures = [self._submit(partial(self._add, request=request, sampling=sampling)) for request in requests]
         return list(await asyncio.gather(*futures))
 
-    # An engine that Ray is restarting takes this call once it is up again; no other call is ever sent twice.
-    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def start_update(self, update: str, tensors: int, timeout_s: float) -> None:
         """Opens a weight update; the weights follow by `receive`, and `finish_update` waits until they are loaded.
 

@@ -21,7 +21,8 @@ from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine, Output, Req
 from rlx.types import Completion, Prompt, Sampling
 
 _HUNG = "did not answer in time"
-_PROBE_S = 0.5  # in which an engine says that it is up
+PATIENCE_S = 1.0
+"""in which an engine that is up says so"""
 
 
 class RolloutError(RuntimeError):
@@ -138,18 +139,18 @@ class Rollouts:
                     group = outputs[place * samples : (place + 1) * samples]
                     drawn[i] = [_completion(prompts[i], k, output, version) for k, output in enumerate(group)]
 
-    def present(self) -> dict[int, Any]:
-        """Engines that can be sent weights, by number: those in use that have not died, and the lost ones that are up
-        again. If there is none, all, to be waited for."""
+    def present(self, patience_s: float) -> dict[int, Any]:
+        """The engines that are up, by number: the others are lost. Those that are starting are waited for: until
+        `patience_s`, and if there is none by then, until `timeout_s`."""
         calls = [engine.is_up.remote() for engine in self.engines]
-        answered = set(ray.wait(calls, num_returns=len(calls), timeout=_PROBE_S)[0])
+        up = ray.wait(calls, num_returns=len(calls), timeout=patience_s)[0]
+        up = up or ray.wait(calls, num_returns=1, timeout=self.timeout_s)[0]
         for index, call in enumerate(calls):
-            if call in answered and (words := _last_words(call, index)):
+            if words := _last_words(call, index) if call in up else f"engine {index} is gone":
                 self.lose(index, words)
-            elif call in answered:
+            else:
                 self.lost.pop(index, None)
-        found = {index: engine for index, engine in enumerate(self.engines) if index not in self.lost}
-        return found or dict(enumerate(self.engines))
+        return {index: engine for index, engine in enumerate(self.engines) if index not in self.lost}
 
     def lose(self, index: int, words: str) -> None:
         """Takes an engine out of use, and has Ray replace it if it is hung."""

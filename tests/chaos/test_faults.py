@@ -74,7 +74,7 @@ def test_what_dies_in_a_run_is_replaced_and_nothing_differs(
     finish(run)
     assert place.history(name) == expected
     output = run.output.read_text()
-    assert (ENGINE in victims) == ("its process ended" in output)
+    assert (ENGINE in victims) == ("it is being replaced" in output)
     assert_all_end(run, 10)
 
 
