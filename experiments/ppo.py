@@ -55,8 +55,13 @@ def started_from(which: str, base: dict[str, Any], given: dict[str, Any]) -> dic
     storage = given.get("storage") or from_tree(base).storage
     address, found = run_folder.checkpoint_of(which, storage)
     assert found.manifest
-    of_its_own = {"name": None, "storage": storage, "checkpoint.start_from": address}
-    return with_overrides(base or found.manifest.config, of_its_own)
+    of_its_own = {
+        "name": None,
+        "storage": storage,
+        "checkpoint.start_from": address,
+        "checkpoint.start_with": "weights",
+    }
+    return with_overrides(base or run_folder.settings_of(found, print), of_its_own)
 
 
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:

@@ -23,12 +23,18 @@ from rlx.storage import Storage, StorageError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")
+_DAMAGED = f"{MANIFEST}.damaged"
 _UNFINISHED = f"no {MANIFEST}: it was never finished"
+_SET_ASIDE = "it was damaged, and has been set aside"
 _BLOCK = 8 << 20  # bytes read at once
 
 
 class DamagedError(ValueError):
     """A checkpoint whose files are not what was written; the text names it and the file."""
+
+
+class OtherFormatError(ValueError):
+    """A manifest that another version of rlx wrote: nothing is wrong with it, only it cannot be read."""
 
 
 class _Record(BaseModel):
@@ -77,7 +83,7 @@ class Manifest(_Record):
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{MANIFEST} is no manifest") from None
         if content.get("format") != 1:
-            raise ValueError(f"{MANIFEST} has format {content.get('format')!r:.40}, this rlx reads format 1")
+            raise OtherFormatError(f"{MANIFEST} has format {content.get('format')!r:.40}, this rlx reads format 1")
         if said != digest:
             raise ValueError(f"{MANIFEST} is not what was written: its checksum differs")
         try:
@@ -142,11 +148,15 @@ def entry(place: Storage) -> Entry:
     step = int(matched[1]) if matched else -1
     sizes = {info.base_name: info.size for info in _files(place)}
     if MANIFEST not in sizes:
-        return Entry(place, step, None, _UNFINISHED)
+        return Entry(place, step, None, _SET_ASIDE if _DAMAGED in sizes else _UNFINISHED)
     try:
         manifest = Manifest.parsed((place / MANIFEST).read_text())
+    except OtherFormatError as error:
+        raise StorageError(f"checkpoint {place.path}: {error}") from None
     except ValueError as error:  # a UnicodeDecodeError is one too
         return Entry(place, step, None, str(error))
+    if manifest.step != step:
+        return Entry(place, step, None, f"it is of step {manifest.step}, not of the one in its name")
     for name, file in manifest.files.items():
         if sizes.get(name) != file.bytes:
             what = f"has {sizes[name]} bytes, not {file.bytes}" if name in sizes else "is missing"
@@ -193,7 +203,15 @@ def _sha256(file: Storage) -> str:
 
 
 def commit(place: Storage, manifest: Manifest) -> None:
-    """Makes a checkpoint of the files in a folder; others there are remains of an earlier attempt, and go."""
+    """Makes a checkpoint of the files in a folder; others there are remains of an earlier attempt, and go.
+
+    Raises:
+        OSError: a file of another node is not to be seen here (yet).
+    """
+    sizes = {info.base_name: info.size for info in _files(place)}
+    for name, file in manifest.files.items():
+        if sizes.get(name) != file.bytes:
+            raise OSError(f"{place.path}/{name} is not there as it was written: do all nodes share this folder?")
     for name in set(place.names()) - set(manifest.files):
         (place / name).delete()
     (place / MANIFEST).write_text(manifest.text())
@@ -201,15 +219,15 @@ def commit(place: Storage, manifest: Manifest) -> None:
 
 def is_unfinished(checkpoint: Entry) -> bool:
     """Whether it was never finished, or has been set aside: no fault that anyone need hear of."""
-    return checkpoint.problem == _UNFINISHED
+    return checkpoint.problem in (_UNFINISHED, _SET_ASIDE)
 
 
 def set_aside(checkpoint: Entry) -> None:
     """Makes a damaged checkpoint one that is never chosen; its files stay until the step is written again."""
     manifest = checkpoint.place / MANIFEST
-    copy = checkpoint.place / f"{MANIFEST}.damaged"
-    checkpoint.place.filesystem.copy_file(manifest.path, copy.path)
-    manifest.delete()
+    if manifest.exists():  # somebody may have deleted it meanwhile
+        checkpoint.place.filesystem.copy_file(manifest.path, (checkpoint.place / _DAMAGED).path)
+        manifest.delete()
 
 
 def best(checkpoints: Sequence[Entry], by: str, mode: str) -> Entry | None:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlx.storage import Storage
+from rlx.storage import Storage, sync_folder
 
 _TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 _LAYOUT = "layout"  # in a file's header: of each tensor, its place in the whole
@@ -91,6 +91,7 @@ def write(shards: Mapping[str, Shard], file: Path) -> None:
         raise OSError(f"{file}: {error}") from None
     with file.open("rb+") as written:
         os.fsync(written.fileno())
+    sync_folder(file.parent)
 
 
 def load(files: Sequence[Storage], models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> None:
@@ -112,6 +113,8 @@ def load(files: Sequence[Storage], models: Mapping[str, Trained], average: Mappi
 def load_weights(files: Sequence[Storage], models: Mapping[str, Trained]) -> None:
     """Puts a checkpoint's weights alone into the models that it has; optimizers stay fresh."""
     with Parts(files) as parts:
+        if not any(name.startswith("policy.model.") for name in parts.names):
+            raise CheckpointError("the checkpoint has no weights of a policy")
         for name, trained in models.items():
             for key, tensor in _weights(trained).items():
                 shard = _shard(tensor)

@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -147,9 +148,9 @@ class PromptStream:
         return prompts(self.table, [epoch * size + int(self._order(epoch)[place]) for epoch, place in mine])
 
     def cursor(self) -> dict[str, int]:
-        """What a checkpoint keeps: the epoch, how many of its prompts are done, and the seed of its order."""
+        """What a checkpoint keeps: epoch, how many of its prompts are done, the seed of its order, which prompts."""
         epoch, offset = divmod(self.position, len(self.table))
-        return {"epoch": epoch, "offset": offset, "seed": self.seed, "size": len(self.table)}
+        return {"epoch": epoch, "offset": offset, "seed": self.seed, "size": len(self.table), "digest": self._digest}
 
     def seek(self, cursor: dict[str, int]) -> None:
         """Goes to a cursor; ConfigError if it belongs to other prompts or another seed."""
@@ -158,7 +159,15 @@ class PromptStream:
                 f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not this run's "
                 f"(seed {self.seed}, {len(self.table)} of them)"
             )
+        if cursor["digest"] != self._digest:
+            raise ConfigError("the checkpoint's prompts are not this run's: their texts, or their tokens, have changed")
         self.position = cursor["epoch"] * cursor["size"] + cursor["offset"]
+
+    @functools.cached_property
+    def _digest(self) -> int:
+        """A checksum over the prompts."""
+        ids = self.table["token_ids"].combine_chunks()
+        return zlib.crc32(ids.flatten().to_numpy().tobytes(), zlib.crc32(ids.value_lengths().to_numpy().tobytes()))
 
     def _order(self, epoch: int) -> np.ndarray:
         return _permutation(self.seed, epoch, len(self.table))

@@ -23,7 +23,7 @@ import yaml
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rlx import controller, inputs, report, reward_model, run_folder
+from rlx import archive, controller, inputs, report, reward_model, run_folder
 from rlx.config import ConfigError, RunConfig, flatten
 from rlx.controller import Report, RunStopped, Say, one_line
 from rlx.rollout import pool
@@ -141,6 +141,11 @@ def connect(config: RunConfig) -> None:
 def create_run(config: RunConfig, folder: Storage, parent: str | None = None) -> None:
     """Makes the folder and the MLflow run of a new run; ConfigError if the folder holds one already."""
     run_folder.check_new(config, folder)
+    _record_run(config, folder, parent)
+
+
+def _record_run(config: RunConfig, folder: Storage, parent: str | None) -> str:
+    """A new MLflow run, named in the run's folder with the config."""
     uri = tracking_uri(config)
     params = {key: value for key, value in flatten(config).items() if value is not None}
     run_id = report.start_run(
@@ -152,7 +157,8 @@ def create_run(config: RunConfig, folder: Storage, parent: str | None = None) ->
         tags={"rlx.kind": "run", "rlx.folder": folder.path},
     )
     _save_config(config, folder, run_id)
-    (folder / "run.json").write_text(json.dumps({"mlflow_run": run_id}))
+    run_folder.write(folder / "run.json", json.dumps({"mlflow_run": run_id}))
+    return run_id
 
 
 def run(
@@ -182,17 +188,18 @@ def run(
     uri, path, status = tracking_uri(config), inputs.model_folder(config), "FAILED"
     inputs.check(config, path)
     check_writable(folder)
-    run_folder.check_start(config)
+    if not (resume and archive.whole(folder)):
+        run_folder.check_start(config)
     with _beside(config, path) as (engines, reward_models):
         # Before there is a run: one without prompts leaves no trace.
         tables = tables or inputs.prompt_tables(config, path)
-        run_id = _open_run(config, folder, resume, parent)
+        run_id = _open_run(config, folder, resume, parent, say)
         try:
             box, events = controller.new_box(), _Events(uri, run_id, say)
             setup = {"model": path, "tracking": (uri, run_id), "engines": engines, "reward_models": reward_models}
             trainer = _trainer(config, setup | {"box": box}, folder, tables)
             metrics = controller.fit(trainer, box, on_report or _ignore, events, config.checkpoint.grace_s)
-            (folder / "result.json").write_text(json.dumps(metrics))
+            run_folder.write(folder / "result.json", json.dumps(metrics))
             status = "FINISHED"
         except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
             status = "FINISHED"
@@ -299,7 +306,7 @@ def _reward_models(config: RunConfig, bundles: list[dict[str, float]], group: An
     )
 
 
-def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | None) -> str:
+def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | None, say: Say | None) -> str:
     if not resume:
         create_run(config, folder, parent)
         return run_folder.mlflow_run(folder)
@@ -307,8 +314,9 @@ def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | No
     (folder / _TRAIN_RECORD).delete()
     try:
         report.resume_run(uri, run_id)
-    except Exception as error:  # each kind of MLflow store has its own
-        raise ConfigError(f"run {config.name!r}: no MLflow run {run_id} in {uri}: {one_line(error)}") from None
+    except Exception:  # each kind of MLflow store has its own; e.g. on another machine, with a database of its own
+        (say or _LOG.warning)(f"MLflow run {run_id} is not in {uri}: what comes now is recorded in a new one")
+        return _record_run(config, folder, parent)
     _save_config(config, folder, run_id)  # what was changed for the rest of the run holds for a later resume too
     return run_id
 
@@ -316,7 +324,7 @@ def _open_run(config: RunConfig, folder: Storage, resume: bool, parent: str | No
 def _save_config(config: RunConfig, folder: Storage, run_id: str) -> None:
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     report.log_file(tracking_uri(config), run_id, "config.yaml", text)
-    (folder / "config.yaml").write_text(text)
+    run_folder.write(folder / "config.yaml", text)
 
 
 def _trainer(config: RunConfig, setup: dict[str, Any], folder: Storage, tables: Mapping[str, Any]) -> TorchTrainer:

@@ -115,8 +115,10 @@ class Tracker:
         """Logs completions as a table that the MLflow page shows; call it before the step's `log`."""
         if self.has(step) or not rows:
             return
-        columns = {key: [row[key] for row in rows] for key in rows[0]}
-        client(self.uri).log_table(self.run_id, columns, f"samples/step_{step:06d}.json")
+        name, door = f"samples/step_{step:06d}.json", client(self.uri)
+        if any(artifact.path == name for artifact in door.list_artifacts(self.run_id, "samples")):
+            return  # it would be written behind those that a killed attempt has left
+        door.log_table(self.run_id, {key: [row[key] for row in rows] for key in rows[0]}, name)
 
 
 def start_run(

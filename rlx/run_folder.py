@@ -5,14 +5,18 @@ which checkpoint of which run a person means.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from rlx import archive
 from rlx.archive import Entry
-from rlx.config import ConfigError, RunConfig, flatten, from_tree, nearest, parse_yaml
-from rlx.storage import Storage, below, open_storage, resolved
+from rlx.config import ConfigError, RunConfig, flatten, from_tree, nearest, parse_yaml, with_overrides
+from rlx.storage import Storage, below, open_storage, patiently, resolved
 
 T = TypeVar("T")
+
+# Settings that are not inherited from a checkpoint.
+_OWN_TO_GIVE = ("model.trust_remote_code", "reward.url", "reward.url_key", "tracking.uri", "ray_address")
 
 # What the state of a run depends on: a resumed one cannot change it.
 _FIXED = ("seed", "model.", "data.", "algorithm.advantage", "algorithm.loss", "train.ema_decay", "checkpoint.start_")
@@ -21,6 +25,11 @@ _FIXED = ("seed", "model.", "data.", "algorithm.advantage", "algorithm.loss", "t
 def exists(folder: Storage) -> bool:
     """Whether there is a run in a folder."""
     return (folder / "run.json").exists()
+
+
+def write(file: Storage, text: str) -> None:
+    """Writes a record; StorageError if the storage fails for good."""
+    patiently(partial(file.write_text, text), f"writing {file.path}")
 
 
 def check_new(config: RunConfig, folder: Storage) -> None:
@@ -94,7 +103,7 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, Entry]:
     Raises:
         ConfigError, StorageError: there is no such run, or no such whole checkpoint of it.
     """
-    place, _, step = which.partition("@") if "://" not in which else (which, "", "")
+    place, _, step = which.rpartition("@") if "@" in which.rpartition("/")[2] else (which, "", "")
     if "/" in place:
         address, folder = resolved(place), open_storage(place, create=False)
         if archive.is_checkpoint_name(folder.name):
@@ -104,6 +113,18 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, Entry]:
         folder = find(open_storage(storage, create=False) / "runs", place)
     found = archive.chosen(folder, step or "newest", *_rating(folder))
     return below(address, found.name), found
+
+
+def settings_of(found: Entry, say: Callable[[str], None]) -> dict[str, Any]:
+    """The settings in a checkpoint, for a new run; but those by which a stranger's file could run code here or send
+    something elsewhere only as their defaults, which is said."""
+    assert found.manifest
+    tree, defaults = found.manifest.config, flatten(RunConfig())
+    taken = flatten(from_tree(tree))
+    left = {key: defaults[key] for key in _OWN_TO_GIVE if taken[key] != defaults[key]}
+    if left:
+        say(f"not taken from {found.name}, give them again if they are meant: {', '.join(left)}")
+    return with_overrides(tree, left)
 
 
 def check_start(config: RunConfig) -> None:

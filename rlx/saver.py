@@ -7,6 +7,8 @@ raised on every rank, by the next call.
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +26,9 @@ from rlx.checkpoint import Shard
 from rlx.storage import Storage, StorageError, patiently
 
 T = TypeVar("T")
+_LONGEST_S = 3600.0  # that a checkpoint may take: a file system that hangs says nothing
+_SECOND_LOOK_S = 2.0
+_TEMPORARY = "rlx-checkpoint-"
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Saver:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo")  # its own: training's collectives run at the same time
         self._thread = ThreadPoolExecutor(1, "saver")
+        _remove_leftovers()
         self._writing: Future[Saved] | None = None
         self._news: Saved | None = None
 
@@ -71,7 +77,12 @@ class Saver:
         """Returns when nothing is being written; StorageError if it could not be."""
         if self._writing:
             writing, self._writing = self._writing, None
-            self._news = writing.result()
+            try:
+                self._news = writing.result(_LONGEST_S)
+            except TimeoutError:
+                raise StorageError(
+                    f"{self.folder.path}: a checkpoint is not written after {_LONGEST_S:.0f} s"
+                ) from None
 
     def news(self) -> Saved | None:
         """A checkpoint that has become whole since the last call, if there is one; StorageError if one could not."""
@@ -88,20 +99,38 @@ class Saver:
         Raises:
             StorageError: the storage cannot be read.
         """
-        what = f"reading the checkpoints in {self.folder.path}"
-        for found in reversed(self._done_by_first(partial(archive.entries, self.folder), what)):
-            damage = (found.problem and f"checkpoint {found.name}: {found.problem}") or self._damage(found)
-            if not damage:
+        there = self._done_by_first(partial(archive.entries, self.folder), f"reading {self.folder.path}")
+        damaged = ""
+        for listed in reversed([one for one in there if not archive.is_unfinished(one)]):
+            found = self._second_look(listed)
+            if not (damage := self._damage(found)):
                 return found
-            if not archive.is_unfinished(found):
-                self._done_by_first(partial(archive.set_aside, found), f"setting {found.name} aside")
-                if self.rank == 0:
-                    say(f"{damage} - the checkpoint before it is used")
+            self._done_by_first(partial(archive.set_aside, found), f"setting {found.name} aside")
+            damaged = f"checkpoint {found.name}: {damage}"
+            if self.rank == 0:
+                say(f"{damaged} - it is set aside, the one before it is used")
+        if damaged:
+            raise StorageError(f"no checkpoint in {self.folder.path} is whole; the oldest was {damaged}")
         return None
+
+    def sound(self, place: Storage) -> Entry:
+        """Another run's checkpoint; StorageError unless every byte of it is what was written."""
+        found = self._done_by_first(partial(archive.entry, place), f"reading {place.path}")
+        if damage := self._damage(found):
+            raise StorageError(f"checkpoint {place.path}: {damage}")
+        return found
+
+    def _second_look(self, found: Entry) -> Entry:
+        """One that looks damaged is looked at again: a file system that others write to may show old sizes a while."""
+        if not found.problem:
+            return found
+        time.sleep(_SECOND_LOOK_S)
+        return self._done_by_first(partial(archive.entry, found.place), f"reading {found.place.path}")
 
     def _damage(self, found: Entry) -> str:
         """What is wrong with the files of a checkpoint, the same on all ranks; empty if nothing is."""
-        assert found.manifest
+        if not found.manifest:
+            return found.problem
         share = sorted(found.manifest.files)[self.rank :: self.ranks]
         damage, failed = "", ""
         try:
@@ -122,6 +151,8 @@ class Saver:
         what = f"writing checkpoint {place.name} to {self.folder.path}"
         file = place / f"rank_{self.rank:05d}.safetensors"
         own: tuple[str, FileRecord | None, str] = (file.name, None, "")
+        # What is there of that step is no checkpoint any more before its files change.
+        self._done_by_first((place / archive.MANIFEST).delete, what)
         try:
             own = (file.name, patiently(partial(_put, shards, file), what), "")
         except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -173,6 +204,14 @@ class Saver:
         return f"; the newest whole one is {left[-1].name}" if left else "; there is none before it"
 
 
+def _remove_leftovers() -> None:
+    """Deletes the temporary files of processes on this machine that were killed while they wrote."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*-*"):
+        process = folder.name.removeprefix(_TEMPORARY).partition("-")[0]
+        if process.isdecimal() and not Path("/proc", process).exists() and Path("/proc").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _words(error: Exception) -> str:
     return str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
 
@@ -182,7 +221,7 @@ def _put(shards: Mapping[str, Shard], file: Storage) -> FileRecord:
     if file.is_local:
         checkpoint.write(shards, Path(file.path))
         return archive.record(file)
-    with tempfile.TemporaryDirectory(prefix="rlx-checkpoint-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{_TEMPORARY}{os.getpid()}-") as folder:
         local = Path(folder, file.name)
         checkpoint.write(shards, local)
         record = archive.record(Storage.here(local))

@@ -338,8 +338,8 @@ class ScalingConfig(Section):
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """how Ray spreads the workers over nodes"""
     max_failures: int = Field(default=3, ge=-1)
-    """restarts of the workers from the newest checkpoint before the run fails, -1 for no limit; an error that would
-    only come again is none of them"""
+    """restarts of the workers from the newest checkpoint, in all, before the run fails and waits for --resume; -1 for
+    no limit. An error that would only come again is none of them"""
 
 
 class EvalConfig(Section):

@@ -131,8 +131,18 @@ def _replace(file: Path, content: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
+        sync_folder(file.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sees to it that the names in a folder outlive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +274,11 @@ def _without_keys(address: str) -> str:
         parts = urllib.parse.urlsplit(address)
     except ValueError as error:
         raise StorageError(f"storage {address.partition(':')[0]}://...: malformed address: {error}") from None
-    if "@" in parts.netloc or "@" in urllib.parse.unquote(parts.query) or _SECRET.search(parts.query):
+    if (
+        "@" in parts.netloc
+        or "@" in urllib.parse.unquote(parts.query)
+        or any(_SECRET.search(option) for option, _ in urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
+    ):
         raise StorageError(
             f"storage {parts.scheme}://{parts.netloc.rpartition('@')[2]}: the address holds a key: "
             f"put keys into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"

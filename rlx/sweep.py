@@ -152,7 +152,11 @@ def saved_sweep(storage: Storage, name: str | None) -> Sweep:
     if not names or (name and name not in names):
         raise ConfigError(f"no sweep {name or ''} in {sweeps.path}{nearest(name or '', names)}")
     newest = max(names, key=lambda n: sweeps.filesystem.get_file_info((sweeps / n / _RECORD).path).mtime)
-    return Sweep(**(sweeps / (name or newest) / _RECORD).read_json())
+    record = sweeps / (name or newest) / _RECORD
+    try:
+        return Sweep(**record.read_json())
+    except (TypeError, ValueError):
+        raise ConfigError(f"{record.path} is damaged: it is not what rlx wrote") from None
 
 
 def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -> list[Any]:

@@ -26,7 +26,6 @@ from rlx import (
     __version__,
     adaptive,
     algorithms,
-    archive,
     checkpoint,
     controller,
     data,
@@ -46,7 +45,7 @@ from rlx.experience import Selection
 from rlx.fleet import Fleet
 from rlx.rollout.pool import Rollouts
 from rlx.saver import Retention, Saver
-from rlx.storage import Storage, open_storage
+from rlx.storage import Storage, open_storage, patiently
 from rlx.types import Completion, Experience, Judged, Prompt, Response, Sampling, Scorer
 
 Sums = dict[str, float | Tensor]
@@ -319,18 +318,20 @@ class Run:
         if found := self.saver.newest(partial(controller.say, self.box)):
             self._take(found)
         elif self.config.checkpoint.start_from:
-            self._start_from(archive.entry(open_storage(self.config.checkpoint.start_from, create=False)))
+            self._start_from(self.saver.sound(open_storage(self.config.checkpoint.start_from, create=False)))
 
     def _start_from(self, found: Entry) -> None:
         if self.config.checkpoint.start_with == "state":
             self._take(found)
-        else:
-            checkpoint.load_weights(found.files, self.trained)
+            return
+        patiently(partial(checkpoint.load_weights, found.files, self.trained), f"reading {found.place.path}")
+        self.average = roles.average(self.config, self.policy)
 
     def _take(self, found: Entry) -> None:
         assert found.manifest
         manifest = found.manifest
-        checkpoint.load(found.files, self.trained, self.average)
+        load = partial(checkpoint.load, found.files, self.trained, self.average)
+        patiently(load, f"reading {found.place.path}")
         self.step = self._saved = manifest.step
         self.tokens, self.metrics, self.evaluation = manifest.tokens, manifest.metrics, dict(manifest.evaluation)
         self.kl.load_state_dict(manifest.kl)
@@ -366,7 +367,8 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     """
     config = RunConfig.model_validate(setup["config"])
     context = ray.train.get_context()
-    _check_shared(setup["folder"])
+    if not setup.get("examine"):
+        _check_shared(setup["folder"])
     rank, ranks = context.get_world_rank(), context.get_world_size()
     device = ray.train.torch.get_device()
     trained, reference = roles.models(config, setup["model"], init_device_mesh(device.type, (ranks,)))
@@ -406,7 +408,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
 
 def _check_shared(folder: Storage) -> None:
     """ConfigError if this worker's node does not see the run's folder that the driver has made."""
-    if not folder.exists():
+    if not patiently((folder / "run.json").exists, f"reading {folder.path}"):
         node = ray.util.get_node_ip_address()
         raise ConfigError(
             f"storage: {folder.path} is not there on node {node}: name a folder that all nodes have mounted, or s3"

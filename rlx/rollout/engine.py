@@ -112,7 +112,7 @@ class _Update:
 class Engine:
     """An async Ray actor around one vLLM engine; its weights carry a version, the step they belong to.
 
-    If the engine fails its process ends, so that Ray starts it afresh: with the model's own weights, version 0.
+    If the engine fails its process ends, so that Ray starts it afresh: with the model's own weights, of no version.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -127,7 +127,7 @@ class Engine:
         """
         self._adapter = adapter
         self._lora: Any = None  # vLLM's request for the newest adapters
-        self.version: int | None = 0  # None: its weights are in part of one version, in part of another
+        self.version: int | None = None  # of no step yet, or in part of one version, in part of another
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._update: _Update | None = None

@@ -29,6 +29,10 @@ class RolloutError(RuntimeError):
     """Completions could not be drawn; the text names the engine."""
 
 
+class PromptRefusedError(RolloutError, ValueError):
+    """An engine refuses a prompt, and would refuse it again."""
+
+
 class EngineLostError(RolloutError):
     """An engine died, failed or did not answer: it cannot be asked again until it holds the weights again."""
 
@@ -119,7 +123,7 @@ class Rollouts:
         others draw the same in its place.
 
         Raises:
-            RolloutError: an engine refused a prompt.
+            PromptRefusedError: an engine refused a prompt.
         """
         drawn: list[list[Completion] | None] = [None] * len(prompts)
         waiting = list(range(len(prompts)))
@@ -230,7 +234,7 @@ def answer(call: Any, engine: int, deadline: float) -> Any:
 
     Raises:
         EngineLostError: it died, failed or did not answer in time; the text names it and has its last words.
-        RolloutError: it refused what it was asked.
+        PromptRefusedError: it refused what it was asked.
     """
     try:
         return ray.get(call, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
@@ -238,7 +242,7 @@ def answer(call: Any, engine: int, deadline: float) -> Any:
         raise EngineLostError(f"engine {engine} {_HUNG}") from None
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ValueError):
-            raise RolloutError(f"engine {engine} refused a prompt: {error.cause}") from None
+            raise PromptRefusedError(f"engine {engine} refused a prompt: {error.cause}") from None
         raise EngineLostError(f"engine {engine} failed: {error.cause}") from None
     except ray.exceptions.RayError as error:
         # Of an engine that did not start, Ray gives a whole traceback, the cause in its last line.

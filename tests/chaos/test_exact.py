@@ -1,6 +1,6 @@
 """Runs that are killed again and again: what comes after is the same, to the last bit, as if nothing had been.
 
-RLX_KILLS sets how often each run is killed (20); the short versions, which `make test` runs, are in test_faults.py.
+RLX_KILLS sets how often each run is killed (20); the short version, which `make test` runs, is in tests/test_run.py.
 """
 
 import os
