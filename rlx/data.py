@@ -159,7 +159,7 @@ class PromptStream:
                 f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not this run's "
                 f"(seed {self.seed}, {len(self.table)} of them)"
             )
-        if cursor["digest"] != self._digest:
+        if cursor.get("digest") != self._digest:
             raise ConfigError("the checkpoint's prompts are not this run's: their texts, or their tokens, have changed")
         self.position = cursor["epoch"] * cursor["size"] + cursor["offset"]
 

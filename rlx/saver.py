@@ -106,9 +106,9 @@ class Saver:
             if not (damage := self._damage(found)):
                 return found
             self._done_by_first(partial(archive.set_aside, found), f"setting {found.name} aside")
-            damaged = f"checkpoint {found.name}: {damage}"
+            damaged = damage
             if self.rank == 0:
-                say(f"{damaged} - it is set aside, the one before it is used")
+                say(f"{damage} - it is set aside, the one before it is used")
         if damaged:
             raise StorageError(f"no checkpoint in {self.folder.path} is whole; the oldest was {damaged}")
         return None
@@ -117,7 +117,7 @@ class Saver:
         """Another run's checkpoint; StorageError unless every byte of it is what was written."""
         found = self._done_by_first(partial(archive.entry, place), f"reading {place.path}")
         if damage := self._damage(found):
-            raise StorageError(f"checkpoint {place.path}: {damage}")
+            raise StorageError(f"{place.path}: {damage}")
         return found
 
     def _second_look(self, found: Entry) -> Entry:
@@ -130,7 +130,7 @@ class Saver:
     def _damage(self, found: Entry) -> str:
         """What is wrong with the files of a checkpoint, the same on all ranks; empty if nothing is."""
         if not found.manifest:
-            return found.problem
+            return f"checkpoint {found.name}: {found.problem}"
         share = sorted(found.manifest.files)[self.rank :: self.ranks]
         damage, failed = "", ""
         try:

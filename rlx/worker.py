@@ -417,7 +417,7 @@ def _check_shared(folder: Storage) -> None:
 
 def _fleet(config: RunConfig, setup: Mapping[str, Any], rank: int, ranks: int) -> Fleet:
     return Fleet(
-        rollouts=Rollouts(setup["engines"], config.seed, rank, config.rollout.timeout_s),
+        rollouts=Rollouts(setup["engines"], config.seed, rank, config.rollout.timeout_s, config.rollout.sync_timeout_s),
         rank=rank,
         ranks=ranks,
         dtype=getattr(torch, config.model.dtype),

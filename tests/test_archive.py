@@ -244,6 +244,44 @@ def test_a_flipped_bit_in_a_file_is_found_and_the_file_named(folder: Storage) ->
         archive.verify(entry, FILES)
 
 
+def test_a_folder_that_says_another_step_is_not_whole(folder: Storage) -> None:
+    entry = put(folder, 3)
+    for name in ("step_000004", "mine"):
+        for file in entry.place.names():
+            (folder / name / file).write_text((entry.place / file).read_text())
+        found = archive.entry(folder / name)
+        assert (found.manifest, found.problem) == (None, "it is of step 3, not of the one in its name")
+        assert not archive.is_unfinished(found)
+    assert names(archive.whole(folder)) == ["step_000003"]
+
+
+def test_a_checkpoint_of_another_format_is_an_error_and_not_damaged(folder: Storage) -> None:
+    for step in (3, 4):
+        put(folder, step)
+    text = signed(manifest(4).model_dump(mode="json") | {"format": 2})
+    (folder / "step_000004" / archive.MANIFEST).write_text(text)
+    for read in (lambda: archive.entries(folder), lambda: archive.entry(folder / "step_000004")):
+        with pytest.raises(StorageError, match=r"step_000004: manifest\.json has format 2, this rlx reads format 1$"):
+            read()
+    assert (folder / "step_000004").names() == [archive.MANIFEST, *FILES]
+
+
+@pytest.mark.parametrize("bytes_there", [None, 5, 7])
+def test_no_checkpoint_is_made_of_files_that_are_not_there(bytes_there: int | None, folder: Storage) -> None:
+    place = folder / "step_000003"
+    (place / "rank_00000.safetensors").write_text("first")
+    if bytes_there:
+        (place / "rank_00001.safetensors").write_text("x" * bytes_there)
+    there = place.names()
+    records = {
+        "rank_00000.safetensors": archive.record(place / "rank_00000.safetensors"),
+        "rank_00001.safetensors": FileRecord(bytes=6, sha256="0" * 64),
+    }
+    with pytest.raises(OSError, match=r"step_000003/rank_00001\.safetensors is not there as it was written: "):
+        archive.commit(place, manifest(3, files=records))
+    assert place.names() == there and archive.whole(folder) == []
+
+
 def test_a_record_is_size_and_sha256(folder: Storage) -> None:
     (folder / "abc").write_text("abc")
     known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
@@ -267,6 +305,7 @@ def test_what_is_set_aside_is_unfinished_and_keeps_its_files(folder: Storage) ->
     assert entry.place.names() == ["manifest.json.damaged", *FILES]
     (found,) = archive.entries(folder)
     assert archive.is_unfinished(found) and archive.whole(folder) == []
+    assert found.problem == "it was damaged, and has been set aside"
     put(folder, 3)
     assert names(archive.whole(folder)) == ["step_000003"]
 

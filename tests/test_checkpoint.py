@@ -263,6 +263,15 @@ def test_weights_alone_leave_optimizers_fresh_and_other_models_as_they_are(tmp_p
     assert critic.weight.equal(before) and not trained["policy"].optimizer.state
 
 
+def test_a_checkpoint_without_a_policy_is_none_to_start_from(tmp_path: Path) -> None:
+    there = write(checkpoint.staged({"critic": linear()}, {"policy.model.weight": torch.zeros(1)}), tmp_path)
+    critic = linear()
+    before = copy.deepcopy(critic.model.state_dict())
+    with pytest.raises(CheckpointError, match=r"^the checkpoint has no weights of a policy$"):
+        checkpoint.load_weights(there, {"critic": critic, "policy": linear()})
+    torch.testing.assert_close(critic.model.state_dict(), before, atol=0, rtol=0)
+
+
 def test_a_checkpoint_is_read_straight_from_s3(bucket: str, tmp_path: Path) -> None:
     kept, other = linear(), linear()
     step({"policy": kept})

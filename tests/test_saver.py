@@ -1,7 +1,10 @@
 """Checkpoints written beside training on one and two ranks, to a folder and to S3, and what becomes of failures."""
 
 import functools
+import json
 import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +49,7 @@ def shards(step: int, size: int = 1000) -> dict[str, Shard]:
 
 def saver(where: Where, retention: Retention = Retention()) -> Saver:  # noqa: B008 - it is frozen
     os.environ.update(where[1])
+    rlx.saver._SECOND_LOOK_S = 0.0  # this process is the test's own
     return Saver(open_storage(where[0]), retention)
 
 
@@ -198,23 +202,145 @@ def test_what_is_damaged_is_named_and_passed_over_for_good(ranks: int, on_ranks:
     assert len(said) == 3
     for line, step, why in zip(said, (5, 4, 3), ("is missing", "bytes, not", "its checksum differs"), strict=True):
         assert f"step_00000{step}" in line and shard in line and why in line and "\n" not in line
+        assert line.startswith(f"checkpoint step_00000{step}: ")
+        assert line.endswith(" - it is set aside, the one before it is used")
     assert on_ranks(ranks, find, where) == [(first, [])] * ranks
     assert [one.name for one in archive.whole(folder)] == ["step_000001", "step_000002"]
 
 
-@pytest.mark.parametrize("content", ["unfinished", "damaged"])
-def test_where_nothing_is_whole_there_is_no_newest(content: str, on_ranks: OnRanks, where: Where) -> None:
+def test_where_nothing_was_finished_there_is_no_newest(on_ranks: OnRanks, where: Where) -> None:
+    on_ranks(1, save_many, where, 2)
+    for one in archive.entries(open_storage(where[0])):
+        (one.place / archive.MANIFEST).delete()
+    assert on_ranks(1, find, where) == [(None, [])]  # it is no news: a kill leaves it
+
+
+def find_none(rank: int, ranks: int, where: Where) -> tuple[str, list[str]]:
+    said: list[str] = []
+    one = saver(where)
+    return refusal(lambda: one.newest(said.append)), said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_all_are_damaged_it_is_an_error_on_all_ranks(ranks: int, on_ranks: OnRanks, where: Where) -> None:
     on_ranks(1, save_many, where, 2)
     folder = open_storage(where[0])
     for one in archive.entries(folder):
-        if content == "unfinished":
-            (one.place / archive.MANIFEST).delete()
-        else:
-            (one.place / archive.MANIFEST).write_text("no manifest")
-    ((found, said),) = on_ranks(1, find, where)
-    assert found is None
-    # What was never finished is no news: a kill leaves it.
-    assert len(said) == (0 if content == "unfinished" else 2)
+        (one.place / archive.MANIFEST).write_text("no manifest")
+    (text, said), *others = on_ranks(ranks, find_none, where)
+    why = "manifest.json is no manifest"
+    assert text == f"no checkpoint in {folder.path} is whole; the oldest was checkpoint step_000001: {why}"
+    aside = "it is set aside, the one before it is used"
+    assert said == [f"checkpoint step_00000{step}: {why} - {aside}" for step in (2, 1)]
+    assert others == [(text, [])] * (ranks - 1)
+    assert all("manifest.json.damaged" in one.place.names() for one in archive.entries(folder))
+
+
+def find_late(rank: int, ranks: int, where: Where) -> tuple[Any, list[str]]:
+    """A file of the newest is to be seen only after a while."""
+    said: list[str] = []
+    one = saver(where)
+    file = Path(where[0], "step_000002", "rank_00000.safetensors")
+    if rank == 0:
+        file.rename(file.with_suffix(".late"))
+    dist.barrier()
+
+    def wait(_: float) -> None:
+        if rank == 0:
+            file.with_suffix(".late").rename(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", wait)
+        found = one.newest(said.append)
+    return content(one, found), said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_seems_damaged_is_looked_at_twice(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    where = (str(tmp_path), {})
+    on_ranks(1, save_many, where, 2)
+    assert on_ranks(ranks, find_late, where) == [(("step_000002", 2.0, 1000), [])] * ranks
+
+
+def test_a_checkpoint_of_another_format_is_an_error_and_stays_as_it_is(on_ranks: OnRanks, tmp_path: Path) -> None:
+    where = (str(tmp_path), {})
+    on_ranks(1, save_many, where, 2)
+    file = tmp_path / "step_000002" / archive.MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 2}))
+    before = file.read_text()
+    for text, said in on_ranks(2, find_none, where):
+        assert text == f"checkpoint {tmp_path}/step_000002: manifest.json has format 2, this rlx reads format 1"
+        assert said == []
+    assert file.read_text() == before and len(archive.entry(open_storage(str(tmp_path / "step_000001"))).files) == 1
+
+
+def ask_sound(rank: int, ranks: int, where: Where, other: Path) -> tuple[Any, dict[str, str]]:
+    """What it finds of another run's checkpoints: a sound one, and what it says of the others."""
+    one = saver(where)
+    found = one.sound(open_storage(str(other / "step_000001")))
+    places = [open_storage(str(other / archive.folder_name(step))) for step in (2, 3, 4)]
+    return content(one, found), {place.name: refusal(lambda place=place: one.sound(place)) for place in places}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_runs_checkpoint_is_sound_or_an_error_on_all_ranks(
+    ranks: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    other, shard = tmp_path / "other", "rank_00001.safetensors"
+    on_ranks(2, save_many, (str(other), {}), 4)
+    flipped = other / "step_000002" / shard
+    data = flipped.read_bytes()
+    flipped.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    (other / "step_000003" / shard).unlink()
+    (other / "step_000004" / archive.MANIFEST).unlink()
+    before = sorted(path for path in other.rglob("*"))
+    for found, said in on_ranks(ranks, ask_sound, (str(tmp_path / "run"), {}), other):
+        assert found == ("step_000001", 1.0, 2000)
+        whys = (f"{shard} is damaged: its checksum differs", f"{shard} is missing", "it was never finished")
+        for (name, text), why in zip(said.items(), whys, strict=True):
+            assert text.startswith(f"checkpoint {other}/{name}: ") and text.endswith(why) and "\n" not in text
+    assert sorted(path for path in other.rglob("*")) == before  # it is another's: nothing is set aside
+
+
+def save_again(rank: int, ranks: int, where: Where) -> list[bool]:
+    """Whether there was a manifest while this rank's file was written, each time."""
+    one, seen = saver(where), []
+    write = rlx.saver.checkpoint.write
+
+    def watched(shards: Any, file: Path) -> None:
+        seen.append(Path(where[0], "step_000001", archive.MANIFEST).exists())
+        write(shards, file)
+
+    rlx.saver.checkpoint.write = watched
+    for _ in range(2):
+        saved(one, 1)
+        dist.barrier()
+        assert [entry.name for entry in archive.whole(one.folder)] == ["step_000001"]
+        dist.barrier()
+    return seen
+
+
+def test_a_step_that_is_written_again_is_no_checkpoint_meanwhile(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, save_again, (str(tmp_path), {})) == [[False, False]] * 2
+
+
+def clear(rank: int, ranks: int, where: Where, temporary: str) -> list[str]:
+    tempfile.tempdir = temporary
+    mine = f"rlx-checkpoint-{os.getpid()}-mine"
+    Path(temporary, mine).mkdir()
+    saver(where)
+    return sorted("mine" if path.name == mine else path.name for path in Path(temporary).iterdir())
+
+
+def test_what_killed_processes_left_is_removed(on_ranks: OnRanks, tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    temporary = tmp_path / "temporary"
+    others = [f"rlx-checkpoint-{os.getpid()}-b", "rlx-checkpoint-x-c", f"other-{dead.pid}-d"]
+    for name in (f"rlx-checkpoint-{dead.pid}-a", *others):
+        (temporary / name).mkdir(parents=True)
+        (temporary / name / "rank_00000.safetensors").write_text("half")
+    assert on_ranks(1, clear, (str(tmp_path / "run"), {}), str(temporary)) == [sorted(["mine", *others])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

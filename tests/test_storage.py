@@ -329,6 +329,22 @@ def test_a_key_in_an_option_that_has_another_name_is_not_repeated_either(
     assert "AKIAKEY" not in str(refused.value) and "sekret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("query", ["region=turkey-1", "endpoint_override=http://tokens.example:1", "region=secret"])
+def test_a_value_that_sounds_like_a_key_is_none(query: str) -> None:
+    address = f"s3://my-key-bucket/token?{query}"
+    assert storage.resolved(address) == address
+    assert storage.below(address, "runs", "a") == f"s3://my-key-bucket/token/runs/a?{query}"
+    assert open_storage(address, create=False).path == "my-key-bucket/token"
+
+
+@pytest.mark.parametrize("option", ["key", "ACCESS_KEY", "my-secret", "token", "password", "%6Bey"])
+def test_an_option_that_is_called_like_a_key_is_refused_even_if_empty(option: str) -> None:
+    for value in ("", "AKIA"):
+        with pytest.raises(StorageError, match="the address holds a key") as refused:
+            storage.resolved(f"s3://bucket/x?region=a&{option}={value}")
+        assert "AKIA" not in str(refused.value)
+
+
 def test_a_profile_with_a_key_is_refused_and_the_key_is_not_repeated(profiles: Path) -> None:
     (profiles / "mine.yaml").write_text("address: s3://AKIAKEY:sekret@bucket/x")
     with pytest.raises(StorageError, match="the address holds a key: put keys into the environment") as refused:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private import state
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -111,7 +112,9 @@ class Rollouts:
     seed: int
     rank: int = 0
     timeout_s: float = 600.0
+    silence_s: float = 120.0  # longest that an engine's process may be there and say nothing
     lost: dict[int, str] = field(default_factory=dict)  # engines that failed, and their last words
+    _silent: dict[int, float] = field(default_factory=dict, init=False)  # engines that do not answer, and since when
 
     def draw(
         self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
@@ -152,9 +155,18 @@ class Rollouts:
         for index, call in enumerate(calls):
             if words := _last_words(call, index) if call in up else f"engine {index} is gone":
                 self.lose(index, words)
+                self._end_if_hung(index)
             else:
                 self.lost.pop(index, None)
+                self._silent.pop(index, None)
         return {index: engine for index, engine in enumerate(self.engines) if index not in self.lost}
+
+    def _end_if_hung(self, index: int) -> None:
+        """Has Ray replace an engine whose process is there, but has said nothing for too long."""
+        since = self._silent.setdefault(index, time.monotonic())
+        if time.monotonic() - since > self.silence_s and _is_alive(self.engines[index]):
+            ray.kill(self.engines[index], no_restart=False)
+            del self._silent[index]
 
     def lose(self, index: int, words: str) -> None:
         """Takes an engine out of use, and has Ray replace it if it is hung."""
@@ -223,6 +235,11 @@ def _last_words(call: Any, engine: int) -> str:
     except EngineLostError as error:
         return str(error)
     return ""
+
+
+def _is_alive(engine: Any) -> bool:
+    """Whether Ray takes an engine for running, rather than for dead or starting again."""
+    return bool(state.actors(engine._actor_id.hex()).get("State") == "ALIVE")
 
 
 def _is_over(call: Any, deadline: float) -> bool:

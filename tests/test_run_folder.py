@@ -1,0 +1,214 @@
+"""Which checkpoint of which run a person means, what is inherited from it, and whether a run can start from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlx import archive, run_folder
+from rlx.archive import Entry, Manifest
+from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+from rlx.storage import StorageError, open_storage
+
+STEPS = {5: 0.2, 10: 0.9, 15: 0.5}
+"""the checkpoints of a made-up run, and their accuracy"""
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """A run's config tree, with changes such as train__steps."""
+    given = {"name": "a"} | {key.replace("__", "."): value for key, value in changes.items()}
+    return from_tree(with_overrides({}, given)).model_dump(mode="json")
+
+
+def put(folder: Path | str, step: int, accuracy: float = 0.0, **changes: Any) -> Entry:
+    """A checkpoint with a file that is none of safetensors: nobody reads it here."""
+    place = open_storage(str(folder), create=False) / archive.folder_name(step)
+    file = place / "rank_00000.safetensors"
+    file.write_text("x")
+    manifest = Manifest(
+        rlx="0", step=step, ranks=1, metrics={"eval/accuracy": accuracy, "loss": accuracy}, tokens=0, kl={}, scores={},
+        cursor={}, evaluation={}, mlflow_run_id=None, config=settings(**changes),
+        files={file.name: archive.record(file)},
+    )  # fmt: skip
+    archive.commit(place, manifest)
+    return archive.entry(place)
+
+
+def made(folder: Path, **changes: Any) -> Path:
+    """A run's folder with three checkpoints."""
+    for step, accuracy in STEPS.items():
+        put(folder, step, accuracy, **changes)
+    (folder / "run.json").write_text(json.dumps({"mlflow_run": "1"}))
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings(**changes)))
+    return folder
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """A storage whose path has an @ in it, with the run a."""
+    made(tmp_path / "me@work" / "runs" / "a")
+    return tmp_path / "me@work"
+
+
+@pytest.mark.parametrize(
+    ("which", "step"),
+    [
+        ("a", 15),
+        ("a@newest", 15),
+        ("a@best", 10),
+        ("a@5", 5),
+        ("a@step_000010", 10),
+        ("{}/runs/a", 15),
+        ("{}/runs/a/", 15),
+        ("{}/runs/a@best", 10),
+        ("{}/runs/a@5", 5),
+        ("{}/runs/a/step_000005", 5),
+        ("{}/runs/a/step_000005/", 5),
+        ("file://{}/runs/a@best", 10),
+        ("file://{}/runs/a/step_000005", 5),
+    ],
+)
+def test_a_checkpoint_has_many_names(which: str, step: int, storage: Path) -> None:
+    address, found = run_folder.checkpoint_of(which.format(storage), str(storage))
+    assert found.step == step and found.manifest
+    assert address.rstrip("/").endswith(f"{storage}/runs/a/{found.name}")
+    assert archive.entry(open_storage(address, create=False)) == found  # the address leads there
+
+
+def test_a_relative_folder_becomes_an_address_that_holds_anywhere(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(storage)
+    for which in ("runs/a@5", "./runs/a/step_000005"):
+        assert run_folder.checkpoint_of(which, "elsewhere")[0] == f"{storage}/runs/a/step_000005"
+
+
+def test_a_checkpoint_on_s3_is_named_alike(bucket: str, s3_server: str) -> None:
+    query = f"?endpoint_override={s3_server}"
+    folder = open_storage(bucket) / "runs" / "a"
+    for step in (5, 10):
+        put(f"{bucket}/runs/a", step, step / 10)
+    (folder / "run.json").write_text("{}")
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings(checkpoint__best_mode="min")))
+    for which, storage, step in (
+        ("a", bucket + query, 10),
+        ("a@best", bucket + query, 5),
+        (f"{bucket}/runs/a/step_000005{query}", "x", 5),
+        (f"{bucket}/runs/a{query}", "x", 10),
+        (f"{bucket}/runs/a{query}@best", "x", 5),
+    ):
+        address, found = run_folder.checkpoint_of(which, storage)
+        assert (address, found.step) == (f"{bucket}/runs/a/step_{step:06d}{query}", step)
+
+
+def test_the_best_is_by_what_the_run_says(tmp_path: Path) -> None:
+    made(tmp_path / "runs" / "b", checkpoint__best_by="loss", checkpoint__best_mode="min")
+    assert run_folder.checkpoint_of("b@best", str(tmp_path))[1].step == 5
+
+
+@pytest.mark.parametrize(
+    ("which", "kind", "said"),
+    [
+        ("b", ConfigError, "no run 'b' in "),
+        ("b@5", ConfigError, "no run 'b' in "),
+        ("a@7", StorageError, "no checkpoint 7 in "),
+        ("a@step_000020", StorageError, "no checkpoint step_000020 in "),
+        ("{}/runs/b", StorageError, "no whole checkpoint in "),
+        ("{}/runs/a/step_000020", ConfigError, "is not whole: no manifest.json: it was never finished"),
+    ],
+)
+def test_what_is_not_there_is_one_line(which: str, kind: type[Exception], said: str, storage: Path) -> None:
+    before = sorted(storage.rglob("*"))
+    with pytest.raises(kind) as refused:
+        run_folder.checkpoint_of(which.format(storage), str(storage))
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert sorted(storage.rglob("*")) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_inherited(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = put(tmp_path, 5, seed=7, train__steps=31, model__lora_rank=4, storage="elsewhere")
+    tree = run_folder.settings_of(found, said.append)
+    assert from_tree(tree) == from_tree(settings(seed=7, train__steps=31, model__lora_rank=4, storage="elsewhere"))
+    assert said == []
+
+
+URL = {"reward__functions": {"url": 1.0}, "reward__url": "http://evil.example"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ({"model__trust_remote_code": True}, {"model.trust_remote_code": False}),
+        (URL, {"reward.url": None}),
+        (URL | {"reward__url_key": "AWS_SECRET_ACCESS_KEY"}, {"reward.url": None, "reward.url_key": None}),
+        ({"tracking__uri": "http://evil.example"}, {"tracking.uri": None}),
+        ({"ray_address": "evil.example:1"}, {"ray_address": None}),
+    ],
+)
+def test_what_a_stranger_could_use_is_not_inherited_and_said(
+    changes: dict[str, Any], left: dict[str, Any], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    found = put(tmp_path, 5, train__steps=31, **changes)
+    before = settings(train__steps=31, **changes)
+    assert run_folder.settings_of(found, said.append) == with_overrides(before, left)
+    assert said == [f"not taken from step_000005, give them again if they are meant: {', '.join(left)}"]
+    assert found.manifest and found.manifest.config == before  # what was read stays as it is
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def starting(place: Path | str, way: str = "state", **changes: Any) -> RunConfig:
+    return from_tree(settings(name="b", checkpoint__start_from=str(place), checkpoint__start_with=way, **changes))
+
+
+def refusal(config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as refused:
+        run_folder.check_start(config)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_run_starts_from_a_checkpoint_that_fits(tmp_path: Path) -> None:
+    run_folder.check_start(RunConfig(name="b"))
+    place = put(tmp_path, 5, train__steps=5).place.path
+    run_folder.check_start(starting(place, train__steps=6, train__prompts_per_step=16))
+    run_folder.check_start(starting(place, "weights", train__steps=3, seed=9))  # its own steps, its own prompts
+
+
+def test_a_checkpoint_that_has_a_start_of_its_own_is_one_to_start_from(tmp_path: Path) -> None:
+    place = put(tmp_path, 5, checkpoint__start_from="/elsewhere/step_000001", train__steps=5).place.path
+    run_folder.check_start(starting(place, train__steps=6))
+
+
+@pytest.mark.parametrize("way", ["weights", "state"])
+def test_no_run_starts_from_what_is_not_whole(way: str, tmp_path: Path) -> None:
+    place = put(tmp_path, 5).place
+    (place / "rank_00000.safetensors").write_text("xx")
+    said = f"checkpoint {place.path} is not whole: rank_00000.safetensors has 2 bytes, not 1"
+    assert refusal(starting(place.path, way)) == said
+    said = f"checkpoint {tmp_path}/step_000006 is not whole: no manifest.json: it was never finished"
+    assert refusal(starting(tmp_path / "step_000006", way)) == said
+    assert not (tmp_path / "step_000006").exists()
+
+
+def test_no_run_starts_after_its_last_step(tmp_path: Path) -> None:
+    place = put(tmp_path, 5, train__steps=5).place.path
+    for steps in (4, 5):
+        said = f"train.steps ({steps}) are all done at step 5: ask for more"
+        assert refusal(starting(place, train__steps=steps)) == said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"seed": 3}, "seed is 0 "), ({"model__lora_rank": 4}, "model.lora_rank is 0 ")]
+)
+def test_no_run_takes_the_state_of_one_that_was_another(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    place = put(tmp_path, 5, train__steps=5).place.path
+    assert refusal(starting(place, train__steps=6, **change)).startswith(f"{said}in run a, which cannot change now")
