@@ -80,9 +80,10 @@ class Plan:
         return f"{len(self.workers)} workers and {len(self.engines)} engines{models}"
 
     def fits(self, nodes: Sequence[Mapping[str, float]]) -> int:
-        """How many such runs the nodes hold at once, each bundle on one node."""
+        """How many such runs the nodes hold at once, each bundle on one node; those that ask for most come first."""
         free, count = [dict(node) for node in nodes], 0
-        while all(_placed(bundle, free) for bundle in [*self.workers, *self.beside]):
+        bundles = sorted([*self.workers, *self.beside], key=lambda bundle: (len(bundle), sum(bundle.values())))
+        while all(_placed(bundle, free) for bundle in reversed(bundles)):
             count += 1
         return count
 

@@ -202,7 +202,7 @@ def test_what_is_damaged_is_named_and_passed_over_for_good(ranks: int, on_ranks:
     assert len(said) == 3
     for line, step, why in zip(said, (5, 4, 3), ("is missing", "bytes, not", "its checksum differs"), strict=True):
         assert f"step_00000{step}" in line and shard in line and why in line and "\n" not in line
-        assert line.startswith(f"checkpoint step_00000{step}: ")
+        assert line.startswith(f"checkpoint step_00000{step}: {shard} ")  # the checkpoint is named once
         assert line.endswith(" - it is set aside, the one before it is used")
     assert on_ranks(ranks, find, where) == [(first, [])] * ranks
     assert [one.name for one in archive.whole(folder)] == ["step_000001", "step_000002"]
@@ -298,7 +298,7 @@ def test_another_runs_checkpoint_is_sound_or_an_error_on_all_ranks(
         assert found == ("step_000001", 1.0, 2000)
         whys = (f"{shard} is damaged: its checksum differs", f"{shard} is missing", "it was never finished")
         for (name, text), why in zip(said.items(), whys, strict=True):
-            assert text.startswith(f"checkpoint {other}/{name}: ") and text.endswith(why) and "\n" not in text
+            assert text.startswith(f"{other}/{name}: checkpoint {name}: ") and text.endswith(why) and "\n" not in text
     assert sorted(path for path in other.rglob("*")) == before  # it is another's: nothing is set aside
 
 
