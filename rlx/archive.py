@@ -222,6 +222,11 @@ def is_unfinished(checkpoint: Entry) -> bool:
     return checkpoint.problem in (_UNFINISHED, _SET_ASIDE)
 
 
+def is_set_aside(checkpoint: Entry) -> bool:
+    """Whether it was found damaged before."""
+    return checkpoint.problem == _SET_ASIDE
+
+
 def set_aside(checkpoint: Entry) -> None:
     """Makes a damaged checkpoint one that is never chosen; its files stay until the step is written again."""
     manifest = checkpoint.place / MANIFEST

@@ -97,7 +97,7 @@ class Saver:
         One that is damaged is named by `say` on rank 0, and never chosen again. Each rank reads a share of the files.
 
         Raises:
-            StorageError: the storage cannot be read.
+            StorageError: the storage cannot be read, or all that there is is damaged: to begin anew would overwrite it.
         """
         there = self._done_by_first(partial(archive.entries, self.folder), f"reading {self.folder.path}")
         damaged = ""
@@ -109,6 +109,8 @@ class Saver:
             damaged = damage
             if self.rank == 0:
                 say(f"{damage} - it is set aside, the one before it is used")
+        if not damaged and (aside := [one for one in there if archive.is_set_aside(one)]):
+            damaged = f"checkpoint {aside[0].name}: {aside[0].problem}"
         if damaged:
             raise StorageError(f"no checkpoint in {self.folder.path} is whole; the oldest was {damaged}")
         return None
