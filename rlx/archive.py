@@ -82,8 +82,10 @@ class Manifest(_Record):
             said, digest = content.pop("sha256"), _digest(content)
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{MANIFEST} is no manifest") from None
-        if content.get("format") != 1:
-            raise OtherFormatError(f"{MANIFEST} has format {content.get('format')!r:.40}, this rlx reads format 1")
+        if isinstance(written := content.get("format"), int) and 1 < written < 1000:
+            raise OtherFormatError(f"{MANIFEST} has format {written}, this rlx reads format 1")
+        if written != 1:
+            raise ValueError(f"{MANIFEST} has format {written!r:.40}, this rlx reads format 1")
         if said != digest:
             raise ValueError(f"{MANIFEST} is not what was written: its checksum differs")
         try:

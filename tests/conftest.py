@@ -153,6 +153,11 @@ def mlflow_history(storage: Path, run_id: str) -> History:
     return history
 
 
+def interruptible() -> None:
+    """In a new process: Ctrl-C ends it, also where these tests run in the background of a shell that ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Script:
     """One of experiments/ as a process group of its own, as a shell starts it."""
 
@@ -167,6 +172,7 @@ class Script:
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"RLX_TEST": self.mark},
                 start_new_session=True,
+                preexec_fn=interruptible,
             )
 
     def wait_for(self, text: str, seconds: float = 240) -> None:
