@@ -20,7 +20,7 @@ import s3
 import torch
 import torch.distributed as dist
 from ray._private import state
-from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlx import launch, report
@@ -62,7 +62,10 @@ def untied_model(tiny_model: Path) -> Path:
 
 
 def start_engine(model: Path, adapter: dict[str, Any] | None = None) -> Any:
-    """An engine actor, starting, in a placement group of its own; with `adapter` it takes adapters alone."""
+    """An engine actor, starting, in a placement group of its own; with `adapter` it takes adapters alone.
+
+    `stop_engine` ends it.
+    """
     group = placement_group([{"CPU": 0.5}])
     options = pool.engine_options(
         dtype="float32",
@@ -75,7 +78,17 @@ def start_engine(model: Path, adapter: dict[str, Any] | None = None) -> Any:
         lora_rank=adapter["r"] if adapter else 0,
     )
     (engine,) = pool.start_engines(1, str(model), options, {"CPU": 0.5}, group, 0, adapter)
+    _groups[engine._actor_id.hex()] = group
     return engine
+
+
+def stop_engine(engine: Any) -> None:
+    """Ends an engine and gives back what was reserved for it: later runs need the room."""
+    ray.kill(engine)
+    remove_placement_group(_groups.pop(engine._actor_id.hex()))
+
+
+_groups: dict[str, Any] = {}  # by id of the engine
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +97,7 @@ def engines(ray_cluster: None, tiny_model: Path, untied_model: Path) -> Iterator
     pair = start_engine(tiny_model), start_engine(untied_model)
     yield pair
     for engine in pair:
-        ray.kill(engine)
+        stop_engine(engine)
 
 
 OnRanks = Callable[..., list[Any]]

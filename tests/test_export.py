@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 import yaml
-from conftest import OnRanks, start_engine
+from conftest import OnRanks, start_engine, stop_engine
 from peft import AutoPeftModelForCausalLM
 from pyarrow import fs
 from runs import small
@@ -227,7 +226,7 @@ def test_vllm_loads_it(ray_cluster: None, made: Make, tmp_path: Path) -> None:
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, stop_token_ids=())
         drawn = Rollouts([engine], seed=0).draw(prompts, sampling, 1, 0)
     finally:
-        ray.kill(engine)
+        stop_engine(engine)
     lm = AutoModelForCausalLM.from_pretrained(folder)
     for completions in drawn:
         assert completions

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from conftest import start_engine
+from conftest import start_engine, stop_engine
 from torch import Tensor, nn
 
 from rlx import experience, model
@@ -113,7 +113,7 @@ def adapter_engine(ray_cluster: None, tiny_model: Path) -> Iterator[Any]:
     description = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
     engine = start_engine(tiny_model, description)
     yield engine
-    ray.kill(engine)
+    stop_engine(engine)
 
 
 @pytest.fixture
