@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 import yaml
 from conftest import OnRanks, start_engine, stop_engine
@@ -224,6 +225,7 @@ def test_vllm_loads_it(ray_cluster: None, made: Make, tmp_path: Path) -> None:
     try:
         prompts = [Prompt(i, tuple(row[: 4 + i].tolist()), "", "") for i, row in enumerate(ROWS)]
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, stop_token_ids=())
+        ray.get(engine.__ray_call__.remote(lambda actor: setattr(actor, "version", 0)))  # as if it had been sent them
         drawn = Rollouts([engine], seed=0).draw(prompts, sampling, 1, 0)
     finally:
         stop_engine(engine)
