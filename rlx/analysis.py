@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlx import report
-from rlx.config import ConfigError, flatten, from_tree, nearest, with_overrides
+from rlx.config import ConfigError, flatten, from_tree, nearest, one_line, with_overrides
 
 Setting = int | float | str | None
 Mode = Literal["max", "min"]
@@ -118,7 +118,7 @@ def _sweep_runs(uri: str, experiment: str) -> list[Any]:
     try:
         found = {each.name: each.experiment_id for each in report.client(uri).search_experiments()}
     except MlflowException as error:
-        raise ConfigError(f"tracking store {uri}: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(f"tracking store {uri}: {one_line(error, 300)}") from None
     if experiment not in found:
         raise ConfigError(f"no experiment {experiment!r} in {uri}{nearest(experiment, list(found))}")
     sweeps = _search(report.client(uri), found[experiment], "rlx.kind", "sweep")

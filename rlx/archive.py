@@ -148,7 +148,7 @@ def entry(place: Storage) -> Entry:
     """The checkpoint in a folder."""
     matched = _NAME.fullmatch(place.name)
     step = int(matched[1]) if matched else -1
-    sizes = {info.base_name: info.size for info in _files(place)}
+    sizes = _sizes(place)
     if MANIFEST not in sizes:
         return Entry(place, step, None, _SET_ASIDE if _DAMAGED in sizes else _UNFINISHED)
     try:
@@ -166,12 +166,13 @@ def entry(place: Storage) -> Entry:
     return Entry(place, manifest.step, manifest)
 
 
-def _files(folder: Storage) -> list[fs.FileInfo]:
+def _sizes(folder: Storage) -> dict[str, int]:
+    """Bytes of each file in a folder; none if it is no folder."""
     try:
         found = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
     except NotADirectoryError:
-        return []
-    return [info for info in found if info.is_file]
+        return {}
+    return {info.base_name: info.size for info in found if info.is_file}
 
 
 def whole(folder: Storage) -> list[Entry]:
@@ -210,7 +211,7 @@ def commit(place: Storage, manifest: Manifest) -> None:
     Raises:
         OSError: a file of another node is not to be seen here (yet).
     """
-    sizes = {info.base_name: info.size for info in _files(place)}
+    sizes = _sizes(place)
     for name, file in manifest.files.items():
         if sizes.get(name) != file.bytes:
             raise OSError(f"{place.path}/{name} is not there as it was written: do all nodes share this folder?")

@@ -46,6 +46,11 @@ class ConfigError(ValueError):
         super().__init__(" ".join(text.splitlines()))  # keys and paths may hold line breaks
 
 
+def one_line(error: BaseException, limit: int | None = None) -> str:
+    """An error's text without line breaks, or the first `limit` characters of it."""
+    return " ".join(str(error).split())[:limit]
+
+
 # Settings that do nothing unless another one is on.
 _IDLE = {
     "checkpoint.best_mode": "checkpoint.best_by",
@@ -254,7 +259,7 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except Exception as error:  # PyYAML has none of its own for what is not of its tag (!!bool x), nor for a 13th month
-        raise ValueError(f"no valid YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"no valid YAML: {one_line(error)}") from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

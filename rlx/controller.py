@@ -24,6 +24,8 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from rlx.config import one_line
+
 Report = Callable[[dict[str, Any], str | None], None]
 """(a step's metrics, the path of the checkpoint that has become whole since the last one)"""
 Say = Callable[[str], None]
@@ -134,7 +136,7 @@ def fatal_errors_posted(box: str, rank: int) -> Iterator[None]:
     try:
         yield
     except _FATAL as error:
-        words = f"worker {rank}: {type(error).__name__}: {one_line(error)}"
+        words = f"worker {rank}: {type(error).__name__}: {one_line(error, 500)}"
         _internal_kv_put(f"{box}/failure".encode(), words.encode(), overwrite=False)
         raise
 
@@ -232,13 +234,8 @@ def _last_words(error: BaseException) -> str:
     failures = getattr(error, "worker_failures", None) or {}
     for rank, failure in sorted(failures.items()):
         cause = getattr(failure, "cause", None) or failure
-        return f"worker {rank}: {type(cause).__name__}: {one_line(cause)}"
-    return f"{type(error).__name__}: {one_line(error)}"
-
-
-def one_line(error: BaseException) -> str:
-    """An error's text without line breaks."""
-    return " ".join(str(error).split())[:500]
+        return f"worker {rank}: {type(cause).__name__}: {one_line(cause, 500)}"
+    return f"{type(error).__name__}: {one_line(error, 500)}"
 
 
 def _group_key(folder: str) -> bytes:

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlx import archive, checkpoint, data, experience, inputs, model, tasks
+from rlx import archive, checkpoint, data, experience, inputs, model, roles, tasks
 from rlx.archive import Entry
-from rlx.config import ConfigError, RunConfig
+from rlx.config import ConfigError, RunConfig, one_line
 from rlx.model import Policy
-from rlx.settings import DataConfig
+from rlx.settings import ALL_LAYERS, DataConfig
 from rlx.storage import patiently
 from rlx.types import Completion, Judged, Prompt
 from rlx.warm_start import no_progress_bars, whole_folder
@@ -31,7 +31,6 @@ from rlx.warm_start import no_progress_bars, whole_folder
 PROMPTS, TOKENS = 8, 8  # what the comparison is made on: held-out prompts, and tokens after each
 _LIMITS = {"float32": 1e-4, "bfloat16": 0.2}
 """largest difference of a log-probability: sums in another order, or weights rounded to eight bits"""
-_ALL_LAYERS = "all-linear"  # peft's name for what adapters are beside when none are named
 
 
 class ExportError(RuntimeError):
@@ -95,14 +94,12 @@ def _check(wanted: Export) -> None:
 
 def _loaded(config: RunConfig, path: str) -> tuple[Policy, Any]:
     """The policy as the trainer builds it, without a value head, and its tokenizer; ConfigError if there is none."""
-    chosen, adapters = config.model, None
-    if chosen.lora_rank:
-        adapters = model.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, config.seed)
+    trust = config.model.trust_remote_code
     try:
-        policy = model.load_policy(path, head=None, adapters=adapters, trust_remote_code=chosen.trust_remote_code)
-        return policy, data.load_tokenizer(path, chosen.trust_remote_code)
+        policy = model.load_policy(path, head=None, adapters=roles.adapters(config), trust_remote_code=trust)
+        return policy, data.load_tokenizer(path, trust)
     except (OSError, ValueError) as error:  # transformers' are of many lines
-        raise ConfigError(" ".join(str(error).split())) from None
+        raise ConfigError(one_line(error)) from None
 
 
 @torch.no_grad()
@@ -129,7 +126,7 @@ def _write(policy: Policy, tokenizer: Any, wanted: Export, path: str, folder: Pa
         else:
             _write_model(policy, tokenizer, dtype, folder)
     except (SafetensorError, ValueError) as error:  # a full disk; settings that transformers reads but does not write
-        raise OSError(f"the folder cannot be written: {' '.join(str(error).split())}") from None
+        raise OSError(f"the folder cannot be written: {one_line(error)}") from None
     for part in (folder, *folder.rglob("*")):  # a temporary folder and what safetensors writes are their owner's alone
         part.chmod(0o755 if part.is_dir() else 0o644)
 
@@ -163,7 +160,7 @@ def _write_adapters(policy: Policy, config: RunConfig, path: str, dtype: torch.d
     LoraConfig(
         r=chosen.lora_rank,
         lora_alpha=chosen.lora_alpha,  # type: ignore[arg-type]
-        target_modules=list(chosen.lora_targets) or _ALL_LAYERS,
+        target_modules=list(chosen.lora_targets) or ALL_LAYERS,
         base_model_name_or_path=path,
         task_type="CAUSAL_LM",
         inference_mode=True,

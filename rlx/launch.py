@@ -24,9 +24,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlx import archive, controller, inputs, report, reward_model, run_folder
-from rlx.config import ConfigError, RunConfig, flatten
-from rlx.controller import Report, RunStopped, Say, one_line
+from rlx.config import ConfigError, RunConfig, flatten, one_line
+from rlx.controller import Report, RunStopped, Say
 from rlx.rollout import pool
+from rlx.settings import ALL_LAYERS
 from rlx.storage import Storage, check_writable, local_folder, open_storage
 
 if TYPE_CHECKING:  # it imports torch and transformers
@@ -130,7 +131,7 @@ def connect(config: RunConfig) -> None:
         try:
             ray.init(address=config.ray_address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"ray_address {config.ray_address}: {one_line(error)}") from None
+            raise ConfigError(f"ray_address {config.ray_address}: {one_line(error, 500)}") from None
     needed, cluster = plan(config), ray.cluster_resources()
     if needed.fits(nodes()) < 1:
         lacking = [name for name, amount in needed.total().items() if amount > cluster.get(name, 0.0) + 1e-9]
@@ -189,7 +190,7 @@ def run(
     uri, path, status = tracking_uri(config), inputs.model_folder(config), "FAILED"
     inputs.check(config, path)
     check_writable(folder)
-    if not (resume and archive.whole(folder)):
+    if config.checkpoint.start_from and not (resume and archive.whole(folder)):
         run_folder.check_start(config)
     with _beside(config, path) as (engines, reward_models):
         # Before there is a run: one without prompts leaves no trace.
@@ -259,7 +260,7 @@ def adapter(config: RunConfig) -> dict[str, Any] | None:
     chosen = config.model
     if chosen.lora_sync != "adapter":
         return None
-    targets = list(chosen.lora_targets) or "all-linear"
+    targets = list(chosen.lora_targets) or ALL_LAYERS
     return {"peft_type": "LORA", "r": chosen.lora_rank, "lora_alpha": chosen.lora_alpha, "target_modules": targets}
 
 
@@ -386,7 +387,7 @@ class _Events:
                 self.uri, self.run_id, f"events_{self.lines[0][:19].replace(' ', '_')}.txt", "".join(self.lines)
             )
         except Exception as error:  # a run does not end for want of a note
-            _LOG.warning("not noted in MLflow: %s", one_line(error))
+            _LOG.warning("not noted in MLflow: %s", one_line(error, 500))
 
 
 def _quiet_environment() -> None:

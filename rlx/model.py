@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlx.config import ConfigError
+from rlx.settings import ALL_LAYERS
 from rlx.types import Weight
 
 _ADAPTER = "default"  # peft's name for the only adapter
@@ -215,7 +216,7 @@ def _adapt(lm: Any, adapters: Adapters) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    targets, where = list(adapters.targets) or "all-linear", f"model.lora_targets {', '.join(adapters.targets)}"
+    targets, where = list(adapters.targets) or ALL_LAYERS, f"model.lora_targets {', '.join(adapters.targets)}"
     config = LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=targets)  # type: ignore[arg-type]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(adapters.seed)  # every rank draws the same

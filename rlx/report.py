@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlx.config import ConfigError
+from rlx.config import ConfigError, one_line
 
 METRICS = {
     "reward/mean": "mean score of the step's completions, penalties taken off",
@@ -140,7 +140,7 @@ def _experiment(uri: str, name: str) -> str:
         found = client(uri).get_experiment_by_name(name)
         return str(found.experiment_id if found else client(uri).create_experiment(name, _artifacts(uri)))
     except Exception as error:  # each kind of store has its own
-        raise ConfigError(f"tracking.uri {uri}: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(f"tracking.uri {uri}: {one_line(error, 300)}") from None
 
 
 def resume_run(uri: str, run_id: str) -> None:

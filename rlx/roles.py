@@ -20,12 +20,9 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained],
     """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the mesh."""
     chosen, dtype = config.model, getattr(torch, config.model.dtype)
     trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
-    adapters = None
-    if chosen.lora_rank:
-        adapters = model.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, seed)
     own = head if config.critic == "head" else None
     parts: dict[str, Any] = {
-        "policy": model.load_policy(path, head=own, seed=seed, adapters=adapters, trust_remote_code=trust)
+        "policy": model.load_policy(path, head=own, seed=seed, adapters=adapters(config), trust_remote_code=trust)
     }
     if config.critic == "separate":
         parts["critic"] = model.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
@@ -38,6 +35,14 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained],
     if config.reference != "copy":
         return trained, None
     return trained, model.shard(model.load_reference(path, trust_remote_code=trust), mesh, dtype)
+
+
+def adapters(config: RunConfig) -> model.Adapters | None:
+    """The adapters beside the policy's layers; None without."""
+    chosen = config.model
+    if not chosen.lora_rank:
+        return None
+    return model.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, config.seed)
 
 
 def average(config: RunConfig, policy: Any) -> dict[str, Tensor]:

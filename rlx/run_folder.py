@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from rlx import archive
 from rlx.archive import Entry
-from rlx.config import ConfigError, RunConfig, flatten, from_tree, nearest, parse_yaml, with_overrides
+from rlx.config import ConfigError, RunConfig, flatten, from_tree, nearest, one_line, parse_yaml, with_overrides
 from rlx.storage import Storage, below, open_storage, patiently, resolved
 
 T = TypeVar("T")
@@ -50,18 +50,16 @@ def saved_config(folder: Storage) -> dict[str, Any]:
     if not exists(folder):
         raise ConfigError(f"no run to resume in {folder.path}")
 
-    def tree(text: str) -> dict[str, Any]:
-        return dict(parse_yaml(text))
-
-    return _read(folder / "config.yaml", tree)
+    file = folder / "config.yaml"
+    return _read(file, lambda: dict(parse_yaml(file.read_text())))
 
 
 def mlflow_run(folder: Storage) -> str:
     """The id of a run's MLflow run; ConfigError if its record cannot be read."""
     file = folder / "run.json"
 
-    def run_id(text: str) -> str:
-        if not isinstance(found := file.parsed(text)["mlflow_run"], str):
+    def run_id() -> str:
+        if not isinstance(found := file.read_json()["mlflow_run"], str):
             raise TypeError(found)
         return found
 
@@ -74,8 +72,8 @@ def finished(config: RunConfig, folder: Storage) -> dict[str, Any] | None:
     if not file.exists():
         return None
 
-    def metrics(text: str) -> dict[str, Any]:
-        content = file.parsed(text)
+    def metrics() -> dict[str, Any]:
+        content = file.read_json()
         if not all(isinstance(value, int | float) for value in content.values()):
             raise TypeError(content)
         return content | {"step": int(content["step"])}
@@ -151,10 +149,11 @@ def _rating(folder: Storage) -> tuple[str, str]:
     return settings.best_by or "eval/accuracy", settings.best_mode
 
 
-def _read(file: Storage, parse: Callable[[str], T]) -> T:
+def _read(file: Storage, content: Callable[[], T]) -> T:
+    """The content of a file; ConfigError that names it if it cannot be read, or is not what was written."""
     try:
-        return parse(file.read_text())
+        return content()
     except OSError as error:
-        raise ConfigError(f"{file.path} cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{file.path} cannot be read: {one_line(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None

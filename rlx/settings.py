@@ -16,6 +16,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 GENERATED = "reasoning_gym:"
 """what a data.source begins with that is no file"""
+ALL_LAYERS = "all-linear"
+"""peft's name for what adapters are beside when none are named"""
 DEFAULT_SOURCE = f"{GENERATED}chain_sum"
 _DEFAULT_PARAMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 SCORERS = ("task", "exact_match", "numeric", "math_verify", "format", "length", "model", "url")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pyarrow import fs  # type: ignore[import-untyped]
 
-from rlx.config import parse_yaml
+from rlx.config import one_line, parse_yaml
 
 T = TypeVar("T")
 PROFILES = (Path("storage"), Path(__file__).resolve().parent.parent / "storage")
@@ -95,23 +95,12 @@ class Storage:
             stream.write(text.encode())
 
     def read_json(self) -> dict[str, Any]:
-        return self.parsed(self.read_text())
-
-    @staticmethod
-    def parsed(text: str) -> dict[str, Any]:
-        """The JSON object in a text; ValueError or TypeError if it is none."""
-        return dict(json.loads(text))
+        return dict(json.loads(self.read_text()))
 
     def take(self, file: Path) -> None:
         """Copies a file of this machine here."""
         fs.copy_files(
             str(file), self.path, source_filesystem=fs.LocalFileSystem(), destination_filesystem=self.filesystem
-        )
-
-    def give(self, file: Path) -> None:
-        """Copies this file to this machine."""
-        fs.copy_files(
-            self.path, str(file), source_filesystem=self.filesystem, destination_filesystem=fs.LocalFileSystem()
         )
 
     def delete(self) -> None:
@@ -198,13 +187,16 @@ def local_folder(address: str) -> Path:
 
 
 def check_writable(folder: Storage) -> None:
-    """StorageError unless a file can be written there, read again and deleted."""
+    """StorageError unless a file can be written there, read again and deleted; leaves nothing there."""
     probe = folder / f"probe-{os.getpid()}"
     try:
+        was_there = folder.exists()
         probe.write_text("rlx")
         if probe.read_text() != "rlx":
             raise OSError("a file that was written reads differently")
         probe.delete()
+        if not was_there and not folder.names():
+            folder.delete()
     except (OSError, ValueError) as error:
         raise StorageError(f"storage {folder.path}: cannot write there: {_advice(error)}") from None
 
@@ -242,7 +234,7 @@ def _profile(file: Path) -> str:
             raise StorageError(f"unknown key {min(unknown, key=str)}" if unknown else "no address in it")
         known = {key: _expanded(str(value)) for key, value in profile.items() if value is not None}
     except (OSError, ValueError) as error:
-        raise StorageError(f"storage profile {file}: {_one_line(error)}") from None
+        raise StorageError(f"storage profile {file}: {one_line(error, 400)}") from None
     if "mount" in known and not os.path.ismount(known["mount"]):
         raise StorageError(f"storage profile {file}: nothing is mounted at {known['mount']}")
     query = {"region": known.get("region"), "endpoint_override": known.get("endpoint")}
@@ -266,7 +258,7 @@ def _absolute(path: str) -> str:
     try:
         return str(Path(path).expanduser().resolve())
     except (OSError, ValueError, RuntimeError) as error:  # a byte 0, a user who has no home, links that go in a circle
-        raise StorageError(f"storage {path!r:.80}: {_one_line(error)}") from None
+        raise StorageError(f"storage {path!r:.80}: {one_line(error, 400)}") from None
 
 
 def _without_keys(address: str) -> str:
@@ -332,10 +324,6 @@ _CAUSES = {
 
 def _advice(error: BaseException) -> str:
     """An error's text in one line, what to do about it first where that is known."""
-    text = _one_line(error)
+    text = one_line(error, 400)
     cause = next((advice for name, advice in _CAUSES.items() if name in text), None)
     return f"{cause} ({text})" if cause else text
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]

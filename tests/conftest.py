@@ -215,6 +215,14 @@ class Script:
             return False
 
 
+def assert_all_end(script: Script, seconds: float) -> None:
+    """All of a script's processes are gone in so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := script.alive()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     """Starts scripts, and kills in the end what is left of them."""
@@ -252,3 +260,15 @@ def s3_faults(s3_server: str, bucket: str) -> Iterator[tuple[str, s3.Proxy]]:
     proxy = s3.Proxy(s3_server)
     yield f"{bucket}?endpoint_override={proxy.address}", proxy
     proxy.close()
+
+
+Where = tuple[str, dict[str, str]]
+"""a storage's address, and the environment that it needs"""
+
+
+@pytest.fixture(params=["folder", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
+    """A place to write to, on this machine and on S3."""
+    if request.param == "folder":
+        return str(tmp_path / "run"), {}
+    return request.getfixturevalue("bucket"), s3.environment(request.getfixturevalue("s3_server"))

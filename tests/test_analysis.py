@@ -222,6 +222,7 @@ def test_the_rerun_command_leaves_out_settings_that_the_run_did_not_have_yet(uri
         "seed": "3",
         "algorithm.value_clip": "null",  # it may have been unset, which is not logged
         "checkpoint.keep": "null",
+        "checkpoint.best_by": "null",
     }
 
 

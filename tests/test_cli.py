@@ -108,7 +108,7 @@ def test_names_that_are_not_there_or_taken(refused: Refused, tmp_path: Path) -> 
     folder = open_storage(config.storage) / "runs" / "mine"
     launch.create_run(config, folder)
     storage = ["--storage", str(tmp_path)]
-    assert refused("ppo.py", *storage, "--resume", "other") == f"no run to resume in {tmp_path}/runs/other"
+    assert refused("ppo.py", *storage, "--resume", "other") == f"no run 'other' in {tmp_path}/runs"
     line = refused("ppo.py", *storage, "--name", "mine")
     assert line == f"run 'mine' exists in {tmp_path}/runs/mine: --resume mine continues it"
     assert "no sweep other" in refused("ppo_sweep.py", *storage, "--resume", "other")

@@ -54,7 +54,9 @@ def process(engine: Any) -> int:
 
 
 def killed_soon(engine: Any, seconds: float = 0.3) -> None:
-    threading.Timer(seconds, os.kill, (process(engine), signal.SIGKILL)).start()
+    """Kills an engine, which stands still from now on: it has not answered by then, however fast the machine is."""
+    os.kill(pid := process(engine), signal.SIGSTOP)
+    threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)).start()
 
 
 def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
@@ -70,7 +72,7 @@ def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
     killed_soon(engines[0])
     started = time.monotonic()
     assert fleet.generate(PROMPTS, LONG, SAMPLES, version, send_weights) == expected
-    assert list(fleet.rollouts.lost) == [0], f"drawn in {time.monotonic() - started:.1f} s, before it was killed"
+    assert list(fleet.rollouts.lost) == [0]
     assert said == ["engine 0 died: its process ended - it is being replaced"]
     # Weights go to the other one while it is away, and to both once it is back.
     fleet.push(weights, version + 1, 120)

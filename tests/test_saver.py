@@ -14,7 +14,7 @@ import pytest
 import s3
 import torch
 import torch.distributed as dist
-from conftest import OnRanks
+from conftest import OnRanks, Where
 
 import rlx.saver
 from rlx import archive
@@ -22,16 +22,6 @@ from rlx.archive import Manifest
 from rlx.checkpoint import Parts, Shard
 from rlx.saver import Retention, Saver
 from rlx.storage import StorageError, open_storage, patiently
-
-Where = tuple[str, dict[str, str]]
-"""a storage's address, and the environment that it needs"""
-
-
-@pytest.fixture(params=["folder", "s3"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
-    if request.param == "folder":
-        return str(tmp_path / "run"), {}
-    return request.getfixturevalue("bucket"), s3.environment(request.getfixturevalue("s3_server"))
 
 
 def manifest(step: int, reward: float = 0.0) -> Manifest:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import History, Script, mlflow_history
+from conftest import History, Script, assert_all_end, mlflow_history
 from runs import MEASURED
 
 from rlx import archive, run_folder
@@ -53,13 +53,6 @@ class Place:
 def place(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path) -> Place:
     address = str(tmp_path) if request.param == "local" else request.getfixturevalue("bucket")
     return Place(address, tmp_path, tiny_model)
-
-
-def assert_all_end(script: Script, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while (left := script.alive()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert left == []
 
 
 def finish(script: Script) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import History, Script
+from conftest import History, Script, assert_all_end
 from ray.cluster_utils import Cluster
-from test_exact import Place, assert_all_end, finish
+from test_exact import Place, finish
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 Start = Callable[..., Script]

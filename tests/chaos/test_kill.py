@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import History, Script, mlflow_history
+from conftest import History, Script, assert_all_end, mlflow_history
+from runs import MEASURED
 
 from rlx import archive, report, run_folder
 from rlx.storage import open_storage
@@ -14,8 +15,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[..., Script]
 
 SMALL = ["--train.prompts-per-step", "8", "--train.samples-per-prompt", "2", "--eval.every", "2", "--eval.size", "12"]
-# What no two runs have in common; all else is the same to the last bit.
-MEASURED = ("time/", "memory/", "tokens/rollout_per_s", "tokens/update_per_s")
 
 
 def words(storage: Path, model: Path, name: str, steps: int) -> list[str]:
@@ -41,13 +40,6 @@ def last_step(script: Script) -> int:
     """The last step that it has shown."""
     lines = [line for line in script.output.read_text().splitlines() if line.startswith("step ")]
     return int(lines[-1].split()[1].split("/")[0])
-
-
-def assert_all_end(script: Script, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while (left := script.alive()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert left == []
 
 
 def test_a_killed_run_resumes_as_if_nothing_had_been(tiny_model: Path, tmp_path: Path, script: Start) -> None:

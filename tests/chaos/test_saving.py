@@ -15,6 +15,7 @@ import pytest
 import s3
 import torch
 import torch.distributed as dist
+from conftest import Where
 
 from rlx import archive
 from rlx.archive import Manifest
@@ -25,16 +26,6 @@ from rlx.storage import Storage, open_storage
 RANKS, KEPT = 2, 2
 SIZES = {"large": 600_000, "small": 7}  # numbers per rank
 START_S = 120.0  # longest wait for the first checkpoint of a group
-
-Where = tuple[str, dict[str, str]]
-"""a storage's address, and the environment that it needs"""
-
-
-@pytest.fixture(params=["folder", "s3"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
-    if request.param == "folder":
-        return str(tmp_path / "run"), {}
-    return request.getfixturevalue("bucket"), s3.environment(request.getfixturevalue("s3_server"))
 
 
 def manifest(step: int) -> Manifest:
