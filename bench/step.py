@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from rlx import data, inputs, launch
+from rlx import crew, data, inputs, launch
 from rlx.command_line import add_settings, parse
 from rlx.config import RunConfig, from_tree, with_overrides
 from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT
@@ -86,7 +86,7 @@ def bare_rollout(config: RunConfig, path: str, prompts: list[list[int]]) -> tupl
 
     from rlx.data import load_tokenizer
 
-    llm = LLM(model=path, skip_tokenizer_init=True, disable_log_stats=True, **launch.engine_options(config))
+    llm = LLM(model=path, skip_tokenizer_init=True, disable_log_stats=True, **crew.engine_options(config))
     end = load_tokenizer(path).eos_token_id
 
     def sampling(prompt: int, sample: int, round_: int) -> Any:

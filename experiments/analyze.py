@@ -1,4 +1,4 @@
-"""A sweep's results from MLflow as a table and figures: python experiments/analyze.py [--sweep NAME] [--metric NAME]"""
+"""A sweep's results from MLflow as a page, tables and figures: python experiments/analyze.py [--sweep NAME]"""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from rlx.storage import local_folder
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Ranks a sweep's trials, draws them, and stores both with the sweep in MLflow.", allow_abbrev=False
+        description="Ranks a sweep's settings, draws them, and stores both with the sweep in MLflow.",
+        allow_abbrev=False,
     )
     parser.add_argument("--sweep", metavar="NAME", help="the sweep to analyse (default: the newest)")
+    parser.add_argument("--against", metavar="NAME", help="another sweep, to compare the best setting of each")
     parser.add_argument("--experiment", default="rlx", help="MLflow experiment that it is in (default: %(default)s)")
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: that of --storage)")
     parser.add_argument("--storage", default="storage", help="where the runs are kept (default: %(default)s)")
-    parser.add_argument("--metric", default="eval/accuracy", help="what trials are ranked by (default: %(default)s)")
+    parser.add_argument("--metric", default="eval/accuracy", help="what settings are ranked by (default: %(default)s)")
     parser.add_argument("--mode", choices=("max", "min"), default="max", help="which end of the metric is good")
     parser.add_argument(
         "--by", metavar="SETTING", help="compare its values: mean and 95 %% interval over the runs of each"
@@ -39,26 +41,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def analyze(args: argparse.Namespace) -> int:
     """Shows the sweep and writes its files."""
-    from rlx import analysis, comparison
+    from rlx import analysis
 
     storage = local_folder(args.storage)
     uri = args.tracking_uri or default_uri(storage)
     names = analysis.sweep_names(uri, args.experiment)
     sweep = analysis.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
+    against = analysis.load_sweep(uri, args.experiment, args.against, [args.metric]) if args.against else None
     if not args.sweep and len(names) > 1:
         print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
     print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {args.metric}\n")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(analysis.format_table(analysis.rank(sweep, args.metric, args.mode), width))
-    best = analysis.ranked(sweep, args.metric, args.mode)[0]
-    if len(best.curve(args.metric)):
-        print(f"\nthe best again:\n{analysis.rerun_command(best)}")
+    shown = analysis.compared(sweep, args.metric, args.mode, args.by, against)
+    for found in shown.values():
+        print(f"{analysis.format_table(analysis.table(found), width)}\n")
+    print(f"{analysis.answer(shown['settings'], args.metric)}\n")
+    if against:
+        print(f"{analysis.apart(*shown[f'against {against.name}'])}\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
-    paths = analysis.write(sweep, folder, uri, args.metric, args.mode)
-    if args.by:
-        print(f"\n{analysis.format_table(comparison.compare(sweep, args.by, args.metric), width)}")
-        paths += comparison.write(sweep, args.by, folder, uri, args.metric)
-    print("\n" + "\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
+    paths = analysis.write(sweep, folder, uri, args.metric, args.mode, args.by, against)
+    print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
     return 0
 
 

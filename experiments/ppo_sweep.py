@@ -13,28 +13,41 @@ from rlx.command_line import add_settings, end_on_sigterm, exit_code, parse
 from rlx.config import ConfigError, from_tree, read_yaml, with_overrides
 
 HERE = Path(__file__).resolve().parent
+# Ray takes seconds to import: the names of what rlx.search and rlx.schedulers have, for --help and bad input.
+SEARCHES = ["random", "grid", "optuna", "bayesopt", "hyperopt"]
+SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="A sweep of PPO runs; every setting that the search space does not vary can be given too.",
-        usage="%(prog)s [--space FILE] [--trials N] [--scheduler NAME] [--resume [NAME]] [--SECTION.SETTING VALUE ...]",
+        usage="%(prog)s [--space FILE] [--trials N] [--seeds K] [--search NAME] [--scheduler NAME] [--resume [NAME]] "
+        "[--SECTION.SETTING VALUE ...]",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", default=str(HERE / "configs" / "sweep.yaml"), help="YAML settings")
     parser.add_argument("--space", metavar="FILE", default=str(HERE.parent / "search_spaces" / "ppo.py"))
     parser.add_argument("--trials", metavar="N", type=int, default=4, help="settings to try (random search)")
-    parser.add_argument("--search", choices=["random", "grid"], default="random")
-    parser.add_argument("--scheduler", choices=["none", "asha"], default="none", help="asha stops bad trials early")
+    parser.add_argument("--seeds", metavar="K", type=int, default=1, help="run each setting with so many seeds")
+    parser.add_argument("--search", choices=SEARCHES, default="random", help="how settings are drawn")
+    parser.add_argument("--scheduler", choices=SCHEDULERS, default="none", help="which trials are stopped early")
     parser.add_argument("--max-concurrent", metavar="N", type=int, help="at most so many trials at once")
     parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
+    parser.add_argument(
+        "--restart-errored", action="store_true", help="with --resume: failed trials run again from the start"
+    )
     add_settings(parser)
 
     def script() -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         args, given = parse(parser, words)
-        if args.resume is not None and (set(given) - {"storage"} or len(words) > 2 + 2 * len(given)):
-            raise ConfigError("--resume has the sweep's own settings: give it nothing else but --storage")
+        if args.restart_errored and args.resume is None:
+            raise ConfigError("--restart-errored goes with --resume")
+        if args.resume is not None and (set(given) - {"storage"} or _changed(parser, args)):
+            raise ConfigError("--resume has the sweep's own settings: give it --storage and --restart-errored at most")
+        for option in ("trials", "seeds", "max_concurrent"):
+            if (value := getattr(args, option)) is not None and value < 1:
+                raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
         tree = with_overrides(read_yaml(args.config), given)
         from_tree(tree, args.config)  # refused before anything is imported
         return run_sweep(args, tree)
@@ -44,17 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
-    from rlx import analysis, inputs, launch, progress, sweep
+    from rlx import analysis, inputs, launch, progress, report, sweep, tracker
     from rlx.storage import local_folder, open_storage
+    from rlx.trials import Sweep
 
     started = time.monotonic()
     tree = with_overrides(tree, inputs.absolute_paths(from_tree(tree)))
     storage = open_storage(tree["storage"])
     if args.resume is not None:
         plan = sweep.saved_sweep(storage, args.resume or None)
+        again = sweep.begin_again(plan, storage) if args.restart_errored else []
     else:
-        name = tree.pop("name", None) or (storage / "sweeps").free_name("sweep")
-        plan = sweep.Sweep(name, tree, args.space, args.trials, args.search, args.scheduler, args.max_concurrent)
+        name, again = tree.pop("name", None) or (storage / "sweeps").free_name("sweep"), []
+        chosen = (args.trials, args.search, args.scheduler, args.seeds, args.max_concurrent)
+        plan = Sweep(name, tree, str(Path(args.space).resolve()), *chosen)
     config = from_tree(plan.tree)
     uri = launch.tracking_uri(config)
     with progress.SweepProgress(config.train.steps) as shown:
@@ -64,20 +80,26 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         end_on_sigterm()
         if args.resume is None:
             plan = sweep.create_sweep(plan, storage)
-        at_once = sweep.concurrency(plan)
-        shown.console.print(
-            f"sweep {plan.name}: {sweep.planned(plan)} trials, {at_once} at once, {config.train.steps} steps"
-        )
+        shown.console.print(sweep.described(plan), *(f"{trial} runs again" for trial in again), sep="\n")
+        run_id = tracker.run_id(storage / "sweeps" / plan.name)
+        where = report.ui_command(uri) + (f", then {report.run_address(uri, run_id)}" if run_id else "")
+        shown.console.print(f"watch: {where}")
         results = sweep.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
     loaded = analysis.load_sweep(uri, config.tracking.experiment, plan.name)
     paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
     print(analysis.format_table(analysis.rank(loaded)))
     print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s; " + ", ".join(str(p) for p in paths))
-    print(f"curves: mlflow ui --backend-store-uri {uri}")
+    print(f"see: {where}")
     failed = sweep.failures(results)
     for reason in failed:
         print(f"error: {reason}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _changed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:
+    """Whether options were given that a sweep has of its own."""
+    own = ("config", "space", "trials", "seeds", "search", "scheduler", "max_concurrent")
+    return any(getattr(args, option) != parser.get_default(option) for option in own)
 
 
 if __name__ == "__main__":

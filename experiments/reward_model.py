@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,13 +65,13 @@ def train(args: argparse.Namespace) -> int:
     preferences.check_new(folder)
     recipe = preferences.Recipe(args.epochs, args.batch, args.lr, args.seed)
     steps = recipe.steps(len(pairs))
-    with progress.RunProgress(steps) as shown, _recorded(config, folder.name, given) as tracker:
+    with progress.RunProgress(steps) as shown, _recorded(config, folder.name, given) as record:
         base = given.get("base") or inputs.model_folder(config, shown.warm_start)
         shown.say(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
         begun = time.monotonic()
 
         def on_step(done: int, metrics: dict[str, float]) -> None:
-            tracker.log({f"reward_model/{key}": value for key, value in metrics.items()}, done)
+            record.log({f"reward_model/{key}": value for key, value in metrics.items()}, done, _milliseconds())
             if done and (shown.console.is_terminal or done % LINES == 0 or done == steps):
                 left = progress.time_left((time.monotonic() - begun) / done * (steps - done))
                 shown.say(f"step {done}/{steps}  {described(metrics)}  left {left}")
@@ -94,16 +95,24 @@ def _recorded(config: RunConfig, name: str, params: Mapping[str, Any]) -> Iterat
     """An MLflow run for the time of the training."""
     from rlx import launch, report
 
-    uri, tags, status = launch.tracking_uri(config), {"rlx.kind": "reward_model"}, "FAILED"
-    run_id = report.start_run(uri, config.tracking.experiment, name, parent=None, params=params, tags=tags)
+    uri, status = launch.tracking_uri(config), "FAILED"
+    report.check(uri)
+    texts, tags = {key: str(value) for key, value in params.items()}, {"rlx.kind": "reward_model"}
+    experiment, now = config.tracking.experiment, _milliseconds()
+    run_id = report.make_run(uri, uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)
+    record = report.Record(uri, run_id)
     try:
-        yield report.Tracker(uri, run_id)
+        yield record
         status = "FINISHED"
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
-        report.end_run(uri, run_id, status)
+        record.end(status, _milliseconds())
+
+
+def _milliseconds() -> int:
+    return int(time.time() * 1000)
 
 
 if __name__ == "__main__":

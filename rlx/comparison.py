@@ -1,116 +1,336 @@
-"""Trials of a sweep compared group by group: mean and 95 % interval over the seeds of each value of one setting.
+"""Trials of a sweep in groups: means with 95 % intervals, ranks, what two groups differ by, and a picture of it.
 
-Intervals are Student's t: they suppose runs that differ by chance alone, so everything else that a sweep varies within
-a group counts as chance too. Ranking single trials is analysis.py's.
+A group is one setting over its seeds, or, to compare the values of one varied setting, all trials of one value.
+Intervals are Student's t: they suppose runs that differ by chance alone, so whatever else a sweep varies within a group
+counts as chance too. The best of many means is flattered by having been picked; no interval here corrects for that.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from scipy import stats  # type: ignore[import-untyped]
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
-from rlx import analysis, report
-from rlx.analysis import Setting, Sweep, Trial
 from rlx.config import ConfigError, nearest
+from rlx.records import METRIC, Setting, Sweep, Trial, check_metric
+
+Mode = Literal["max", "min"]
 
 LEVEL = 0.95
+SEED = "seed"
+_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
+NAMED = len(_COLOURS)
+"""groups whose curves a figure names: the best ones"""
+_SHOWN = 20  # groups whose intervals a static figure has room for
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Trials that are taken together, and the last values of the metric of those that have ended."""
+
+    label: str
+    settings: dict[str, Setting]  # what they have in common
+    trials: tuple[Trial, ...]  # best first
+    ended: tuple[Trial, ...]  # those that have values
+    values: tuple[float, ...]  # one per setting and seed: trials that differ in nothing count once, with their mean
+    mean: float  # NaN without values
+    half: float  # half the width of its 95 % interval; NaN for fewer than two values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Means and differences
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean, and half the width of its 95 % interval: t * s / sqrt(n) with n - 1 degrees of freedom; NaN for n = 1."""
     count = len(values)
     if count < 2:
-        return float(np.mean(values)), math.nan
+        return float(np.mean(values)) if count else math.nan, math.nan
     spread = float(np.std(values, ddof=1))
-    return float(np.mean(values)), float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * spread / math.sqrt(count)
+    return float(np.mean(values)), _quantile(count - 1) * spread / math.sqrt(count)
 
 
-def compare(sweep: Sweep, by: str, metric: str = analysis.METRIC) -> pd.DataFrame:
-    """One row per value of the setting `by`, best mean first: runs, mean of the metric's last value, its interval, the
-    extremes, and what a run took. Trials that still run or lack the metric are left out.
+def difference(one: Group, other: Group) -> tuple[float, float]:
+    """How much higher one group's mean is, and half the width of the 95 % interval of that, after Welch: the groups may
+    spread unequally. NaN if one of them has fewer than two values."""
+    parts = [float(np.var(group.values, ddof=1)) / len(group.values) for group in (one, other) if len(group.values) > 1]
+    if len(parts) < 2:
+        return one.mean - other.mean, math.nan
+    counts = (len(one.values) - 1, len(other.values) - 1)
+    if not sum(parts):
+        return one.mean - other.mean, 0.0
+    freedom = sum(parts) ** 2 / sum(part**2 / count for part, count in zip(parts, counts, strict=True))
+    return one.mean - other.mean, _quantile(freedom) * math.sqrt(sum(parts))
 
-    ConfigError if `by` was not varied, or no trial is left.
+
+def _quantile(freedom: float) -> float:
+    """Student's t within which 95 % lie."""
+    return float(stdtrit(freedom, (1 + LEVEL) / 2))
+
+
+def apart(one: Group, other: Group) -> str:
+    """By how much two groups differ, in a sentence."""
+    gap, half = difference(one, other)
+    if math.isnan(half):
+        return f"The means differ by {as_text(gap)}; there is no interval without two runs of each."
+    verdict = "more than chance" if abs(gap) > half else "which may be chance"
+    return f"The means differ by {as_text(float(f'{gap:.2g}'))} ± {half:.2g} (95 %, Welch): {verdict}."
+
+
+def final(trial: Trial, metric: str) -> float:
+    """A trial's last value of a metric, that of the model which it left behind; NaN if it has none."""
+    curve = trial.curve(metric)
+    return float(curve.iloc[-1]) if len(curve) else math.nan
+
+
+def mean_curve(group: Group, metric: str) -> pd.DataFrame:
+    """Mean and 95 % interval by step of the trials that have ended: columns mean, low, high.
+
+    One that ended before the others keeps its last value, as in the table: the mean of fewer would jump.
     """
-    rows = []
-    for value, trials in _groups(sweep, by, metric).items():
-        finals = [float(trial.curve(metric).iloc[-1]) for trial in trials]
-        mean, half = mean_interval(finals)
-        rows.append(
-            {by: value, "runs": len(trials), "mean": mean, "±": half, "lowest": min(finals), "highest": max(finals)}
-            | {"tokens/total": float(np.mean([trial.history["tokens/total"].max() for trial in trials]))}
-            | {"seconds": float(np.mean([trial.seconds for trial in trials]))}
-        )
-    return pd.DataFrame(rows).sort_values("mean", ascending=False, ignore_index=True)
+    curves = [trial.curve(metric) for trial in group.ended]
+    values = pd.concat(curves, axis=1).sort_index().ffill().dropna() if curves else pd.DataFrame()
+    rows = [mean_interval(list(row)) for row in values.to_numpy()]
+    bounds = [(mean, mean - half, mean + half) for mean, half in rows]
+    return pd.DataFrame(bounds, values.index, ["mean", "low", "high"], dtype=float)
 
 
-def write(sweep: Sweep, by: str, folder: Path, uri: str, metric: str = analysis.METRIC) -> list[Path]:
-    """Writes the table and its figure into a folder and stores them with the sweep's MLflow run; gives their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table, name = compare(sweep, by, metric), f"by_{by}"
-    (folder / f"{name}.md").write_text(f"# Sweep {sweep.name}, {metric}\n\n{analysis.format_table(table)}\n")
-    figure(sweep, by, metric).savefig(folder / f"{name}.png", dpi=150)
-    paths = [folder / f"{name}.md", folder / f"{name}.png"]
-    report.log_files(uri, sweep.run_id, paths, "analysis")
-    return paths
+# ---------------------------------------------------------------------------------------------------------------------
+# Groups and their order
 
 
-def figure(sweep: Sweep, by: str, metric: str = analysis.METRIC) -> Figure:
-    """Mean curves with their intervals as bands, and beside them each run's last value with the means of the groups."""
-    groups = _groups(sweep, by, metric)
-    order = [value for value in compare(sweep, by, metric)[by] if value in groups]
-    shades = {value: colormaps["tab10"](i % 10) for i, value in enumerate(order)}
-    drawn = Figure(figsize=(10, 5.2))
-    curves, ends = drawn.add_axes((0.075, 0.11, 0.52, 0.74)), drawn.add_axes((0.67, 0.11, 0.29, 0.74))
-    for place, value in enumerate(order):
-        _draw_mean(curves, groups[value], metric, str(value), shades[value])
-        _draw_ends(ends, place, groups[value], metric, shades[value])
+def groups(sweep: Sweep, metric: str = METRIC, mode: Mode = "max", by: str | None = None) -> list[Group]:
+    """A sweep's settings, or the values of the varied setting `by`, best mean first; those without a value come last.
+
+    ConfigError if the metric was not loaded, or `by` was not varied.
+    """
+    check_metric(metric, sweep.metrics)
+    if by is not None and by not in sweep.varied:
+        raise ConfigError(f"--by {by}: sweep {sweep.name} varies {', '.join(sweep.varied)}{nearest(by, sweep.varied)}")
+    keys = [key for key in sweep.varied if key != SEED] if by is None else [by]
+    names = dict(zip(keys, short_names(keys), strict=True))
+    found: dict[tuple[Setting, ...], list[Trial]] = {}
+    for trial in ranked(sweep, metric, mode):
+        found.setdefault(tuple(trial.settings[key] for key in keys), []).append(trial)
+    made = [_group(dict(zip(keys, values, strict=True)), names, trials, metric) for values, trials in found.items()]
+    return best_first(made, mode)
+
+
+def best_first(found: Iterable[Group], mode: Mode = "max") -> list[Group]:
+    """Groups by their means, those without one last; equal ones stay in order."""
+    sign = -1 if mode == "max" else 1
+    return sorted(found, key=lambda group: (math.isnan(group.mean), sign * group.mean))
+
+
+def _group(settings: dict[str, Setting], names: dict[str, str], trials: list[Trial], metric: str) -> Group:
+    ended = tuple(trial for trial in trials if trial.status != "RUNNING" and len(trial.curve(metric)))
+    same: dict[tuple[Setting, ...], list[float]] = {}
+    for trial in ended:
+        same.setdefault(tuple(trial.settings.values()), []).append(final(trial, metric))
+    values = tuple(float(np.mean(each)) for each in same.values())
+    label = ", ".join(f"{names[key]} {as_text(value)}" for key, value in settings.items()) or "the one setting"
+    return Group(label, settings, tuple(trials), ended, values, *mean_interval(values))
+
+
+def short_names(keys: Iterable[str]) -> list[str]:
+    """Dotted keys without their sections, where that does not make two alike."""
+    keys = list(keys)
+    last = [key.rpartition(".")[2] for key in keys]
+    return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
+
+
+def ranked(sweep: Sweep, metric: str = METRIC, mode: Mode = "max") -> list[Trial]:
+    """The trials, best last value first, then by best value; those without the metric come last."""
+    sign = -1.0 if mode == "max" else 1.0
+
+    def place(trial: Trial) -> tuple[bool, float, float]:
+        last = final(trial, metric)
+        return math.isnan(last), sign * last, sign * _best(trial, metric, mode)
+
+    return sorted(sweep.trials, key=place)
+
+
+def answer(found: Sequence[Group], metric: str = METRIC) -> str:
+    """Which setting wins, by how much, and whether that may be chance: one sentence of the groups, best first."""
+    known = [group for group in found if group.values]
+    if not known:
+        return f"No trial has ended with {metric} yet."
+    best, *others = known
+    wins = f"{best.label} {'wins' if others else 'comes'} with {metric} {_value(best)}"
+    if not others:
+        return f"{wins}; there is no other setting to compare it with."
+    after = f"{wins}; the next is {_value(others[0])} ({others[0].label})"
+    if math.isnan(best.half + others[0].half):
+        return f"{after}: a single run of a setting cannot tell its effect from chance, --seeds 3 would."
+    apart = abs(best.mean - others[0].mean) > best.half + others[0].half
+    return f"{after}: the intervals {'do not overlap' if apart else 'overlap'}."
+
+
+def _value(group: Group) -> str:
+    count = len(group.values)
+    interval = "" if math.isnan(group.half) else f" ± {group.half:.2g}"
+    return f"{as_text(float(f'{group.mean:.3g}'))}{interval} over {count} run{'s' if count > 1 else ''}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def rank(sweep: Sweep, metric: str = METRIC, mode: Mode = "max", by: str | None = None) -> pd.DataFrame:
+    """One row per setting, or per value of `by`, as `groups`: what it is, what it reached, and what it took."""
+    return table(groups(sweep, metric, mode, by))
+
+
+def table(found: Sequence[Group]) -> pd.DataFrame:
+    """One row per group: rank, settings, number of values, their mean, its interval and their extremes, what a run took
+    on average, and what is to be said of its trials."""
+    keys = list(dict.fromkeys(key for group in found for key in group.settings))
+    names = dict(zip(keys, short_names(keys), strict=True))
+    rows = [
+        {"rank": place}
+        | {names[key]: group.settings.get(key) for key in keys}
+        | {"runs": len(group.values), "mean": group.mean, "±": group.half}
+        | {"lowest": min(group.values, default=math.nan), "highest": max(group.values, default=math.nan)}
+        | {"tokens": cost(group, "tokens"), "seconds": cost(group, "seconds"), "notes": _notes(group.trials)}
+        for place, group in enumerate(found, 1)
+    ]
+    return pd.DataFrame(rows)
+
+
+def cost(group: Group, kind: Literal["tokens", "seconds"]) -> float:
+    """Response tokens generated, or seconds taken, by a run on average; NaN if none has ended."""
+    if kind == "tokens":
+        each = [trial.history["tokens/total"].max() for trial in group.ended]
+    else:
+        each = [trial.seconds for trial in group.ended]
+    return float(np.mean(each)) if each else math.nan
+
+
+def trial_table(sweep: Sweep, metric: str = METRIC, mode: Mode = "max") -> pd.DataFrame:
+    """One row per trial, as `ranked`: name, varied settings, last, best and first value, what it took, how it ended."""
+    rows = [
+        {"rank": place, "trial": trial.name}
+        | dict(zip(short_names(trial.settings), trial.settings.values(), strict=True))
+        | {"final": final(trial, metric), "best": _best(trial, metric, mode)}
+        | {"first": float(trial.curve(metric).get(0, math.nan))}
+        | {"steps": max(trial.history.index, default=0), "tokens": trial.history["tokens/total"].max()}
+        | {"seconds": trial.seconds, "status": trial.status, "stopped": trial.stopped}
+        | {"from": ", ".join(trial.origins)}
+        for place, trial in enumerate(ranked(sweep, metric, mode), 1)
+    ]
+    return pd.DataFrame(rows)
+
+
+def format_table(shown: pd.DataFrame, width: int | None = None) -> str:
+    """A table as text that is Markdown, too, unless folding it to a terminal's width breaks its cells."""
+    drawn = Table(box=box.MARKDOWN)
+    for column in shown:
+        drawn.add_column(str(column), justify="right" if pd.api.types.is_numeric_dtype(shown[column]) else "left")
+    for row in shown.itertuples(index=False):
+        drawn.add_row(*(as_text(value) for value in row))
+    stream = io.StringIO()
+    Console(file=stream, width=width or 10_000).print(drawn)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
+
+
+def as_text(value: Any) -> str:
+    """A cell or an axis label: four digits of a number, whole numbers whole, - for none."""
+    if isinstance(value, str):
+        return value
+    if value is None or math.isnan(value):
+        return "-"
+    if value == int(value) or abs(value) >= 1000:  # .4g would make 1.235e+04 of 12345.67
+        return f"{value:,.0f}"
+    return f"{value:.4g}".replace("e-0", "e-")
+
+
+def _best(trial: Trial, metric: str, mode: Mode) -> float:
+    curve = trial.curve(metric)
+    return float(curve.max() if mode == "max" else curve.min())
+
+
+def _notes(trials: Sequence[Trial]) -> str:
+    """What a mean does not say: trials that did not end as planned, and those that went on from others."""
+    ends = Counter(trial.status.lower() for trial in trials if trial.status != "FINISHED" and trial.stopped is None)
+    stops = sorted(str(trial.stopped) for trial in trials if trial.stopped is not None)
+    notes = [f"{count} {status}" if len(trials) > 1 else status for status, count in ends.items()]
+    notes += [f"stopped at {', '.join(stops)}"] if stops else []
+    return "; ".join([*notes, *(f"went on from {origin}" for trial in trials for origin in trial.origins)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One static picture
+
+
+def shades(count: int) -> list[str]:
+    """A colour for each of so many groups, best first: distinct ones for those that are named, grey for the others."""
+    return [*_COLOURS, *["#b8b8b8"] * count][:count]
+
+
+def figure(found: Sequence[Group], title: str, metric: str = METRIC) -> Figure:
+    """Mean curves of the groups with their intervals as bands, and beside them each run's last value with the means.
+
+    Curves of all but the best groups are thin and grey; intervals are those of the best ones.
+    """
+    known = [group for group in found if group.values]
+    drawn = Figure(figsize=(12, max(5.2, 1.6 + 0.3 * min(len(known), _SHOWN))))
+    curves, ends = drawn.add_axes((0.06, 0.11, 0.41, 0.74)), drawn.add_axes((0.74, 0.11, 0.24, 0.74))
+    for place, (group, shade) in reversed(list(enumerate(zip(known, shades(len(known)), strict=True)))):
+        _draw_mean(curves, mean_curve(group, metric), shade, place < NAMED)
+        if place < _SHOWN:
+            _draw_ends(ends, place, group, shade)
     for axes in (curves, ends):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e8e8e8", linewidth=0.8)
     curves.set(xlabel="PPO step (0: before training)", ylabel=metric)
     curves.xaxis.set_major_locator(MaxNLocator(integer=True))
-    curves.legend(frameon=False, loc="lower right")
-    ends.set_xticks(range(len(order)), [str(value) for value in order], rotation=15)
+    ends.set_yticks(range(len(known[:_SHOWN])), [_folded(group.label) for group in known[:_SHOWN]], fontsize=8)
+    ends.invert_yaxis()
     ends.set_title("last value of each run; mean, 95 % interval", fontsize=9)
-    drawn.text(0.02, 0.94, f"{sweep.name}: {metric} by {by}", fontsize=13, fontweight="bold")
-    counts = sorted({len(trials) for trials in groups.values()})
-    note = f"mean and 95 % interval of {' or '.join(map(str, counts))} runs each"
-    drawn.text(0.02, 0.9, note, fontsize=9, color="#707070")
+    drawn.text(0.02, 0.94, title, fontsize=13, fontweight="bold")
+    drawn.text(0.02, 0.9, _of_runs(known, len(found) - len(known)), fontsize=9, color="#707070")
     return drawn
 
 
-def _groups(sweep: Sweep, by: str, metric: str) -> dict[Setting, list[Trial]]:
-    if by not in sweep.varied:
-        raise ConfigError(f"--by {by}: sweep {sweep.name} varies {', '.join(sweep.varied)}{nearest(by, sweep.varied)}")
-    groups: dict[Setting, list[Trial]] = {}
-    for trial in sweep.trials:
-        if trial.status != "RUNNING" and len(trial.curve(metric)):
-            groups.setdefault(trial.settings[by], []).append(trial)
-    if not groups:
-        raise ConfigError(f"no trial of sweep {sweep.name} has ended with {metric} yet")
-    return groups
+def _of_runs(known: Sequence[Group], without: int) -> str:
+    counts = sorted({len(group.values) for group in known})
+    note = f"mean and 95 % interval of {' or '.join(map(str, counts)) or 'no'} runs each"
+    return note + (f"; {without} without a value left out" if without else "")
 
 
-def _draw_mean(axes: Axes, trials: Sequence[Trial], metric: str, label: str, shade: tuple[float, ...]) -> None:
-    table = pd.concat([trial.curve(metric) for trial in trials], axis=1).dropna()  # steps that all of them have
-    rows = [mean_interval(list(row)) for row in table.to_numpy()]
-    means, halves = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
-    axes.plot(table.index, means, "o-", color=shade, linewidth=2, markersize=4, label=label)
-    axes.fill_between(table.index, means - halves, means + halves, color=shade, alpha=0.15, linewidth=0)
+def _folded(label: str) -> str:
+    """A label in lines of at most 50 characters, cut between its settings."""
+    lines = [""]
+    for part in label.split(", "):
+        if len(lines[-1]) + len(part) > 48 and lines[-1]:
+            lines.append("")
+        lines[-1] += (", " if lines[-1] else "") + part
+    return "\n".join(lines)
 
 
-def _draw_ends(axes: Axes, place: int, trials: Sequence[Trial], metric: str, shade: tuple[float, ...]) -> None:
-    finals = [float(trial.curve(metric).iloc[-1]) for trial in trials]
-    mean, half = mean_interval(finals)
-    around = np.linspace(-0.12, 0.12, len(finals)) if len(finals) > 1 else np.zeros(1)
-    axes.plot(place + around, finals, "o", color=shade, alpha=0.5, markersize=5)
-    axes.errorbar(place, mean, yerr=0 if math.isnan(half) else half, fmt="_", color=shade, markersize=22, capsize=5)
+def _draw_mean(axes: Axes, curve: pd.DataFrame, shade: str, named: bool) -> None:
+    axes.plot(
+        curve.index, curve["mean"], "o-" if named else "-", color=shade, linewidth=2 if named else 1, markersize=4
+    )
+    if named:
+        axes.fill_between(curve.index, curve["low"], curve["high"], color=shade, alpha=0.15, linewidth=0)
+
+
+def _draw_ends(axes: Axes, place: int, group: Group, shade: str) -> None:
+    around = place + (np.linspace(-0.12, 0.12, len(group.values)) if len(group.values) > 1 else np.zeros(1))
+    axes.plot(group.values, around, "o", color=shade, alpha=0.5, markersize=5)
+    half = 0 if math.isnan(group.half) else group.half
+    axes.errorbar(group.mean, place, xerr=half, fmt="|", color=shade, markersize=14, capsize=4)

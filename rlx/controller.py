@@ -1,13 +1,12 @@
-"""Ray Train's controller of one run: started in a thread, listened to, ended from outside, cleaned up after.
+"""What the driver and the workers of Ray Train say to each other, and how Train's controller is held.
 
-Reports and handles travel through Ray's key-value store: a queue would be one more actor, with seconds of imports.
-What is trained is not known here.
+Jobs, reports and handles travel through Ray's key-value store: a queue would be one more actor, with seconds of
+imports. A *box* is a prefix of keys there: one for a worker group, and in it one for each job. What is trained is not
+known here.
 """
 
 from __future__ import annotations
 
-import math
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,14 +14,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-import ray.exceptions
+import ray.train.collective
 from ray import cloudpickle
-from ray._raylet import PlacementGroupID
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 from ray.train import UserCallback
-from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.callback import ControllerCallback
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.util.placement_group import PlacementGroup
 
 from rlx.config import one_line
 
@@ -31,14 +31,12 @@ Report = Callable[[dict[str, Any], str | None], None]
 Say = Callable[[str], None]
 """what a person should know and no metric says, e.g. that an engine died and is being replaced"""
 
-_ABORT_S = 30.0  # a controller that takes longer to end is killed
-_START_S = 30.0  # a controller that has not started by then never will
-_POLL_S = 0.2  # how often reports are looked for
-
+LAST = "last"  # among a report's metrics: whether it is its job's last
+_BOX, _CHECKPOINT = "box", "checkpoint"  # whose it is, and the path of what has become whole
+_POLL_S = 0.1  # how often the other side is looked for
+_WORDS = 500  # longest that an error's text is passed on
 
 _FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
-
-_running: list[str] = []  # the boxes of this process's runs
 
 
 class RunError(RuntimeError):
@@ -46,146 +44,199 @@ class RunError(RuntimeError):
 
 
 class RunStopped(RuntimeError):
-    """A run that was ended from outside by `abort_running`, e.g. because a scheduler stopped its trial."""
+    """A run that was ended from outside, e.g. because a scheduler stopped its trial."""
 
 
-def fit(trainer: TorchTrainer, box: str, on_report: Report, say: Say, grace_s: float = 0.0) -> dict[str, Any]:
-    """trainer.fit() with its reports passed on as they come; the last one's metrics.
+# ---------------------------------------------------------------------------------------------------------------------
+# On a worker
 
-    An interrupt (KeyboardInterrupt, once it trains) first asks the workers to end with the step that they are in, and
-    is raised when they have; a second one, or `grace_s` seconds, end that patience.
 
-    Args:
-        box: what `new_box` gave; the workers' setup has it too.
+def jobs(box: str) -> Iterator[dict[str, Any]]:
+    """What there is to do, one job after another on all ranks alike, as they are posted; it never ends by itself."""
+    first, done = ray.train.get_context().get_world_rank() == 0, 0
+    while True:
+        number = ray.train.collective.broadcast_from_rank_zero(_next_job(box, done) if first else None)
+        posted = _internal_kv_get(f"{box}/job/{number}".encode())
+        if posted:  # not taken back meanwhile
+            job = cloudpickle.loads(posted)
+            yield job
+            _internal_kv_put(f"{job[_BOX]}/ended".encode(), b"1")
+        done = number
+
+
+def report(box: str, metrics: dict[str, Any], last: bool, checkpoint: ray.train.Checkpoint | None = None) -> None:
+    """Passes a step's metrics to the driver, and the checkpoint that has become whole; a collective call.
+
+    Train itself takes checkpoints in the folder of its own run alone: those of a worker group's first job.
     """
-    trainer.run_config.callbacks = [_Relay(box), _Handle(box)]
-    outcome: dict[str, Any] = {}
-    over = threading.Event()  # an interrupted Thread.join leaves the thread marked as ended (CPython 3.11)
-
-    def train() -> None:
-        try:
-            outcome["result"] = trainer.fit()
-        except BaseException as error:
-            outcome["error"] = error
-        finally:
-            over.set()
-
-    threading.Thread(target=train, daemon=True).start()
-    _running.append(box)
-    metrics: dict[str, Any] = {}
-    posts = _Posts(box, over, say)
-    try:
-        try:
-            for metrics, checkpoint in posts:
-                on_report(metrics, checkpoint)
-        except KeyboardInterrupt:
-            if metrics and grace_s:
-                say(f"interrupted: finishing the step and a checkpoint, {grace_s:.0f} s at most; again ends it at once")
-                _internal_kv_put(f"{box}/stop".encode(), b"1")
-                posts.until = time.monotonic() + grace_s
-                for metrics, checkpoint in posts:
-                    on_report(metrics, checkpoint)
-            raise
-    except BaseException:
-        abort_running()
-        raise
-    finally:
-        stopped = box not in _running
-        _running.clear()
-        _internal_kv_del(box.encode(), del_by_prefix=True)
-    if stopped:
-        raise RunStopped("the run was stopped")
-    if "error" in outcome:
-        raise RunError(_last_words(outcome["error"])) from outcome["error"]
-    return metrics or outcome["result"].metrics or {}
-
-
-def abort_running() -> None:
-    """Ends the Train runs that this process has started: controller, workers and their placement group."""
-    while _running:
-        controller = _posted_handle(_running.pop())
-        if controller is None:
-            continue
-        try:
-            ray.get(controller.abort.remote(), timeout=_ABORT_S)
-        except ray.exceptions.GetTimeoutError:
-            ray.kill(controller)
-        except ray.exceptions.RayActorError:
-            pass  # abort ends the actor
-
-
-def new_box() -> str:
-    """Where a run posts what it has to say."""
-    return f"rlx/posts/{uuid.uuid4().hex}"
+    own = f"{ray.train.get_context().get_storage().experiment_fs_path}/"
+    ray.train.report(
+        metrics | {LAST: last, _BOX: box, _CHECKPOINT: checkpoint.path if checkpoint else None},
+        checkpoint=checkpoint if checkpoint and checkpoint.path.startswith(own) else None,
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+    )
 
 
 def say(box: str, words: str) -> None:
-    """On a worker: has the driver tell the person who watches."""
+    """Has the driver tell the person who watches."""
     _internal_kv_put(f"{box}/said/{time.time_ns():020d}".encode(), words.encode())
 
 
 def is_to_stop(box: str) -> bool:
-    """On a worker: whether the run is to end with the step that it is in."""
+    """Whether the job is to end with the step that it is in."""
     return _internal_kv_get(f"{box}/stop".encode()) is not None
 
 
 @contextmanager
 def fatal_errors_posted(box: str, rank: int) -> Iterator[None]:
-    """On a worker: an error of the run's own making ends the run. Train would restart the workers, only to meet it
-    again; that is for processes that died, engines and servers that failed."""
+    """An error of the run's own making ends the run. Train would restart the workers, only to meet it again; that is
+    for processes that died, engines and servers that failed."""
     try:
         yield
     except _FATAL as error:
-        words = f"worker {rank}: {type(error).__name__}: {one_line(error, 500)}"
+        words = f"worker {rank}: {type(error).__name__}: {one_line(error, _WORDS)}"
         _internal_kv_put(f"{box}/failure".encode(), words.encode(), overwrite=False)
         raise
 
 
-def note_workers(folder: str) -> None:
-    """On a worker: notes the placement group that it is in, for `remove_leftovers`."""
-    group = ray.util.get_current_placement_group()
-    _internal_kv_put(_group_key(folder), group.id.binary())
+def _next_job(box: str, done: int) -> int:
+    while True:
+        newest = int(_internal_kv_get(f"{box}/newest".encode()) or 0)
+        if newest > done and _internal_kv_get(f"{box}/job/{newest}".encode()):
+            return newest
+        time.sleep(_POLL_S)
 
 
-def remove_leftovers(folder: str) -> None:
-    """Frees what the workers of a run had reserved, for one whose process was killed before it could itself.
+# ---------------------------------------------------------------------------------------------------------------------
+# In Train's controller
 
-    Ray ends the workers with their owner but keeps their placement group until the job ends.
+
+def callbacks(box: str, group: PlacementGroup, places: list[int]) -> list[Any]:
+    """What Train's controller is given, so that it can be held from outside, passes on reports and failures, and puts
+    its workers into bundles that are reserved already.
+
+    Args:
+        group: where the bundles are.
+        places: which bundle is each rank's.
     """
-    key = _group_key(folder)
-    if reserved := _internal_kv_get(key):
-        remove_placement_group(PlacementGroup(PlacementGroupID(reserved)))
-        _internal_kv_del(key)
+    return [_Relay(box), _Handle(box, group, places)]
 
 
 class _Relay(UserCallback):
-    """Posts each report where `_posts` reads it. Runs in Train's controller."""
+    """Posts each report in its job's box, and each failure of the workers in the group's."""
 
     def __init__(self, box: str) -> None:
         self.box = box
-        self.count = 0
+        self.posted: dict[str, int] = {}
+        self.failures = 0
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        post = (metrics[0], checkpoint.path if checkpoint else None)
-        _internal_kv_put(f"{self.box}/{self.count}".encode(), cloudpickle.dumps(post))
-        self.count += 1
+        box, path = metrics[0].pop(_BOX), metrics[0].pop(_CHECKPOINT)
+        count = self.posted[box] = self.posted.get(box, 0) + 1
+        post = (metrics[0], path)
+        _internal_kv_put(f"{box}/report/{count}".encode(), cloudpickle.dumps(post))
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        self.failures += 1
+        _internal_kv_put(f"{self.box}/failed/{self.failures}".encode(), _last_words(worker_exceptions).encode())
 
 
 class _Handle(ControllerCallback):
-    """Posts the controller's handle: aborting it is the one way to end a run and free its placement group that needs
-    no dashboard."""
+    """Posts the controller's handle, since aborting it is the one way to end its workers that needs no dashboard; and
+    has it use the bundles that are reserved, for which Train has no option."""
 
-    def __init__(self, box: str) -> None:
-        self.box = box
+    def __init__(self, box: str, group: PlacementGroup, places: list[int]) -> None:
+        self.box, self.group, self.places = box, group, places
 
     def after_controller_start(self, train_run_context: Any) -> None:
+        TrainController.worker_group_cls = type("Held", (_HeldWorkers,), {"held": self.group, "places": self.places})
         handle = ray.get_runtime_context().current_actor
         _internal_kv_put(f"{self.box}/controller".encode(), cloudpickle.dumps(handle))
 
 
-def _posted_handle(box: str) -> Any:
+class _HeldWorkers(WorkerGroup):
+    """Train's worker group, in a placement group that is not its own."""
+
+    held: PlacementGroup
+    places: list[int]
+
+    def _create_placement_group(self, *_: Any) -> Any:
+        return _Kept(self.held)
+
+    def _create_workers(self, *args: Any, **options: Any) -> Any:
+        return super()._create_workers(*args, **{"placement_group_bundle_indices": self.places} | options)
+
+
+class _Kept(DefaultPlacementGroupHandle):
+    """A placement group that outlives Train's use of it."""
+
+    def shutdown(self) -> None:
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the driver
+
+
+def new_box() -> str:
+    """Where a worker group and its driver leave things for each other; `clear` it in the end."""
+    return f"rlx/{uuid.uuid4().hex}"
+
+
+def post_job(box: str, number: int, job: dict[str, Any]) -> str:
+    """Gives a worker group its next job, from 1 on; the job's box."""
+    own = f"{box}/{number}"
+    _internal_kv_put(f"{box}/job/{number}".encode(), cloudpickle.dumps(job | {_BOX: own}))
+    _internal_kv_put(f"{box}/newest".encode(), str(number).encode())
+    return own
+
+
+def take_back_job(box: str, number: int) -> None:
+    """A job that is over, or given up: restarted workers do not begin it again."""
+    _internal_kv_del(f"{box}/job/{number}".encode())
+
+
+def ask_to_stop(box: str) -> None:
+    """Has a job end with the step that it is in."""
+    _internal_kv_put(f"{box}/stop".encode(), b"1")
+
+
+def has_ended(box: str) -> bool:
+    """Whether the workers are done with a job, and free for another."""
+    return _internal_kv_get(f"{box}/ended".encode()) is not None
+
+
+def reported(box: str, number: int) -> tuple[dict[str, Any], str | None] | None:
+    """A job's report of that number, from 1 on: metrics, and the checkpoint that has become whole; None if it is not
+    there yet."""
+    post = _internal_kv_get(f"{box}/report/{number}".encode())
+    return cloudpickle.loads(post) if post else None
+
+
+def said(box: str) -> list[str]:
+    """What a job has had to say since the last call."""
+    words = []
+    for key in sorted(_internal_kv_list(f"{box}/said/".encode())):
+        words.append(_internal_kv_get(key).decode())
+        _internal_kv_del(key)
+    return words
+
+
+def fatal_error(box: str) -> str | None:
+    """The error that a job would only meet again, if it has."""
+    words = _internal_kv_get(f"{box}/failure".encode())
+    return words.decode() if words else None
+
+
+def failure(box: str, number: int) -> str | None:
+    """Why the workers of a group had to be started again for that time, from 1 on; None if they had not."""
+    words = _internal_kv_get(f"{box}/failed/{number}".encode())
+    return words.decode() if words else None
+
+
+def handle(box: str, timeout_s: float) -> Any:
     """The controller's handle; one that is only just starting is waited for, or it would go on unseen."""
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if posted := _internal_kv_get(f"{box}/controller".encode()):
             return cloudpickle.loads(posted)
@@ -193,50 +244,18 @@ def _posted_handle(box: str) -> Any:
     return None
 
 
-class _Posts:
-    """What is posted in a box, as it comes, until the run is over or patience is."""
-
-    def __init__(self, box: str, over: threading.Event, say: Say) -> None:
-        self.box = box
-        self.over = over
-        self.say = say
-        self.count = 0
-        self.until = math.inf
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], str | None]]:
-        """The reports.
-
-        Raises:
-            RunError: a worker met an error that would only come again.
-        """
-        while True:
-            over = self.over.is_set()  # asked before looking, so that nothing is missed
-            self._pass_on_words()
-            if (post := _internal_kv_get(f"{self.box}/{self.count}".encode())) is not None:
-                self.count += 1
-                yield cloudpickle.loads(post)
-            elif words := _internal_kv_get(f"{self.box}/failure".encode()):
-                raise RunError(words.decode())
-            elif over or time.monotonic() > self.until:
-                return
-            else:
-                self.over.wait(_POLL_S)
-
-    def _pass_on_words(self) -> None:
-        for key in sorted(_internal_kv_list(f"{self.box}/said/".encode())):
-            words = _internal_kv_get(key)
-            _internal_kv_del(key)
-            self.say(words.decode())
+def clear(box: str) -> None:
+    """Forgets all that was left in a box."""
+    _internal_kv_del(box.encode(), del_by_prefix=True)
 
 
-def _last_words(error: BaseException) -> str:
+def error_words(error: BaseException) -> str:
     """One line: the first worker's own error if there is one."""
     failures = getattr(error, "worker_failures", None) or {}
-    for rank, failure in sorted(failures.items()):
-        cause = getattr(failure, "cause", None) or failure
-        return f"worker {rank}: {type(cause).__name__}: {one_line(cause, 500)}"
-    return f"{type(error).__name__}: {one_line(error, 500)}"
+    return _last_words(failures) if failures else f"{type(error).__name__}: {one_line(error, _WORDS)}"
 
 
-def _group_key(folder: str) -> bytes:
-    return f"rlx/placement_group/{folder}".encode()
+def _last_words(failures: dict[int, Exception]) -> str:
+    rank = min(failures)
+    cause = getattr(failures[rank], "cause", None) or failures[rank]
+    return f"worker {rank}: {type(cause).__name__}: {one_line(cause, _WORDS)}"

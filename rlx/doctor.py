@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-import ray.train
 import torch
 from torch.distributed.tensor import DTensor
 
-from rlx import algorithms
+from rlx import algorithms, controller
 from rlx.config import RunConfig
 from rlx.train_loop import annotate, estimate
 from rlx.types import Experience
@@ -69,7 +68,8 @@ def examine(setup: dict[str, Any]) -> None:
         figures["signal"] = max(figures.get("signal", 0.0), *run.largest([float(own.advantages.abs().max())]))
         run.push(run.config.rollout.sync_timeout_s)
     figures["moved"] = run.largest([float(fingerprint(run) != before)])[0]
-    ray.train.report(figures | sync_figures(run))
+    controller.report(run.box, figures | sync_figures(run), last=True)
+    run.close()
 
 
 def sync_figures(run: Run) -> dict[str, float]:

@@ -1,15 +1,16 @@
 """Metric names, and the one door to MLflow: sweep = parent run, trial = child run, restart = the same child run.
 
-Importing this does not import mlflow, which takes seconds: a worker does that while its engine starts.
+Importing this does not import mlflow, which takes seconds: a worker does that while its engine starts. What is sent to
+a server that may be down goes through tracker.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import time
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,20 @@ METRICS = {
     "memory/peak_gib": "largest peak memory of a worker, GPU memory if it has one",
 }
 
+_TABLES = 100  # of the newest sample tables, named in a tag of 8000 characters by which MLflow's page finds them
+_PATIENCE = {  # of MLflow's client with a server: one attempt, as tracker does the rest
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+# Not BAD_REQUEST, which is also what MLflow makes of a database that is out of connections.
+_REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST"}
+_REFUSED_FILES = {400, 413}  # HTTP's own, which is what an artifact's upload is answered with
+_CAUSE = re.compile(
+    r"connection refused|timed out|connection reset|remote end closed|too many \d+ error responses"
+    r"|name or service not known|database is locked|error code \d+",
+    re.IGNORECASE,
+)
+
 
 def meaning(metric: str) -> str | None:
     """What a metric says; None if there is none of that name. Those of reward functions have the function's name."""
@@ -82,89 +97,157 @@ def default_uri(folder: Path) -> str:
     return f"sqlite:///{folder}/mlflow.db"
 
 
-@dataclass
-class Tracker:
-    """One MLflow run, continued if it exists; does nothing at all on ranks other than 0 (`run_id` None)."""
+class Record:
+    """One MLflow run as a process writes it: what is sent again, with its own time, is there once.
 
-    uri: str
-    run_id: str | None
-    _logged_to: int = field(default=-1, init=False)
+    All of it raises whatever MLflow's client raises; `is_refusal` tells which of that is final.
+    """
 
-    def __post_init__(self) -> None:
-        if self.run_id is not None:
-            history = client(self.uri).get_metric_history(self.run_id, "reward/mean")
-            first = client(self.uri).get_metric_history(self.run_id, "eval/accuracy")
-            self._logged_to = max((metric.step for metric in [*history, *first]), default=-1)
+    def __init__(self, uri: str, run_id: str) -> None:
+        self.run_id, self._door = run_id, client(uri)
+        newest = self._door.get_run(run_id).data.to_proto().metrics
+        self._logged_to = max((int(metric.step) for metric in newest), default=-1)
+        self._tables: list[str] | None = None
 
-    def has(self, step: int) -> bool:
-        """Whether a step is in the run already: one that a resumed run repeats is not logged twice."""
-        return self.run_id is None or step <= self._logged_to
+    def log(self, metrics: Mapping[str, float], step: int, at: int) -> None:
+        """Logs a step's metrics, all at once; a step that the run has already, as a resumed one repeats it, is not.
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Logs a step's metrics, all at once."""
-        if self.has(step):
+        Args:
+            at: when they were, in ms since the epoch.
+        """
+        if step <= self._logged_to:
             return
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        entries = [Metric(key, float(value), now, step) for key, value in metrics.items()]
-        client(self.uri).log_batch(self.run_id, metrics=entries)
+        self._door.log_batch(self.run_id, metrics=[Metric(key, value, at, step) for key, value in metrics.items()])
         self._logged_to = step
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Logs completions as a table that the MLflow page shows; call it before the step's `log`."""
-        if self.has(step) or not rows:
+        """Logs completions as a table that the MLflow page shows; call it before the step's `log`.
+
+        MLflow's own `log_table` puts rows behind those that are there, and fails after 145 tables.
+        """
+        if step <= self._logged_to:
             return
-        name, door = f"samples/step_{step:06d}.json", client(self.uri)
-        if any(artifact.path == name for artifact in door.list_artifacts(self.run_id, "samples")):
-            return  # it would be written behind those that a killed attempt has left
-        door.log_table(self.run_id, {key: [row[key] for row in rows] for key in rows[0]}, name)
+        import pandas as pd
+
+        if self._tables is None:
+            self._tables = [artifact.path for artifact in self._door.list_artifacts(self.run_id, "samples")]
+        name = f"samples/step_{step:06d}.json"
+        self._door.log_text(self.run_id, pd.DataFrame(list(rows)).to_json(orient="split", index=False), name)
+        self._tables = sorted({*self._tables, name})
+        shown = [{"path": path, "type": "table"} for path in self._tables[-_TABLES:]]
+        self._door.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps(shown))
+
+    def log_text(self, name: str, text: str) -> None:
+        """Stores a text artifact, e.g. the resolved config."""
+        self._door.log_text(self.run_id, text, name)
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        self._door.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def end(self, status: str, at: int) -> None:
+        """Closes the run as FINISHED, FAILED or KILLED; one that ended so keeps its end time."""
+        if self._door.get_run(self.run_id).info.status != status:
+            self._door.set_terminated(self.run_id, status, at)
 
 
-def start_run(
-    uri: str, experiment: str, name: str, *, parent: str | None, params: Mapping[str, Any], tags: Mapping[str, str]
+def make_run(
+    uri: str,
+    key: str,
+    experiment: str,
+    name: str,
+    *,
+    parent: str | None,
+    params: Mapping[str, str],
+    tags: Mapping[str, str],
+    at: int,
 ) -> str:
-    """Opens an MLflow run, nested in `parent` if given, and gives its id; a resumed run keeps the id it has."""
-    door, experiment_id = client(uri), _experiment(uri, experiment)
-    nested = {"mlflow.parentRunId": parent} if parent else {}
-    run = door.create_run(experiment_id, run_name=name, tags=dict(tags) | nested)
-    run_id = str(run.info.run_id)
+    """The id of the MLflow run that has a key, made as of `at` (ms since the epoch) if there is none: one is made,
+    however often it is asked for."""
     from mlflow.entities import Param
 
-    door.log_batch(run_id, params=[Param(key, str(value)[:6000]) for key, value in params.items()])
+    door, experiment_id = client(uri), _experiment_id(uri, experiment)
+    found = door.search_runs([experiment_id], f"tags.`rlx.key` = '{key}'", max_results=1)
+    if found:
+        run_id = str(found[0].info.run_id)
+    else:
+        own = {"rlx.key": key, "rlx.opened": str(at)} | ({"mlflow.parentRunId": parent} if parent else {})
+        run_id = str(door.create_run(experiment_id, at, dict(tags) | own, name).info.run_id)
+    door.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
     return run_id
 
 
-def _experiment(uri: str, name: str) -> str:
-    try:
-        found = client(uri).get_experiment_by_name(name)
-        return str(found.experiment_id if found else client(uri).create_experiment(name, _artifacts(uri)))
-    except Exception as error:  # each kind of store has its own
-        raise ConfigError(f"tracking.uri {uri}: {one_line(error, 300)}") from None
-
-
-def resume_run(uri: str, run_id: str) -> None:
-    """Marks a run as running again and counts the attempt."""
+def reopen_run(uri: str, run_id: str, at: int) -> bool:
+    """Marks a run as running again and counts the attempt that began `at`, once; False if MLflow has no such run."""
     door = client(uri)
-    attempt = int(door.get_run(run_id).data.tags.get("rlx.attempt", "1"))
-    door.set_tag(run_id, "rlx.attempt", str(attempt + 1))
-    door.update_run(run_id, status="RUNNING")
+    try:
+        run = door.get_run(run_id)
+    except Exception as error:
+        if is_refusal(error):
+            return False
+        raise
+    if run.info.lifecycle_stage != "active":
+        return False
+    if run.data.tags.get("rlx.opened") != str(at):
+        from mlflow.entities import RunTag
+
+        door.update_run(run_id, status="RUNNING")
+        attempt = int(run.data.tags.get("rlx.attempt", "1")) + 1
+        door.log_batch(run_id, tags=[RunTag("rlx.attempt", str(attempt)), RunTag("rlx.opened", str(at))])
+    return True
 
 
-def end_run(uri: str, run_id: str, status: str) -> None:
-    """Closes a run: FINISHED, FAILED or KILLED."""
-    client(uri).set_terminated(run_id, status)
+def is_refusal(error: Exception) -> bool:
+    """Whether MLflow has answered with a no that trying again does not change."""
+    answer = getattr(getattr(error, "response", None), "status_code", None)
+    return getattr(error, "error_code", None) in _REFUSALS or answer in _REFUSED_FILES
 
 
-def settle_run(uri: str, run_id: str, status: str) -> None:
-    """Closes a run whose own process could not, or closed it otherwise; one that ended so keeps its end time."""
-    if client(uri).get_run(run_id).info.status != status:
-        end_run(uri, run_id, status)
+def cause(error: Exception) -> str:
+    """Why MLflow's client failed, in a few words without a password that an address may hold."""
+    text = one_line(error, 2000)
+    known = _CAUSE.search(text)
+    return known[0].lower() if known else without_password(text)[:300]
 
 
-def log_file(uri: str, run_id: str, name: str, text: str) -> None:
-    """Stores a text artifact, e.g. the resolved config."""
-    client(uri).log_text(run_id, text, name)
+def without_password(text: str) -> str:
+    """The same, but addresses in it only from their host on."""
+    return re.sub(r"//[^/\s]*@", "//", text)
+
+
+def send_briefly() -> None:
+    """From now on a request of this process to a tracking server is made once and waits 10 s at most."""
+    for name, value in _PATIENCE.items():
+        os.environ.setdefault(name, value)
+
+
+def _experiment_id(uri: str, name: str) -> str:
+    """Of the experiment of that name, made if there is none."""
+    found = client(uri).get_experiment_by_name(name)
+    return str(found.experiment_id if found else client(uri).create_experiment(name, _artifacts(uri)))
+
+
+def check(uri: str) -> None:
+    """ConfigError if there is no tracking server or database at an address."""
+    send_briefly()
+    try:
+        client(uri).search_experiments(max_results=1)
+    except Exception as error:  # each kind of store has its own
+        raise ConfigError(f"tracking.uri {without_password(uri)}: {cause(error)}") from None
+
+
+def ui_command(uri: str) -> str:
+    """What to type to see a tracking store in a browser; a server is there already."""
+    return f"open {uri}" if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+
+
+def run_address(uri: str, run_id: str) -> str:
+    """The page of a run, once the store is served."""
+    server = uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
+    return f"{server}/#/experiments/{client(uri).get_run(run_id).info.experiment_id}/runs/{run_id}"
 
 
 def log_files(uri: str, run_id: str, paths: Sequence[Path], folder: str | None = None) -> None:
@@ -176,6 +259,7 @@ def log_files(uri: str, run_id: str, paths: Sequence[Path], folder: str | None =
 def client(uri: str) -> Any:
     """MLflow's client for a tracking store, without its chatter."""
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     from mlflow import MlflowClient
 
     for name in ("mlflow", "mlflow.store.db.utils", "alembic"):

@@ -162,14 +162,9 @@ class RewardModel:
 
 
 def start_reward_models(
-    count: int,
-    model: str,
-    resources: dict[str, float],
-    group: PlacementGroup,
-    first_bundle: int,
-    **options: Any,
+    model: str, resources: dict[str, float], group: PlacementGroup, bundles: Sequence[int], **options: Any
 ) -> list[Any]:
-    """Reward model actors in the bundles of a placement group from `first_bundle` on; does not wait for them.
+    """A reward model actor in each of these bundles of a placement group; does not wait for them.
 
     Args:
         model: Hugging Face folder or name.
@@ -184,7 +179,7 @@ def start_reward_models(
         max_task_retries=ATTEMPTS - 1,
         runtime_env={"env_vars": {} if on_gpu else {"OMP_NUM_THREADS": "1"}},
     )
-    places = [PlacementGroupSchedulingStrategy(group, first_bundle + index) for index in range(count)]
+    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
     actor = ray.remote(RewardModel)
     return [actor.options(scheduling_strategy=p, **common).remote(model, on_gpu=on_gpu, **options) for p in places]
 

@@ -82,11 +82,16 @@ def finished(config: RunConfig, folder: Storage) -> dict[str, Any] | None:
     return last if last["step"] >= config.train.steps else None
 
 
+def is_fixed(key: str) -> bool:
+    """Whether a setting cannot change once a run has begun."""
+    return key.startswith(_FIXED)
+
+
 def check_resumable(config: RunConfig, saved: RunConfig) -> None:
     """ConfigError if a run that has begun as `saved` cannot go on as `config`: other weights, prompts or estimators."""
     now, then = flatten(config), flatten(saved)
     for key in now:
-        if key.startswith(_FIXED) and now[key] != then[key]:
+        if is_fixed(key) and now[key] != then[key]:
             raise ConfigError(f"{key} is {then[key]} in run {saved.name}, which cannot change now: start a new run")
 
 

@@ -91,6 +91,11 @@ class Saver:
         news, self._news = self._news, None
         return news
 
+    def close(self) -> None:
+        """Ends its thread and its process group, once what is being written is."""
+        self._thread.shutdown()
+        dist.destroy_process_group(self._group)
+
     def newest(self, say: Callable[[str], None]) -> Entry | None:
         """The newest checkpoint whose every byte is what was written; None if there is none.
 

@@ -364,6 +364,8 @@ class CheckpointConfig(Section):
     """metric whose best checkpoint is kept too, of those whose step has measured it; unset: none"""
     best_mode: Literal["max", "min"] = "max"
     """whether more or less of it is better"""
+    beside: bool = True
+    """written beside training; otherwise training waits until a checkpoint is whole"""
     grace_s: NonNegativeFloat = 25.0
     """after Ctrl-C or SIGTERM: longest wait for the step to end and a last checkpoint to be written"""
     start_from: str | None = None

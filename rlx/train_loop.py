@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlx import algorithms
+from rlx.clock import Clock
 from rlx.metrics import evaluate, rollout_sums, summarize
 from rlx.settings import GROUPED
 from rlx.types import Experience
 from rlx.update import update
-from rlx.worker import Clock, Run, assemble
+from rlx.worker import Run, assemble
 
 
 def train_loop(setup: dict[str, Any]) -> None:
@@ -33,8 +34,8 @@ def train_loop(setup: dict[str, Any]) -> None:
     run.push()  # the engines may still be starting
     if run.step == 0:
         run.report(*evaluate(run))
-    elif run.step >= config.train.steps:
-        run.report(run.metrics, [])  # it was ended between its last checkpoint and the record of its end
+    else:
+        run.report(run.metrics, [])  # the driver may not have heard of the checkpoint's own step
     while not run.stopping:
         clock = Clock()
         selection = run.selection()
@@ -56,6 +57,7 @@ def train_loop(setup: dict[str, Any]) -> None:
         metrics, samples = evaluate(run) if run.is_due(config.eval.every) else ({}, [])
         sums |= {"entropy": entropy, "kl": kl} | rollout_sums(run, batch, selection)
         run.report(metrics | summarize(run, batch, sums, clock.metrics()), samples)  # 9
+    run.close()
 
 
 @torch.no_grad()

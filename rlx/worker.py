@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import ray.train
@@ -32,7 +33,6 @@ from rlx import (
     experience,
     model,
     remote_reward,
-    report,
     reward_model,
     rewards,
     roles,
@@ -46,7 +46,10 @@ from rlx.fleet import Fleet
 from rlx.rollout.pool import Rollouts
 from rlx.saver import Retention, Saver
 from rlx.storage import Storage, open_storage, patiently
+from rlx.tracker import Tracker
 from rlx.types import Completion, Experience, Judged, Prompt, Response, Sampling, Scorer
+
+_PATIENCE_S = 5.0  # with MLflow, at the end of a run
 
 Sums = dict[str, float | Tensor]
 """statistics of this rank, to be summed over ranks and then divided"""
@@ -72,7 +75,7 @@ class Run:
     tokenizer: Any
     scorers: dict[str, Scorer]
     held_out_scorers: dict[str, Scorer]
-    tracker: report.Tracker
+    tracker: Tracker
     saver: Saver
     box: str  # where the driver listens
     kl: adaptive.AdaptiveKL
@@ -279,22 +282,25 @@ class Run:
         self.tracker.log_samples(samples, self.step)
         self.tracker.log(metrics, self.step)
         if due:
+            self.tracker.settle()
             self.saver.save(shards, self.manifest(metrics))
             self._saved = self.step
-        if last:
+        if last or not self.config.checkpoint.beside:
             self.saver.wait()
             news = self.saver.news() or news
-        ray.train.report(
-            metrics | self.evaluation | {"step": self.step},
-            checkpoint=ray.train.Checkpoint(news.place.path, news.place.filesystem) if news and not self.rank else None,
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-        )
+        whole = ray.train.Checkpoint(news.place.path, news.place.filesystem) if news and not self.rank else None
+        controller.report(self.box, metrics | self.evaluation | {"step": self.step}, last, whole)
 
     def is_stopping(self) -> bool:
         """Whether this step is the last: all are done, or the driver asks for an end; the same on all ranks."""
         asked = self.rank == 0 and controller.is_to_stop(self.box)
         self.stopping = self.step >= self.config.train.steps or self.largest([float(asked)])[0] > 0
         return self.stopping
+
+    def close(self) -> None:
+        """Gives back what outlives the objects: threads and a process group; what MLflow has not taken is kept."""
+        self.saver.close()
+        self.tracker.close(_PATIENCE_S)
 
     def manifest(self, metrics: Mapping[str, float]) -> Manifest:
         """All state beside tensors. Nothing on a rank draws from its global random state, so none is kept."""
@@ -308,7 +314,7 @@ class Run:
             scores=self.scores.state_dict(),
             cursor=self.prompts.cursor(),
             evaluation=self.evaluation,
-            mlflow_run_id=self.tracker.run_id,
+            mlflow_run_id=self.tracker.run_id if self.rank == 0 else None,
             config=self.config.model_dump(mode="json"),
             files={},
         )
@@ -339,30 +345,11 @@ class Run:
         self.prompts.seek(manifest.cursor)
 
 
-class Clock:
-    """Wall-clock seconds of the parts of a step."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        spent = time.perf_counter() - started
-        self._seconds[f"time/{part}"] = self._seconds.get(f"time/{part}", 0.0) + spent
-
-    def metrics(self) -> dict[str, float]:
-        """Seconds of each part by metric name, and of the whole so far."""
-        return self._seconds | {"time/step": time.perf_counter() - self.started}
-
-
 def assemble(setup: Mapping[str, Any]) -> Run:
     """This rank's objects, continued from the newest checkpoint if the run has one.
 
     Args:
-        setup: `config` tree, `model` folder, `engines` and `reward_models` handles, `tracking` (uri, MLflow run id),
+        setup: `config` tree, `model` folder, `engines` and `reward_models` handles, `tracking` (MLflow's address),
             `folder` (the run's storage), `box` (see controller).
     """
     config = RunConfig.model_validate(setup["config"])
@@ -371,10 +358,11 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         _check_shared(setup["folder"])
     rank, ranks = context.get_world_rank(), context.get_world_size()
     device = ray.train.torch.get_device()
+    _forget_peak(device)
     trained, reference = roles.models(config, setup["model"], init_device_mesh(device.type, (ranks,)))
     tokenizer = data.load_tokenizer(setup["model"], config.model.trust_remote_code)
     held_out = data.read_shard("held_out")
-    uri, run_id = setup["tracking"]
+    recorded, say = rank == 0 and not setup.get("examine"), partial(controller.say, setup["box"])
     settings, rollout, source, chosen = config.algorithm, config.rollout, config.data, config.checkpoint
     remote = _remote_scorers(config, setup["reward_models"], rank)
     run = Run(
@@ -396,7 +384,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         tokenizer=tokenizer,
         scorers=_scorers(config, source.seed, source.size) | remote,
         held_out_scorers=_scorers(config, config.eval.seed, config.eval.size) | remote,
-        tracker=report.Tracker(uri, run_id if rank == 0 else None),
+        tracker=Tracker(setup["tracking"], setup["folder"], "rank_0" if recorded else None, say),
         saver=Saver(setup["folder"], Retention(chosen.keep, chosen.best_by, chosen.best_mode)),
         box=setup["box"],
         kl=adaptive.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
@@ -404,6 +392,14 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     )
     run.restore()
     return run
+
+
+def _forget_peak(device: torch.device) -> None:
+    """Has peak memory counted from here on: this process may have done another run before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _check_shared(folder: Storage) -> None:

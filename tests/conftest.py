@@ -77,7 +77,7 @@ def start_engine(model: Path, adapter: dict[str, Any] | None = None) -> Any:
         eager=True,
         lora_rank=adapter["r"] if adapter else 0,
     )
-    (engine,) = pool.start_engines(1, str(model), options, {"CPU": 0.5}, group, 0, adapter)
+    (engine,) = pool.start_engines(str(model), options, {"CPU": 0.5}, group, [0], adapter)
     _groups[engine._actor_id.hex()] = group
     return engine
 

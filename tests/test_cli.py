@@ -15,7 +15,6 @@ from conftest import NothingLeft
 
 from rlx import inputs, launch, report, run_folder
 from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
-from rlx.settings import GENERATED
 from rlx.storage import open_storage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,17 +213,6 @@ def test_a_resume_that_would_be_another_run_is_refused(
     (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     (folder / "run.json").write_text(json.dumps({"mlflow_run": "x"}))
     assert message in refused("ppo.py", "--storage", str(tmp_path), "--resume", "mine", *words)
-
-
-def test_a_run_that_mlflow_does_not_know_goes_on_in_a_new_one(config: dict[str, Any]) -> None:
-    run = from_tree(with_overrides(config, {"data.source": f"{GENERATED}chain_sum"}))
-    folder = open_storage(run.storage) / "runs" / "x"
-    (folder / "run.json").write_text(json.dumps({"mlflow_run": "0" * 32}))
-    said: list[str] = []
-    assert launch._open_run(run, folder, True, None, said.append) == run_folder.mlflow_run(folder) != "0" * 32
-    assert said == [
-        f"MLflow run {'0' * 32} is not in {launch.tracking_uri(run)}: what comes now is recorded in a new one"
-    ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,38 +1,33 @@
-"""Groups of trials: means and intervals by hand, the table and the picture of a sweep."""
+"""Groups of trials: means and intervals by hand, order, differences, tables, and the static picture."""
 
 import math
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
+from sweeps import sweep, trial
 
 from rlx import comparison
-from rlx.analysis import METRIC, WATCHED, Sweep, Trial
-from rlx.comparison import compare, mean_interval
+from rlx.comparison import answer, apart, difference, groups, mean_interval, rank
 from rlx.config import ConfigError
+from rlx.records import METRIC, Setting
 
-BY = "algorithm.advantage"
-
-
-def trial(number: int, kind: str, curve: dict[int, float], status: str = "FINISHED") -> Trial:
-    steps = pd.Index(list(curve), name="step")
-    history = pd.DataFrame({name: pd.Series(dtype=float) for name in WATCHED}, index=steps)
-    history[METRIC] = list(curve.values())
-    history["tokens/total"] = [100.0 * step for step in curve]
-    settings: dict[str, int | float | str | None] = {BY: kind, "seed": number}
-    return Trial(f"trial_{number:05d}", str(number), settings, {}, status, 10.0 + number, history)
+LR, KIND = "train.actor_lr", "algorithm.advantage"
 
 
-def sweep(*trials: Trial) -> Sweep:
-    return Sweep("s", "run", (BY, "seed"), WATCHED, trials)
+def setting(lr: float, seed: int, kind: str = "gae") -> dict[str, Setting]:
+    return {LR: lr, KIND: kind, "seed": seed}
 
 
 SMALL = sweep(
-    trial(0, "gae", {0: 0.1, 10: 0.5}),
-    trial(1, "gae", {0: 0.1, 10: 0.7}),
-    trial(2, "grpo", {0: 0.1, 10: 0.9}),
-    trial(3, "grpo", {0: 0.1, 5: 0.2}, status="RUNNING"),
-    trial(4, "grpo", {}, status="FAILED"),
+    trial(0, setting(1e-4, 0), {0: 0.1, 5: 0.3, 10: 0.5}),
+    trial(1, setting(1e-4, 1), {0: 0.1, 5: 0.4, 10: 0.7}),
+    trial(2, setting(3e-4, 0), {0: 0.1, 5: 0.9}, stopped=5),
+    trial(3, setting(3e-4, 1), {0: 0.1, 5: 0.2}, status="RUNNING"),
+    trial(4, setting(1e-3, 0, "grpo"), {}, status="FAILED"),
+    trial(5, setting(1e-3, 1, "grpo"), {0: 0.2, 10: 0.2}, status="KILLED"),
 )
 
 
@@ -43,36 +38,222 @@ def test_interval_by_hand() -> None:
     assert mean_interval([2.0, 2.0]) == (2, 0)
 
 
-def test_one_run_has_no_interval() -> None:
-    mean, half = mean_interval([0.25])
-    assert mean == 0.25 and math.isnan(half)
+@pytest.mark.parametrize(("values", "expected"), [([0.25], 0.25), ([], math.nan)])
+def test_fewer_than_two_runs_have_no_interval(values: list[float], expected: float) -> None:
+    mean, half = mean_interval(values)
+    assert mean == expected or (math.isnan(mean) and math.isnan(expected))
+    assert math.isnan(half)
 
 
-def test_a_row_per_value_best_first_of_what_has_ended() -> None:
-    table = compare(SMALL, BY)
-    assert table[BY].tolist() == ["grpo", "gae"]
-    assert table["runs"].tolist() == [1, 2]
-    assert table["mean"].tolist() == pytest.approx([0.9, 0.6])
-    assert (table["lowest"].tolist(), table["highest"].tolist()) == ([0.9, 0.5], [0.9, 0.7])
-    assert table["±"][1] == pytest.approx(12.706205 * math.sqrt(0.02) / math.sqrt(2), rel=1e-6)
-    assert table["tokens/total"].tolist() == [1000, 1000]
-    assert table["seconds"].tolist() == [12, 10.5]
+def test_a_setting_is_its_trials_of_all_seeds_and_counts_those_that_have_ended() -> None:
+    found = groups(SMALL)
+    assert [group.settings for group in found] == [
+        {LR: 3e-4, KIND: "gae"},
+        {LR: 1e-4, KIND: "gae"},
+        {LR: 1e-3, KIND: "grpo"},
+    ]
+    assert [group.values for group in found] == [(0.9,), (0.7, 0.5), (0.2,)]
+    assert [len(group.trials) for group in found] == [2, 2, 2]
+    assert found[1].half == pytest.approx(12.706205 * math.sqrt(0.02) / math.sqrt(2), rel=1e-6)
+    assert [group.label for group in found][1] == "actor_lr 0.0001, advantage gae"
+
+
+def test_one_lucky_run_does_not_make_a_setting_the_best() -> None:
+    lucky = sweep(
+        trial(0, setting(1, 0), {9: 0.99}),
+        trial(1, setting(1, 1), {9: 0.1}),
+        trial(2, setting(2, 0), {9: 0.6}),
+        trial(3, setting(2, 1), {9: 0.62}),
+    )
+    assert [group.settings[LR] for group in groups(lucky)] == [2, 1]
+    assert [group.settings[LR] for group in groups(lucky, mode="min")] == [1, 2]
+
+
+def test_equal_means_keep_their_order_and_those_without_a_value_come_last() -> None:
+    tied = sweep(
+        trial(0, {LR: 5.0}, {}, status="FAILED"),
+        trial(1, {LR: 4.0}, {9: 0.5}),
+        trial(2, {LR: 3.0}, {9: 0.5}),
+        trial(3, {LR: 2.0}, {9: 0.5}, status="RUNNING"),
+    )
+    for mode in ("max", "min"):
+        assert [group.settings[LR] for group in groups(tied, mode=mode)] == [4, 3, 2, 5]
+
+
+def test_trials_that_differ_in_nothing_are_one_value() -> None:
+    (twice,) = groups(sweep(trial(0, {LR: 1.0}, {9: 0.4}), trial(1, {LR: 1.0}, {9: 0.6})))
+    assert twice.values == (0.5,)
+    assert math.isnan(twice.half)
+
+
+def test_nothing_varied_or_seeds_alone_are_one_setting() -> None:
+    (group,) = groups(sweep(trial(0, {"seed": 0}, {9: 0.4}), trial(1, {"seed": 1}, {9: 0.6})))
+    assert (group.label, group.mean, len(group.values)) == ("the one setting", 0.5, 2)
+    (group,) = groups(sweep(trial(0, {}, {9: 0.4})))
+    assert group.settings == {}
+
+
+def test_by_one_setting_everything_else_is_chance() -> None:
+    found = groups(SMALL, by=KIND)
+    assert [(group.settings, len(group.values)) for group in found] == [({KIND: "gae"}, 3), ({KIND: "grpo"}, 1)]
+    assert found[0].mean == pytest.approx(0.7)
 
 
 def test_a_setting_that_was_not_varied_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--by algorithm.advantages: sweep s varies .*nearest: algorithm.advantage$"):
-        compare(SMALL, "algorithm.advantages")
+        groups(SMALL, by="algorithm.advantages")
 
 
-def test_a_sweep_without_results_is_refused() -> None:
-    with pytest.raises(ConfigError, match=f"no trial of sweep s has ended with {METRIC}"):
-        compare(sweep(trial(0, "gae", {0: 0.5}, status="RUNNING")), BY)
+def test_a_metric_that_was_not_loaded_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown metric 'policy/loss'"):
+        rank(SMALL, "policy/loss")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Differences
+
+
+def test_the_difference_is_that_of_welch() -> None:
+    one, other = [0.1, 0.4, 0.3], [0.7, 0.8, 0.75, 0.2]
+    both = sweep(
+        *(trial(i, setting(1, i), {9: value}) for i, value in enumerate(one)),
+        *(trial(i, setting(2, i), {9: value}) for i, value in enumerate(other)),
+    )
+    better, worse = groups(both)
+    gap, half = difference(better, worse)
+    interval = stats.ttest_ind(other, one, equal_var=False).confidence_interval(0.95)
+    assert gap == pytest.approx(0.6125 - 0.8 / 3)
+    assert (gap - half, gap + half) == pytest.approx((interval.low, interval.high), abs=1e-9)
+    assert apart(better, worse) == f"The means differ by 0.35 ± {half:.2g} (95 %, Welch): which may be chance."
+
+
+def test_equal_runs_have_no_spread_and_one_run_no_interval() -> None:
+    both = sweep(*(trial(i, setting(i // 2, i), {9: float(i // 2)}) for i in range(5)))
+    two, one, zero = groups(both)
+    assert difference(one, zero) == (1.0, 0.0)
+    assert apart(one, zero).endswith("more than chance.")
+    assert math.isnan(difference(two, one)[1])
+    assert apart(two, one) == "The means differ by 1; there is no interval without two runs of each."
+
+
+def test_the_answer_says_whether_intervals_overlap() -> None:
+    def told(*values: tuple[float, ...]) -> str:
+        runs = [(lr, seed, value) for lr, each in enumerate(values) for seed, value in enumerate(each)]
+        return answer(groups(sweep(*(trial(0, {LR: lr, "seed": seed}, {9: value}) for lr, seed, value in runs))))
+
+    assert told((0.7, 0.71, 0.72), (0.5, 0.51, 0.52)) == (
+        "actor_lr 0 wins with eval/accuracy 0.71 ± 0.025 over 3 runs; the next is 0.51 ± 0.025 over 3 runs "
+        "(actor_lr 1): the intervals do not overlap."
+    )
+    assert told((0.7, 0.5), (0.5, 0.4)).endswith("the intervals overlap.")
+    assert "a single run of a setting cannot tell" in told((0.7,), (0.5,))
+    assert told((0.7, 0.8)).endswith("there is no other setting to compare it with.")
+
+
+def test_without_a_result_there_is_no_winner() -> None:
+    assert answer(groups(sweep(trial(0, {LR: 1.0}, {5: 0.5}, status="RUNNING")))) == (
+        "No trial has ended with eval/accuracy yet."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def test_a_row_per_setting_with_what_is_to_be_said_of_its_trials() -> None:
+    table = rank(SMALL)
+    assert table["rank"].tolist() == [1, 2, 3]
+    assert table["actor_lr"].tolist() == [3e-4, 1e-4, 1e-3]
+    assert table["runs"].tolist() == [1, 2, 1]
+    assert table["mean"].tolist() == pytest.approx([0.9, 0.6, 0.2])
+    assert (table["lowest"].tolist(), table["highest"].tolist()) == ([0.9, 0.5, 0.2], [0.9, 0.7, 0.2])
+    assert table["tokens"].tolist() == [500, 1000, 1000]
+    assert table["seconds"].tolist() == [12, 10.5, 15]
+    assert table["notes"].tolist() == ["1 running; stopped at 5", "", "1 killed; 1 failed"]  # best trial first
+
+
+def test_a_trial_that_went_on_from_another_says_so() -> None:
+    (note,) = rank(sweep(trial(0, {LR: 1.0}, {9: 0.5}, origins=("trial_00001@6",))))["notes"]
+    assert note == "went on from trial_00001@6"
+
+
+def test_a_row_per_trial_by_the_last_value_then_the_best() -> None:
+    tied = sweep(
+        trial(0, {LR: 1.0}, {0: 0.2, 5: 0.6}),
+        trial(1, {LR: 2.0}, {}, status="FAILED"),
+        trial(2, {LR: 3.0}, {0: 0.1, 5: 0.7, 10: 0.6}, stopped=10),
+    )
+    table = comparison.trial_table(tied)
+    assert table["trial"].tolist() == ["trial_00002", "trial_00000", "trial_00001"]
+    assert table[["final", "best", "first", "steps", "tokens"]].values[0].tolist() == [0.6, 0.7, 0.1, 10, 1000]
+    assert table["stopped"].tolist()[0] == 10
+    assert table["status"].tolist() == ["FINISHED", "FINISHED", "FAILED"]
+    assert table["final"].isna().tolist() == [False, False, True]
+    least = comparison.trial_table(tied, mode="min")
+    assert least["trial"].tolist() == ["trial_00002", "trial_00000", "trial_00001"]
+    assert least["best"].tolist()[:2] == [0.1, 0.2]
+
+
+def test_names_lose_their_section_unless_two_would_be_alike() -> None:
+    assert comparison.short_names(["train.actor_lr", "seed"]) == ["actor_lr", "seed"]
+    assert comparison.short_names(["data.seed", "seed", "eval.size"]) == ["data.seed", "seed", "size"]
+
+
+def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:
+    head, rule, first, *_ = comparison.format_table(rank(SMALL)).splitlines()
+    cells = [cell.strip() for cell in first.strip("|").split("|")]
+    assert head.startswith("| rank | actor_lr ")
+    assert set(rule) == set("|-")
+    assert cells[:6] == ["1", "0.0003", "gae", "1", "0.9", "-"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(12345.67, "12,346"), (16384, "16,384"), (9.1734e-5, "9.173e-5"), (0.0, "0"), (None, "-"), (math.nan, "-")],
+)
+def test_numbers_as_text(value: float | None, text: str) -> None:
+    assert comparison.as_text(value) == text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves
+
+
+def test_a_run_that_ended_early_keeps_its_last_value_in_the_mean() -> None:
+    runs = (trial(0, setting(1, 0), {0: 0.1, 5: 0.3, 10: 0.5}), trial(1, setting(1, 1), {0: 0.1, 5: 0.9}, stopped=5))
+    (group,) = groups(sweep(*runs))
+    curve = comparison.mean_curve(group, METRIC)
+    assert curve["mean"].to_dict() == pytest.approx({0: 0.1, 5: 0.6, 10: 0.7})
+    assert curve["mean"].iloc[-1] == pytest.approx(group.mean)
+    assert (curve["high"] - curve["low"]).tolist() == pytest.approx(
+        [0, 2 * 12.706205 * 0.3, 2 * 12.706205 * 0.2], rel=1e-6
+    )
 
 
 def test_the_picture_shows_every_group_and_run(tmp_path: Path) -> None:
-    figure = comparison.figure(SMALL, BY)
+    found = groups(SMALL)
+    figure = comparison.figure(found, "s")
     curves, ends = figure.axes
-    assert [text.get_text() for text in curves.get_legend().get_texts()] == ["grpo", "gae"]
-    assert [list(line.get_ydata()) for line in curves.lines] == [[0.1, 0.9], pytest.approx([0.1, 0.6])]
-    assert [label.get_text() for label in ends.get_xticklabels()] == ["grpo", "gae"]
+    drawn = {tuple(np.round(line.get_ydata(), 6)) for line in curves.lines}
+    assert drawn == {(0.1, 0.9), (0.1, 0.35, 0.6), (0.2, 0.2)}
+    assert [text.get_text() for text in ends.get_yticklabels()] == [group.label for group in found]
+    figure.savefig(tmp_path / "figure.png")
+
+
+def test_only_the_best_are_named_and_all_are_drawn() -> None:
+    many = groups(sweep(*(trial(i, {LR: float(i)}, {0: 0.0, 9: i / 30}) for i in range(30))))
+    curves, ends = comparison.figure(many, "s").axes
+    assert len(curves.lines) == 30
+    assert len(curves.collections) == comparison.NAMED
+    assert ends.get_yticklabels()[0].get_text() == "actor_lr 29"
+    assert len(set(comparison.shades(30)[: comparison.NAMED])) == comparison.NAMED
+    assert len(set(comparison.shades(30)[comparison.NAMED :])) == 1
+
+
+def test_a_sweep_without_results_is_an_empty_picture(tmp_path: Path) -> None:
+    found = groups(sweep(trial(0, {LR: 1.0}, {}, status="FAILED")))
+    figure = comparison.figure(found, "s")
+    assert not figure.axes[0].lines
+    assert comparison.mean_curve(found[0], METRIC).empty
+    assert isinstance(comparison.table(found), pd.DataFrame)
     figure.savefig(tmp_path / "figure.png")

@@ -161,7 +161,7 @@ def replicas(ray_cluster: None, decoder: Path) -> Iterator[list[Any]]:
 
 def started(model: str, count: int) -> Iterator[list[Any]]:
     group = placement_group([{"CPU": 0.5}] * count)
-    actors = start_reward_models(count, model, {"CPU": 0.5}, group, 0, batch_tokens=300)
+    actors = start_reward_models(model, {"CPU": 0.5}, group, range(count), batch_tokens=300)
     yield actors
     for actor in actors:
         ray.kill(actor)

@@ -39,15 +39,14 @@ class EngineLostError(RolloutError):
 
 
 def start_engines(
-    count: int,
     model: str,
     options: dict[str, Any],
     resources: dict[str, float],
     group: PlacementGroup,
-    first_bundle: int,
+    bundles: Sequence[int],
     adapter: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """Engine actors in the bundles of a placement group from `first_bundle` on; does not wait for them.
+    """An engine actor in each of these bundles of a placement group; does not wait for them.
 
     Args:
         model: Hugging Face folder or name.
@@ -63,7 +62,7 @@ def start_engines(
         max_restarts=-1,  # it comes back with the model's own weights, and works again after the next push
         runtime_env={"env_vars": ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT},
     )
-    places = [PlacementGroupSchedulingStrategy(group, first_bundle + index) for index in range(count)]
+    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
     actor = ray.remote(Engine)
     return [actor.options(scheduling_strategy=place, **common).remote(model, options, adapter) for place in places]
 

@@ -1,0 +1,264 @@
+"""What a sweep tries: search spaces as plain Python, and ways to draw settings from them, by name.
+
+A search is a Searcher of Ray Tune: it suggests settings and is told what they came to. Which trial runs when, and what
+is kept of it, is trials.py's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ray import tune
+from ray.tune.search import Searcher
+from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer, LogUniform, Quantized
+from ray.tune.search.variant_generator import generate_variants
+
+from rlx.config import ConfigError, from_tree, is_setting, nearest, setting_keys, with_overrides
+
+Space = dict[str, Any]
+"""values or domains (tune.choice, tune.loguniform, ...) of settings, by dotted key"""
+
+METRIC, MODE = "eval/accuracy", "max"
+_SINGLE = str | int | float | np.generic | None
+# What a trial needs of the cluster is the same for all trials of a sweep.
+_PLANNED = (
+    "scaling.",
+    "rollout.engines",
+    "rollout.resources_per_engine",
+    "reward.model_replicas",
+    "reward.resources_per_model",
+    "ray_address",
+)
+
+
+def load_space(path: str, tree: Mapping[str, Any]) -> Space:
+    """The search space of a Python file with a function space(), each setting checked against the config tree.
+
+    Raises:
+        ConfigError: no such file or function, an unknown setting, or a value that the setting does not take.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"--space {path}: no such file")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if not spec or not spec.loader:
+        raise ConfigError(f"--space {path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        space = dict(module.space()) if hasattr(module, "space") else None
+    except Exception as error:  # whatever the file does
+        raise ConfigError(f"--space {path}: {type(error).__name__}: {error}") from None
+    if not space:
+        raise ConfigError(f"--space {path}: it has no function space() that gives settings to vary")
+    for key, domain in space.items():
+        _check(key, domain, path, tree)
+    return space
+
+
+def fingerprint(path: str) -> str:
+    """Changes when the file does."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
+def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
+    if not isinstance(key, str) or not is_setting(key):
+        raise ConfigError(f"--space {path}: unknown setting {key}{nearest(str(key), setting_keys())}")
+    if key.startswith(_PLANNED):
+        raise ConfigError(f"--space {path}: {key} changes what a trial needs of the cluster, which all trials share")
+    if isinstance(domain, Function):
+        raise ConfigError(f"--space {path}: tune.sample_from hides what it gives to {key}: use a range or choices")
+    if not extremes(domain):
+        raise ConfigError(f"--space {path}: {key} has no values to choose from")
+    for value in extremes(domain):
+        from_tree(with_overrides(dict(tree), {key: value}), f"--space {path}")
+
+
+def extremes(domain: Any) -> list[Any]:
+    """Values that show whether a setting takes what a domain gives."""
+    if isinstance(domain, Categorical):
+        return list(domain.categories)
+    if isinstance(domain, Integer):
+        return [domain.lower, last(domain)]
+    if isinstance(domain, Float):
+        return [domain.lower, domain.upper]
+    if isinstance(domain, dict) and "grid_search" in domain:
+        return list(domain["grid_search"])
+    return [domain]
+
+
+def last(domain: Integer) -> int:
+    """The largest value of a range of whole numbers: Ray leaves its end out, unless it is made of steps."""
+    return int(domain.upper) - (not isinstance(domain.sampler, Quantized))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Searches
+
+Points = Sequence[dict[str, Any]]
+"""settings that are to be suggested first, in this order: those of a sweep that goes on"""
+
+
+class Listed(Searcher):
+    """Suggests what is in a list, whatever comes of it."""
+
+    def __init__(self, settings: Sequence[dict[str, Any]]) -> None:
+        super().__init__(METRIC, MODE)
+        self.settings = list(settings)
+
+    def suggest(self, trial_id: str) -> Any:
+        return self.settings.pop(0) if self.settings else Searcher.FINISHED
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        pass
+
+
+def _random(space: Space, count: int, seed: int, points: Points) -> Searcher:
+    """Each setting drawn from its domain by itself; a seed draws the same in every sweep."""
+    state = np.random.RandomState(seed)
+    return Listed([drawn for _ in range(count) for _, drawn in generate_variants(space, random_state=state)])
+
+
+def _grid(space: Space, count: int, seed: int, points: Points) -> Searcher:
+    """Every combination of the choices."""
+    for key, domain in space.items():
+        if isinstance(domain, Domain) and not isinstance(domain, Categorical):
+            raise ConfigError(f"--search grid needs a list of values for {key}: use tune.choice")
+    lists = {k: tune.grid_search(d.categories) if isinstance(d, Categorical) else d for k, d in space.items()}
+    return Listed([drawn for _, drawn in generate_variants(lists)])
+
+
+def _optuna(space: Space, count: int, seed: int, points: Points) -> Searcher:
+    """Optuna's tree-structured Parzen estimator."""
+    import optuna
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = OptunaSearch.convert_search_space(space)
+    return OptunaSearch(space, metric=METRIC, mode=MODE, seed=seed, points_to_evaluate=list(points) or None)
+
+
+class Surface(Searcher):
+    """Suggests where a Gaussian process over what its suggestions came to promises most, after a few at random.
+
+    Ray's BayesOptSearch waits for ever once one of its first ten trials has failed, ends when the best point has been
+    tried and does not see beyond the widest range; here another point is drawn, and all ranges are 0 to 1.
+    """
+
+    _AT_RANDOM = 10
+
+    def __init__(self, ranges: Mapping[str, Float], seed: int, points: Points) -> None:
+        from bayes_opt import BayesianOptimization, UtilityFunction  # type: ignore[import-untyped]
+
+        super().__init__(METRIC, MODE)
+        self._ranges, self._points, self._draws = ranges, list(points), np.random.RandomState(seed)
+        self._process = BayesianOptimization(None, dict.fromkeys(ranges, (0, 1)), random_state=seed, verbose=0)
+        self._promise = UtilityFunction(kind="ucb", kappa=2.576, xi=0)
+        self._given: dict[str, dict[str, float]] = {}  # by trial, as parts of the ranges
+
+    def suggest(self, trial_id: str) -> dict[str, Any]:
+        point = self._points.pop(0) if self._points else None
+        parts = {key: _part(self._ranges[key], value) for key, value in point.items()} if point else self._new()
+        self._given[trial_id] = parts
+        return point or {key: _at(self._ranges[key], part) for key, part in parts.items()}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        if result:
+            self._process.register(self._given[trial_id], result[METRIC])
+
+    def _new(self) -> dict[str, float]:
+        if len(self._given) >= self._AT_RANDOM:
+            best = {key: float(value) for key, value in self._process.suggest(self._promise).items()}
+            if not any(
+                np.allclose(list(best.values()), [known[key] for key in best]) for known in self._given.values()
+            ):
+                return best
+        return {key: float(self._draws.uniform()) for key in self._ranges}
+
+
+def _part(domain: Float, value: float) -> float:
+    """Where in a range a value lies: 0 at its lower end, 1 at its upper one."""
+    low, high, at = (
+        np.log([domain.lower, domain.upper, value]) if _is_log(domain) else (domain.lower, domain.upper, value)
+    )
+    return float((at - low) / (high - low))
+
+
+def _at(domain: Float, part: float) -> float:
+    """The value at a part of a range."""
+    if _is_log(domain):
+        return float(domain.lower * (domain.upper / domain.lower) ** part)
+    return float(domain.lower + (domain.upper - domain.lower) * part)
+
+
+def _is_log(domain: Float) -> bool:
+    return isinstance(domain.sampler, LogUniform)
+
+
+def _bayesopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
+    """Gaussian processes over ranges of numbers."""
+    _need("bayes_opt", "bayesopt")
+    for key, domain in space.items():
+        if not isinstance(domain, Float) or isinstance(domain.sampler, Quantized):
+            raise ConfigError(f"--search bayesopt needs an unbroken range for {key}: use tune.uniform")
+    return Surface(space, seed, points)
+
+
+def _hyperopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
+    """HyperOpt's tree-structured Parzen estimator."""
+    _need("hyperopt", "hyperopt")
+    from ray.tune.search.hyperopt import HyperOptSearch
+
+    space = HyperOptSearch.convert_search_space(space)
+    options = {"metric": METRIC, "mode": MODE, "random_state_seed": seed}
+    return HyperOptSearch(space, points_to_evaluate=list(points) or None, **options)
+
+
+SEARCHES: dict[str, Callable[[Space, int, int, Points], Searcher]] = {
+    "random": _random,
+    "grid": _grid,
+    "optuna": _optuna,
+    "bayesopt": _bayesopt,
+    "hyperopt": _hyperopt,
+}
+ADAPTIVE = ("optuna", "bayesopt", "hyperopt")
+"""searches that learn from what came of their suggestions"""
+
+
+def searcher(name: str, space: Space, count: int, seed: int, points: Points = ()) -> Searcher:
+    """A search by name.
+
+    Args:
+        count: settings to try, of the searches that do not count themselves.
+        points: what an earlier part of the sweep has tried, in order.
+
+    Raises:
+        ConfigError: the space is not for it, or its library is missing.
+    """
+    if name not in ADAPTIVE:
+        return SEARCHES[name](space, count, seed, points)
+    varied = {key: domain for key, domain in space.items() if isinstance(domain, Domain)}
+    if lists := [key for key, domain in space.items() if isinstance(domain, dict)]:
+        raise ConfigError(f"--search {name} draws by itself: use tune.choice for {lists[0]}, not tune.grid_search")
+    if not varied:
+        raise ConfigError(f"--search {name} has nothing to vary: no setting of the space has a range or choices")
+    for key, domain in varied.items():
+        if isinstance(domain, Categorical) and not all(isinstance(value, _SINGLE) for value in domain.categories):
+            raise ConfigError(f"--search {name} takes single values alone as choices, which those of {key} are not")
+    tried = [{key: settings[key] for key in varied} for settings in points]
+    return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would draw the same again
+
+
+def constants(space: Space) -> dict[str, Any]:
+    """The settings of a space that have one value; those that are drawn are another matter."""
+    return {key: value for key, value in space.items() if not isinstance(value, Domain | dict)}
+
+
+def _need(package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"--search {extra} needs the package {package}: pip install 'rlx[search]'")

@@ -1,0 +1,105 @@
+"""Sweeps for tests: written to a real MLflow store as trials leave them, or made by hand."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from rlx import report
+from rlx.config import RunConfig, flatten, from_tree, with_overrides
+from rlx.records import METRIC, WATCHED, Setting, Sweep, Trial
+
+BASE = {
+    "train.steps": 4,
+    "train.adam_betas": (0.8, 0.9),
+    "data.system": "Answer, don't argue.",
+    "storage": "/elsewhere",
+}
+_STARTS = itertools.count(1_000_000, 100_000)  # ms; the order of starts is the order of calls
+
+
+@dataclass
+class Run:
+    """What an MLflow run is to look like: settings, accuracy by step, and how it ended; its later attempts."""
+
+    settings: dict[str, Any]
+    accuracy: dict[int, float] = field(default_factory=dict)
+    status: str = "FINISHED"
+    tags: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
+    seconds: float = 10.0
+    attempts: tuple["Run", ...] = ()
+
+
+def config(name: str, settings: Mapping[str, Any]) -> RunConfig:
+    return from_tree(with_overrides({}, {**BASE, **settings, "name": name}))
+
+
+def log_sweep(uri: str, name: str, runs: Sequence[Run], varied: Sequence[str], tags: Mapping[str, str] = {}) -> str:
+    """A sweep with a trial per run, and its id."""
+    own, at = {"rlx.kind": "sweep", "rlx.space": json.dumps(list(varied)), **tags}, next(_STARTS)
+    params = {"trials": str(len(runs)), "search": "random", "scheduler": "none"}
+    parent = open_run(uri, name, "rlx", own, params, at)
+    for i, run in enumerate(runs):
+        log_run(uri, f"{name}.trial_{i}", run, parent, at=at + 1 + i)
+    report.client(uri).set_terminated(parent, "FINISHED", at + 100)
+    return parent
+
+
+def log_run(
+    uri: str, name: str, run: Run, parent: str | None = None, experiment: str = "rlx", kind: str = "run", at: int = 0
+) -> None:
+    """A run as launch and the training loop leave it: tokens at each step, accuracy where it was evaluated."""
+    from mlflow.entities import Metric
+
+    door, own = report.client(uri), config(name, run.settings)
+    params = {key: str(value) for key, value in flatten(own).items() if value is not None}
+    tags = {"rlx.kind": kind} | ({"mlflow.parentRunId": parent} if parent else {}) | run.tags
+    run_id = open_run(uri, name, experiment, tags, params, at)
+    door.log_text(run_id, yaml.safe_dump(own.model_dump(mode="json"), sort_keys=False), "config.yaml")
+    for step in range(min(run.accuracy, default=0), max(run.accuracy, default=-1) + 1):
+        metrics = {"tokens/total": 100.0 * step, "kl/ref": float("inf") if step == 1 else 0.1 * step}
+        metrics |= {METRIC: run.accuracy[step]} if step in run.accuracy else {}
+        door.log_batch(run_id, metrics=[Metric(key, value, at, step) for key, value in metrics.items()])
+    if run.answers:
+        rows = [(9, prompt, text, "yes", float(text == "yes")) for prompt, text in run.answers.items()]
+        table = {"columns": ["step", "prompt", "completion", "answer", "score"], "data": rows}
+        door.log_text(run_id, json.dumps({"columns": table["columns"], "data": []}), "samples/step_000000.json")
+        door.log_text(run_id, json.dumps(table), "samples/step_000009.json")
+    for i, attempt in enumerate(run.attempts):
+        log_run(uri, f"{name}.attempt", attempt, run_id, experiment, "attempt", at + 1000 * (i + 1))
+    if run.status != "RUNNING":
+        door.set_terminated(run_id, run.status, at + int(1000 * run.seconds))
+
+
+def open_run(uri: str, name: str, experiment: str, tags: Mapping[str, str], params: Mapping[str, str], at: int) -> str:
+    from mlflow.entities import Param
+
+    door, found = report.client(uri), report.client(uri).get_experiment_by_name(experiment)
+    place = uri.removeprefix("sqlite:///").replace("mlflow.db", "mlartifacts")
+    experiment_id = found.experiment_id if found else door.create_experiment(experiment, f"file://{place}")
+    run_id = str(door.create_run(experiment_id, at, dict(tags), name).info.run_id)
+    door.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
+    return run_id
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By hand
+
+
+def trial(
+    number: int, settings: Mapping[str, Setting], curve: Mapping[int, float], status: str = "FINISHED", **more: Any
+) -> Trial:
+    steps = pd.Index(list(curve), name="step")
+    history = pd.DataFrame({name: pd.Series(dtype=float) for name in WATCHED}, index=steps)
+    history[METRIC] = list(curve.values())
+    history["tokens/total"] = [100.0 * step for step in curve]
+    return Trial(f"trial_{number:05d}", (str(number),), dict(settings), status, 10.0 + number, history, **more)
+
+
+def sweep(*trials: Trial, name: str = "s") -> Sweep:
+    return Sweep(name, "run", tuple(trials[0].settings), WATCHED, trials, {"search": "random", "steps": "10"})

@@ -1,0 +1,124 @@
+"""Interactive figures: every one holds the values that it is to show."""
+
+import math
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from sweeps import sweep, trial
+
+from rlx import figures
+from rlx.comparison import NAMED, groups
+from rlx.records import METRIC
+
+LR, KIND, EPOCHS = "train.actor_lr", "algorithm.kl_kind", "train.epochs"
+LRS = [1e-5, 3e-5, 8e-5, 2e-4, 5e-4, 9e-4, 1e-3]
+
+
+def made(seeds: int = 2) -> list:
+    """Seven settings, the better the higher the learning rate; seeds differ by 0.02."""
+    return groups(
+        sweep(
+            *(
+                trial(
+                    i,
+                    {LR: lr, KIND: "k1" if i % 2 else None, EPOCHS: 1 + i % 2, "seed": seed},
+                    {0: 0.1, 9: 0.1 * i + 0.02 * seed},
+                )
+                for i, lr in enumerate(LRS)
+                for seed in range(seeds)
+            )
+        )
+    )
+
+
+def test_intervals_show_each_mean_and_each_run() -> None:
+    runs, means = figures.intervals(made(), METRIC).data
+    assert sorted(runs.x) == pytest.approx(sorted(0.1 * i + 0.02 * seed for i in range(7) for seed in range(2)))
+    assert list(means.x) == pytest.approx([0.1 * i + 0.01 for i in reversed(range(7))])
+    assert list(means.error_x.array) == pytest.approx([12.706205 * 0.01] * 7, rel=1e-6)
+    assert means.y[0].startswith("1  actor_lr 0.001")
+
+
+def test_a_setting_of_one_run_has_no_bar_and_no_band() -> None:
+    found = made(seeds=1)
+    assert set(figures.intervals(found, METRIC).data[1].error_x.array) == {None}
+    assert not [trace for trace in figures.curves(found, METRIC).data if trace.fill]
+
+
+def test_curves_are_means_by_step_with_bands_for_the_best() -> None:
+    figure = figures.curves(made(), METRIC)
+    lines = {trace.name: trace for trace in figure.data if trace.mode == "lines"}
+    assert len(lines) == 7
+    best = next(trace for name, trace in lines.items() if name.startswith("1  "))
+    assert (list(best.x), list(best.y)) == ([0, 9], pytest.approx([0.1, 0.61]))
+    assert len([trace for trace in figure.data if trace.fill == "toself"]) == min(7, NAMED)
+    assert figure.data[-1].name == best.name  # on top
+
+
+def test_parallel_coordinates_pass_through_each_value_on_its_scale() -> None:
+    (lines,) = figures.parallel_coordinates(made(), METRIC).data
+    lr, kind, epochs, metric = lines.dimensions
+    assert list(lr.values) == pytest.approx([math.log10(value) for value in reversed(LRS)])
+    assert (lr.ticktext[0], lr.ticktext[-1]) == ("1e-5", "0.001")
+    assert (lr.tickvals[0], lr.tickvals[-1]) == pytest.approx((-5, -3))
+    assert (list(kind.values), list(kind.ticktext)) == ([0, 1, 0, 1, 0, 1, 0], ["-", "k1"])
+    assert (list(epochs.values), list(epochs.tickvals)) == ([1, 2, 1, 2, 1, 2, 1], [1, 2])
+    assert list(metric.values) == pytest.approx([0.1 * i + 0.01 for i in reversed(range(7))])
+
+
+def test_the_best_is_the_darkest() -> None:
+    for found, turned in ((made(), True), (made()[::-1], False)):
+        (lines,) = figures.parallel_coordinates(found, METRIC).data
+        assert lines.line.colorscale[0][1] == "#440154"
+        assert lines.line.reversescale == turned
+
+
+def test_slices_have_a_panel_per_varied_setting() -> None:
+    figure = figures.slices(made(), METRIC)
+    assert [list(trace.x) for trace in figure.data] == [
+        pytest.approx(LRS[::-1]),
+        ["-", "k1", "-", "k1", "-", "k1", "-"],
+        [1, 2, 1, 2, 1, 2, 1],
+    ]
+    assert all(list(trace.y) == pytest.approx([0.1 * i + 0.01 for i in reversed(range(7))]) for trace in figure.data)
+    assert (figure.layout.xaxis.type, figure.layout.xaxis2.type, figure.layout.xaxis3.type) == (
+        "log",
+        "category",
+        "linear",
+    )
+
+
+def test_cost_is_of_a_run_on_average() -> None:
+    tokens, seconds = figures.costs(made(), METRIC).data
+    assert set(tokens.x) == {900.0}
+    assert list(seconds.x) == [10.0 + i for i in reversed(range(7))]
+
+
+def test_importances_are_named_and_in_order() -> None:
+    (bars,) = figures.importances({LR: 0.75, KIND: 0.25}).data
+    assert (list(bars.y), list(bars.x), list(bars.text)) == (["actor_lr", "kl_kind"], [0.75, 0.25], ["75%", "25%"])
+
+
+@pytest.mark.parametrize(
+    ("values", "marks"),
+    [
+        ([1, 2, 2], [1, 2]),
+        (["b", "a", None], ["-", "a", "b"]),
+        ([0.1 * i for i in range(11)], []),
+        (list(np.geomspace(2.1e-5, 7e-4, 9)), [5e-5, 1e-4, 2e-4, 5e-4]),
+        (list(np.geomspace(1e-3, 0.098, 9)), [1e-3, 3e-3, 1e-2, 3e-2]),
+        (list(np.geomspace(1e-6, 1, 9)), [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1]),
+    ],
+)
+def test_marks_are_few_and_round(values: list[Any], marks: list[Any]) -> None:
+    assert figures._marks(values) == marks
+
+
+def test_every_figure_has_its_data() -> None:
+    for found in (made(), made(seeds=1), made()[:2]):
+        for draw in (figures.intervals, figures.curves, figures.parallel_coordinates, figures.slices, figures.costs):
+            figure = draw(found, METRIC)
+            assert isinstance(figure, go.Figure)
+            assert figure.data

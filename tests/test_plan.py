@@ -1,0 +1,188 @@
+"""What fits on a cluster: by hand, and against what Ray itself places on a virtual one."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.config import ConfigError, from_tree
+from rlx.plan import Bundle, Plan, check_room, plan
+
+CLUSTER = Path(__file__).with_name("virtual_cluster.py")
+ONE_GPU, BIG = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 64.0, "GPU": 2.0}
+
+
+def gpus(*parts: float) -> list[Bundle]:
+    return [{"GPU": part} for part in parts]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By hand
+
+
+@pytest.mark.parametrize(
+    ("workers", "engines", "node", "count"),
+    [
+        ([{"CPU": 0.5}], [{"CPU": 0.5}], {"CPU": 2.0}, 2),
+        ([{"CPU": 0.5}], [{"CPU": 0.5}], {"CPU": 1.9}, 1),
+        ([{"CPU": 0.1}] * 3, [{"CPU": 0.1}], {"CPU": 1.2}, 3),  # 1.2 / 0.4 is a little less than 3 in floating point
+        ([ONE_GPU] * 2, gpus(1), {"CPU": 64.0, "GPU": 8.0}, 2),
+        ([ONE_GPU], [{"CPU": 1.0}], {"CPU": 64.0}, 0),
+        (gpus(2), gpus(1), {"GPU": 8.0}, 2),  # 3 + 3, and 2 are left
+        (gpus(0.6, 0.6), gpus(0.4, 0.4), {"GPU": 2.0}, 1),
+        (gpus(0.6, 0.6, 0.6), [], {"GPU": 2.0}, 0),  # 1.8, but a third 0.6 would lie on two GPUs
+        (gpus(0.25, 0.25), gpus(0.5), {"GPU": 2.0}, 2),
+        (gpus(0.5), gpus(1), {"GPU": 2.0}, 1),  # 0.5 + 1 twice is 3
+        (gpus(0.3), gpus(0.3), {"GPU": 1.0}, 1),
+        (gpus(0.75), gpus(0.25), {"GPU": 4.0}, 4),
+        ([{"CPU": 1.0, "GPU": 0.25}] * 2, [{"CPU": 1.0}], {"CPU": 6.0, "GPU": 8.0}, 2),  # the CPUs end first
+        ([{"CPU": 1.0, "TPU": 1.0}], [{"CPU": 1.0}], {"CPU": 64.0, "TPU": 3.0}, 3),
+    ],
+)
+def test_whole_plans_that_fit_on_a_node(
+    workers: list[Bundle], engines: list[Bundle], node: dict[str, float], count: int
+) -> None:
+    assert Plan(workers, engines).fits([node]) == count
+
+
+def test_each_bundle_is_on_one_node() -> None:
+    two_and_one = Plan([{"CPU": 2.0}], [{"CPU": 1.0}])
+    assert two_and_one.fits([{"CPU": 1.0}] * 8) == 0
+    assert two_and_one.fits([{"CPU": 2.0}, {"CPU": 1.0}]) == 1
+    assert two_and_one.fits([{"CPU": 3.0}, {"CPU": 2.0}, {"CPU": 1.0}]) == 2
+    assert Plan(gpus(2), gpus(2)).fits([{"GPU": 3.0}] * 4) == 2  # a third GPU of a node is of no use
+
+
+def test_the_count_ends_where_it_is_told_to() -> None:
+    assert Plan([{"CPU": 1.0}], []).fits([{"CPU": 1000.0}], most=3) == 3
+
+
+def test_what_the_head_chooses_by_sums_a_node_may_be_unable_to_cut() -> None:
+    """The first node has 2 GPUs, which is enough for three times 0.6 in sum: Ray tries that, and nothing else."""
+    four = Plan(gpus(0.6, 0.6, 0.6, 0.6), [])
+    assert four.fits([{"GPU": 2.0}, {"GPU": 2.0}]) == 0
+    assert four.fits([{"GPU": 4.0}]) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "counts"), [("PACK", (2, 1)), ("STRICT_PACK", (2, 0)), ("SPREAD", (2, 1)), ("STRICT_SPREAD", (0, 1))]
+)
+def test_a_strategy_rules_nodes_out(strategy: str, counts: tuple[int, int]) -> None:
+    two = Plan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy=strategy)
+    assert (two.fits([{"CPU": 4.0}]), two.fits([{"CPU": 1.0}, {"CPU": 1.0}])) == counts
+
+
+def test_places_are_those_of_the_reserved_bundles() -> None:
+    mixed = Plan(gpus(0.4, 0.6), [{"CPU": 1.0}, {"CPU": 2.0}], gpus(2))
+    assert mixed.bundles == [{"GPU": 2}, {"GPU": 0.6}, {"GPU": 0.4}, {"CPU": 2.0}, {"CPU": 1.0}]
+    assert mixed.places == ([2, 1], [4, 3], [0])
+
+
+def test_a_plan_says_what_it_is_made_of() -> None:
+    small = Plan([{"CPU": 0.5}] * 2, [{"CPU": 1.0, "GPU": 1.0}])
+    assert str(small) == "2 workers and 1 engines" and small.total() == {"CPU": 2.0, "GPU": 1.0}
+    assert str(Plan([], [], [{"CPU": 1.0}])) == "0 workers and 0 engines and 1 reward models"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a config
+
+
+def configured(**changes: Any) -> Plan:
+    return plan(from_tree({"train": {"prompts_per_step": 8}} | changes))
+
+
+def test_a_worker_on_a_gpu_has_a_whole_one_unless_told_otherwise() -> None:
+    assert configured(scaling={"num_workers": 2, "use_gpu": True}).workers == [{"CPU": 0.5, "GPU": 1.0}] * 2
+    part = {"use_gpu": True, "resources_per_worker": {"CPU": 1, "GPU": 0.5}}
+    assert configured(scaling=part).workers == [{"CPU": 1.0, "GPU": 0.5}]
+    assert configured(scaling={"placement_strategy": "SPREAD"}).strategy == "SPREAD"
+
+
+@pytest.mark.parametrize(("section", "key"), [("scaling", "resources_per_worker"), ("rollout", "resources_per_engine")])
+def test_one_and_a_half_gpus_are_refused(section: str, key: str) -> None:
+    message = rf"{section}\.{key}: 1\.5 GPUs are neither whole ones nor a part of one"
+    with pytest.raises(ConfigError, match=message):
+        configured(**{section: {key: {"CPU": 1, "GPU": 1.5}}})
+    assert configured(**{section: {key: {"CPU": 1, "GPU": 2.0}}}).total()["GPU"] == 2
+
+
+def test_a_plan_that_fits_is_let_through(ray_cluster: None) -> None:
+    check_room(Plan([{"CPU": 2.0}], [{"CPU": 2.0}]))
+
+
+@pytest.mark.parametrize(
+    ("needed", "line"),
+    [
+        (Plan([{"CPU": 3.0}], [{"CPU": 1.5}]), "scaling: 1 workers and 1 engines need 4.5 CPU but the cluster has 4"),
+        (Plan(gpus(0.5), []), "scaling: 1 workers and 0 engines need 0.5 GPU but the cluster has 0"),
+        (
+            Plan([{"CPU": 5.0, "GPU": 1.0}], []),
+            "scaling: 1 workers and 0 engines need 5 CPU but the cluster has 4, 1 GPU but the cluster has 0",
+        ),
+        (
+            Plan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy="STRICT_SPREAD"),
+            "scaling: 1 workers and 1 engines need 1 CPU, 1 CPU, which do not go together on 1 nodes with 4 CPU",
+        ),
+    ],
+)
+def test_a_plan_the_cluster_can_never_meet_is_refused_with_the_numbers(
+    ray_cluster: None, needed: Plan, line: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_room(needed)
+    assert str(error.value).startswith(line)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against Ray
+
+
+def random_plan(draws: random.Random) -> Plan:
+    def drawn(most: int) -> list[Bundle]:
+        gpu = draws.choice([0, 0.25, 0.4, 0.5, 0.6, 1, 2])
+        bundle = {"CPU": draws.choice([0.5, 1.0, 1.5, 2.0])} | ({"GPU": gpu} if gpu else {})
+        return [bundle] * draws.randint(1, most)
+
+    return Plan(drawn(4), drawn(3))
+
+
+def on_virtual_cluster(what: str, given: Any) -> Any:
+    """What a function of virtual_cluster.py gives, called in a process of its own: this one has a cluster already."""
+    environment = os.environ | {"RAY_ADDRESS": ""}
+    done = subprocess.run(
+        [sys.executable, str(CLUSTER), what], input=json.dumps(given), text=True, capture_output=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+NODES: list[dict[str, float]] = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 2.0}, {"CPU": 2.0}]
+
+
+def test_ray_places_as_many_plans_as_fit() -> None:
+    draws = random.Random(0)
+    plans = [random_plan(draws) for _ in range(50)]
+    fits = [each.fits(NODES, 5) for each in plans]
+    assert {0, 1, 2, 4} <= set(fits)
+    placed = on_virtual_cluster("placed", [{"bundles": p.bundles, "fits": n} for p, n in zip(plans, fits, strict=True)])
+    assert placed == fits
+
+
+@pytest.mark.slow
+def test_fifty_random_plans_end_and_never_more_at_once_than_there_is_room_for() -> None:
+    draws = random.Random(1)
+    plans = [each for each in (random_plan(draws) for _ in range(500)) if each.fits(NODES, 1)][:50]
+    trials = on_virtual_cluster("sweep", [each.bundles for each in plans])
+    assert sorted(number for number, _, _ in trials) == list(range(50))
+    running = [[n for n, began, ended in trials if began <= moment < ended] for _, moment, _ in trials]
+    together = [[bundle for n in numbers for bundle in plans[n].bundles] for numbers in running]
+    room = {name: sum(node.get(name, 0.0) for node in NODES) for name in ("CPU", "GPU")}
+    for bundles in together:
+        assert all(sum(bundle.get(name, 0.0) for bundle in bundles) <= room[name] for name in room), bundles
+    assert max(map(len, running)) > 1

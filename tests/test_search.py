@@ -1,0 +1,267 @@
+"""Search spaces, and the settings that each search draws from them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray import tune
+from ray.tune.search import Searcher
+
+from rlx.config import ConfigError
+from rlx.search import ADAPTIVE, METRIC, SEARCHES, Listed, constants, extremes, fingerprint, load_space, searcher
+
+SHIPPED = Path(__file__).resolve().parent.parent / "search_spaces"
+RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.lam": tune.uniform(0.0, 1.0)}
+CHOICES = {"train.epochs": tune.choice([1, 2, 4]), "algorithm.lam": tune.choice([0.9, 1.0])}
+
+
+def space_file(folder: Path, body: str) -> str:
+    path = folder / "space.py"
+    path.write_text(f"from ray import tune\n\ndef space():\n    return {body}\n")
+    return str(path)
+
+
+def suggestions(search: Searcher, count: int) -> list[Any]:
+    return [search.suggest(str(i)) for i in range(count)]
+
+
+def fitting(name: str) -> dict[str, Any]:
+    return CHOICES if name == "grid" else RANGES
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Spaces
+
+
+def test_a_space_is_read(tmp_path: Path) -> None:
+    path = space_file(tmp_path, "{'train.epochs': tune.choice([1, 2]), 'train.actor_lr': tune.loguniform(1e-5, 1e-3)}")
+    assert list(load_space(path, {})) == ["train.epochs", "train.actor_lr"]
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.py")), ids=lambda path: path.stem)
+def test_a_shipped_space_fits_its_search(path: Path) -> None:
+    space = load_space(str(path), {})
+    for name in {"estimators": ["grid"], "ppo_grid": ["grid"], "clipping": ["random", "grid", "optuna"]}.get(
+        path.stem, ["random", "optuna", "hyperopt"]
+    ):
+        assert set(searcher(name, space, 1, 0).suggest("0")) == set(space)
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("{'train.actor_rl': tune.choice([1])}", "unknown setting train.actor_rl; nearest: train.actor_lr"),
+        ("{'train': {'epochs': tune.choice([1])}}", "unknown setting train"),
+        ("{1: tune.choice([1])}", "unknown setting 1"),
+        ("{'train.epochs': tune.choice([1, 0])}", "train.epochs = 0: input should be greater than 0"),
+        ("{'train.epochs': tune.grid_search([2, -1])}", "train.epochs = -1: input should be greater than 0"),
+        ("{'train.epochs': tune.randint(0, 3)}", "train.epochs = 0: input should be greater than 0"),
+        ("{'algorithm.lam': tune.uniform(0.5, 1.5)}", "algorithm.lam = 1.5: input should be less than or equal to 1"),
+        ("{'algorithm.lam': tune.randn(0.5, 0.1)}", "algorithm.lam = -inf: input should be a finite number"),
+        ("{'train.prompts_per_step': 7}", "train.prompts_per_step (7) must be a multiple of"),
+        ("{'train.epochs': tune.choice([])}", "train.epochs has no values to choose from"),
+        ("{'train.epochs': tune.grid_search([])}", "train.epochs has no values to choose from"),
+        ("{'train.epochs': tune.sample_from(lambda spec: spec.config.x)}", "tune.sample_from hides what it gives to"),
+        ("{'rollout.engines': tune.choice([1, 2])}", "rollout.engines changes what a trial needs of the cluster"),
+        ("{'scaling.num_workers': 2}", "scaling.num_workers changes what a trial needs of the cluster"),
+        ("{'reward.model_replicas': 2}", "reward.model_replicas changes what a trial needs of the cluster"),
+        ("{}", "it has no function space() that gives settings to vary"),
+        ("None", "TypeError: 'NoneType' object is not iterable"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_space_that_does_not_fit_the_config_is_refused(body: str, line: str, tmp_path: Path) -> None:
+    path = space_file(tmp_path, body)
+    with pytest.raises(ConfigError) as error:
+        load_space(path, {})
+    assert str(error.value).startswith(f"--space {path}: ") and line in str(error.value)
+
+
+def test_a_space_must_be_a_python_file_with_the_function(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.py: no such file"):
+        load_space(str(tmp_path / "none.py"), {})
+    for name, text, line in (
+        ("other.py", "x = 1\n", "it has no function space"),
+        ("wrong.py", "def space(:\n", "SyntaxError: "),
+        ("space.txt", "def space(): ...\n", "not a Python file"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=f"{name}: {line}"):
+            load_space(str(tmp_path / name), {})
+
+
+def test_a_value_is_checked_together_with_the_rest_of_the_config(tmp_path: Path) -> None:
+    path = space_file(tmp_path, "{'train.prompts_per_step': tune.choice([4, 8])}")
+    assert list(load_space(path, {})) == ["train.prompts_per_step"]
+    with pytest.raises(ConfigError, match=r"train.prompts_per_step \(4\) must be a multiple of"):
+        load_space(path, {"scaling": {"num_workers": 8}})
+
+
+def test_a_range_is_checked_at_its_ends() -> None:
+    assert extremes(tune.uniform(0.1, 0.7)) == [0.1, 0.7]
+    assert extremes(tune.randint(2, 5)) == [2, 4]
+    assert extremes(tune.qrandint(2, 6, 2)) == [2, 6]
+    assert extremes(tune.choice(["a", None])) == ["a", None]
+    assert extremes(tune.grid_search([1, 2])) == [1, 2]
+    assert extremes(0.3) == [0.3]
+
+
+def test_constants_are_settings_with_one_value() -> None:
+    space = {"train.epochs": 2, "algorithm.lam": tune.uniform(0, 1), "seed": tune.grid_search([1]), "name": "a"}
+    assert constants(space) == {"train.epochs": 2, "name": "a"}
+
+
+def test_a_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
+    path = space_file(tmp_path, "{'train.epochs': 1}")
+    before = fingerprint(path)
+    assert fingerprint(space_file(tmp_path, "{'train.epochs': 1}")) == before
+    assert fingerprint(space_file(tmp_path, "{'train.epochs': 2}")) != before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Searches
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_draws_the_same_with_the_same_seed(name: str) -> None:
+    first = suggestions(searcher(name, fitting(name), 6, 3), 6)
+    assert suggestions(searcher(name, fitting(name), 6, 3), 6) == first
+    assert len({json.dumps(each, sort_keys=True, default=float) for each in first}) == 6
+    if name != "grid":
+        assert suggestions(searcher(name, fitting(name), 6, 4), 6) != first
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_goes_on_after_what_was_tried(name: str) -> None:
+    tried = suggestions(searcher(name, fitting(name), 6, 0), 3)
+    written = json.loads(json.dumps([each | {"seed": 7} for each in tried], default=float))  # as records keep it
+    resumed = suggestions(searcher(name, fitting(name), 6, 0, written), 6)
+    assert resumed[:3] == tried
+    assert all(each not in resumed[:i] for i, each in enumerate(resumed))
+
+
+@pytest.mark.parametrize("name", ["random", "grid"])
+def test_a_search_that_does_not_learn_gives_the_same_after_a_resume(name: str) -> None:
+    whole = suggestions(searcher(name, fitting(name), 6, 0), 6)
+    assert suggestions(searcher(name, fitting(name), 6, 0, whole[:3]), 6) == whole
+
+
+def test_random_draws_as_many_as_were_asked_for_from_the_domains() -> None:
+    search = searcher("random", RANGES | {"train.epochs": 2}, 5, 0)
+    drawn = suggestions(search, 5)
+    assert all(1e-5 <= each["train.actor_lr"] <= 1e-3 and 0 <= each["algorithm.lam"] <= 1 for each in drawn)
+    assert {each["train.epochs"] for each in drawn} == {2}
+    assert search.suggest("5") == Searcher.FINISHED
+
+
+def test_random_is_undisturbed_by_who_else_draws() -> None:
+    before = suggestions(searcher("random", RANGES, 3, 0), 3)
+    np.random.seed(99)
+    assert suggestions(searcher("random", RANGES, 3, 0), 3) == before
+
+
+def test_a_grid_has_every_combination_once() -> None:
+    search = searcher("grid", CHOICES | {"seed": 5, "rollout.max_tokens": tune.grid_search([8, 16])}, 4, 0)
+    assert isinstance(search, Listed)
+    drawn = [
+        tuple(each[key] for key in ("train.epochs", "algorithm.lam", "rollout.max_tokens")) for each in search.settings
+    ]
+    assert sorted(drawn) == [(e, lam, t) for e in (1, 2, 4) for lam in (0.9, 1.0) for t in (8, 16)]
+    assert {each["seed"] for each in search.settings} == {5}
+
+
+def tell(search: Searcher, objective: Callable[[dict[str, Any]], float], count: int) -> list[float]:
+    """What so many suggestions come to, each told before the next."""
+    values = []
+    for i in range(count):
+        values.append(objective(search.suggest(str(i))))
+        search.on_trial_complete(str(i), {METRIC: values[-1]})
+    return values
+
+
+def near_a_third(settings: dict[str, Any]) -> float:
+    """At most 0, where lam is 1/3 and the learning rate is a hundredth of the largest."""
+    return -abs(settings["algorithm.lam"] - 1 / 3) - abs(np.log10(settings["train.actor_lr"]) + 5) / 2
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_an_adaptive_search_learns(name: str) -> None:
+    """The mean of the last 10 of 30, where 1000 at random have -0.78."""
+    for seed in range(3):
+        values = tell(searcher(name, RANGES, 30, seed), near_a_third, 30)
+        print(name, np.mean(values[20:]))
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_an_adaptive_search_is_not_held_up_by_failures(name: str) -> None:
+    search = searcher(name, RANGES, 30, 0)
+    for i in range(12):
+        assert isinstance(search.suggest(str(i)), dict)
+        search.on_trial_complete(str(i), None, error=True)
+    assert isinstance(search.suggest("12"), dict)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_an_adaptive_search_gives_as_many_as_are_asked_for_when_the_best_lies_on_a_bound(name: str) -> None:
+    search = searcher(name, {"algorithm.lam": tune.uniform(0.0, 1.0)}, 30, 0)
+    assert max(tell(search, lambda settings: settings["algorithm.lam"], 30)) > 0.95
+
+
+def test_bayesopt_goes_to_the_best_and_then_elsewhere() -> None:
+    search = searcher("bayesopt", {"algorithm.lam": tune.uniform(0.0, 1.0)}, 30, 0)
+    values = tell(search, lambda settings: settings["algorithm.lam"], 30)
+    assert values[10] == 1.0 and values.count(1.0) == 1  # the first after those at random
+
+
+@pytest.mark.parametrize(
+    ("name", "space", "line"),
+    [
+        ("grid", RANGES, "--search grid needs a list of values for train.actor_lr: use tune.choice"),
+        ("optuna", {"seed": tune.grid_search([1])}, "--search optuna draws by itself: use tune.choice for seed"),
+        ("hyperopt", {"seed": tune.grid_search([1])}, "--search hyperopt draws by itself: use tune.choice for seed"),
+        ("bayesopt", {"seed": tune.grid_search([1])}, "--search bayesopt draws by itself: use tune.choice for seed"),
+        ("bayesopt", CHOICES, "--search bayesopt needs an unbroken range for train.epochs: use tune.uniform"),
+        ("bayesopt", {"seed": tune.randint(0, 9)}, "--search bayesopt needs an unbroken range for seed"),
+        ("bayesopt", {"seed": 3}, "--search bayesopt has nothing to vary"),
+        ("optuna", {"seed": 3}, "--search optuna has nothing to vary"),
+        ("hyperopt", {"train.adam_betas": tune.choice([(0.8, 0.9)])}, "--search hyperopt takes single values alone"),
+    ],
+)
+def test_a_space_that_is_not_for_the_search_is_refused(name: str, space: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        searcher(name, space, 4, 0)
+    assert str(error.value).startswith(line)
+
+
+def test_without_its_library_a_search_says_what_to_install() -> None:
+    """In a Python that finds neither library."""
+    code = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hides(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in ("bayes_opt", "hyperopt") else super().find_spec(name, path, target)
+
+sys.meta_path = [Hides if finder is PathFinder else finder for finder in sys.meta_path]
+from ray import tune
+from rlx.config import ConfigError
+from rlx.search import searcher
+
+for name in ("bayesopt", "hyperopt"):
+    try:
+        searcher(name, {"algorithm.lam": tune.uniform(0, 1)}, 1, 0)
+    except ConfigError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert done.stdout.splitlines() == [
+        "--search bayesopt needs the package bayes_opt: pip install 'rlx[search]'",
+        "--search hyperopt needs the package hyperopt: pip install 'rlx[search]'",
+    ], done.stderr
