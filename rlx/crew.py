@@ -190,7 +190,7 @@ class Crew:
                 raise RunError(self._outcome["words"])
             if failure := controller.failure(self._box, self._failures + 1):
                 self._failures += 1
-                if self._failures - before > max_failures:
+                if self._failures - before > max_failures or all(pool.is_dead(engine) for engine in self.engines):
                     raise RunError(failure)
                 say(f"{failure} - the workers are started again")
             self._gone.wait(_POLL_S)

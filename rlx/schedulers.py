@@ -5,6 +5,7 @@ All judge a trial by its newest held-out accuracy at each step that it reports.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,7 +44,12 @@ def _hyperband(config: RunConfig, space: Space, begun: Mapping[str, int]) -> Tri
 
 def _median(config: RunConfig, space: Space, begun: Mapping[str, int]) -> TrialScheduler:
     """Stops a trial whose best is below the median of the others' means so far (Golovin et al. 2017)."""
-    return MedianStoppingRule(time_attr=_TIME, grace_period=first_rung(config), min_samples_required=3)
+    return MedianStoppingRule(
+        time_attr=_TIME,
+        grace_period=first_rung(config),
+        min_samples_required=3,
+        min_time_slice=math.inf,  # or it pauses a trial at each step until there are three others
+    )
 
 
 def _pbt(config: RunConfig, space: Space, begun: Mapping[str, int]) -> TrialScheduler:

@@ -34,6 +34,8 @@ _PLANNED = (
     "reward.resources_per_model",
     "ray_address",
 )
+# What a sweep is made of: its trials are compared at the same step, and kept and recorded in one place.
+_SHARED = ("name", "storage", "train.steps", "tracking.", "checkpoint.start_")
 
 
 def load_space(path: str, tree: Mapping[str, Any]) -> Space:
@@ -71,6 +73,8 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
         raise ConfigError(f"--space {path}: unknown setting {key}{nearest(str(key), setting_keys())}")
     if key.startswith(_PLANNED):
         raise ConfigError(f"--space {path}: {key} changes what a trial needs of the cluster, which all trials share")
+    if key.startswith(_SHARED):
+        raise ConfigError(f"--space {path}: {key} is the same for all trials of a sweep")
     if isinstance(domain, Function):
         raise ConfigError(f"--space {path}: tune.sample_from hides what it gives to {key}: use a range or choices")
     if not extremes(domain):

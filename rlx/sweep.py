@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -183,8 +184,9 @@ def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
     folder, config, space = storage / "sweeps" / sweep.name, sweep.config, search.load_space(sweep.space, sweep.tree)
     records = Records(folder)
     known = records.all()
-    if sweep.scheduler in PAUSING:
-        os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(planned(sweep))  # all are there from the start
+    # Trials that Tune starts side by side; those that take turns are all there from the start.
+    side_by_side = planned(sweep) if sweep.scheduler in PAUSING else concurrency(sweep)
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(side_by_side)
     begun = {name.removeprefix("trial_"): record.step for name, record in known.items()}
     first_of_each = [known[name].settings for name in sorted(known)][:: sweep.seeds]
     trials = Trials(
@@ -266,8 +268,7 @@ class _Watcher(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.ends[trial_name(trial)] = "FAILED"
-        words = str(trial.get_error() or "").strip().splitlines()
-        self._record_end(trial, "failed", words[-1][:500] if words else "it was killed")
+        self._record_end(trial, "failed", _last_words(trial))
         self._settle(trial)
         self._show(trial, trial.last_result, "failed")
 
@@ -312,3 +313,12 @@ class _Watcher(tune.Callback):
         tracker = Tracker(self.uri, self.runs / trial_name(trial), writer)
         yield tracker
         tracker.close(1)
+
+
+def _last_words(trial: Trial) -> str:
+    """Why a trial failed, in one line."""
+    file = Path(trial.error_file or "")
+    lines = file.read_text().strip().splitlines() if file.is_file() else []
+    if not lines or "ray.exceptions.Actor" in "".join(lines) or "The actor" in lines[-1]:
+        return "its process was killed"
+    return re.sub(r"^rlx[\w.]*: ", "", lines[-1])[:500]

@@ -144,7 +144,8 @@ class Trials(SearchAlgorithm):
             name = f"trial_{number:05d}"
             record = self._known.get(name)
             if record and record.is_over and (not self._replays or record.state == "failed"):
-                self._tell(number, record.reports[-1][1] if record.reports else None)
+                failed = record.state == "failed" or not record.reports
+                self._tell(number, None if failed else record.reports[-1][1])
                 continue
             if record is None:
                 self._records.write(name, record := Record(settings=settings))

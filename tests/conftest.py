@@ -37,7 +37,7 @@ def ray_cluster(s3_server: str) -> Iterator[None]:
     """One Ray cluster for the whole session: starting one takes ten seconds. Its workers have the keys for S3."""
     launch._quiet_environment()
     os.environ.update(launch._OWN_CLUSTER)
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +164,16 @@ def on_virtual_cluster(what: str, given: Any) -> Any:
 
 
 NODES: list[dict[str, float]] = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 2.0}, {"CPU": 2.0}]
+STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 
 
 def test_ray_places_as_many_plans_as_fit() -> None:
     draws = random.Random(0)
-    plans = [random_plan(draws) for _ in range(50)]
-    fits = [each.fits(NODES, 5) for each in plans]
+    plans = [replace(random_plan(draws), strategy=strategy) for strategy in STRATEGIES for _ in range(50)]
+    fits = [each.fits(NODES) for each in plans]
     assert {0, 1, 2, 4} <= set(fits)
-    placed = on_virtual_cluster("placed", [{"bundles": p.bundles, "fits": n} for p, n in zip(plans, fits, strict=True)])
-    assert placed == fits
+    given = [{"bundles": p.bundles, "strategy": p.strategy, "fits": n} for p, n in zip(plans, fits, strict=True)]
+    assert on_virtual_cluster("placed", given) == fits
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_a_sweep_stops_bad_trials_and_leaves_nothing(
         assert max(history(plan, storage, name)["reward/mean"]) >= results[name].step >= 2
     processes = {name: {metrics["pid"] for metrics in told if "pid" in metrics} for name, told in news.metrics.items()}
     assert len(set().union(*processes.values())) == 2  # the third trial ran where one before it had
-    assert (storage / "sweeps" / "s").names() == ["runs", "sweep.json", "trials"]
+    assert (storage / "sweeps" / "s").names() == ["run.json", "runs", "sweep.json", "trials"]
 
 
 # Metrics of a step that its update has no part in, nor what was measured after it.
@@ -182,12 +182,13 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
 ) -> None:
     flag = tmp_path / "broken"
     flag.touch()
-    space = "{'reward.functions': tune.choice([{'my_rewards:fragile': 1.0}, {'exact_match': 1.0}])}"
+    space = "{'reward.functions': tune.choice([{'tests.my_rewards:fragile': 1.0}, {'exact_match': 1.0}])}"
     plan, storage = prepared(tiny_model, tmp_path, space, answer=str(flag), search="grid", seeds=2)
     results = sweep.run(plan, storage, watch=News().watch)
     assert [record.state for _, record in sorted(results.items())] == ["failed", "failed", "finished", "finished"]
     assert [results[name].settings["seed"] for name in sorted(results)] == [0, 1, 0, 1]
-    assert sweep.failures(results)[0] == "trial_00000: worker 0: ValueError: no luck"
+    words = "worker 0: RewardError: reward tests.my_rewards:fragile: raised ValueError('no luck')"
+    assert sweep.failures(results) == [f"trial_00000: {words}", f"trial_00001: {words}"]
 
     before = {name: history(plan, storage, name) for name in sorted(results)}
     assert sweep.run(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
@@ -213,6 +214,7 @@ def test_a_killed_trial_leaves_nothing(tiny_model: Path, tmp_path: Path, nothing
     results = sweep.run(plan, storage, watch=kill_at_step_2)
     nothing_left(15)
     assert news.states == {"trial_00000": "failed"} == {name: record.state for name, record in results.items()}
+    assert sweep.failures(results) == ["trial_00000: its process was killed"]
     assert [run.info.status for run in children(plan, storage).values()] == ["FAILED"]
 
 

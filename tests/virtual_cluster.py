@@ -21,13 +21,13 @@ MiB = 2**20
 
 def placed(plans: list[dict[str, Any]]) -> list[int]:
     """How many of each plan's bundles Ray places, counted up to one more than the plan says that it would."""
-    return [_placed(plan["bundles"], plan["fits"] + 1) for plan in plans]
+    return [_placed(plan["bundles"], plan["strategy"], plan["fits"] + 1) for plan in plans]
 
 
-def _placed(bundles: list[dict[str, float]], most: int) -> int:
+def _placed(bundles: list[dict[str, float]], strategy: str, most: int) -> int:
     groups: list[PlacementGroup] = []
     while len(groups) < most:
-        groups.append(placement_group(bundles))
+        groups.append(placement_group(bundles, strategy))
         if not _is_ready(groups[-1], patient=len(groups) < most):
             break
     count = sum(placement_group_table(group)["state"] == "CREATED" for group in groups)

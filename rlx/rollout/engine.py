@@ -7,6 +7,7 @@ is pool.py's business; where new weights come from is sync.py's.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import queue
@@ -14,6 +15,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -217,7 +219,8 @@ class Engine:
 
     def _run(self, model: str, options: dict[str, Any], ready: asyncio.Future[None]) -> None:
         try:
-            self._llm = _build(model, options)
+            with _alone_on_gpu():
+                self._llm = _build(model, options)
         except BaseException as error:
             self._loop.call_soon_threadsafe(ready.set_exception, _plain(error))
             return
@@ -295,6 +298,19 @@ class WeightLoader:
         if tied and head is not None and next(model.parameters()).device.type == "cpu":
             # On CPU the head's packed copy of the embedding is not refreshed by a reload: it stays silently stale.
             head.quant_method.process_weights_after_loading(head)
+
+
+@contextmanager
+def _alone_on_gpu() -> Iterator[None]:
+    """Engines that share a GPU start one after the other: vLLM measures the free memory before and after loading, and
+    fails if another process frees some meanwhile."""
+    gpus = ray.get_gpu_ids()
+    if not gpus:
+        yield
+        return
+    with open(Path(tempfile.gettempdir(), f"rlx-gpu-{gpus[0]}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or the process ends
+        yield
 
 
 def _build(model: str, options: dict[str, Any]) -> Any:

@@ -241,6 +241,11 @@ def _is_alive(engine: Any) -> bool:
     return bool(state.actors(engine._actor_id.hex()).get("State") == "ALIVE")
 
 
+def is_dead(engine: Any) -> bool:
+    """Whether an engine is gone for good: Ray does not replace one that could not start."""
+    return bool(state.actors(engine._actor_id.hex()).get("State") == "DEAD")
+
+
 def _is_over(call: Any, deadline: float) -> bool:
     return bool(ray.wait([call], timeout=0)[0]) or time.monotonic() >= deadline
 

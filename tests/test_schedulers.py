@@ -1,0 +1,178 @@
+"""Schedulers in real, small sweeps of Tune: whom they stop, and who goes on from whom."""
+
+import json
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import tune
+from ray.tune.schedulers.pbt import _explore
+
+from rlx.config import RunConfig, from_tree
+from rlx.schedulers import REPLAYING, SCHEDULERS, first_rung
+from rlx.search import METRIC, MODE, Listed, Space
+from rlx.storage import open_storage
+from rlx.trials import Records, Trials, trial_name
+
+LAM: Space = {"algorithm.lam": tune.uniform(0.1, 0.9)}
+
+
+def config(steps: int, every: int) -> RunConfig:
+    return from_tree({"train": {"steps": steps}, "eval": {"every": every}})
+
+
+def trainable() -> Any:
+    """Reports the same accuracy at each step, and a line that tells which trials did the steps behind it."""
+
+    def report_steps(settings: dict[str, Any]) -> None:  # by value: Ray's workers do not find this file
+        letter = chr(65 + int(tune.get_context().get_trial_id()))
+        step, line, starts = settings["begun"], "", 1
+        if handed := tune.get_checkpoint():
+            with handed.as_directory() as folder:
+                line, starts = json.loads(Path(folder, "past").read_text())
+                step, starts = step + len(line), starts + 1
+        while step < settings["steps"]:
+            step, line = step + 1, line + letter
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "past").write_text(json.dumps([line, starts]))
+                metrics = {"step": step, METRIC: settings["accuracy"], "line": line, "starts": starts}
+                tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder))
+
+    # More than half of the session's cluster: there is room for one.
+    return tune.with_resources(report_steps, {"cpu": 2.5})
+
+
+def run(
+    name: str,
+    accuracies: Sequence[float],
+    config: RunConfig,
+    folder: Path,
+    *,
+    begun: int = 0,
+) -> list[Mapping[str, Any]]:
+    """The last report of each trial of a sweep, one at a time, of trials A, B, ... with these accuracies."""
+    common = {"steps": config.train.steps, "begun": begun, "algorithm.lam": 0.5}
+    listed = [common | {"accuracy": value} for value in accuracies]
+    trials = Trials(
+        Listed(listed),
+        {},
+        Records(open_storage(str(folder))),
+        count=len(listed),
+        seeds=[],
+        limit=None,
+        replays=name in REPLAYING,
+    )
+    done = {f"{i:05d}": begun for i in range(len(listed))}
+    results = tune.Tuner(
+        trainable(),
+        tune_config=tune.TuneConfig(
+            metric=METRIC,
+            mode=MODE,
+            num_samples=-1,
+            scheduler=SCHEDULERS[name](config, LAM, done),
+            search_alg=trials,
+            reuse_actors=True,
+            trial_dirname_creator=trial_name,
+        ),
+        run_config=tune.RunConfig(name="tune", storage_path=str(folder), verbose=0),
+    ).fit()
+    assert not results.errors
+    return sorted((result.metrics for result in results), key=lambda metrics: metrics["trial_id"])
+
+
+def steps(reports: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [report["step"] for report in reports]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who is stopped
+
+
+def test_the_first_rung_is_the_first_evaluation_that_training_can_have_changed() -> None:
+    assert first_rung(config(steps=8, every=2)) == 2
+    assert first_rung(config(steps=8, every=20)) == 8
+    assert first_rung(config(steps=8, every=0)) == 8
+
+
+def test_without_a_scheduler_all_trials_do_all_steps(ray_cluster: None, tmp_path: Path) -> None:
+    assert steps(run("none", [0.1, 0.2], config(8, 2), tmp_path)) == [8, 8]
+
+
+def test_asha_stops_who_is_below_the_median_of_a_rung(ray_cluster: None, tmp_path: Path) -> None:
+    """Rungs are 2, 4 and 8. G is at the median 0.4 of the others' at 2, and below their 0.6 at 4."""
+    reports = run("asha", [0.5, 0.3, 0.6, 0.1, 0.2, 0.7, 0.4, 0.0], config(8, 2), tmp_path)
+    assert steps(reports) == [8, 2, 8, 2, 2, 8, 4, 2]
+
+
+def test_median_stops_who_is_below_the_median_of_three_others(ray_cluster: None, tmp_path: Path) -> None:
+    reports = run("median", [0.5, 0.7, 0.1, 0.2, 0.9], config(8, 2), tmp_path)
+    assert steps(reports) == [8, 8, 8, 2, 8]
+    assert [report["starts"] for report in reports] == [1] * 5  # nobody waits until there are three others
+
+
+def test_hyperband_brings_all_trials_to_an_end(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first bracket has four trials that are let alone; the second compares four at 4 and keeps the better half."""
+    monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "8")
+    reports = run("hyperband", [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.5, 0.8], config(8, 2), tmp_path)
+    assert steps(reports) == [8, 8, 8, 8, 4, 8, 4, 8]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Populations
+
+
+def test_the_worse_goes_on_from_the_better_with_other_settings(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 4, A has no checkpoint to hand over yet, as nobody was worse; at 8 it has."""
+    monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
+    better, worse = run("pbt", [0.9, 0.1], config(12, 4), tmp_path)
+    assert (better["line"], worse["line"]) == ("A" * 12, "A" * 8 + "B" * 4)
+    assert better["config"]["algorithm.lam"] == 0.5 != worse["config"]["algorithm.lam"]
+
+
+def test_after_a_resume_the_next_change_is_due_when_it_would_have_been(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both go on at 5; there are evaluations at 8, where A has no checkpoint to hand over, and at 12."""
+    monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
+    better, worse = run("pbt", [0.9, 0.1], config(16, 4), tmp_path, begun=4)
+    assert (better["line"], worse["line"]) == ("A" * 12, "A" * 8 + "B" * 4)
+
+
+def test_nobody_goes_on_from_another_after_the_last_step(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
+    better, worse = run("pbt", [0.9, 0.1], config(8, 4), tmp_path)
+    assert (better["line"], worse["line"]) == ("A" * 8, "B" * 8)
+
+
+def test_settings_stay_within_their_domains_however_often_they_change() -> None:
+    space = {
+        "train.actor_lr": tune.loguniform(1e-5, 1e-3),
+        "train.epochs": tune.randint(1, 5),
+        "rollout.max_tokens": tune.qrandint(8, 32, 8),
+        "algorithm.lam": tune.uniform(0.5, 1.0),
+        "algorithm.stop_kl": tune.choice([None, 0.05]),
+    }
+    population = SCHEDULERS["pbt"](config(8, 2), space, {})
+    random.seed(0)
+    settings: dict[str, Any] = {key: domain.sample() for key, domain in space.items()}
+    seen: dict[str, set[Any]] = {key: set() for key in space}
+    for _ in range(2000):
+        settings, _ = _explore(
+            settings, population._hyperparam_mutations, 0.05, (1.2, 0.8), population._custom_explore_fn
+        )
+        for key, value in settings.items():
+            seen[key].add(value)
+    assert 1e-5 <= min(seen["train.actor_lr"]) < 2e-5 and 5e-4 < max(seen["train.actor_lr"]) <= 1e-3
+    assert seen["train.epochs"] == {1, 2, 3, 4}
+    assert min(seen["algorithm.lam"]) == 0.5 and max(seen["algorithm.lam"]) == 1.0
+    assert min(seen["rollout.max_tokens"]) == 8 and max(seen["rollout.max_tokens"]) == 32
+    assert seen["algorithm.stop_kl"] == {None, 0.05}

@@ -1,0 +1,257 @@
+"""Trials of a sweep as Tune is given them: numbers, seeds, records, and what a resumed sweep does with those."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.tune.experiment import Experiment, Trial
+from ray.tune.search import Searcher
+
+from rlx.config import ConfigError
+from rlx.search import METRIC, MODE, Listed
+from rlx.storage import Storage, open_storage
+from rlx.trials import Record, Records, Trials, trial_name
+
+SETTINGS = [{"train.epochs": 1}, {"train.epochs": 2}, {"train.epochs": 3}]
+
+
+class Recording(Searcher):
+    """Suggests 1, 2, 3, ... and keeps what it is told; `waits` for each result before the next suggestion."""
+
+    def __init__(self, waits: bool = False) -> None:
+        super().__init__(METRIC, MODE)
+        self.told: dict[str, float | None] = {}
+        self.suggested: list[str] = []
+        self.waits = waits
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | None:
+        if self.waits and len(self.told) < len(self.suggested):
+            return None
+        self.suggested.append(trial_id)
+        return {"train.epochs": len(self.suggested)}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        assert error == (result is None) and trial_id not in self.told
+        self.told[trial_id] = result[METRIC] if result else None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Storage:
+    """Of an empty sweep."""
+    return open_storage(str(tmp_path / "sweep"))
+
+
+def trials(folder: Storage, search: Searcher | None = None, **options: Any) -> Trials:
+    """Of a sweep over SETTINGS, as Tune has them before the first."""
+    usual: dict[str, Any] = {"constants": {}, "count": 3, "seeds": [], "limit": None, "replays": False}
+    made = Trials(search or Listed(SETTINGS), records=Records(folder), **usual | options)
+    made.add_configurations([Experiment("s", lambda config: None, storage_path=str(folder.path))])
+    return made
+
+
+def all_of(some: Trials) -> list[Trial]:
+    given = []
+    while trial := some.next_trial():
+        given.append(trial)
+    return given
+
+
+def named(given: list[Trial]) -> dict[str, dict[str, Any]]:
+    return {trial_name(trial): trial.config for trial in given}
+
+
+def ends(some: Trials, trial: Trial, value: float | None) -> None:
+    """As Tune tells it; no value: it failed."""
+    trial.set_status(Trial.ERROR if value is None else Trial.TERMINATED)
+    some.on_trial_complete(trial.trial_id, None if value is None else {METRIC: value, "step": 9}, error=value is None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records
+
+
+def test_a_record_is_read_as_it_was_written(folder: Storage) -> None:
+    record = Record(
+        settings={"train.actor_lr": 0.1 + 0.2, "algorithm.stop_kl": None, "data.system": "é", "x": [0.8, True]},
+        state="failed",
+        reports=[(2, 1 / 3), (4, 0.0)],
+        words="é: out of memory",
+        begun=3,
+    )
+    Records(folder).write("trial_00001", record)
+    Records(folder).write("trial_00000", Record(settings={}))
+    assert Records(folder).all() == {"trial_00000": Record(settings={}), "trial_00001": record}
+    assert (record.is_over, record.step) == (True, 4)
+    assert (Record(settings={}).is_over, Record(settings={}).step) == (False, 0)
+
+
+def test_a_sweep_without_trials_has_no_records(folder: Storage) -> None:
+    assert Records(folder).all() == {}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "open"}', '{"settings": {}, "state": "lost"}', '{"x": 1}'])
+def test_a_damaged_record_is_named(text: str, folder: Storage) -> None:
+    Records(folder).write("trial_00000", Record(settings={}))
+    (folder / "trials" / "trial_00001.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"trials/trial_00001\.json is damaged: it is not what rlx wrote"):
+        Records(folder).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A new sweep
+
+
+def test_trials_are_numbered_in_the_order_of_the_search_and_recorded_before_they_start(folder: Storage) -> None:
+    new = trials(folder, constants={"rollout.max_tokens": 8})
+    first = new.next_trial()
+    assert first and named([first]) == {"trial_00000": {"rollout.max_tokens": 8, "train.epochs": 1}}
+    assert Records(folder).all() == {"trial_00000": Record(settings=first.config)}
+    assert not new.is_finished()
+    rest = all_of(new)
+    assert {name: each["train.epochs"] for name, each in named(rest).items()} == {"trial_00001": 2, "trial_00002": 3}
+    assert new.is_finished() and new.total_samples == 3
+
+
+def test_a_search_without_an_end_gives_as_many_settings_as_asked_for(folder: Storage) -> None:
+    assert [trial.config["train.epochs"] for trial in all_of(trials(folder, Recording(), count=5))] == [1, 2, 3, 4, 5]
+
+
+def test_each_setting_runs_with_all_seeds_before_the_next(folder: Storage) -> None:
+    given = all_of(trials(folder, count=2, seeds=[7, 8, 9]))
+    assert [(trial.config["train.epochs"], trial.config["seed"]) for trial in given] == [
+        (epochs, seed) for epochs in (1, 2) for seed in (7, 8, 9)
+    ]
+    assert [trial_name(trial) for trial in given] == [f"trial_{i:05d}" for i in range(6)]
+
+
+def test_no_more_are_given_than_may_be_there_at_once(folder: Storage) -> None:
+    new = trials(folder, limit=2)
+    first, second = all_of(new)
+    first.set_status(Trial.RUNNING)
+    assert new.next_trial() is None and not new.is_finished()
+    ends(new, first, 0.5)
+    assert named(all_of(new)) == {"trial_00002": {"train.epochs": 3}}
+    assert not new.is_finished()
+    ends(new, second, None)
+    assert new.next_trial() is None and new.is_finished()
+
+
+def test_trials_of_a_sweep_that_was_told_to_end_do_not_start(folder: Storage) -> None:
+    new = trials(folder)
+    new.set_finished()
+    assert new.next_trial() is None and Records(folder).all() == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the search is told
+
+
+def test_a_search_is_told_the_mean_over_seeds_once_all_are_over(folder: Storage) -> None:
+    search = Recording()
+    new = trials(folder, search, count=2, seeds=[0, 1, 2])
+    given = all_of(new)
+    for trial, value in zip(given[:2], (0.5, 1.0), strict=True):
+        ends(new, trial, value)
+    ends(new, given[4], 0.25)
+    assert search.told == {}
+    ends(new, given[2], 0.0)
+    assert search.told == {"0": 0.5}
+    ends(new, given[3], None)
+    ends(new, given[5], 0.75)
+    assert search.told == {"0": 0.5, "1": 0.5}  # the mean of 0.25 and 0.75: one failed
+
+
+def test_a_setting_of_which_all_seeds_failed_has_failed(folder: Storage) -> None:
+    search = Recording()
+    new = trials(folder, search, count=1, seeds=[0, 1])
+    for trial in all_of(new):
+        ends(new, trial, None)
+    assert search.told == {"0": None}
+
+
+def test_a_search_that_waits_for_results_is_asked_again(folder: Storage) -> None:
+    new = trials(folder, Recording(waits=True), count=2)
+    (first,) = all_of(new)
+    assert new.next_trial() is None and not new.is_finished()
+    ends(new, first, 0.1)
+    assert [trial.trial_id for trial in all_of(new)] == ["00001"]
+
+
+def test_numbers_of_numpy_become_pythons(folder: Storage) -> None:
+    (trial,) = all_of(trials(folder, Listed([{"train.epochs": np.int64(2), "algorithm.lam": np.float64(0.1)}])))
+    assert [type(value) for value in trial.config.values()] == [int, float]
+    assert Records(folder).read("trial_00000").settings == {"train.epochs": 2, "algorithm.lam": 0.1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A sweep that goes on
+
+
+def after(folder: Storage, **changes: dict[str, Any]) -> None:
+    """Leaves a sweep of three trials, of which some have changed since."""
+    all_of(trials(folder))
+    for name, change in changes.items():
+        Records(folder).write(name, Records(folder).read(name).model_copy(update=change))
+
+
+FINISHED = {"state": "finished", "reports": [(5, 0.25), (10, 0.5)]}
+STOPPED = {"state": "stopped", "reports": [(5, 0.125)]}
+FAILED = {"state": "failed", "reports": [(5, 0.25)], "words": "out of memory"}
+
+
+def test_open_trials_go_on_under_their_names_and_the_rest_follows(folder: Storage) -> None:
+    first = trials(folder)
+    assert first.next_trial() and first.next_trial()
+    resumed = all_of(trials(folder))
+    assert named(resumed) == {f"trial_{i:05d}": each for i, each in enumerate(SETTINGS)}
+    assert len(Records(folder).all()) == 3
+
+
+def test_seeds_that_had_not_started_follow(folder: Storage) -> None:
+    first = trials(folder, count=2, seeds=[7, 8])
+    for _ in range(3):  # killed within the second setting
+        first.next_trial()
+    resumed = named(all_of(trials(folder, count=2, seeds=[7, 8])))
+    assert [(each["train.epochs"], each["seed"]) for each in resumed.values()] == [(1, 7), (1, 8), (2, 7), (2, 8)]
+
+
+def test_what_is_over_is_not_given_again(folder: Storage) -> None:
+    after(folder, trial_00000=FINISHED, trial_00001=STOPPED)
+    assert list(named(all_of(trials(folder)))) == ["trial_00002"]
+
+
+def test_a_scheduler_is_shown_again_what_is_over_but_not_what_failed(folder: Storage) -> None:
+    after(folder, trial_00000=FINISHED, trial_00001=FAILED, trial_00002=STOPPED)
+    assert list(named(all_of(trials(folder, replays=True)))) == ["trial_00000", "trial_00002"]
+    assert all_of(trials(folder, replays=False)) == []
+
+
+def test_settings_that_were_changed_on_the_way_are_kept(folder: Storage) -> None:
+    after(folder, trial_00001={"settings": {"train.epochs": 99}})
+    assert named(all_of(trials(folder)))["trial_00001"] == {"train.epochs": 99}
+
+
+def test_a_search_is_told_of_what_is_over_in_its_order(folder: Storage) -> None:
+    after(folder, trial_00000=FINISHED, trial_00001=FAILED)
+    search = Recording(waits=True)
+    (open_one,) = all_of(trials(folder, search))
+    assert trial_name(open_one) == "trial_00002"
+    assert search.told == {"0": 0.5, "1": None}
+
+
+def test_a_search_is_told_the_mean_over_seeds_of_both_parts_of_a_sweep(folder: Storage) -> None:
+    all_of(trials(folder, count=1, seeds=[0, 1]))
+    Records(folder).write("trial_00000", Record(settings={"train.epochs": 1, "seed": 0}, **FINISHED))
+    search = Recording()
+    resumed = trials(folder, search, count=1, seeds=[0, 1])
+    (second,) = all_of(resumed)
+    assert search.told == {}
+    ends(resumed, second, 1.0)
+    assert search.told == {"0": 0.75}
+
+
+def test_a_sweep_that_is_over_has_nothing_to_give(folder: Storage) -> None:
+    after(folder, trial_00000=FINISHED, trial_00001=FAILED, trial_00002=STOPPED)
+    over = trials(folder)
+    assert over.next_trial() is None and over.is_finished() and over.total_samples == 0
