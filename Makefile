@@ -28,6 +28,7 @@ lint: .venv/ready-$(ACCELERATOR)
 bench: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python bench/step.py $(ARGS)
 	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/sweep.py
 
 .venv/ready-$(ACCELERATOR): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv

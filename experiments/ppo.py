@@ -84,6 +84,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
         run_folder.check_new(config, folder)
     elif done := run_folder.finished(config, folder):
         print(f"run {name} is finished: {config.train.steps} steps, {progress.described(done)}")
+        launch.send_pending(config, folder, print)
         return 0
     first: dict[str, Any] = {}
     with progress.RunProgress(config.train.steps) as shown:

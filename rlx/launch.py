@@ -20,7 +20,7 @@ import ray
 import ray.train
 import yaml
 
-from rlx import archive, inputs, report, run_folder
+from rlx import archive, inputs, report, run_folder, tracker
 from rlx.config import ConfigError, RunConfig, flatten, one_line
 from rlx.controller import Report, RunStopped, Say
 from rlx.crew import Crew
@@ -79,9 +79,9 @@ def connect(config: RunConfig) -> None:
 
 def create_run(config: RunConfig, folder: Storage) -> None:
     """Makes the folder and the MLflow run of a new run; ConfigError if the folder holds one already."""
-    tracker = _opened(config, folder, resume=False)
-    tracker.end("KILLED")
-    tracker.close(_PATIENCE_S)
+    record = _opened(config, folder, resume=False)
+    record.end("KILLED")
+    record.close(_PATIENCE_S)
 
 
 def run(
@@ -124,12 +124,22 @@ def run(
     try:
         # Before there is a run: one without prompts leaves no trace.
         tables = tables or inputs.prompt_tables(config, path)
-        tracker = _opened(config, folder, resume=resume, parent=parent, tags=tags, say=say)
-        metrics = _trained(crew, config, folder, tracker, on_report, say, tables)
-        return Result(config.name or "", folder.path, metrics, tracker.run_id)
+        record = _opened(config, folder, resume=resume, parent=parent, tags=tags, say=say)
+        metrics = _trained(crew, config, folder, record, on_report, say, tables)
+        return Result(config.name or "", folder.path, metrics, record.run_id)
     finally:
         if not keep:
             release()
+
+
+def send_pending(config: RunConfig, folder: Storage, say: Say) -> None:
+    """Sends MLflow what a run that is over could not send; says so if the server still takes nothing."""
+    if not tracker.pending(folder):
+        return
+    if left := tracker.send_pending(tracking_uri(config), folder, say):
+        say(f"{left} records for MLflow still wait in {folder.path}/outbox")
+    else:
+        say("what MLflow had not taken is sent")
 
 
 def stop() -> None:
@@ -187,11 +197,11 @@ def _hired(config: RunConfig, path: str) -> Crew:
 
 
 def _trained(
-    crew: Crew, config: RunConfig, folder: Storage, tracker: Tracker, on_report: Report | None, say: Say, tables: Any
+    crew: Crew, config: RunConfig, folder: Storage, record: Tracker, on_report: Report | None, say: Say, tables: Any
 ) -> dict[str, Any]:
     """The run from where it is to its last step: its last metrics; whatever happens, its records are closed."""
     status = "FAILED"
-    job, events = _job(config, folder, tracker.uri), _Events(tracker, say)
+    job, events = _job(config, folder, record.uri), _Events(record, say)
     try:
         metrics = crew.run(config, job, folder, tables, on_report or _ignore, events, config.checkpoint.grace_s)
         run_folder.write(folder / "result.json", json.dumps(metrics))
@@ -203,8 +213,8 @@ def _trained(
         status = "KILLED"
         raise
     finally:
-        tracker.end(status)
-        if left := tracker.close(_PATIENCE_S):
+        record.end(status)
+        if left := record.close(_PATIENCE_S):
             say(f"{left} records for MLflow wait in {folder.path}/outbox: --resume {config.name} sends them")
     return metrics
 
@@ -232,16 +242,16 @@ def _opened(
     # On a resume too: what was changed for the rest of the run holds for a later one.
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     run_folder.write(folder / "config.yaml", text)
-    tracker = Tracker(uri, folder, "driver", say or _LOG.warning)
-    tracker.open(
+    record = Tracker(uri, folder, "driver", say or _LOG.warning)
+    record.open(
         config.tracking.experiment,
         config.name or "run",
         params={key: value for key, value in flatten(config).items() if value is not None},
         tags={"rlx.kind": "run", "rlx.folder": folder.path, **(tags or {})},
         parent=parent,
     )
-    tracker.log_text("config.yaml", text)
-    return tracker
+    record.log_text("config.yaml", text)
+    return record
 
 
 def _ignore(metrics: dict[str, Any], checkpoint: str | None) -> None:
@@ -251,15 +261,15 @@ def _ignore(metrics: dict[str, Any], checkpoint: str | None) -> None:
 class _Events:
     """What a run says beside its metrics: passed on, and kept as a text file with its MLflow run."""
 
-    def __init__(self, tracker: Tracker, say: Say) -> None:
-        self.tracker, self.say = tracker, say
+    def __init__(self, record: Tracker, say: Say) -> None:
+        self.record, self.say = record, say
         self.file = f"events_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
         self.text = ""
 
     def __call__(self, words: str) -> None:
         self.text += f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {words}\n"
         self.say(words)
-        self.tracker.log_text(self.file, self.text)
+        self.record.log_text(self.file, self.text)
 
 
 def _quiet_environment() -> None:

@@ -143,6 +143,8 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
         if _Watcher.interrupted:
             raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns as if it were done
         (folder / _TUNE).delete()
+        for leg in (folder / "runs").names():
+            launch.send_pending(sweep.config, folder / "runs" / leg, _LOG.warning)
         results = Records(folder).all()
         status = "FINISHED" if any(record.state != "failed" for record in results.values()) else "FAILED"
         return results
@@ -319,6 +321,6 @@ def _last_words(trial: Trial) -> str:
     """Why a trial failed, in one line."""
     file = Path(trial.error_file or "")
     lines = file.read_text().strip().splitlines() if file.is_file() else []
-    if not lines or "ray.exceptions.Actor" in "".join(lines) or "The actor" in lines[-1]:
+    if not lines or ("RunError" not in lines[-1] and "ray.exceptions.Actor" in "".join(lines)):
         return "its process was killed"
     return re.sub(r"^rlx[\w.]*: ", "", lines[-1])[:500]

@@ -128,13 +128,15 @@ def faulty() -> Iterator[Callable[..., Faulty]]:
     with contextlib.ExitStack() as stack:
 
         def start(*replies: Reply) -> Faulty:
-            state = Faulty(replies)
+            state, turn = Faulty(replies), threading.Lock()
 
             class Handler(BaseHTTPRequestHandler):
                 def do_POST(self) -> None:
-                    number = len(state.requests)
-                    state.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                    state.headers.append(self.headers)
+                    request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                    with turn:  # batches come at the same time
+                        number = len(state.requests)
+                        state.requests.append(request)
+                        state.headers.append(self.headers)
                     with contextlib.suppress(OSError):  # the client has gone
                         state.replies[min(number, len(state.replies) - 1)](self)
 

@@ -183,7 +183,7 @@ def test_one_optimizer_step_starts_at_ratio_one(head: Done) -> None:
 
 
 def test_a_run_that_was_killed_and_resumed_is_the_undisturbed_one(run: Done, resumed: Done) -> None:
-    assert resumed.reports[0][0]["step"] >= 3
+    assert resumed.reports[0][0]["step"] >= 2  # the newest checkpoint's own, which the driver may not have heard of
     assert comparable(resumed.history, range(5)) == comparable(run.history, range(5))
 
 
@@ -196,8 +196,8 @@ def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Don
 
 
 def test_a_run_that_starts_with_the_state_of_another_goes_on_as_that_one(run: Done, branch: Done) -> None:
-    assert [metrics["step"] for metrics, _ in branch.reports] == [3, 4]
-    assert comparable(branch.history, range(3, 5)) == comparable(run.history, range(3, 5))
+    assert [metrics["step"] for metrics, _ in branch.reports] == [2, 3, 4]
+    assert comparable(branch.history, range(2, 5)) == comparable(run.history, range(2, 5))
     assert branch.result.mlflow_run != run.result.mlflow_run
 
 

@@ -362,11 +362,8 @@ def test_a_run_whose_id_was_lost_is_found_again(database: str, folder: Storage) 
 
 
 def test_a_resumed_run_repeats_no_step_and_counts_its_attempts(database: str, folder: Storage) -> None:
-    (folder / "run.json").write_text(
-        json.dumps(
-            {"mlflow_run": report.start_run(database, "rlx", "old", parent=None, params={"a.b": "0.5"}, tags={})}
-        )
-    )  # as it was written before there was a key
+    old = report.make_run(database, "a key", "rlx", "old", parent=None, params={"a.b": "0.5"}, tags={}, at=1)
+    (folder / "run.json").write_text(json.dumps({"mlflow_run": old}))  # as it was written before there was a key
     for attempt in (2, 3):
         one = begun(database, folder)
         assert (found(database, folder).info.status, one.run_id) == ("RUNNING", tracker.run_id(folder))

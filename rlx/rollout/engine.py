@@ -7,7 +7,6 @@ is pool.py's business; where new weights come from is sync.py's.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import queue
@@ -15,7 +14,6 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -219,8 +217,7 @@ class Engine:
 
     def _run(self, model: str, options: dict[str, Any], ready: asyncio.Future[None]) -> None:
         try:
-            with _alone_on_gpu():
-                self._llm = _build(model, options)
+            self._llm = _build(model, options)
         except BaseException as error:
             self._loop.call_soon_threadsafe(ready.set_exception, _plain(error))
             return
@@ -300,23 +297,13 @@ class WeightLoader:
             head.quant_method.process_weights_after_loading(head)
 
 
-@contextmanager
-def _alone_on_gpu() -> Iterator[None]:
-    """Engines that share a GPU start one after the other: vLLM measures the free memory before and after loading, and
-    fails if another process frees some meanwhile."""
-    gpus = ray.get_gpu_ids()
-    if not gpus:
-        yield
-        return
-    with open(Path(tempfile.gettempdir(), f"rlx-gpu-{gpus[0]}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or the process ends
-        yield
-
-
 def _build(model: str, options: dict[str, Any]) -> Any:
     warnings.filterwarnings("ignore")
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    if 0 < ray.get_runtime_context().get_assigned_resources().get("GPU", 0) < 1:
+        options = options | {"kv_cache_memory_bytes": _cache_bytes(model, options["gpu_memory_utilization"])}
 
     arguments = EngineArgs(
         model=model,
@@ -329,6 +316,19 @@ def _build(model: str, options: dict[str, Any]) -> Any:
         **options,
     )
     return LLMEngine.from_engine_args(arguments)
+
+
+def _cache_bytes(model: str, utilization: float) -> int:
+    """What of an engine's share of the GPU's memory is left for its KV cache, beside twice the weights and 2 GiB.
+
+    Where others share the GPU it cannot be measured: vLLM compares free memory before and after loading, and fails if
+    another process frees some meanwhile.
+    """
+    import torch
+
+    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    left = int(utilization * torch.cuda.mem_get_info()[1]) - 2 * weights - (2 << 30)
+    return max(left, 64 << 20)
 
 
 def _params(sampling: Sampling, seed: int) -> Any:

@@ -1,0 +1,110 @@
+"""What a sweep costs beside the same runs by hand, and how soon a trial is at its first step.
+
+    python bench/sweep.py [--trials N] [--steps N] [--SETTING VALUE ...]
+
+One run by hand and one sweep of N such runs, one after the other, on the same machine with nothing else to do; times
+are those that MLflow has of them, and the clock of the two processes. Only the ratios mean something elsewhere. Prints
+a table and writes bench/results/sweep.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx import inputs, report, run_folder
+from rlx.config import RunConfig
+from rlx.storage import Storage, open_storage
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Times:
+    """Moments of a run, in seconds since the epoch."""
+
+    begun: float
+    ready: float  # step 0 is reported: the model is evaluated, and the first step begins
+    ended: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--trials", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    args, more = parser.parse_known_args(argv)
+    model = inputs.model_folder(RunConfig(storage=str(ROOT / "storage")))
+    with tempfile.TemporaryDirectory(prefix="rlx-bench-") as folder:
+        words = ["--storage", folder, "--model.path", model, "--train.steps", str(args.steps), *more]
+        by_hand = seconds_of("ppo.py", "--name", "alone", *words)
+        in_sweep = seconds_of(
+            "ppo_sweep.py", "--name", "s", "--trials", str(args.trials), "--max-concurrent", "1",
+            "--space", str(same_settings(Path(folder))), *words,
+        )  # fmt: skip
+        storage = open_storage(folder)
+        alone = times(storage, storage / "runs" / "alone")
+        trials = [times(storage, storage / "sweeps" / "s" / "runs" / f"trial_{i:05d}") for i in range(args.trials)]
+    results = measured(by_hand, in_sweep, alone, trials)
+    for name, value in results.items():
+        print(f"{name:<62} {value:8.3f}")
+    out = ROOT / "bench" / "results" / "sweep.json"
+    out.write_text(json.dumps({"trials": args.trials, "steps": args.steps, **results}, indent=1) + "\n")
+    return 0
+
+
+def measured(by_hand: float, in_sweep: float, alone: Times, trials: Sequence[Times]) -> dict[str, float]:
+    """The table: seconds, and ratios to the run by hand."""
+    gaps = [after.ready - before.ended for before, after in itertools.pairwise(trials)]
+    training = statistics.mean(trial.ended - trial.ready for trial in trials)
+    return {
+        "run by hand, s": by_hand,
+        "of which training, s": alone.ended - alone.ready,
+        "sweep, s": in_sweep,
+        "sweep / (trials x run by hand)": in_sweep / (len(trials) * by_hand),
+        "training of a trial / training of the run by hand": training / (alone.ended - alone.ready),
+        "end of a trial to first step of the next, mean s": statistics.mean(gaps),
+        "the longest of them, s": max(gaps),
+        "that / start of the run by hand": statistics.mean(gaps) / (by_hand - (alone.ended - alone.ready)),
+    }
+
+
+def seconds_of(script: str, *words: str) -> float:
+    """How long one of experiments/ takes."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / script), *words],
+        env=os.environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{script} failed: {done.stderr[-2000:]}")
+    return time.monotonic() - started
+
+
+def same_settings(folder: Path) -> Path:
+    """A search space in which all trials are the run by hand."""
+    path = folder / "space.py"
+    path.write_text("def space():\n    return {'seed': 0}\n")
+    return path
+
+
+def times(storage: Storage, folder: Storage) -> Times:
+    """What MLflow has of a run."""
+    door: Any = report.client(report.default_uri(Path(storage.path)))
+    run = door.get_run(run_folder.mlflow_run(folder))
+    first = min(metric.timestamp for metric in door.get_metric_history(run.info.run_id, "eval/accuracy"))
+    return Times(run.info.start_time / 1000, first / 1000, run.info.end_time / 1000)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
