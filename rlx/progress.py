@@ -5,11 +5,13 @@ terminal, plain lines elsewhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +23,8 @@ _SHOWN = (
     ("tokens/s", "tokens/rollout_per_s", "{:,.0f}"),
     ("s/step", "time/step", "{:.1f}"),
 )
+_SPARE = ("left", "s/step", "accuracy", "tokens/s", "KL", "reward")  # of a sweep's table, first what goes first
+_KEPT = ("held-out",)
 
 
 def described(metrics: Mapping[str, Any]) -> str:
@@ -90,7 +94,8 @@ class SweepProgress:
         self.console = console or Console(highlight=False)
         self.steps = steps
         self._rows: dict[str, dict[str, Any]] = {}
-        self._live = Live(console=self.console, get_renderable=self._table, refresh_per_second=1)
+        self._began, self._over = time.monotonic(), False
+        self._live = Live(console=self.console, get_renderable=self._shown, refresh_per_second=1)
 
     def __enter__(self) -> SweepProgress:
         if self.console.is_terminal:
@@ -98,30 +103,63 @@ class SweepProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over = True  # what stays on the screen has every trial
         self._live.stop()
 
     def watch(self, trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None:
-        """News of a trial."""
-        known = self._rows.setdefault(trial, {"settings": settings, "metrics": {}, "state": ""})
+        """News of a trial; its settings change where a scheduler gives it another's."""
+        known = self._rows.setdefault(trial, {"metrics": {}, "state": ""})
         changed = known["state"] != state
-        known["metrics"], known["state"] = {**known["metrics"], **metrics}, state
+        known |= {"settings": settings, "metrics": {**known["metrics"], **metrics}, "state": state}
         if not self.console.is_terminal and (changed or "time/eval" in metrics):
             step = f"step {known['metrics']['step']}/{self.steps}  " if "step" in known["metrics"] else ""
             shown = step + described(known["metrics"]) if not changed or state != "running" else _settings(settings)
             self.console.print(f"{trial} {state}  {shown}", soft_wrap=True)
 
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        varied = list(next(iter(self._rows.values()))["settings"]) if self._rows else []
-        short = [key.rpartition(".")[2] for key in varied]
-        for column in ("trial", *short, "step", *(label for label, _, _ in _SHOWN), "left", "state"):
-            table.add_column(column, justify="left" if column in ("trial", "state") else "right", no_wrap=True)
-        for trial, row in self._rows.items():
+    def _shown(self) -> RenderableType:
+        """What fits on the screen: the columns by their weight, the trials that run before those that are over."""
+        if not self._rows:
+            return Text("" if self._over else f"waiting for the first trial  {time_left(time.monotonic() - self._began)}")
+        room = self.console.height - 4  # the header's two lines, what is left out, and the cursor's
+        left_out = [] if self._over else self._left_out(len(self._rows) - max(room, 1))
+        rows = {trial: row for trial, row in self._rows.items() if trial not in left_out}
+        states = Counter(self._rows[trial]["state"] for trial in left_out)
+        more = ", ".join(f"{count} {state}" for state, count in states.items())
+        return Group(self._fitting(rows), *([Text(f"and {more}")] if more else []))
+
+    def _left_out(self, count: int) -> list[str]:
+        """So many trials that need no watching: the oldest that are over, and then the newest."""
+        over = [trial for trial, row in self._rows.items() if row["state"] != "running"]
+        running = [trial for trial in self._rows if trial not in over]
+        return [*over, *reversed(running)][: max(count, 0)]
+
+    def _fitting(self, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+        """The widest table that the screen holds uncut; cut if it has no room for what every table has."""
+        spare, gap = list(_SPARE), 2
+        while True:
+            table = self._table(rows, [*spare, *_KEPT], gap)
+            width = Measurement.get(self.console, self.console.options.update(width=1000), table).maximum
+            if width < self.console.width - 1 or not spare:
+                return table
+            spare, gap = spare[1:], 1
+
+    def _table(self, rows: Mapping[str, Mapping[str, Any]], chosen: Sequence[str], gap: int) -> Table:
+        """A row per trial; long names in two lines."""
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+        varied = list(next(iter(rows.values()))["settings"])
+        watched = [column for column in _SHOWN if column[0] in chosen]
+        left = ["left"] if "left" in chosen else []
+        names = [key.rpartition(".")[2] for key in varied]
+        for column in ("trial", *names, "step", *(label for label, _, _ in watched), *left, "state"):
+            side: JustifyMethod = "left" if column in ("trial", "state") else "right"
+            table.add_column(column.replace("_", "\n", 1), justify=side, no_wrap=True, vertical="bottom")
+        for trial, row in rows.items():
             metrics = row["metrics"]
             values = [_short(row["settings"].get(key)) for key in varied]
-            watched = [form.format(metrics[key]) if key in metrics else "" for _, key, form in _SHOWN]
+            shown = [form.format(metrics[key]) if key in metrics else "" for _, key, form in watched]
             done = f"{metrics['step']}/{self.steps}" if "step" in metrics else ""
-            table.add_row(trial, *values, done, *watched, self._left(row), row["state"])
+            state = "starting" if row["state"] == "running" and not done else row["state"]
+            table.add_row(trial.removeprefix("trial_"), *values, done, *shown, *([self._left(row)] if left else []), state)
         return table
 
     def _left(self, row: Mapping[str, Any]) -> str:

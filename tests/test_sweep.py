@@ -183,17 +183,16 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     flag = tmp_path / "broken"
     flag.touch()
     space = "{'reward.functions': tune.choice([{'tests.my_rewards:fragile': 1.0}, {'exact_match': 1.0}])}"
-    plan, storage = prepared(tiny_model, tmp_path, space, answer=str(flag), search="grid", seeds=2)
+    plan, storage = prepared(tiny_model, tmp_path, space, answer=str(flag), search="grid")
     results = sweep.run(plan, storage, watch=News().watch)
-    assert [record.state for _, record in sorted(results.items())] == ["failed", "failed", "finished", "finished"]
-    assert [results[name].settings["seed"] for name in sorted(results)] == [0, 1, 0, 1]
+    assert [record.state for _, record in sorted(results.items())] == ["failed", "finished"]
     words = "worker 0: RewardError: reward tests.my_rewards:fragile: raised ValueError('no luck')"
-    assert sweep.failures(results) == [f"trial_00000: {words}", f"trial_00001: {words}"]
+    assert sweep.failures(results) == [f"trial_00000: {words}"]
 
     before = {name: history(plan, storage, name) for name in sorted(results)}
     assert sweep.run(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
     flag.unlink()
-    assert sweep.begin_again(plan, storage) == ["trial_00000", "trial_00001"]
+    assert sweep.begin_again(plan, storage) == ["trial_00000"]
     again = sweep.run(plan, storage, resume=True, watch=News().watch)
     nothing_left(15)
     assert {record.state for record in again.values()} == {"finished"}
