@@ -66,7 +66,7 @@ def started_from(which: str, base: dict[str, Any], given: dict[str, Any]) -> dic
 
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:
     """Starts or resumes the run and shows it."""
-    from rlx import inputs, launch, progress, run_folder
+    from rlx import inputs, launch, progress, report, run_folder
     from rlx.storage import open_storage
 
     started = time.monotonic()
@@ -100,7 +100,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
         end_on_sigterm()
         result = launch.run(config, folder, resume=bool(args.resume), on_report=on_report, say=shown.note)
     print(summary(config, first, result.metrics, time.monotonic() - started))
-    print(f"curves: mlflow ui --backend-store-uri {launch.tracking_uri(config)}")
+    print(f"curves: {report.ui_command(launch.tracking_uri(config))}")
     return 0
 
 

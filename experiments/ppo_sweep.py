@@ -6,11 +6,12 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlx.command_line import add_settings, end_on_sigterm, exit_code, parse
-from rlx.config import ConfigError, from_tree, read_yaml, with_overrides
+from rlx.config import ConfigError, from_tree, one_line, read_yaml, with_overrides
 
 HERE = Path(__file__).resolve().parent
 # Ray takes seconds to import: the names of what rlx.search and rlx.schedulers have, for --help and bad input.
@@ -66,6 +67,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     storage = open_storage(tree["storage"])
     if args.resume is not None:
         plan = sweep.saved_sweep(storage, args.resume or None)
+        plan = replace(plan, tree=plan.tree | {"storage": tree["storage"]})  # which may have been moved since
         again = sweep.begin_again(plan, storage) if args.restart_errored else []
     else:
         name, again = tree.pop("name", None) or (storage / "sweeps").free_name("sweep"), []
@@ -80,19 +82,23 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         end_on_sigterm()
         if args.resume is None:
             plan = sweep.create_sweep(plan, storage)
-        shown.console.print(sweep.described(plan), *(f"{trial} runs again" for trial in again), sep="\n")
-        run_id = tracker.run_id(storage / "sweeps" / plan.name)
-        where = report.ui_command(uri) + (f", then {report.run_address(uri, run_id)}" if run_id else "")
-        shown.console.print(f"watch: {where}")
+        lines = [sweep.described(plan), *(f"{trial} runs again" for trial in again)]
+        where = [f"in MLflow: {report.ui_command(uri)}"]
+        where.append(f"at: {report.run_address(uri, tracker.run_id(storage / 'sweeps' / plan.name))}")
+        shown.console.print(*lines, *where, sep="\n", soft_wrap=True)
         results = sweep.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
-    loaded = analysis.load_sweep(uri, config.tracking.experiment, plan.name)
-    paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
-    print(analysis.format_table(analysis.rank(loaded)))
-    print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s; " + ", ".join(str(p) for p in paths))
-    print(f"see: {where}")
     failed = sweep.failures(results)
     for reason in failed:
         print(f"error: {reason}", file=sys.stderr)
+    print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
+    try:
+        loaded = analysis.load_sweep(uri, config.tracking.experiment, plan.name)
+        paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
+        print(analysis.format_table(analysis.rank(loaded)))
+        print("\n".join(str(path) for path in paths))
+    except Exception as error:  # each kind of MLflow store has its own
+        print(f"no analysis: {one_line(error, 300)}; later: analyze.py --sweep {plan.name}", file=sys.stderr)
+    print("\n".join(where))
     return 1 if failed else 0
 
 

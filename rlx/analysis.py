@@ -39,6 +39,7 @@ def write(
 ) -> list[Path]:
     """Writes tables, pictures and the page into a folder and stores them with the sweep's MLflow run; their paths.
 
+    That run gets the answer as its description, and the mean of the best setting as its own value of the metric.
     What is compared, and the errors, are those of `compared`.
     """
     from rlx import page  # plotly takes its time
@@ -61,7 +62,16 @@ def write(
         (folder / file).write_text(text)
     paths = [folder / file for file in (*texts, *pictures)]
     report.log_files(uri, sweep.run_id, paths, "analysis")
+    _describe(sweep, shown["settings"], uri, metric)
     return paths
+
+
+def _describe(sweep: Sweep, found: Sequence[Group], uri: str, metric: str) -> None:
+    """Gives a sweep's own MLflow run, which else is an empty row, its answer and its best mean."""
+    door = report.client(uri)
+    door.set_tag(sweep.run_id, "mlflow.note.content", f"{answer(found, metric)} analysis/analysis.html has the rest.")
+    if found[0].values:
+        door.log_metric(sweep.run_id, metric, found[0].mean, step=0)
 
 
 def compared(

@@ -2,7 +2,10 @@
 
 A group is one setting over its seeds, or, to compare the values of one varied setting, all trials of one value.
 Intervals are Student's t: they suppose runs that differ by chance alone, so whatever else a sweep varies within a group
-counts as chance too. The best of many means is flattered by having been picked; no interval here corrects for that.
+counts as chance too. Runs can agree by luck, and all answer the same held-out questions: an accuracy's interval is at
+least as wide as that of one share of so many questions, since others might have been drawn. Two settings answer the
+same ones, so their difference is better known than that says. The best of many means is flattered by having been
+picked; no interval here corrects for that.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
@@ -34,6 +38,9 @@ SEED = "seed"
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
 NAMED = len(_COLOURS)
 """groups whose curves a figure names: the best ones"""
+BANDS = 3
+"""groups whose curves a figure draws with their intervals: more would hide each other"""
+_SPARE = ("tokens", "lowest", "highest", "seconds")  # columns that a narrow terminal goes without, the first first
 _SHOWN = 20  # groups whose intervals a static figure has room for
 
 
@@ -48,32 +55,46 @@ class Group:
     values: tuple[float, ...]  # one per setting and seed: trials that differ in nothing count once, with their mean
     mean: float  # NaN without values
     half: float  # half the width of its 95 % interval; NaN for fewer than two values
+    questions: int | None  # how many of them each value is the share of right answers to; None for other metrics
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Means and differences
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval: t * s / sqrt(n) with n - 1 degrees of freedom; NaN for n = 1."""
+def mean_interval(values: Sequence[float], questions: int | None = None) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % interval: t * s / sqrt(n) with n - 1 degrees of freedom; NaN for n = 1.
+
+    Of shares of right answers to the same questions, no less than `of_questions`.
+    """
     count = len(values)
     if count < 2:
         return float(np.mean(values)) if count else math.nan, math.nan
-    spread = float(np.std(values, ddof=1))
-    return float(np.mean(values)), _quantile(count - 1) * spread / math.sqrt(count)
+    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1))
+    return mean, max(_quantile(count - 1) * spread / math.sqrt(count), of_questions(mean, questions))
+
+
+def of_questions(share: float, questions: int | None) -> float:
+    """Half the width of Wilson's 95 % interval of a share of so many questions; unlike the plain 1.96 * sqrt(p (1 - p)
+    / n) it is not 0 if all are right. 0 for what is no such share."""
+    if questions is None:
+        return 0.0
+    z = _quantile(math.inf)
+    return z * math.sqrt(share * (1 - share) / questions + (z / questions / 2) ** 2) / (1 + z * z / questions)
 
 
 def difference(one: Group, other: Group) -> tuple[float, float]:
     """How much higher one group's mean is, and half the width of the 95 % interval of that, after Welch: the groups may
-    spread unequally. NaN if one of them has fewer than two values."""
+    spread unequally. NaN if one of them has fewer than two values; of accuracies, no less than the questions allow."""
     parts = [float(np.var(group.values, ddof=1)) / len(group.values) for group in (one, other) if len(group.values) > 1]
     if len(parts) < 2:
         return one.mean - other.mean, math.nan
+    least = math.hypot(*(of_questions(group.mean, group.questions) for group in (one, other)))
     counts = (len(one.values) - 1, len(other.values) - 1)
     if not sum(parts):
-        return one.mean - other.mean, 0.0
+        return one.mean - other.mean, least
     freedom = sum(parts) ** 2 / sum(part**2 / count for part, count in zip(parts, counts, strict=True))
-    return one.mean - other.mean, _quantile(freedom) * math.sqrt(sum(parts))
+    return one.mean - other.mean, max(_quantile(freedom) * math.sqrt(sum(parts)), least)
 
 
 def _quantile(freedom: float) -> float:
@@ -87,7 +108,7 @@ def apart(one: Group, other: Group) -> str:
     if math.isnan(half):
         return f"The means differ by {as_text(gap)}; there is no interval without two runs of each."
     verdict = "more than chance" if abs(gap) > half else "which may be chance"
-    return f"The means differ by {as_text(float(f'{gap:.2g}'))} ± {half:.2g} (95 %, Welch): {verdict}."
+    return f"The means differ by {as_text(gap, 2)} ± {as_text(half, 2)} (95 %, Welch): {verdict}."
 
 
 def final(trial: Trial, metric: str) -> float:
@@ -103,7 +124,7 @@ def mean_curve(group: Group, metric: str) -> pd.DataFrame:
     """
     curves = [trial.curve(metric) for trial in group.ended]
     values = pd.concat(curves, axis=1).sort_index().ffill().dropna() if curves else pd.DataFrame()
-    rows = [mean_interval(list(row)) for row in values.to_numpy()]
+    rows = [mean_interval(list(row), group.questions) for row in values.to_numpy()]
     bounds = [(mean, mean - half, mean + half) for mean, half in rows]
     return pd.DataFrame(bounds, values.index, ["mean", "low", "high"], dtype=float)
 
@@ -125,7 +146,8 @@ def groups(sweep: Sweep, metric: str = METRIC, mode: Mode = "max", by: str | Non
     found: dict[tuple[Setting, ...], list[Trial]] = {}
     for trial in ranked(sweep, metric, mode):
         found.setdefault(tuple(trial.settings[key] for key in keys), []).append(trial)
-    made = [_group(dict(zip(keys, values, strict=True)), names, trials, metric) for values, trials in found.items()]
+    count = sweep.questions_of(metric)
+    made = [_group(dict(zip(keys, each, strict=True)), names, trials, metric, count) for each, trials in found.items()]
     return best_first(made, mode)
 
 
@@ -135,14 +157,16 @@ def best_first(found: Iterable[Group], mode: Mode = "max") -> list[Group]:
     return sorted(found, key=lambda group: (math.isnan(group.mean), sign * group.mean))
 
 
-def _group(settings: dict[str, Setting], names: dict[str, str], trials: list[Trial], metric: str) -> Group:
+def _group(
+    settings: dict[str, Setting], names: dict[str, str], trials: list[Trial], metric: str, questions: int | None
+) -> Group:
     ended = tuple(trial for trial in trials if trial.status != "RUNNING" and len(trial.curve(metric)))
     same: dict[tuple[Setting, ...], list[float]] = {}
     for trial in ended:
         same.setdefault(tuple(trial.settings.values()), []).append(final(trial, metric))
     values = tuple(float(np.mean(each)) for each in same.values())
     label = ", ".join(f"{names[key]} {as_text(value)}" for key, value in settings.items()) or "the one setting"
-    return Group(label, settings, tuple(trials), ended, values, *mean_interval(values))
+    return Group(label, settings, tuple(trials), ended, values, *mean_interval(values, questions), questions)
 
 
 def short_names(keys: Iterable[str]) -> list[str]:
@@ -181,8 +205,8 @@ def answer(found: Sequence[Group], metric: str = METRIC) -> str:
 
 def _value(group: Group) -> str:
     count = len(group.values)
-    interval = "" if math.isnan(group.half) else f" ± {group.half:.2g}"
-    return f"{as_text(float(f'{group.mean:.3g}'))}{interval} over {count} run{'s' if count > 1 else ''}"
+    interval = "" if math.isnan(group.half) else f" ± {as_text(group.half, 2)}"
+    return f"{as_text(group.mean)}{interval} over {count} run{'s' if count > 1 else ''}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,7 +220,7 @@ def rank(sweep: Sweep, metric: str = METRIC, mode: Mode = "max", by: str | None 
 
 def table(found: Sequence[Group]) -> pd.DataFrame:
     """One row per group: rank, settings, number of values, their mean, its interval and their extremes, what a run took
-    on average, and what is to be said of its trials."""
+    on average, and what is to be said of its trials, if anything is."""
     keys = list(dict.fromkeys(key for group in found for key in group.settings))
     names = dict(zip(keys, short_names(keys), strict=True))
     rows = [
@@ -207,11 +231,11 @@ def table(found: Sequence[Group]) -> pd.DataFrame:
         | {"tokens": cost(group, "tokens"), "seconds": cost(group, "seconds"), "notes": _notes(group.trials)}
         for place, group in enumerate(found, 1)
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).drop(columns=[] if any(row["notes"] for row in rows) else "notes")
 
 
 def cost(group: Group, kind: Literal["tokens", "seconds"]) -> float:
-    """Response tokens generated, or seconds taken, by a run on average; NaN if none has ended."""
+    """Response tokens generated, or seconds of training, by a run on average; NaN if none has ended."""
     if kind == "tokens":
         each = [trial.history["tokens/total"].max() for trial in group.ended]
     else:
@@ -235,26 +259,46 @@ def trial_table(sweep: Sweep, metric: str = METRIC, mode: Mode = "max") -> pd.Da
 
 
 def format_table(shown: pd.DataFrame, width: int | None = None) -> str:
-    """A table as text that is Markdown, too, unless folding it to a terminal's width breaks its cells."""
-    drawn = Table(box=box.MARKDOWN)
-    for column in shown:
-        drawn.add_column(str(column), justify="right" if pd.api.types.is_numeric_dtype(shown[column]) else "left")
-    for row in shown.itertuples(index=False):
-        drawn.add_row(*(as_text(value) for value in row))
+    """A table as text that is Markdown, too.
+
+    Args:
+        width: a terminal's, for which `_SPARE` columns are left out as need be. Without them the table may still be
+            wider: then texts are folded, numbers never.
+    """
+    spare = [column for column in _SPARE if column in shown]
+    while width and spare and _measured(shown).maximum > width:
+        shown = shown.drop(columns=spare.pop(0))
+    fitting = min(width or 10_000, _measured(shown).maximum)
     stream = io.StringIO()
-    Console(file=stream, width=width or 10_000).print(drawn)
+    Console(file=stream, width=max(fitting, _measured(shown).minimum)).print(_drawn(shown))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
 
 
-def as_text(value: Any) -> str:
-    """A cell or an axis label: four digits of a number, whole numbers whole, - for none."""
+def _drawn(shown: pd.DataFrame) -> Table:
+    drawn = Table(box=box.MARKDOWN)
+    for column in shown:
+        number = pd.api.types.is_numeric_dtype(shown[column])
+        drawn.add_column(str(column), justify="right" if number else "left", no_wrap=number)
+    for row in shown.itertuples(index=False):
+        drawn.add_row(*(as_text(value) for value in row))
+    return drawn
+
+
+def _measured(shown: pd.DataFrame) -> Measurement:
+    """How narrow and how wide a table can be."""
+    console = Console(width=10_000)
+    return Measurement.get(console, console.options, _drawn(shown))
+
+
+def as_text(value: Any, digits: int = 3) -> str:
+    """A cell or an axis label: so many digits of a number, but whole numbers and thousands whole; - for none."""
     if isinstance(value, str):
         return value
     if value is None or math.isnan(value):
         return "-"
-    if value == int(value) or abs(value) >= 1000:  # .4g would make 1.235e+04 of 12345.67
+    if value == int(value) or abs(value) >= 1000:  # .3g would make 1.23e+04 of 12345.67
         return f"{value:,.0f}"
-    return f"{value:.4g}".replace("e-0", "e-")
+    return f"{value:.{digits}g}".replace("e-0", "e-")
 
 
 def _best(trial: Trial, metric: str, mode: Mode) -> float:
@@ -281,15 +325,15 @@ def shades(count: int) -> list[str]:
 
 
 def figure(found: Sequence[Group], title: str, metric: str = METRIC) -> Figure:
-    """Mean curves of the groups with their intervals as bands, and beside them each run's last value with the means.
+    """Mean curves of the groups, and beside them each run's last value with the means and their intervals.
 
-    Curves of all but the best groups are thin and grey; intervals are those of the best ones.
+    The best few curves have their intervals as bands; those of all but the best groups are grey.
     """
     known = [group for group in found if group.values]
     drawn = Figure(figsize=(12, max(5.2, 1.6 + 0.3 * min(len(known), _SHOWN))))
     curves, ends = drawn.add_axes((0.06, 0.11, 0.41, 0.74)), drawn.add_axes((0.74, 0.11, 0.24, 0.74))
     for place, (group, shade) in reversed(list(enumerate(zip(known, shades(len(known)), strict=True)))):
-        _draw_mean(curves, mean_curve(group, metric), shade, place < NAMED)
+        _draw_mean(curves, mean_curve(group, metric), shade, place < BANDS)
         if place < _SHOWN:
             _draw_ends(ends, place, group, shade)
     for axes in (curves, ends):
@@ -321,11 +365,11 @@ def _folded(label: str) -> str:
     return "\n".join(lines)
 
 
-def _draw_mean(axes: Axes, curve: pd.DataFrame, shade: str, named: bool) -> None:
+def _draw_mean(axes: Axes, curve: pd.DataFrame, shade: str, banded: bool) -> None:
     axes.plot(
-        curve.index, curve["mean"], "o-" if named else "-", color=shade, linewidth=2 if named else 1, markersize=4
+        curve.index, curve["mean"], "o-" if banded else "-", color=shade, linewidth=2 if banded else 1, markersize=4
     )
-    if named:
+    if banded:
         axes.fill_between(curve.index, curve["low"], curve["high"], color=shade, alpha=0.15, linewidth=0)
 
 

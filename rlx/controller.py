@@ -207,10 +207,13 @@ def has_ended(box: str) -> bool:
 
 
 def reported(box: str, number: int) -> tuple[dict[str, Any], str | None] | None:
-    """A job's report of that number, from 1 on: metrics, and the checkpoint that has become whole; None if it is not
-    there yet."""
-    post = _internal_kv_get(f"{box}/report/{number}".encode())
-    return cloudpickle.loads(post) if post else None
+    """Takes out a job's report of that number, from 1 on: metrics, and the checkpoint that has become whole; None if it
+    is not there yet."""
+    key = f"{box}/report/{number}".encode()
+    if (post := _internal_kv_get(key)) is None:
+        return None
+    _internal_kv_del(key)
+    return cloudpickle.loads(post)
 
 
 def said(box: str) -> list[str]:

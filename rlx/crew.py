@@ -108,12 +108,15 @@ class Crew:
         """
         self._training = self._training or self._start_workers(config, folder, tables)
         self._number, self._seen, self._stopped = self._number + 1, 0, False
+        while controller.failure(self._box, self._failures + 1):
+            self._failures += 1  # after the end of the run before
         actors = {"engines": self.engines, "reward_models": self.reward_models}
         self._job = controller.post_job(self._box, self._number, {**job, **actors})
         try:
             metrics = self._watched(config.scaling.max_failures, on_report, say, grace_s)
-            while not controller.has_ended(self._job) and not self._gone.wait(_POLL_S):
-                pass  # the last records are on their way to MLflow
+            while not (controller.has_ended(self._job) or controller.failure(self._box, self._failures + 1)):
+                if self._gone.wait(_POLL_S):  # meanwhile the last records are on their way to MLflow
+                    break
             return metrics
         except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
             self.stop()
@@ -123,6 +126,7 @@ class Crew:
             raise
         finally:
             controller.take_back_job(self._box, self._number)
+            controller.clear(f"{self._job}/")
             self._job = ""
 
     def stop(self, patience_s: float = _STOP_S) -> None:
@@ -131,12 +135,13 @@ class Crew:
         job, deadline = self._job, time.monotonic() + patience_s
         if not job or self.is_over:
             return
-        controller.ask_to_stop(job)
-        while not controller.has_ended(job) and time.monotonic() < deadline and not self._gone.is_set():
-            time.sleep(_POLL_S)
-        if not controller.has_ended(job):
-            self.close()
         self._stopped = True
+        controller.ask_to_stop(job)
+        while self._job == job and not controller.has_ended(job):
+            if time.monotonic() > deadline or self._gone.is_set():
+                self.close()
+                return
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Ends all that it has started and frees what was reserved."""
@@ -190,7 +195,7 @@ class Crew:
                 raise RunError(self._outcome["words"])
             if failure := controller.failure(self._box, self._failures + 1):
                 self._failures += 1
-                if self._failures - before > max_failures or all(pool.is_dead(engine) for engine in self.engines):
+                if 0 <= max_failures < self._failures - before or all(pool.is_dead(engine) for engine in self.engines):
                     raise RunError(failure)
                 say(f"{failure} - the workers are started again")
             self._gone.wait(_POLL_S)
@@ -231,8 +236,7 @@ class Crew:
         return True
 
     def _end_workers(self) -> None:
-        train_controller = controller.handle(self._box, _START_S)
-        if train_controller is None or self._gone.is_set():
+        if self._gone.is_set() or (train_controller := controller.handle(self._box, _START_S)) is None:
             return
         try:
             ray.get(train_controller.abort.remote(), timeout=_ABORT_S)

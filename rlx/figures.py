@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from rlx.comparison import NAMED, Group, as_text, cost, mean_curve, shades, short_names
+from rlx.comparison import BANDS, NAMED, Group, as_text, cost, mean_curve, shades, short_names
 from rlx.importance import numbers, on_log_scale
 from rlx.records import Setting
 
-_FEW = 6  # so many different values of a setting are all written at its axis
+_FEW = 6  # so many different values of a setting are all written at its axis, unless two of them are
+_CLOSE = 0.06  # of the axis or less apart: they would overprint
+_ROW = 24  # pixels of a line of a legend
 _COLOURS = ["#440154", "#3b528b", "#21918c", "#5ec962", "#b5de2b"]  # viridis without its last yellow, lost on white
 _FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}
 
@@ -48,25 +51,26 @@ def intervals(found: Sequence[Group], metric: str) -> go.Figure:
     )
     figure.update_yaxes(autorange="reversed", automargin=True)
     figure.update_xaxes(title=f"last {metric}")
-    return _styled(figure, 120 + 28 * len(found))
+    return _styled(figure, 46 + 28 * len(found), legend=1)
 
 
 def curves(found: Sequence[Group], metric: str) -> go.Figure:
-    """Mean by step; the best groups with their intervals as bands, the others thin and grey."""
+    """Mean by step; the best three groups with their intervals as bands, the others thin, most of them grey."""
     figure = go.Figure()
     for place, (group, shade) in reversed(list(enumerate(zip(found, shades(len(found)), strict=True)))):
         curve, named = mean_curve(group, metric), place < NAMED
         name, steps = f"{place + 1}  {group.label}", list(curve.index)
         common = {"legendgroup": name, "legendrank": place, "name": name}
-        if named and not curve["low"].isna().all():
+        if place < BANDS and not curve["low"].isna().all():
             band = {"x": steps + steps[::-1], "y": [*curve["high"], *curve["low"][::-1]], "fill": "toself"}
             empty = {"mode": "none", "fillcolor": shade, "opacity": 0.15, "hoverinfo": "skip", "showlegend": False}
             figure.add_scatter(**band, **empty, **common)
-        line = {"color": shade, "width": 2.5 if named else 1}
+        line = {"color": shade, "width": 2.5 if place < BANDS else 1.2 if named else 0.8}
         figure.add_scatter(x=steps, y=curve["mean"].tolist(), mode="lines", line=line, **common, showlegend=named)
     figure.update_xaxes(title="PPO step (0: before training)")
     figure.update_yaxes(title=metric)
-    return _styled(figure, 470 + 22 * min(len(found), NAMED))
+    beside = max(1, 900 // (60 + 7 * max(len(group.label) for group in found[:NAMED])))  # names in a row of the legend
+    return _styled(figure, 380, legend=math.ceil(min(len(found), NAMED) / beside))
 
 
 def parallel_coordinates(found: Sequence[Group], metric: str) -> go.Figure:
@@ -78,14 +82,14 @@ def parallel_coordinates(found: Sequence[Group], metric: str) -> go.Figure:
     ]
     dimensions.append({"label": metric, "values": [group.mean for group in found], "tickformat": ".3~g"})
     lines = go.Parcoords(line=_colouring(found), dimensions=dimensions)
-    return _styled(go.Figure(lines), 420, above=70, beside=60)
+    return _styled(go.Figure(lines), 300, above=70, beside=60)
 
 
 def slices(found: Sequence[Group], metric: str) -> go.Figure:
     """A panel per varied setting: its values against the means, with intervals."""
     keys = varied(found)
-    across = min(3, len(keys))
-    down = math.ceil(len(keys) / across)
+    down = math.ceil(len(keys) / 3)
+    across = math.ceil(len(keys) / down)
     figure = make_subplots(down, across, shared_yaxes=True, horizontal_spacing=0.03, vertical_spacing=0.3 / down)
     for i, (key, name) in enumerate(zip(keys, short_names(keys), strict=True)):
         values = [group.settings[key] for group in found]
@@ -93,18 +97,18 @@ def slices(found: Sequence[Group], metric: str) -> go.Figure:
         figure.add_trace(_means(found, numbers(values) or [as_text(value) for value in values]), **place)
         figure.update_xaxes(title=name, **_axis(values), **place)
     figure.update_yaxes(title=metric, col=1)
-    return _styled(figure, 60 + 330 * down)
+    return _styled(figure, 330 * down - 14)
 
 
 def costs(found: Sequence[Group], metric: str) -> go.Figure:
-    """What a run of each group took on average, in response tokens and in seconds, against its mean."""
+    """What a run of each group took on average, in response tokens and in seconds of training, against its mean."""
     figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.03)
     figure.add_trace(_means(found, [cost(group, "tokens") for group in found]), row=1, col=1)
     figure.add_trace(_means(found, [cost(group, "seconds") for group in found]), row=1, col=2)
     figure.update_xaxes(title="response tokens of a run", row=1, col=1)
-    figure.update_xaxes(title="seconds of a run", row=1, col=2)
+    figure.update_xaxes(title="seconds of a run's steps and evaluations", row=1, col=2)
     figure.update_yaxes(title=metric, col=1)
-    return _styled(figure, 390)
+    return _styled(figure, 316)
 
 
 def importances(shares: Mapping[str, float]) -> go.Figure:
@@ -114,7 +118,7 @@ def importances(shares: Mapping[str, float]) -> go.Figure:
     figure.update_traces(text=[f"{value:.0%}" for value in values], textposition="outside", cliponaxis=False)
     figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix=" ")
     figure.update_xaxes(title="share of the explained variance", tickformat=".0%", range=[0, 1])
-    return _styled(figure, 110 + 36 * len(names))
+    return _styled(figure, 36 + 36 * len(names))
 
 
 def varied(found: Sequence[Group]) -> list[str]:
@@ -156,7 +160,7 @@ def _dimension(name: str, values: Sequence[Setting]) -> dict[str, Any]:
         return {"label": name, "values": known, "tickformat": ".3~g"} | ({"tickvals": marks} if marks else {})
     place = [math.log10(value) for value in known]
     low, high = min(place), max(place)
-    inner = [mark for mark in marks if 0.06 < (math.log10(mark) - low) / (high - low) < 0.94]
+    inner = [mark for mark in marks if _CLOSE < (math.log10(mark) - low) / (high - low) < 1 - _CLOSE]
     shown = [min(known), *inner, max(known)]  # the axis reaches from the first mark to the last
     texts = [as_text(float(f"{mark:.2g}")) for mark in shown]
     return {"label": name, "values": place, "tickvals": [math.log10(mark) for mark in shown], "ticktext": texts}
@@ -167,7 +171,9 @@ def _axis(values: Sequence[Setting]) -> dict[str, Any]:
     scale, marks = _scale(values), _marks(values)
     if scale == "category":
         return {"type": scale, "categoryorder": "array", "categoryarray": marks}
-    return {"type": scale} | ({"tickvals": marks, "ticktext": [as_text(mark) for mark in marks]} if marks else {})
+    if not marks:
+        return {"type": scale, "tickformat": ".3~g"}
+    return {"type": scale, "tickvals": marks, "ticktext": [as_text(mark) for mark in marks]}
 
 
 def _scale(values: Sequence[Setting]) -> str:
@@ -177,14 +183,17 @@ def _scale(values: Sequence[Setting]) -> str:
 
 
 def _marks(values: Sequence[Setting]) -> list[Any]:
-    """What is written at an axis: the values themselves if they are texts, or few as in a grid; else round numbers, on
-    a linear scale those that plotly finds."""
+    """What is written at an axis: the values themselves if they are texts, or few and apart as in a grid; else round
+    numbers, on a linear scale those that plotly finds."""
     known = numbers(values)
     if known is None:
         return sorted({as_text(value) for value in values})
     distinct = sorted(set(known))
-    if len(distinct) <= _FEW or not on_log_scale(known):
-        return distinct if len(distinct) <= _FEW else []
+    logarithmic = on_log_scale(known)
+    if len(distinct) <= _FEW and _apart([math.log10(value) for value in distinct] if logarithmic else distinct):
+        return distinct
+    if not logarithmic:
+        return []
     decades = range(math.floor(math.log10(distinct[0])), math.ceil(math.log10(distinct[-1])) + 1)
     for steps in ((1, 2, 5), (1, 3), (1,)):
         rounded = [float(f"{step}e{decade}") for decade in decades for step in steps]
@@ -194,13 +203,20 @@ def _marks(values: Sequence[Setting]) -> list[Any]:
     return marks
 
 
-def _styled(figure: go.Figure, height: int, above: int = 24, beside: int = 20) -> go.Figure:
+def _apart(places: Sequence[float]) -> bool:
+    """Whether no two neighbours in order are so close on their axis that what is written at them would overprint."""
+    return all(high - low > _CLOSE * (places[-1] - places[0]) for low, high in pairwise(places))
+
+
+def _styled(figure: go.Figure, plot: int, legend: int = 0, above: int = 24, beside: int = 20) -> go.Figure:
+    """The figure as all are: the plot so many pixels high, and below the axis title so many lines of legend."""
+    below = 54
     figure.update_layout(
-        height=height,
+        height=above + plot + below + _ROW * legend,
         font=_FONT,
         template="plotly_white",
-        margin={"l": 60, "r": beside, "t": above, "b": 50},
-        legend={"orientation": "h", "yanchor": "top", "y": -0.18, "x": 0, "title": None},
+        margin={"l": 60, "r": beside, "t": above, "b": below + _ROW * legend},
+        legend={"orientation": "h", "yanchor": "top", "y": -below / plot, "x": 0, "title": None},
         hovermode="closest",
     )
     return figure

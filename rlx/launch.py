@@ -132,14 +132,15 @@ def run(
             release()
 
 
-def send_pending(config: RunConfig, folder: Storage, say: Say) -> None:
-    """Sends MLflow what a run that is over could not send; says so if the server still takes nothing."""
+def send_pending(config: RunConfig, folder: Storage, say: Say) -> bool:
+    """Sends MLflow what a run that is over could not send; False, and it is said, if the server still takes nothing."""
     if not tracker.pending(folder):
-        return
-    if left := tracker.send_pending(tracking_uri(config), folder, say):
-        say(f"{left} records for MLflow still wait in {folder.path}/outbox")
-    else:
-        say("what MLflow had not taken is sent")
+        return True
+    left = tracker.send_pending(tracking_uri(config), folder, say)
+    say(
+        f"{left} records for MLflow still wait in {folder.path}/outbox" if left else "what MLflow had not taken is sent"
+    )
+    return not left
 
 
 def stop() -> None:
@@ -214,7 +215,8 @@ def _trained(
         raise
     finally:
         record.end(status)
-        if left := record.close(_PATIENCE_S):
+        record.close(_PATIENCE_S)
+        if left := tracker.pending(folder):
             say(f"{left} records for MLflow wait in {folder.path}/outbox: --resume {config.name} sends them")
     return metrics
 

@@ -35,11 +35,10 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
     texts = run.tokenizer.batch_decode([one.completion.token_ids for one in kept], skip_special_tokens=True)
     return metrics, [
         {
-            "step": run.step,
-            "prompt": one.completion.prompt.question,
-            "completion": text,
-            "answer": one.completion.prompt.answer,
             "score": one.score,
+            "answer": one.completion.prompt.answer,
+            "completion": text,
+            "prompt": one.completion.prompt.question,
         }
         for one, text in zip(kept, texts, strict=True)
     ]

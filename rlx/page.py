@@ -59,11 +59,11 @@ def render(
         "ranked by": f"{metric}, {order}: {report.meaning(metric)}",
     }
     sections = [
-        _ranking(found),
+        _ranking(found, sweep.questions_of(metric)),
         *_pictures(found, metric, mode),
         *(_compared(title, groups, metric) for title, groups in compared.items() if groups is not found),
         *_answers(found, uri),
-        *_again(sweep, recipe),
+        *_again(sweep, found, recipe),
         Section("Every trial", "Best last value first.", table=_filled(comparison.trial_table(sweep, metric, mode))),
     ]
     return _html(f"Sweep {sweep.name}", comparison.answer(found, metric), facts, sections)
@@ -73,10 +73,12 @@ def render(
 # What it says
 
 
-def _ranking(found: Sequence[Group]) -> Section:
+def _ranking(found: Sequence[Group], questions: int | None) -> Section:
+    floor = f", but no less than {questions} other questions could change" if questions else ""
     note = (
-        "Settings by the mean of the last value over their runs; ± is half the 95 % interval (Student's t). Tokens "
-        f"(generated) and seconds are a run's on average. {_PICKED if len(found) > 1 else ''}"
+        f"Settings by the mean of the last value over their runs; ± is half the 95 % interval: Student's t{floor}. "
+        "Tokens (generated) and seconds (of steps and evaluations, without the start of engines) are a run's on "
+        f"average. {_PICKED if len(found) > 1 else ''}"
     )
     return Section("Settings, ranked", note, table=comparison.table(found))
 
@@ -86,7 +88,10 @@ def _pictures(found: Sequence[Group], metric: str, mode: Mode) -> list[Section]:
     known = [group for group in found if group.values]
     if not known:
         return []
-    means = "Means of each setting's runs; a run that ended early keeps its last value. Click a name to hide it."
+    means = (
+        f"Means of each setting's runs, the best {comparison.BANDS} with their 95 % intervals; a run that ended early "
+        "keeps its last value. Click a name to hide it."
+    )
     sections = [
         Section("Intervals", "Each setting's mean, and the runs that it comes from.", figures.intervals(known, metric)),
         Section("Learning curves", means, figures.curves(known, metric)),
@@ -125,14 +130,15 @@ def _compared(title: str, groups: Sequence[Group], metric: str) -> Section:
 
 def _answers(found: Sequence[Group], uri: str) -> list[Section]:
     """What the best trial of the best setting and the worst of the worst answered to the same held-out prompts."""
+    title = "Samples of the best and the worst trial"
     ended = [trial for group in found for trial in group.ended]
     if len(ended) < 2:
         return []
     shown = side_by_side(records.samples(uri, ended[0]), records.samples(uri, ended[-1]))
     if shown.empty:
-        return []
+        return [Section(title, "Not given: MLflow has no prompt that both answered.")]
     note = f"Greedy answers at the last evaluation. Best: {_who(ended[0])}. Worst: {_who(ended[-1])}."
-    return [Section("Samples of the best and the worst trial", note, table=shown)]
+    return [Section(title, note, table=shown)]
 
 
 def side_by_side(best: pd.DataFrame, worst: pd.DataFrame) -> pd.DataFrame:
@@ -152,12 +158,15 @@ def _who(trial: Trial) -> str:
     return f"{trial.name} ({', '.join(f'{name} {as_text(value)}' for name, value in settings)})"
 
 
-def _again(sweep: Sweep, recipe: str) -> list[Section]:
-    if not recipe:
+def _again(sweep: Sweep, found: Sequence[Group], recipe: str) -> list[Section]:
+    title = "The best setting"
+    if not found[0].values:
         return []
+    if not recipe:
+        return [Section(title, "Not given: its config.yaml is not in MLflow, or of another version of rlx.")]
     seed = " --seed 100" if comparison.SEED in sweep.varied else ""
     note = f"As best.yaml, beside this page. It runs by: python experiments/ppo.py --config best.yaml{seed}"
-    return [Section("The best setting", note, text=recipe)]
+    return [Section(title, note, text=recipe)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class Plan:
         return _total(self._all)
 
     def __str__(self) -> str:
-        models = f" and {len(self.reward_models)} reward models" if self.reward_models else ""
-        return f"{len(self.workers)} workers and {len(self.engines)} engines{models}"
+        counts = {"worker": len(self.workers), "engine": len(self.engines), "reward model": len(self.reward_models)}
+        return " and ".join(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n)
 
     def fits(self, nodes: Sequence[Mapping[str, float]], most: int = 10_000) -> int:
         """How many such runs the empty nodes hold at once, as Ray places them one after the other."""

@@ -4,6 +4,7 @@ terminal, plain lines elsewhere.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,10 @@ _SHOWN = (
     ("tokens/s", "tokens/rollout_per_s", "{:,.0f}"),
     ("s/step", "time/step", "{:.1f}"),
 )
-_SPARE = ("left", "s/step", "accuracy", "tokens/s", "KL", "reward")  # of a sweep's table, first what goes first
-_KEPT = ("held-out",)
+_SPARE = ("s/step", "accuracy", "tokens/s", "KL", "reward")  # of a sweep's table, in the order in which they go
+
+Row = Mapping[str, Any]
+"""what is known of a trial: its settings, metrics, state"""
 
 
 def described(metrics: Mapping[str, Any]) -> str:
@@ -108,61 +111,67 @@ class SweepProgress:
 
     def watch(self, trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None:
         """News of a trial; its settings change where a scheduler gives it another's."""
-        known = self._rows.setdefault(trial, {"metrics": {}, "state": ""})
-        changed = known["state"] != state
-        known |= {"settings": settings, "metrics": {**known["metrics"], **metrics}, "state": state}
+        before: dict[str, Any] = self._rows.get(trial, {"metrics": {}, "state": ""})
+        changed = before["state"] != state
+        known: dict[str, Any] = {"settings": settings, "metrics": {**before["metrics"], **metrics}, "state": state}
+        self._rows = self._rows | {trial: known}  # in one go: the table is drawn in a thread of its own
         if not self.console.is_terminal and (changed or "time/eval" in metrics):
             step = f"step {known['metrics']['step']}/{self.steps}  " if "step" in known["metrics"] else ""
             shown = step + described(known["metrics"]) if not changed or state != "running" else _settings(settings)
             self.console.print(f"{trial} {state}  {shown}", soft_wrap=True)
 
     def _shown(self) -> RenderableType:
-        """What fits on the screen: the columns by their weight, the trials that run before those that are over."""
+        """As much as fits on the screen; all trials once the sweep is over."""
         if not self._rows:
-            return Text("" if self._over else f"waiting for the first trial  {time_left(time.monotonic() - self._began)}")
-        room = self.console.height - 4  # the header's two lines, what is left out, and the cursor's
-        left_out = [] if self._over else self._left_out(len(self._rows) - max(room, 1))
+            waited = time_left(time.monotonic() - self._began)
+            return Text("" if self._over else f"waiting for the first trial  {waited}")
+        room = self.console.height - 4  # header, what is left out, the cursor's line
+        left_out = [] if self._over else self._least_watched(len(self._rows) - max(room, 1))
         rows = {trial: row for trial, row in self._rows.items() if trial not in left_out}
         states = Counter(self._rows[trial]["state"] for trial in left_out)
         more = ", ".join(f"{count} {state}" for state, count in states.items())
-        return Group(self._fitting(rows), *([Text(f"and {more}")] if more else []))
+        return Group(self._fitting(rows), *([f"and {more}"] if more else []))
 
-    def _left_out(self, count: int) -> list[str]:
-        """So many trials that need no watching: the oldest that are over, and then the newest."""
+    def _least_watched(self, count: int) -> list[str]:
+        """So many trials: those that are over, the oldest first, and then the newest."""
         over = [trial for trial, row in self._rows.items() if row["state"] != "running"]
         running = [trial for trial in self._rows if trial not in over]
         return [*over, *reversed(running)][: max(count, 0)]
 
-    def _fitting(self, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-        """The widest table that the screen holds uncut; cut if it has no room for what every table has."""
-        spare, gap = list(_SPARE), 2
-        while True:
-            table = self._table(rows, [*spare, *_KEPT], gap)
-            width = Measurement.get(self.console, self.console.options.update(width=1000), table).maximum
-            if width < self.console.width - 1 or not spare:
-                return table
-            spare, gap = spare[1:], 1
+    def _fitting(self, rows: Mapping[str, Row]) -> Table:
+        """The table with all columns that fit, less those of least weight; nothing in it is cut, if that can be."""
+        labels, spare = [label for label, _, _ in _SHOWN], list(_SPARE)
+        table = self._table(rows, [*labels, "left"])
+        while self._width(table) > self.console.width - 2 and spare:  # what is typed meanwhile breaks no line
+            table = self._table(rows, [label for label in labels if label not in _SPARE or label in spare], narrow=True)
+            spare = spare[1:]
+        return table
 
-    def _table(self, rows: Mapping[str, Mapping[str, Any]], chosen: Sequence[str], gap: int) -> Table:
-        """A row per trial; long names in two lines."""
-        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    def _width(self, table: Table) -> int:
+        return Measurement.get(self.console, self.console.options.update(width=1000), table).maximum
+
+    def _table(self, rows: Mapping[str, Row], chosen: Sequence[str], *, narrow: bool = False) -> Table:
+        """A row per trial. A narrow table has names in two lines, and trials by their number."""
+        table = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0), header_style="bold")
         varied = list(next(iter(rows.values()))["settings"])
         watched = [column for column in _SHOWN if column[0] in chosen]
         left = ["left"] if "left" in chosen else []
         names = [key.rpartition(".")[2] for key in varied]
         for column in ("trial", *names, "step", *(label for label, _, _ in watched), *left, "state"):
             side: JustifyMethod = "left" if column in ("trial", "state") else "right"
-            table.add_column(column.replace("_", "\n", 1), justify=side, no_wrap=True, vertical="bottom")
+            header = re.sub("[-_]", "\n", column, count=1) if narrow else column
+            table.add_column(header, justify=side, no_wrap=True, vertical="bottom")
         for trial, row in rows.items():
-            metrics = row["metrics"]
+            metrics, state = row["metrics"], row["state"]
             values = [_short(row["settings"].get(key)) for key in varied]
-            shown = [form.format(metrics[key]) if key in metrics else "" for _, key, form in watched]
             done = f"{metrics['step']}/{self.steps}" if "step" in metrics else ""
-            state = "starting" if row["state"] == "running" and not done else row["state"]
-            table.add_row(trial.removeprefix("trial_"), *values, done, *shown, *([self._left(row)] if left else []), state)
+            shown = [form.format(metrics[key]) if key in metrics else "" for _, key, form in watched]
+            rest = [self._left(row)] if left else []
+            state = "starting" if state == "running" and not done else state
+            table.add_row(trial.removeprefix("trial_") if narrow else trial, *values, done, *shown, *rest, state)
         return table
 
-    def _left(self, row: Mapping[str, Any]) -> str:
+    def _left(self, row: Row) -> str:
         metrics = row["metrics"]
         if row["state"] != "running" or "time/step" not in metrics:
             return ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import os
 import sys
 import tempfile
@@ -25,7 +24,11 @@ from rlx.config import ConfigError, RunConfig, from_tree, nearest, one_line, par
 Setting = int | float | str | None
 
 METRIC = "eval/accuracy"
-WATCHED = (METRIC, "eval/reward", "reward/mean", "task/accuracy", "kl/ref", "response/length_mean", "tokens/total")
+SAMPLE = ("prompt", "completion", "answer", "score")  # columns of a table of answers; older ones have the step, too
+WATCHED = (
+    *(METRIC, "eval/reward", "reward/mean", "task/accuracy", "kl/ref", "response/length_mean", "tokens/total"),
+    *("time/step", "time/eval"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +39,6 @@ class Trial:
     runs: tuple[str, ...]  # ids of its MLflow runs, the first one first
     settings: dict[str, Setting]  # the varied ones, as they were in the last of the runs
     status: str  # MLflow's, of the last of the runs: RUNNING, FINISHED, FAILED or KILLED
-    seconds: float  # from its first start to its last end; NaN while it runs
     history: pd.DataFrame  # a row per step, a column per watched metric, NaN where it was not logged
     stopped: int | None = None  # the step at which a scheduler stopped it
     origins: tuple[str, ...] = ()  # the trials whose checkpoints it went on from, and their steps: trial_00001@6
@@ -44,6 +46,12 @@ class Trial:
     def curve(self, metric: str) -> pd.Series[float]:
         """A metric by step, where it was logged."""
         return self.history[metric].dropna()
+
+    @property
+    def seconds(self) -> float:
+        """What its steps and evaluations took, without the start of its processes; NaN if it logged none."""
+        taken = self.history["time/step"].fillna(self.history["time/eval"])  # a step's own holds its evaluation
+        return float(taken.sum(min_count=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +64,11 @@ class Sweep:
     metrics: tuple[str, ...]  # the watched ones
     trials: tuple[Trial, ...]
     asked: dict[str, str] = field(default_factory=dict)  # space, search, scheduler, seeds, trials, steps: what is known
+    questions: int | None = None  # held-out ones of an evaluation, the same for all trials; None if it is not known
+
+    def questions_of(self, metric: str) -> int | None:
+        """How many held-out questions a metric is the share of right answers to; None if it is something else."""
+        return self.questions if metric.startswith("eval/") and metric.endswith("/accuracy") else None
 
 
 def sweep_names(uri: str, experiment: str) -> list[str]:
@@ -86,7 +99,9 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         attempts.setdefault(run.data.tags.get("mlflow.parentRunId", ""), []).append(run)
     runs = [[first, *attempts.get(first.info.run_id, [])] for first in children]
     trials = tuple(_trial(door, each, sweep, varied, watched) for each in runs)
-    return Sweep(sweep, str(parent.info.run_id), varied, watched, trials, _asked(parent, children[0]))
+    asked, questions = _asked(parent, children[0]), children[0].data.params.get("eval.size")
+    count = None if questions is None else int(questions)
+    return Sweep(sweep, str(parent.info.run_id), varied, watched, trials, asked, count)
 
 
 def check_metric(metric: str, choices: Sequence[str]) -> None:
@@ -96,13 +111,13 @@ def check_metric(metric: str, choices: Sequence[str]) -> None:
 
 
 def samples(uri: str, trial: Trial) -> pd.DataFrame:
-    """A trial's newest answers to held-out prompts: step, prompt, completion, answer, score; empty if it has none."""
+    """A trial's newest answers to held-out prompts: prompt, completion, answer, score; empty if it has none."""
     door = report.client(uri)
     for run_id in reversed(trial.runs):
         tables = sorted(file.path for file in door.list_artifacts(run_id, "samples"))
         if tables:
-            return pd.DataFrame(**json.loads(_text(door, run_id, tables[-1])))
-    return pd.DataFrame(columns=["step", "prompt", "completion", "answer", "score"])
+            return pd.DataFrame(**json.loads(_text(door, run_id, tables[-1])))[list(SAMPLE)]
+    return pd.DataFrame(columns=list(SAMPLE))
 
 
 def run_config(uri: str, trial: Trial) -> RunConfig:
@@ -161,14 +176,12 @@ def _trial(door: Any, runs: Sequence[Any], sweep: str, varied: Sequence[str], me
     for run in runs:
         params |= run.data.params
         history = _gone_on(history, _history(door, run, metrics), run.data.tags.get("rlx.from"))
-    ended = all(run.info.end_time and run.info.status != "RUNNING" for run in runs)  # a resumed run has its earlier end
     stopped = last.data.tags.get("rlx.stopped", first.data.tags.get("rlx.stopped"))
     return Trial(
         name=str(first.info.run_name).removeprefix(f"{sweep}."),
         runs=tuple(str(run.info.run_id) for run in runs),
         settings={key: _setting(params.get(key)) for key in varied},
         status=str(last.info.status),
-        seconds=(max(run.info.end_time for run in runs) - first.info.start_time) / 1000 if ended else math.nan,
         history=history,
         stopped=None if stopped is None else int(stopped),
         origins=tuple(str(run.data.tags["rlx.from"]) for run in runs if "rlx.from" in run.data.tags),

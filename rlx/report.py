@@ -6,6 +6,7 @@ a server that may be down goes through tracker.
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlx import __version__
 from rlx.config import ConfigError, one_line
 
 METRICS = {
@@ -174,10 +176,19 @@ def make_run(
     if found:
         run_id = str(found[0].info.run_id)
     else:
-        own = {"rlx.key": key, "rlx.opened": str(at)} | ({"mlflow.parentRunId": parent} if parent else {})
+        own = _origin() | {"rlx.key": key, "rlx.opened": str(at)} | ({"mlflow.parentRunId": parent} if parent else {})
         run_id = str(door.create_run(experiment_id, at, dict(tags) | own, name).info.run_id)
     door.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
     return run_id
+
+
+def _origin() -> dict[str, str]:
+    """By whom and what a run is made, as MLflow's page shows it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # no name for the number, as in some containers
+        user = str(os.getuid())
+    return {"mlflow.user": user, "mlflow.source.name": f"rlx {__version__}", "mlflow.source.type": "LOCAL"}
 
 
 def reopen_run(uri: str, run_id: str, at: int) -> bool:
@@ -227,7 +238,11 @@ def send_briefly() -> None:
 def _experiment_id(uri: str, name: str) -> str:
     """Of the experiment of that name, made if there is none."""
     found = client(uri).get_experiment_by_name(name)
-    return str(found.experiment_id if found else client(uri).create_experiment(name, _artifacts(uri)))
+    if found:
+        return str(found.experiment_id)
+    # Otherwise MLflow opens it among traces and prompts.
+    kind = {"mlflow.experimentKind": "custom_model_development"}
+    return str(client(uri).create_experiment(name, _artifacts(uri), kind))
 
 
 def check(uri: str) -> None:
@@ -244,10 +259,14 @@ def ui_command(uri: str) -> str:
     return f"open {uri}" if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
 
 
-def run_address(uri: str, run_id: str) -> str:
-    """The page of a run, once the store is served."""
+def run_address(uri: str, run_id: str | None) -> str:
+    """The page of a run, once the store is served; that of the store if MLflow cannot say where the run is."""
     server = uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
-    return f"{server}/#/experiments/{client(uri).get_run(run_id).info.experiment_id}/runs/{run_id}"
+    send_briefly()
+    try:
+        return f"{server}/#/experiments/{client(uri).get_run(run_id).info.experiment_id}/runs/{run_id}"
+    except Exception:  # each kind of store has its own
+        return server
 
 
 def log_files(uri: str, run_id: str, paths: Sequence[Path], folder: str | None = None) -> None:

@@ -21,7 +21,7 @@ from ray.tune.schedulers import (
 from ray.tune.search.sample import Categorical, Domain, Integer
 
 from rlx.config import RunConfig
-from rlx.search import Space, last
+from rlx.search import Space, last, rounded
 
 _TIME = "step"
 
@@ -115,7 +115,8 @@ def _within(space: Space) -> Callable[[dict[str, Any]], dict[str, Any]]:
         for key, domain in space.items():
             if isinstance(domain, Domain) and hasattr(domain, "lower"):
                 upper = last(domain) if isinstance(domain, Integer) else domain.upper
-                settings[key] = min(max(settings[key], domain.lower), upper)
+                value = settings[key] if isinstance(domain, Integer) else rounded(settings[key])
+                settings[key] = min(max(value, domain.lower), upper)
         return settings
 
     return bounded

@@ -258,9 +258,21 @@ def searcher(name: str, space: Space, count: int, seed: int, points: Points = ()
     return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would draw the same again
 
 
-def constants(space: Space) -> dict[str, Any]:
-    """The settings of a space that have one value; those that are drawn are another matter."""
-    return {key: value for key, value in space.items() if not isinstance(value, Domain | dict)}
+def settled(space: Space, suggested: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial's settings: the space's constants, and what was suggested; a number from a range to four digits, so that
+    it reads the same wherever it is shown."""
+    constants = {key: value for key, value in space.items() if not isinstance(value, Domain | dict)}
+    return constants | {key: _plain(value, space.get(key)) for key, value in suggested.items()}
+
+
+def rounded(value: float) -> float:
+    """To four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def _plain(value: Any, domain: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value  # NumPy's
+    return min(max(rounded(value), domain.lower), domain.upper) if isinstance(domain, Float) else value
 
 
 def _need(package: str, extra: str) -> None:

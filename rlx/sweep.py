@@ -22,7 +22,7 @@ from ray import tune
 from ray.tune.experiment import Trial
 
 from rlx import launch, report, run_folder, search
-from rlx.config import ConfigError, nearest, with_overrides
+from rlx.config import ConfigError, flatten, from_tree, nearest, with_overrides
 from rlx.plan import nodes, plan
 from rlx.schedulers import PAUSING, REPLAYING, SCHEDULERS, first_rung
 from rlx.search import ADAPTIVE, METRIC, MODE, Space
@@ -53,7 +53,9 @@ def checked(sweep: Sweep) -> Sweep:
         raise ConfigError(f"--max-concurrent: the trials of --scheduler {sweep.scheduler} take turns by themselves")
     if sweep.scheduler == "pbt":
         sweep = _population(sweep, space)
-    search.searcher(sweep.search, space, sweep.trials, 0)
+    drawn = search.searcher(sweep.search, space, sweep.trials, sweep.config.seed)
+    for settings in drawn.settings if isinstance(drawn, search.Listed) else []:
+        from_tree(with_overrides(sweep.tree, search.settled(space, settings)), f"--space {sweep.space}")
     return sweep
 
 
@@ -110,7 +112,9 @@ def saved_sweep(storage: Storage, name: str | None) -> Sweep:
         sweep = Sweep(**record.read_json())
     except (TypeError, ValueError):
         raise ConfigError(f"{record.path} is damaged: it is not what rlx wrote") from None
-    if not Path(sweep.space).is_file() or search.fingerprint(sweep.space) != sweep.space_fingerprint:
+    if not Path(sweep.space).is_file():
+        raise ConfigError(f"the search space {sweep.space} of sweep {sweep.name} is gone: put it back to resume")
+    if search.fingerprint(sweep.space) != sweep.space_fingerprint:
         raise ConfigError(f"the search space {sweep.space} is not what it was when sweep {sweep.name} began")
     return sweep
 
@@ -120,8 +124,9 @@ def begin_again(sweep: Sweep, storage: Storage) -> list[str]:
     records = Records(storage / "sweeps" / sweep.name)
     failed = {name: record for name, record in records.all().items() if record.state == "failed"}
     for name, record in failed.items():
-        newest = newest_leg(storage / "sweeps" / sweep.name, name)
-        records.write(name, Record(settings=record.settings, begun=leg_number(newest) + 1))
+        folder, newest = storage / "sweeps" / sweep.name, newest_leg(storage / "sweeps" / sweep.name, name)
+        begun = leg_number(newest) + run_folder.exists(folder / "runs" / newest)
+        records.write(name, Record(settings=record.settings, begun=begun))
     return list(failed)
 
 
@@ -143,9 +148,10 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
         if _Watcher.interrupted:
             raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns as if it were done
         (folder / _TUNE).delete()
-        for leg in (folder / "runs").names():
-            launch.send_pending(sweep.config, folder / "runs" / leg, _LOG.warning)
         results = Records(folder).all()
+        if len(results) < planned(sweep) or not all(record.is_over for record in results.values()):
+            raise KeyboardInterrupt  # it came while no trial was there to tell of it
+        _send_pending(sweep, folder)
         status = "FINISHED" if any(record.state != "failed" for record in results.values()) else "FAILED"
         return results
     except KeyboardInterrupt:
@@ -157,6 +163,13 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
         tracker.close(_PATIENCE_S)
 
 
+def _send_pending(sweep: Sweep, folder: Storage) -> None:
+    """What trials could not send to MLflow, as long as it takes something."""
+    for leg in (folder / "runs").names():
+        if not launch.send_pending(sweep.config, folder / "runs" / leg, _LOG.warning):
+            return
+
+
 def failures(results: Mapping[str, Record]) -> list[str]:
     """One line for each trial that failed: which, and its last words."""
     return [f"{name}: {record.words}" for name, record in results.items() if record.state == "failed"]
@@ -164,12 +177,22 @@ def failures(results: Mapping[str, Record]) -> list[str]:
 
 def described(sweep: Sweep) -> str:
     """What a sweep is going to do, in one line."""
-    count, steps, seeds = planned(sweep), sweep.config.train.steps, f" of {sweep.seeds} seeds each" * (sweep.seeds > 1)
-    what = f"{count // sweep.seeds} settings{seeds}" if sweep.seeds > 1 else f"{count} trials"
+    count, there = planned(sweep), len(nodes())
+    what = f"{count // sweep.seeds} settings x {sweep.seeds} seeds" if sweep.seeds > 1 else f"{count} trials"
     return (
-        f"sweep {sweep.name}: {what}, {concurrency(sweep)} at once on {len(nodes())} nodes "
-        f"({plan(sweep.config)} each), {steps} steps, search {sweep.search}, scheduler {sweep.scheduler}"
+        f"sweep {sweep.name}: {what}, {concurrency(sweep)} at once on {there} {'node' if there == 1 else 'nodes'} "
+        f"({plan(sweep.config)} each), {sweep.config.train.steps} steps, search {sweep.search}, "
+        f"scheduler {sweep.scheduler}"
     )
+
+
+def _as_it_is(folder: Storage, name: str, record: Record) -> Record:
+    """A trial's record with the settings of its newest run, which a kill may have kept from being recorded."""
+    newest = folder / "runs" / newest_leg(folder, name)
+    if leg_number(newest.name) == 1 or record.is_over or not run_folder.exists(newest):
+        return record
+    saved = flatten(from_tree(run_folder.saved_config(newest)))
+    return record.model_copy(update={"settings": {key: saved[key] for key in record.settings}})
 
 
 def concurrency(sweep: Sweep) -> int:
@@ -185,7 +208,7 @@ def concurrency(sweep: Sweep) -> int:
 def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
     folder, config, space = storage / "sweeps" / sweep.name, sweep.config, search.load_space(sweep.space, sweep.tree)
     records = Records(folder)
-    known = records.all()
+    known = {name: _as_it_is(folder, name, record) for name, record in records.all().items()}
     # Trials that Tune starts side by side; those that take turns are all there from the start.
     side_by_side = planned(sweep) if sweep.scheduler in PAUSING else concurrency(sweep)
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(side_by_side)
@@ -193,8 +216,9 @@ def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
     first_of_each = [known[name].settings for name in sorted(known)][:: sweep.seeds]
     trials = Trials(
         search.searcher(sweep.search, space, sweep.trials, config.seed, first_of_each),
-        search.constants(space),
+        space,
         records,
+        known=known,
         count=planned(sweep) // sweep.seeds,
         seeds=[config.seed + i for i in range(sweep.seeds)] if sweep.seeds > 1 else [],
         limit=concurrency(sweep) if sweep.search in ADAPTIVE else sweep.max_concurrent,
@@ -249,7 +273,7 @@ class _Watcher(tune.Callback):
 
     def __init__(self, sweep: Sweep, folder: Storage) -> None:
         self.ends: dict[str, str] = {}  # by trial, how its MLflow run is to end
-        self.runs, self.records = folder / "runs", Records(folder)
+        self.sweep, self.records = folder, Records(folder)
         self.steps, self.uri = sweep.config.train.steps, launch.tracking_uri(sweep.config)
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
@@ -299,20 +323,24 @@ class _Watcher(tune.Callback):
     def _record_end(self, trial: Trial, state: str, words: str) -> None:
         record = self.records.read(trial_name(trial))
         if not record.is_over:
-            self.records.write(trial_name(trial), record.model_copy(update={"state": state, "words": words}))
             if state == "stopped":
                 with self._tracker(trial, "sweep") as tracker:
                     tracker.set_tags({"rlx.stopped": str(trial.last_result.get("step", 0))})
+            self.records.write(trial_name(trial), record.model_copy(update={"state": state, "words": words}))
 
     @_harmless
     def _settle(self, trial: Trial) -> None:
-        if run_folder.exists(self.runs / trial_name(trial)):
+        if run_folder.exists(self._folder(trial)):
             with self._tracker(trial, "driver") as tracker:  # it also sends what the trial's process has left
                 tracker.end(self.ends[trial_name(trial)])
 
+    def _folder(self, trial: Trial) -> Storage:
+        """Of a trial's newest run."""
+        return self.sweep / "runs" / newest_leg(self.sweep, trial_name(trial))
+
     @contextmanager
     def _tracker(self, trial: Trial, writer: str) -> Iterator[Tracker]:
-        tracker = Tracker(self.uri, self.runs / trial_name(trial), writer)
+        tracker = Tracker(self.uri, self._folder(trial), writer)
         yield tracker
         tracker.close(1)
 

@@ -83,7 +83,7 @@ def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any], tables:
         folder / "runs" / leg,
         resume=run_folder.exists(folder / "runs" / leg),
         parent=folder if leg == name else folder / "runs" / name,
-        tags=_tags(name, leg, start),
+        tags=_tags(sweep.name, name, leg, start),
         tables=tables,
         on_report=functools.partial(_relay, sweep.scheduler in PAUSING),
         keep=True,
@@ -120,7 +120,8 @@ def _leg(
 
 def newest_leg(folder: Storage, name: str) -> str:
     """A trial's last run so far; its first if there is none yet."""
-    legs = [leg for leg in (folder / "runs").names() if leg.partition(".")[0] == name]
+    runs = folder / "runs"
+    legs = [leg for leg in runs.names() if leg.partition(".")[0] == name and run_folder.exists(runs / leg)]
     return max(legs, key=leg_number, default=name)
 
 
@@ -141,9 +142,9 @@ def leg_number(leg: str) -> int:
     return int(leg.partition(".")[2] or 1)
 
 
-def _tags(name: str, leg: str, start: Mapping[str, Any]) -> dict[str, str]:
+def _tags(sweep: str, name: str, leg: str, start: Mapping[str, Any]) -> dict[str, str]:
     """By which a trial's runs are found in MLflow."""
-    tags = {"rlx.trial": name}
+    tags = {"rlx.sweep": sweep, "rlx.trial": name}
     if leg != name:
         tags["rlx.kind"] = "attempt"
     if source := start.get("checkpoint.start_from"):

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from ray.tune.experiment import Experiment, Trial
 from ray.tune.experiment.config_parser import _create_trial_from_spec, _make_parser
 from ray.tune.search import Searcher
 from ray.tune.search.search_algorithm import SearchAlgorithm
 
 from rlx.config import ConfigError, RunConfig, from_tree
-from rlx.search import METRIC
+from rlx.search import METRIC, Space, settled
 from rlx.storage import Storage, patiently
 
 State = Literal["open", "finished", "stopped", "failed"]
@@ -75,7 +75,7 @@ class Records:
         file = self.folder / f"{name}.json"
         try:
             return Record.model_validate_json(patiently(file.read_text, f"reading {file.path}"))
-        except ValidationError:
+        except ValueError:  # pydantic's are among them, and what is no text
             raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
 
     def write(self, name: str, record: Record) -> None:
@@ -99,9 +99,10 @@ class Trials(SearchAlgorithm):
     def __init__(
         self,
         search: Searcher,
-        constants: Mapping[str, Any],
+        space: Space,
         records: Records,
         *,
+        known: Mapping[str, Record] | None = None,
         count: int,
         seeds: Sequence[int],
         limit: int | None,
@@ -110,17 +111,18 @@ class Trials(SearchAlgorithm):
     ) -> None:
         """
         Args:
-            constants: settings that all have, beside what the search suggests.
+            space: what the search draws from.
+            known: the records of trials that were there before, by name, if they are not as they were written.
             count: settings to try.
             seeds: of the runs of each setting; none if the seed is not for the sweep to set.
             limit: most trials at once, beside what the cluster has room for.
             replays: whether Tune is to have those that are over already once more.
             take_turns: whether a trial may be paused, and go on in the process of another.
         """
-        self._search, self._constants, self._records = search, dict(constants), records
+        self._search, self._space, self._records = search, space, records
         self._seeds: list[int | None] = [*seeds] or [None]
         self._count, self._limit, self._replays, self._take_turns = count, limit, replays, take_turns
-        self._known = records.all()
+        self._known = records.all() if known is None else known
         self._settings: dict[str, Any] = {}  # of the newest trial, without its seed
         self._given: list[Trial] = []
         self._number = 0
@@ -181,7 +183,7 @@ class Trials(SearchAlgorithm):
                 self._finished = True
             if suggested is None or self._finished:
                 return None
-            self._settings = self._constants | {key: _plain(value) for key, value in suggested.items()}
+            self._settings = settled(self._space, suggested)
         seed = self._seeds[turn]
         return self._settings | ({} if seed is None else {"seed": seed})
 
@@ -200,8 +202,3 @@ class Trials(SearchAlgorithm):
         return _create_trial_from_spec(
             spec, _make_parser(), evaluated_params=settings, trial_id=trial_id, experiment_tag=trial_id
         )
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy's as Python's."""
-    return value.item() if hasattr(value, "item") else value

@@ -31,7 +31,6 @@ class Run:
     status: str = "FINISHED"
     tags: dict[str, str] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)
-    seconds: float = 10.0
     attempts: tuple["Run", ...] = ()
 
 
@@ -63,7 +62,8 @@ def log_run(
     door.log_text(run_id, yaml.safe_dump(own.model_dump(mode="json"), sort_keys=False), "config.yaml")
     for step in range(min(run.accuracy, default=0), max(run.accuracy, default=-1) + 1):
         metrics = {"tokens/total": 100.0 * step, "kl/ref": float("inf") if step == 1 else 0.1 * step}
-        metrics |= {METRIC: run.accuracy[step]} if step in run.accuracy else {}
+        metrics |= {"time/step": 2.0} if step else {}
+        metrics |= {METRIC: run.accuracy[step], "time/eval": 0.5} if step in run.accuracy else {}
         door.log_batch(run_id, metrics=[Metric(key, value, at, step) for key, value in metrics.items()])
     if run.answers:
         rows = [(9, prompt, text, "yes", float(text == "yes")) for prompt, text in run.answers.items()]
@@ -73,7 +73,7 @@ def log_run(
     for i, attempt in enumerate(run.attempts):
         log_run(uri, f"{name}.attempt", attempt, run_id, experiment, "attempt", at + 1000 * (i + 1))
     if run.status != "RUNNING":
-        door.set_terminated(run_id, run.status, at + int(1000 * run.seconds))
+        door.set_terminated(run_id, run.status, at + 10_000)
 
 
 def open_run(uri: str, name: str, experiment: str, tags: Mapping[str, str], params: Mapping[str, str], at: int) -> str:
@@ -98,8 +98,11 @@ def trial(
     history = pd.DataFrame({name: pd.Series(dtype=float) for name in WATCHED}, index=steps)
     history[METRIC] = list(curve.values())
     history["tokens/total"] = [100.0 * step for step in curve]
-    return Trial(f"trial_{number:05d}", (str(number),), dict(settings), status, 10.0 + number, history, **more)
+    history["time/step"] = (10.0 + number) / max(1, len(curve))
+    return Trial(f"trial_{number:05d}", (str(number),), dict(settings), status, history, **more)
 
 
-def sweep(*trials: Trial, name: str = "s") -> Sweep:
-    return Sweep(name, "run", tuple(trials[0].settings), WATCHED, trials, {"search": "random", "steps": "10"})
+def sweep(*trials: Trial, name: str = "s", questions: int | None = None) -> Sweep:
+    return Sweep(
+        name, "run", tuple(trials[0].settings), WATCHED, trials, {"search": "random", "steps": "10"}, questions
+    )

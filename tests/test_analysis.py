@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, n
     stored = report.client(uri).list_artifacts(loaded.run_id, "analysis")
     assert {Path(file.path).name for file in stored} == ALWAYS | recipe
     assert len(pd.read_csv(tmp_path / "trials.csv")) == len(loaded.trials)
+    own, found = report.client(uri).get_run(loaded.run_id).data, analysis.compared(loaded)["settings"]
+    assert own.tags["mlflow.note.content"] == f"{analysis.answer(found)} analysis/analysis.html has the rest."
+    assert own.metrics == ({"eval/accuracy": found[0].mean} if recipe else {})
     height, width, _ = matplotlib.image.imread(tmp_path / "settings.png").shape
     assert (height, width) >= (700, 1500)
 
@@ -119,7 +123,19 @@ def test_twelve_settings_have_their_importance(uri: str, tmp_path: Path) -> None
     analysis.write(analysis.load_sweep(uri, "rlx", "wide"), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert '"text":["100%"]' in html
-    assert "Samples" not in "".join(headings(html))
+    assert "Not given: MLflow has no prompt that both answered." in html
+
+
+def test_what_is_no_longer_in_mlflow_is_said(uri: str, tmp_path: Path) -> None:
+    log_sweep(uri, "bare", RUNS, [LR, KIND, "seed"])
+    loaded = analysis.load_sweep(uri, "rlx", "bare")
+    for trial in loaded.trials:
+        shutil.rmtree(report.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
+    paths = analysis.write(loaded, tmp_path, uri)
+    assert {path.name for path in paths} == ALWAYS
+    html = (tmp_path / "analysis.html").read_text()
+    assert "Not given: MLflow has no prompt that both answered." in html
+    assert "Not given: its config.yaml is not in MLflow" in html
 
 
 def test_trials_that_were_stopped_or_went_on_from_others_say_so(uri: str, tmp_path: Path) -> None:

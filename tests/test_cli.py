@@ -171,7 +171,7 @@ def test_an_empty_prompt_file_ends_the_script_in_one_line(tiny_model: Path, tmp_
 
 def test_more_workers_than_the_cluster_has(config: dict[str, Any], ray_cluster: None) -> None:
     run = from_tree(with_overrides(config, {"scaling.num_workers": 9, "train.prompts_per_step": 18}))
-    with pytest.raises(ConfigError, match=r"9 workers and 1 engines need 5 CPU but the cluster has 4$"):
+    with pytest.raises(ConfigError, match=r"9 workers and 1 engine need 5 CPU but the cluster has 4$"):
         launch.connect(run)
     gpus = from_tree(with_overrides(config, {"scaling.use_gpu": True}))
     with pytest.raises(ConfigError, match=r"need 1 GPU but the cluster has 0$"):

@@ -38,6 +38,15 @@ def test_interval_by_hand() -> None:
     assert mean_interval([2.0, 2.0]) == (2, 0)
 
 
+@pytest.mark.parametrize("right", [384, 512])
+def test_equal_accuracies_are_as_uncertain_as_their_questions(right: int) -> None:
+    bounds = stats.binomtest(right, 512).proportion_ci(0.95, method="wilson")
+    mean, half = mean_interval([right / 512] * 3, questions=512)
+    assert (mean, half) == pytest.approx((right / 512, (bounds.high - bounds.low) / 2))
+    assert half > 0
+    assert mean_interval([0.1, 0.9], questions=512) == mean_interval([0.1, 0.9])  # wider by itself
+
+
 @pytest.mark.parametrize(("values", "expected"), [([0.25], 0.25), ([], math.nan)])
 def test_fewer_than_two_runs_have_no_interval(values: list[float], expected: float) -> None:
     mean, half = mean_interval(values)
@@ -136,6 +145,18 @@ def test_equal_runs_have_no_spread_and_one_run_no_interval() -> None:
     assert apart(two, one) == "The means differ by 1; there is no interval without two runs of each."
 
 
+def test_runs_that_agree_by_luck_are_no_certainty() -> None:
+    runs = [trial(i, setting(1 + i // 3, i), {0: 0.5, 9: 0.87 - 0.02 * (i // 3)}) for i in range(6)]
+    certain, doubtful = groups(sweep(*runs)), groups(sweep(*runs, questions=512))
+    assert answer(certain).endswith("do not overlap.")
+    assert answer(doubtful).endswith("the intervals overlap.")
+    assert apart(*certain).endswith("more than chance.")
+    assert difference(*doubtful)[1] == pytest.approx(math.hypot(doubtful[0].half, doubtful[1].half))
+    assert apart(*doubtful).endswith("which may be chance.")
+    curve = comparison.mean_curve(doubtful[0], METRIC)
+    assert curve["high"].iloc[-1] - curve["mean"].iloc[-1] == pytest.approx(doubtful[0].half)
+
+
 def test_the_answer_says_whether_intervals_overlap() -> None:
     def told(*values: tuple[float, ...]) -> str:
         runs = [(lr, seed, value) for lr, each in enumerate(values) for seed, value in enumerate(each)]
@@ -177,6 +198,10 @@ def test_a_trial_that_went_on_from_another_says_so() -> None:
     assert note == "went on from trial_00001@6"
 
 
+def test_without_anything_to_say_there_is_no_column_for_it() -> None:
+    assert list(rank(sweep(trial(0, {LR: 1.0}, {9: 0.5}))))[-1] == "seconds"
+
+
 def test_a_row_per_trial_by_the_last_value_then_the_best() -> None:
     tied = sweep(
         trial(0, {LR: 1.0}, {0: 0.2, 5: 0.6}),
@@ -208,8 +233,35 @@ def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (200, []),
+        (110, ["tokens"]),
+        (88, ["tokens", "lowest", "highest"]),
+        (80, comparison._SPARE),
+        (20, comparison._SPARE),
+    ],
+)
+def test_a_narrow_terminal_goes_without_the_least_important(width: int, left_out: list[str]) -> None:
+    table = rank(SMALL)
+    head, *rest = comparison.format_table(table, width).splitlines()
+    names = [name.strip() for name in head.strip("|").split("|")]
+    assert names == [name for name in table if name not in left_out]
+    assert len(head) <= max(width, 74)  # what is left needs so much: numbers are never broken
+    assert [line.split("|")[2].strip() for line in rest if line[2:6].strip()][1:] == ["0.0003", "0.0001", "0.001"]
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
-    [(12345.67, "12,346"), (16384, "16,384"), (9.1734e-5, "9.173e-5"), (0.0, "0"), (None, "-"), (math.nan, "-")],
+    [
+        (12345.67, "12,346"),
+        (16384, "16,384"),
+        (9.1734e-5, "9.17e-5"),
+        (0.12345, "0.123"),
+        (0.0, "0"),
+        (None, "-"),
+        (math.nan, "-"),
+    ],
 )
 def test_numbers_as_text(value: float | None, text: str) -> None:
     assert comparison.as_text(value) == text
@@ -244,7 +296,7 @@ def test_only_the_best_are_named_and_all_are_drawn() -> None:
     many = groups(sweep(*(trial(i, {LR: float(i)}, {0: 0.0, 9: i / 30}) for i in range(30))))
     curves, ends = comparison.figure(many, "s").axes
     assert len(curves.lines) == 30
-    assert len(curves.collections) == comparison.NAMED
+    assert len(curves.collections) == comparison.BANDS
     assert ends.get_yticklabels()[0].get_text() == "actor_lr 29"
     assert len(set(comparison.shades(30)[: comparison.NAMED])) == comparison.NAMED
     assert len(set(comparison.shades(30)[comparison.NAMED :])) == 1

@@ -9,7 +9,7 @@ import pytest
 from sweeps import sweep, trial
 
 from rlx import figures
-from rlx.comparison import NAMED, groups
+from rlx.comparison import BANDS, groups
 from rlx.records import METRIC
 
 LR, KIND, EPOCHS = "train.actor_lr", "algorithm.kl_kind", "train.epochs"
@@ -53,7 +53,9 @@ def test_curves_are_means_by_step_with_bands_for_the_best() -> None:
     assert len(lines) == 7
     best = next(trace for name, trace in lines.items() if name.startswith("1  "))
     assert (list(best.x), list(best.y)) == ([0, 9], pytest.approx([0.1, 0.61]))
-    assert len([trace for trace in figure.data if trace.fill == "toself"]) == min(7, NAMED)
+    assert len([trace for trace in figure.data if trace.fill == "toself"]) == BANDS
+    assert len({trace.line.width for trace in lines.values()}) == 2  # the others are thinner
+    assert all(trace.showlegend for trace in lines.values())
     assert figure.data[-1].name == best.name  # on top
 
 
@@ -90,6 +92,24 @@ def test_slices_have_a_panel_per_varied_setting() -> None:
     )
 
 
+def test_four_slices_are_two_by_two() -> None:
+    keys = ("a", "b", "c", "d")
+    found = groups(sweep(*(trial(i, {key: float(i) for key in keys}, {9: 0.1 * i}) for i in range(3))))
+    figure = figures.slices(found, METRIC)
+    assert [(axis.domain[0] > 0.5) for axis in figure.select_xaxes()] == [False, True, False, True]
+    assert len({axis.domain for axis in figure.select_yaxes()}) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_legends_lie_below_the_axis_title(count: int) -> None:
+    """In pixels, however high the plot is."""
+    for draw in (figures.intervals, figures.curves):
+        layout = draw(made()[:count], METRIC).layout
+        plot = layout.height - layout.margin.t - layout.margin.b
+        assert -layout.legend.y * plot == pytest.approx(54)
+        assert layout.margin.b >= 54 + 24
+
+
 def test_cost_is_of_a_run_on_average() -> None:
     tokens, seconds = figures.costs(made(), METRIC).data
     assert set(tokens.x) == {900.0}
@@ -105,6 +125,9 @@ def test_importances_are_named_and_in_order() -> None:
     ("values", "marks"),
     [
         ([1, 2, 2], [1, 2]),
+        ([1.0, 1.05, 2.0], []),
+        ([1e-5, 1.1e-5, 1e-3], [1e-5, 1e-4, 1e-3]),
+        ([1e-5, 2e-5, 1e-3], [1e-5, 2e-5, 1e-3]),
         (["b", "a", None], ["-", "a", "b"]),
         ([0.1 * i for i in range(11)], []),
         (list(np.geomspace(2.1e-5, 7e-4, 9)), [5e-5, 1e-4, 2e-4, 5e-4]),

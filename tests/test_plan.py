@@ -86,8 +86,8 @@ def test_places_are_those_of_the_reserved_bundles() -> None:
 
 def test_a_plan_says_what_it_is_made_of() -> None:
     small = Plan([{"CPU": 0.5}] * 2, [{"CPU": 1.0, "GPU": 1.0}])
-    assert str(small) == "2 workers and 1 engines" and small.total() == {"CPU": 2.0, "GPU": 1.0}
-    assert str(Plan([], [], [{"CPU": 1.0}])) == "0 workers and 0 engines and 1 reward models"
+    assert str(small) == "2 workers and 1 engine" and small.total() == {"CPU": 2.0, "GPU": 1.0}
+    assert str(Plan([], [], [{"CPU": 1.0}])) == "1 reward model"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,15 +120,15 @@ def test_a_plan_that_fits_is_let_through(ray_cluster: None) -> None:
 @pytest.mark.parametrize(
     ("needed", "line"),
     [
-        (Plan([{"CPU": 3.0}], [{"CPU": 1.5}]), "scaling: 1 workers and 1 engines need 4.5 CPU but the cluster has 4"),
-        (Plan(gpus(0.5), []), "scaling: 1 workers and 0 engines need 0.5 GPU but the cluster has 0"),
+        (Plan([{"CPU": 3.0}], [{"CPU": 1.5}]), "scaling: 1 worker and 1 engine need 4.5 CPU but the cluster has 4"),
+        (Plan(gpus(0.5), []), "scaling: 1 worker need 0.5 GPU but the cluster has 0"),
         (
             Plan([{"CPU": 5.0, "GPU": 1.0}], []),
-            "scaling: 1 workers and 0 engines need 5 CPU but the cluster has 4, 1 GPU but the cluster has 0",
+            "scaling: 1 worker need 5 CPU but the cluster has 4, 1 GPU but the cluster has 0",
         ),
         (
             Plan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy="STRICT_SPREAD"),
-            "scaling: 1 workers and 1 engines need 1 CPU, 1 CPU, which do not go together on 1 nodes with 4 CPU",
+            "scaling: 1 worker and 1 engine need 1 CPU, 1 CPU, which do not go together on 1 nodes with 4 CPU",
         ),
     ],
 )

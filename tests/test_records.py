@@ -1,5 +1,6 @@
 """Sweeps read back from a real MLflow database: trials, their histories and settings, samples, configs, errors."""
 
+import json
 import math
 from pathlib import Path
 
@@ -22,7 +23,7 @@ CLONED = Run(
     status="KILLED",
     attempts=(
         Run({"train.actor_lr": 2e-4}, {3: 0.5, 4: 0.6}, tags={"rlx.from": "trial_1@2"}, answers={"is it?": "yes"}),
-        Run({"train.actor_lr": 3e-4}, {5: 0.8, 6: 0.9}, tags={"rlx.from": "trial_0@4"}, seconds=30),
+        Run({"train.actor_lr": 3e-4}, {5: 0.8, 6: 0.9}, tags={"rlx.from": "trial_0@4"}),
     ),
 )
 
@@ -53,7 +54,7 @@ def test_a_sweep_is_read_with_its_trials_in_order(sweep: records.Sweep) -> None:
     assert (sweep.name, sweep.varied) == ("lr", VARIED)
     assert [trial.name for trial in sweep.trials] == ["trial_0", "trial_1", "trial_2"]
     assert [trial.status for trial in sweep.trials] == ["FINISHED", "FINISHED", "FAILED"]
-    assert [trial.seconds for trial in sweep.trials] == [10, 10, 10]
+    assert [trial.seconds for trial in sweep.trials] == pytest.approx([8.5, 4.5, math.nan], nan_ok=True)
     assert [trial.stopped for trial in sweep.trials] == [None, 2, None]
 
 
@@ -81,10 +82,14 @@ def test_other_metrics_are_read_when_asked_for(uri: str) -> None:
     assert loaded.trials[0].curve("policy/entropy").empty
 
 
-def test_a_running_trial_has_no_duration(uri: str) -> None:
+def test_a_running_trial_has_what_it_took_so_far(uri: str) -> None:
     (trial,) = records.load_sweep(uri, "rlx", "alone").trials
-    assert trial.status == "RUNNING"
-    assert math.isnan(trial.seconds)
+    assert (trial.status, trial.seconds) == ("RUNNING", 0.5)
+
+
+def test_held_out_questions_are_known_for_accuracies_on_them(sweep: records.Sweep) -> None:
+    metrics = ("eval/accuracy", "eval/ema/accuracy", "eval/reward", "task/accuracy")
+    assert [sweep.questions_of(metric) for metric in metrics] == [256, 256, None, None]
 
 
 def test_a_trial_that_went_on_from_others_has_one_history_and_its_last_settings(uri: str) -> None:
@@ -94,15 +99,26 @@ def test_a_trial_that_went_on_from_others_has_one_history_and_its_last_settings(
     assert trial.settings == {"train.actor_lr": 3e-4}
     assert trial.origins == ("trial_1@2", "trial_0@4")
     assert (trial.status, len(trial.runs)) == ("FINISHED", 3)
-    assert trial.seconds == pytest.approx(32.0)  # the last began 2 s after the first, and took 30
+    assert trial.seconds == 12.5  # what it threw away by going on from others is not counted
     assert (other.origins, len(other.runs)) == ((), 1)
 
 
 def test_samples_are_the_newest(uri: str, sweep: records.Sweep) -> None:
-    assert records.samples(uri, sweep.trials[0]).values.tolist() == [[9, "is it?", "no", "yes", 0.0]]
+    assert records.samples(uri, sweep.trials[0]).values.tolist() == [["is it?", "no", "yes", 0.0]]
     cloned = records.load_sweep(uri, "rlx", "cloned").trials[0]  # its last run has none, the one before it has
     assert records.samples(uri, cloned)["completion"].tolist() == ["yes"]
     assert records.samples(uri, sweep.trials[1]).empty
+
+
+def test_samples_are_read_with_and_without_a_step(uri: str) -> None:
+    log_sweep(uri, "stepless", [Run({}, {0: 0.1}, answers={"is it?": "yes"})], [])
+    (trial,) = records.load_sweep(uri, "rlx", "stepless").trials
+    before = records.samples(uri, trial)
+    table = json.dumps({"columns": list(records.SAMPLE), "data": [["is it?", "yes", "yes", 1.0]]})
+    report.client(uri).log_text(trial.runs[0], table, "samples/step_000010.json")
+    after = records.samples(uri, trial)
+    assert before.to_dict("list") == after.to_dict("list")
+    assert list(after) == list(records.SAMPLE)
 
 
 def test_the_config_of_a_trial_is_the_one_it_ended_with(uri: str, sweep: records.Sweep) -> None:

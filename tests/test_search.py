@@ -13,7 +13,7 @@ from ray import tune
 from ray.tune.search import Searcher
 
 from rlx.config import ConfigError
-from rlx.search import ADAPTIVE, METRIC, SEARCHES, Listed, constants, extremes, fingerprint, load_space, searcher
+from rlx.search import ADAPTIVE, METRIC, SEARCHES, Listed, extremes, fingerprint, load_space, searcher, settled
 
 SHIPPED = Path(__file__).resolve().parent.parent / "search_spaces"
 RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.lam": tune.uniform(0.0, 1.0)}
@@ -111,9 +111,10 @@ def test_a_range_is_checked_at_its_ends() -> None:
     assert extremes(0.3) == [0.3]
 
 
-def test_constants_are_settings_with_one_value() -> None:
-    space = {"train.epochs": 2, "algorithm.lam": tune.uniform(0, 1), "seed": tune.grid_search([1]), "name": "a"}
-    assert constants(space) == {"train.epochs": 2, "name": "a"}
+def test_a_trials_settings_are_what_was_drawn_to_four_digits_and_the_constants() -> None:
+    space = {"train.epochs": 2, "algorithm.lam": tune.choice([0.98765]), "train.actor_lr": tune.loguniform(1e-5, 1)}
+    drawn = {"train.actor_lr": np.float64(0.000123456), "algorithm.lam": 0.98765}
+    assert settled(space, drawn) == {"train.epochs": 2, "train.actor_lr": 0.0001235, "algorithm.lam": 0.98765}
 
 
 def test_a_fingerprint_changes_with_the_file(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Storage:
 
 def trials(folder: Storage, search: Searcher | None = None, **options: Any) -> Trials:
     """Of a sweep over SETTINGS, as Tune has them before the first."""
-    usual: dict[str, Any] = {"constants": {}, "count": 3, "seeds": [], "limit": None, "replays": False}
+    usual: dict[str, Any] = {"space": {}, "count": 3, "seeds": [], "limit": None, "replays": False}
     made = Trials(search or Listed(SETTINGS), records=Records(folder), **usual | options)
     made.add_configurations([Experiment("s", lambda config: None, storage_path=str(folder.path))])
     return made
@@ -103,7 +103,7 @@ def test_a_damaged_record_is_named(text: str, folder: Storage) -> None:
 
 
 def test_trials_are_numbered_in_the_order_of_the_search_and_recorded_before_they_start(folder: Storage) -> None:
-    new = trials(folder, constants={"rollout.max_tokens": 8})
+    new = trials(folder, space={"rollout.max_tokens": 8})
     first = new.next_trial()
     assert first and named([first]) == {"trial_00000": {"rollout.max_tokens": 8, "train.epochs": 1}}
     assert Records(folder).all() == {"trial_00000": Record(settings=first.config)}

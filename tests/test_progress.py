@@ -1,0 +1,76 @@
+"""The live table of a sweep, rendered for screens of several sizes."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from rlx.progress import SweepProgress
+
+SETTINGS = {
+    "train.actor_lr": 0.0001711779,
+    "train.critic_lr": 0.000368356,
+    "algorithm.kl_coef": 0.0160519,
+    "train.epochs": 2,
+}
+METRICS = {
+    "reward/mean": 0.406,
+    "task/accuracy": 0.407,
+    "eval/accuracy": 0.833,
+    "kl/ref": 0.2909,
+    "tokens/rollout_per_s": 1428.0,
+    "time/step": 0.5,
+}
+
+
+def screen(width: int, height: int) -> tuple[SweepProgress, io.StringIO]:
+    text = io.StringIO()
+    console = Console(file=text, width=width, height=height, force_terminal=True, color_system=None, highlight=False)
+    return SweepProgress(120, console), text
+
+
+def lines(progress: SweepProgress, text: io.StringIO) -> list[str]:
+    """What the screen shows now."""
+    start = text.tell()
+    progress.console.print(progress._shown())
+    return [line.rstrip() for line in text.getvalue()[start:].splitlines()]
+
+
+def sweep_of(width: int, height: int, *, over: int, running: int) -> tuple[SweepProgress, io.StringIO]:
+    progress, text = screen(width, height)
+    for i in range(over + running):
+        state = "finished" if i < over else "running"
+        progress.watch(f"trial_{i:05d}", SETTINGS, METRICS | {"step": 120 if i < over else 7}, state)
+    return progress, text
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 140])
+def test_nothing_is_cut_or_broken(width: int) -> None:
+    shown = lines(*sweep_of(width, 24, over=1, running=1))
+    whole = "\n".join(shown)
+    assert "…" not in whole and max(map(len, shown)) <= width - 2
+    assert len(shown) <= 4
+    for text in ("0.000171", "0.000368", "0.0161", "120/120", "0.833", "finished", "running"):
+        assert text in whole
+    if width == 140:
+        assert "trial_00001" in whole and "0:56" in whole
+
+
+def test_running_trials_stay_on_a_low_screen() -> None:
+    progress, text = sweep_of(140, 24, over=30, running=3)
+    shown = lines(progress, text)
+    assert len(shown) <= 23
+    assert all(any(f"trial_{i:05d}" in line for line in shown) for i in (30, 31, 32))
+    assert shown[-1] == "and 13 finished"
+    progress.__exit__()
+    assert len(lines(progress, text)) == 1 + 33
+
+
+def test_before_the_first_step_and_with_changed_settings() -> None:
+    progress, text = screen(140, 24)
+    assert lines(progress, text)[0].startswith("waiting for the first trial  0:0")
+    progress.watch("trial_00000", SETTINGS, {}, "running")
+    assert lines(progress, text)[-1].endswith("starting")
+    progress.watch("trial_00000", SETTINGS | {"train.epochs": 4, "train.actor_lr": 0.5}, {"step": 1}, "running")
+    last = lines(progress, text)[-1].split()
+    assert last == ["trial_00000", "0.5", "0.000368", "0.0161", "4", "1/120", "running"]
