@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -94,7 +95,8 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     try:
         loaded = analysis.load_sweep(uri, config.tracking.experiment, plan.name)
         paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
-        print(analysis.format_table(analysis.rank(loaded)))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(analysis.format_table(analysis.rank(loaded), width))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own
         print(f"no analysis: {one_line(error, 300)}; later: analyze.py --sweep {plan.name}", file=sys.stderr)

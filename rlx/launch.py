@@ -77,13 +77,6 @@ def connect(config: RunConfig) -> None:
     check_room(plan(config))
 
 
-def create_run(config: RunConfig, folder: Storage) -> None:
-    """Makes the folder and the MLflow run of a new run; ConfigError if the folder holds one already."""
-    record = _opened(config, folder, resume=False)
-    record.end("KILLED")
-    record.close(_PATIENCE_S)
-
-
 def run(
     config: RunConfig,
     folder: Storage,

@@ -77,8 +77,8 @@ def _ranking(found: Sequence[Group], questions: int | None) -> Section:
     floor = f", but no less than {questions} other questions could change" if questions else ""
     note = (
         f"Settings by the mean of the last value over their runs; ± is half the 95 % interval: Student's t{floor}. "
-        "Tokens (generated) and seconds (of steps and evaluations, without the start of engines) are a run's on "
-        f"average. {_PICKED if len(found) > 1 else ''}"
+        "Tokens (generated) and seconds (of steps and evaluations, not of the start of engines; a process is slow in "
+        f"its first step) are a run's on average. {_PICKED if len(found) > 1 else ''}"
     )
     return Section("Settings, ranked", note, table=comparison.table(found))
 

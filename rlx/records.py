@@ -49,7 +49,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """What its steps and evaluations took, without the start of its processes; NaN if it logged none."""
+        """What its steps and evaluations took, without the start of its engines; NaN if it logged none."""
         taken = self.history["time/step"].fillna(self.history["time/eval"])  # a step's own holds its evaluation
         return float(taken.sum(min_count=1))
 

@@ -40,6 +40,7 @@ RUNS = [
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store with several sweeps; making its tables takes seconds, so all tests share it."""
     uri = report.default_uri(tmp_path_factory.mktemp("store"))
+    log_sweep(uri, "bare", RUNS, [LR, KIND, "seed"])
     log_sweep(uri, "lr", RUNS, [LR, KIND, "seed"], {"rlx.seeds": "2"})
     log_sweep(uri, "wide", [Run({LR: 1e-5 * 2**i}, {0: 0.1, 4: 0.05 * i}) for i in range(FEWEST)], [LR])
     log_sweep(uri, "nothing-varied", [Run({}, {0: 0.1, 4: 0.5})], [])
@@ -127,7 +128,6 @@ def test_twelve_settings_have_their_importance(uri: str, tmp_path: Path) -> None
 
 
 def test_what_is_no_longer_in_mlflow_is_said(uri: str, tmp_path: Path) -> None:
-    log_sweep(uri, "bare", RUNS, [LR, KIND, "seed"])
     loaded = analysis.load_sweep(uri, "rlx", "bare")
     for trial in loaded.trials:
         shutil.rmtree(report.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
@@ -240,7 +240,7 @@ def test_the_script_takes_the_newest_sweep_of_a_storage(
     storage = Path(uri.removeprefix("sqlite:///")).parent
     assert script.main(["--storage", str(storage)]) == 0
     shown = capsys.readouterr().out
-    assert "sweeps, newest first: pbt, running, failed, nothing-varied, wide, lr;" in shown
+    assert "sweeps, newest first: pbt, running, failed, nothing-varied, wide, lr, bare;" in shown
     assert "sweep pbt: 2 trials" in shown
     assert (storage / "analysis" / "pbt" / "trials.csv").is_file()
 

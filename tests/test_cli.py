@@ -15,7 +15,7 @@ from conftest import NothingLeft
 
 from rlx import inputs, launch, report, run_folder
 from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
-from rlx.storage import open_storage
+from rlx.storage import Storage, open_storage
 
 ROOT = Path(__file__).resolve().parent.parent
 Refused = Callable[..., str]
@@ -51,6 +51,12 @@ def folder_with(path: Path, **config: Any) -> str:
     if config:
         (path / "config.json").write_text(json.dumps(config))
     return str(path)
+
+
+def begun(config: RunConfig, folder: Storage) -> None:
+    """What a run that has begun leaves in its folder first."""
+    (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    (folder / "run.json").write_text(json.dumps({"mlflow_run": "x"}))
 
 
 def assert_nothing_ran(storage: Path) -> None:
@@ -105,7 +111,7 @@ def test_a_sweep_refuses_a_model_that_is_not_there(refused: Refused, tmp_path: P
 def test_names_that_are_not_there_or_taken(refused: Refused, tmp_path: Path) -> None:
     config = from_tree({"storage": str(tmp_path), "name": "mine", "train": {"steps": 2}})
     folder = open_storage(config.storage) / "runs" / "mine"
-    launch.create_run(config, folder)
+    begun(config, folder)
     storage = ["--storage", str(tmp_path)]
     assert refused("ppo.py", *storage, "--resume", "other") == f"no run 'other' in {tmp_path}/runs"
     line = refused("ppo.py", *storage, "--name", "mine")
@@ -116,7 +122,7 @@ def test_names_that_are_not_there_or_taken(refused: Refused, tmp_path: Path) -> 
 def test_resuming_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = from_tree({"storage": str(tmp_path), "name": "mine", "train": {"steps": 2}})
     folder = open_storage(config.storage) / "runs" / "mine"
-    launch.create_run(config, folder)
+    begun(config, folder)
     (folder / "result.json").write_text(json.dumps({"step": 2, "eval/accuracy": 0.25}))
     main = runpy.run_path(str(ROOT / "experiments" / "ppo.py"))["main"]
     assert main(["--storage", str(tmp_path), "--resume", "mine"]) == 0
