@@ -58,6 +58,9 @@ def analyze(args: argparse.Namespace) -> int:
     print(f"{analysis.answer(shown['settings'], args.metric)}\n")
     if against:
         print(f"{analysis.apart(*shown[f'against {against.name}'])}\n")
+    if (best := shown["settings"][0]).ended:
+        run = report.client(uri).get_run(best.trials[0].runs[-1]).data.tags.get("rlx.folder", "RUN")
+        print(f"its model: python experiments/export.py {run} --checkpoint best --register NAME\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
     paths = analysis.write(sweep, folder, uri, args.metric, args.mode, args.by, against)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))

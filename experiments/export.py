@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlx import archive, listing, run_folder
+from rlx import archive, listing, report, run_folder
 from rlx.command_line import exit_code
 from rlx.config import ConfigError, RunConfig, from_tree
+from rlx.storage import local_folder
 
 SHOWN = (*listing.WATCHED, "eval/ema/accuracy")
 
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--weights", choices=("policy", "average"), default="policy", help="average: that of train.ema_decay"
     )
     parser.add_argument("--adapter", action="store_true", help="the adapters alone, as peft loads them")
+    parser.add_argument("--register", metavar="NAME", help="also a new version of this registered model in MLflow")
     parser.add_argument(
         "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
     )
@@ -55,7 +57,21 @@ def write(args: argparse.Namespace) -> int:
     print(f"to {folder}")
     print(f"largest difference of a log-probability from the trainer's: {apart:.2g}")
     print(f"load it: {loading(folder, args.adapter)}")
+    if args.register:
+        uri = config.tracking.uri or report.default_uri(local_folder(config.storage))
+        version = registered(uri, manifest.mlflow_run_id, folder, args.register)
+        print(f"registered as {args.register}, version {version}: {report.ui_command(uri)}")
     return 0
+
+
+def registered(uri: str, run_id: str | None, folder: Path, name: str) -> str:
+    """Which version of the registered model it has become; ConfigError if MLflow does not take it."""
+    if run_id is None:
+        raise ConfigError(f"--register {name}: MLflow had not answered when the checkpoint was written")
+    try:
+        return report.register(uri, run_id, folder, name)
+    except Exception as error:  # each kind of store has its own
+        raise ConfigError(f"--register {name}: {report.cause(error)}; the model is in {folder}") from None
 
 
 def which(run: str, step: str | None) -> str:

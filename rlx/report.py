@@ -275,6 +275,21 @@ def log_files(uri: str, run_id: str, paths: Sequence[Path], folder: str | None =
         client(uri).log_artifact(run_id, str(path), folder)
 
 
+def register(uri: str, run_id: str, folder: Path, name: str) -> str:
+    """Stores a model's folder with its run, as artifact `model`, and registers it; which version it has become."""
+    from mlflow.exceptions import MlflowException
+
+    door = client(uri)
+    door.log_artifacts(run_id, str(folder), "model")
+    try:
+        door.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    source = f"{door.get_run(run_id).info.artifact_uri}/model"
+    return str(door.create_model_version(name, source, run_id).version)
+
+
 def client(uri: str) -> Any:
     """MLflow's client for a tracking store, without its chatter."""
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
