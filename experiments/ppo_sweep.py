@@ -93,7 +93,8 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         print(f"error: {reason}", file=sys.stderr)
     print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
     try:
-        loaded = analysis.load_sweep(uri, config.tracking.experiment, plan.name)
+        own = tracker.run_id(storage / "sweeps" / plan.name)  # a server may know other sweeps of that name
+        loaded = analysis.load_sweep(uri, config.tracking.experiment, own or plan.name)
         paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(analysis.format_table(analysis.rank(loaded), width))

@@ -77,7 +77,8 @@ def sweep_names(uri: str, experiment: str) -> list[str]:
 
 
 def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequence[str] = ()) -> Sweep:
-    """Reads a sweep, the newest of that name or the newest of all, with `metrics` besides the `WATCHED` ones.
+    """Reads a sweep with `metrics` besides the `WATCHED` ones: the newest of that name, the one whose MLflow run has
+    that id, or the newest of all.
 
     ConfigError if a metric is unknown, there is no such store, experiment or sweep, or it has no trials.
     """
@@ -85,7 +86,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     for metric in metrics:
         check_metric(metric, [metric] if report.meaning(metric) else list(report.METRICS))
     sweeps = _sweep_runs(uri, experiment)
-    parent = next((run for run in sweeps if name in (None, run.info.run_name)), None)
+    parent = next((run for run in sweeps if name in (None, run.info.run_name, run.info.run_id)), None)
     if parent is None:
         hint = nearest(name or "", [run.info.run_name for run in sweeps])
         raise ConfigError(f"no sweep {name!r} in experiment {experiment!r}{hint}")
