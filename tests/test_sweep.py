@@ -177,6 +177,7 @@ def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
         assert own["policy/grad_norm"][step] == source["policy/grad_norm"][step]
 
 
+@pytest.mark.slow
 def test_trials_that_failed_run_again_when_that_is_asked_for(
     tiny_model: Path, tmp_path: Path, nothing_left: NothingLeft
 ) -> None:
