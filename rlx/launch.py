@@ -117,7 +117,7 @@ def run(
     try:
         # Before there is a run: one without prompts leaves no trace.
         tables = tables or inputs.prompt_tables(config, path)
-        record = _opened(config, folder, resume=resume, parent=parent, tags=tags, say=say)
+        record = _opened(config, folder, resume, parent, tags or {}, say)
         metrics = _trained(crew, config, folder, record, on_report, say, tables)
         return Result(config.name or "", folder.path, metrics, record.run_id)
     finally:
@@ -220,13 +220,7 @@ def _job(config: RunConfig, folder: Storage, uri: str) -> dict[str, Any]:
 
 
 def _opened(
-    config: RunConfig,
-    folder: Storage,
-    *,
-    resume: bool,
-    parent: Storage | None = None,
-    tags: Mapping[str, str] | None = None,
-    say: Say | None = None,
+    config: RunConfig, folder: Storage, resume: bool, parent: Storage | None, tags: Mapping[str, str], say: Say
 ) -> Tracker:
     """The run's record in its folder and in MLflow, new or the one that is to go on."""
     uri = tracking_uri(config)
@@ -237,12 +231,12 @@ def _opened(
     # On a resume too: what was changed for the rest of the run holds for a later one.
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     run_folder.write(folder / "config.yaml", text)
-    record = Tracker(uri, folder, "driver", say or _LOG.warning)
+    record = Tracker(uri, folder, "driver", say)
     record.open(
         config.tracking.experiment,
         config.name or "run",
         params={key: value for key, value in flatten(config).items() if value is not None},
-        tags={"rlx.kind": "run", "rlx.folder": folder.path, **(tags or {})},
+        tags={"rlx.kind": "run", "rlx.folder": folder.path, **tags},
         parent=parent,
     )
     record.log_text("config.yaml", text)

@@ -54,9 +54,11 @@ def checked(sweep: Sweep) -> Sweep:
     if sweep.scheduler == "pbt":
         sweep = _population(sweep, space)
     drawn = search.searcher(sweep.search, space, sweep.trials, sweep.config.seed)
-    for settings in drawn.settings if isinstance(drawn, search.Listed) else []:
+    if not isinstance(drawn, search.Listed):
+        return sweep
+    for settings in drawn.settings:
         from_tree(with_overrides(sweep.tree, search.settled(space, settings)), f"--space {sweep.space}")
-    return sweep
+    return replace(sweep, trials=len(drawn.settings))
 
 
 def _population(sweep: Sweep, space: Space) -> Sweep:
@@ -65,16 +67,13 @@ def _population(sweep: Sweep, space: Space) -> Sweep:
         raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
     if fixed := [key for key in space if run_folder.is_fixed(key)]:
         raise ConfigError(f"--space {sweep.space}: {fixed[0]} cannot change within a run, as --scheduler pbt would")
-    kept = {"every": first_rung(sweep.config), "keep": None, "beside": False}
-    return Sweep(
-        **asdict(sweep) | {"tree": with_overrides(sweep.tree, {f"checkpoint.{k}": v for k, v in kept.items()})}
-    )
+    kept = {"checkpoint.every": first_rung(sweep.config), "checkpoint.keep": None, "checkpoint.beside": False}
+    return replace(sweep, tree=with_overrides(sweep.tree, kept))
 
 
 def planned(sweep: Sweep) -> int:
     """How many trials it has."""
-    listed = search.searcher(sweep.search, search.load_space(sweep.space, sweep.tree), sweep.trials, 0)
-    return sweep.seeds * (len(listed.settings) if isinstance(listed, search.Listed) else sweep.trials)
+    return sweep.seeds * sweep.trials
 
 
 def create_sweep(sweep: Sweep, storage: Storage) -> Sweep:
@@ -121,10 +120,11 @@ def saved_sweep(storage: Storage, name: str | None) -> Sweep:
 
 def begin_again(sweep: Sweep, storage: Storage) -> list[str]:
     """Has the trials that failed run again, from the start, with the next resume; their names."""
-    records = Records(storage / "sweeps" / sweep.name)
+    folder = storage / "sweeps" / sweep.name
+    records = Records(folder)
     failed = {name: record for name, record in records.all().items() if record.state == "failed"}
     for name, record in failed.items():
-        folder, newest = storage / "sweeps" / sweep.name, newest_leg(storage / "sweeps" / sweep.name, name)
+        newest = newest_leg(folder, name)
         begun = leg_number(newest) + run_folder.exists(folder / "runs" / newest)
         records.write(name, Record(settings=record.settings, begun=begun))
     return list(failed)
@@ -177,8 +177,8 @@ def failures(results: Mapping[str, Record]) -> list[str]:
 
 def described(sweep: Sweep) -> str:
     """What a sweep is going to do, in one line."""
-    count, there = planned(sweep), len(nodes())
-    what = f"{count // sweep.seeds} settings x {sweep.seeds} seeds" if sweep.seeds > 1 else f"{count} trials"
+    there = len(nodes())
+    what = f"{sweep.trials} settings x {sweep.seeds} seeds" if sweep.seeds > 1 else f"{sweep.trials} trials"
     return (
         f"sweep {sweep.name}: {what}, {concurrency(sweep)} at once on {there} {'node' if there == 1 else 'nodes'} "
         f"({plan(sweep.config)} each), {sweep.config.train.steps} steps, search {sweep.search}, "
@@ -189,7 +189,7 @@ def described(sweep: Sweep) -> str:
 def _as_it_is(folder: Storage, name: str, record: Record) -> Record:
     """A trial's record with the settings of its newest run, which a kill may have kept from being recorded."""
     newest = folder / "runs" / newest_leg(folder, name)
-    if leg_number(newest.name) == 1 or record.is_over or not run_folder.exists(newest):
+    if leg_number(newest.name) == 1 or record.is_over:
         return record
     saved = flatten(from_tree(run_folder.saved_config(newest)))
     return record.model_copy(update={"settings": {key: saved[key] for key in record.settings}})
@@ -219,7 +219,7 @@ def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
         space,
         records,
         known=known,
-        count=planned(sweep) // sweep.seeds,
+        count=sweep.trials,
         seeds=[config.seed + i for i in range(sweep.seeds)] if sweep.seeds > 1 else [],
         limit=concurrency(sweep) if sweep.search in ADAPTIVE else sweep.max_concurrent,
         replays=sweep.scheduler in REPLAYING,

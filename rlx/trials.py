@@ -32,7 +32,7 @@ class Sweep:
     name: str
     tree: dict[str, Any]  # the config that all trials share
     space: str  # path of the search space
-    trials: int = 4  # settings to try; a grid counts itself
+    trials: int = 4  # settings to try; a grid's own number once the sweep is checked
     search: str = "random"
     scheduler: str = "none"
     seeds: int = 1  # runs of each setting

@@ -1,6 +1,7 @@
 """Search spaces, and the settings that each search draws from them."""
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from ray import tune
 from ray.tune.search import Searcher
 
 from rlx.config import ConfigError
+from rlx.schedulers import SCHEDULERS
 from rlx.search import ADAPTIVE, METRIC, SEARCHES, Listed, extremes, fingerprint, load_space, searcher, settled
 
 SHIPPED = Path(__file__).resolve().parent.parent / "search_spaces"
@@ -272,3 +274,8 @@ for name in ("bayesopt", "hyperopt"):
         "--search bayesopt needs the package bayes_opt: pip install 'rlx[search]'",
         "--search hyperopt needs the package hyperopt: pip install 'rlx[search]'",
     ], done.stderr
+
+
+def test_the_script_offers_what_there_is() -> None:
+    script = runpy.run_path(str(SHIPPED.parent / "experiments" / "ppo_sweep.py"))
+    assert script["SEARCHES"] == list(SEARCHES) and script["SCHEDULERS"] == list(SCHEDULERS)
