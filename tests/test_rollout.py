@@ -1,5 +1,6 @@
 """Real engines beside the trainer's model: what they draw, the weights they are sent, and how they fail."""
 
+import copy
 import os
 import re
 import signal
@@ -70,12 +71,16 @@ class Side:
     def generate(self, sampling: Sampling = SAMPLING, samples: int = 2, timeout_s: float = 60.0) -> list[Completion]:
         return drawn_by(Rollouts([self.engine], seed=0, timeout_s=timeout_s), PROMPTS, sampling, samples, self.version)
 
-    @torch.no_grad()
     def gap(self, completions: Sequence[Completion], temperature: float = 1.0) -> float:
         """The largest difference between the engine's logprobs and the policy's."""
+        return float(self.gaps(completions, temperature).max())
+
+    @torch.no_grad()
+    def gaps(self, completions: Sequence[Completion], temperature: float = 1.0) -> Tensor:
+        """[B, T] the difference at each token, 0 where there is none."""
         batch = experience.build([Judged(drawn, 0.0, False, {}) for drawn in completions], 0)
         scored = self.policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], temperature)
-        return float(((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs().max())
+        return ((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs()
 
 
 versions = iter(range(1, 10_000, 100))  # so that no test takes another one's weights for its own
@@ -311,6 +316,41 @@ def test_an_update_in_many_buckets_is_whole(tied: Side) -> None:
     tied.version += 1
     weights = model.engine_weights(tied.policy)
     assert sync.push(weights, {0: tied.engine}, tied.version, sender=True, bucket_bytes=1000) == {}
+    assert tied.gap(tied.generate()) < CLOSE
+
+
+ENDLESS = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=150, stop_token_ids=())
+
+
+def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
+    """New weights come while completions are drawn: how far each token's logprob is from the old policy's and from
+    the new one's."""
+    rollouts = Rollouts([side.engine], seed=0)
+    draw = rollouts.begin(PROMPTS, [ENDLESS] * 24, side.version)
+    time.sleep(0.2)
+    old = copy.deepcopy(side.policy)
+    side.change()
+    side.version += 1
+    weights = model.engine_weights(side.policy)
+    assert sync.push(weights, {0: side.engine}, side.version, sender=True, keep=keep) == {}
+    rollouts.finish(draw, side.version)
+    assert {one.version for one in draw.completions} == {side.version - 1}
+    return replace(side, policy=old).gaps(draw.completions), side.gaps(draw.completions)
+
+
+def test_completions_in_progress_are_finished_before_new_weights_are_loaded(tied: Side) -> None:
+    old, new = pushed_meanwhile(tied, keep=False)
+    assert old.max() < CLOSE < FAR < new.max()
+    assert tied.gap(tied.generate()) < CLOSE
+
+
+def test_completions_in_progress_go_on_with_new_weights_where_that_is_asked_for(tied: Side) -> None:
+    old, new = pushed_meanwhile(tied, keep=True)
+    # Up to some token each is of the old policy, and of the new one from there on.
+    switched = (old < CLOSE).long().cumprod(1).sum(1)
+    rest = torch.arange(old.shape[1]).unsqueeze(0) >= switched.unsqueeze(1)
+    assert (new * rest).max() < CLOSE
+    assert 0 < switched.float().mean() < ENDLESS.max_tokens
     assert tied.gap(tied.generate()) < CLOSE
 
 
