@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rlx import algorithms
 from rlx.clock import Clock
@@ -66,21 +65,19 @@ def annotate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
 
     Without a reference its logprobs are the policy's own, and without a critic the values are 0.
     """
-    width, temperature = batch.mask.shape[1], run.sampling.temperature
-    columns: dict[str, list[Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": []}
+    columns = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values")}
     entropy = torch.zeros((), device=run.device)
     for micro in run.cut([batch])[0]:
-        inputs = (micro.ids, micro.prompt_lengths, micro.mask.shape[1])
-        scored = run.policy(*inputs, temperature)
-        reference = run.reference_logprobs(inputs)
-        values = scored.values if run.critic is None else run.critic(*inputs)
-        entropy += algorithms.masked_sum(scored.entropy, micro.mask)
+        scored = run.policy(*micro.inputs, run.sampling.temperature, True)
+        reference = run.reference_logprobs(micro)
+        values = scored.values if run.critic is None else run.critic(*micro.inputs)
+        entropy += scored.entropy.sum()
         grids = (scored.logprobs, scored.logprobs if reference is None else reference, values)
-        for name, grid in zip(columns, grids, strict=True):
-            grid = torch.zeros_like(micro.mask) if grid is None else grid * micro.mask
-            columns[name].append(pad(grid, (0, width - grid.shape[1])))
+        for column, grid in zip(columns.values(), grids, strict=True):
+            if grid is not None:
+                column[micro.place, : grid.shape[1]] = grid
     run.reshard()
-    return replace(batch, **{name: torch.cat(grids) for name, grids in columns.items()}), entropy
+    return replace(batch, **columns), entropy
 
 
 def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:

@@ -73,7 +73,7 @@ class Side:
     def gap(self, completions: Sequence[Completion], temperature: float = 1.0) -> float:
         """The largest difference between the engine's logprobs and the policy's."""
         batch = experience.build([Judged(drawn, 0.0, False, {}) for drawn in completions], 0)
-        scored = self.policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], temperature)
+        scored = self.policy(*batch.inputs, temperature)
         return float(((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs().max())
 
 
