@@ -122,7 +122,8 @@ def _lengths(experience: Experience) -> list[int]:
 
 def _packed(lengths: Sequence[int], budget: int, count: int = 1) -> list[slice]:
     """Runs of descending lengths, as few as can be within the budget, padding included, but at least `count`."""
-    runs, start = [], 0
+    runs: list[slice] = []
+    start = 0
     while start < len(lengths):
         left = len(lengths) - start - max(0, count - len(runs) - 1)  # each run to come gets one at least
         stop = start + max(1, min(budget // lengths[start], left))

@@ -6,6 +6,8 @@ right and attention is causal, so no attention mask is needed.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -87,8 +89,8 @@ class Policy(nn.Module):
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
         logprobs, entropies = token_logprobs(head, head.weight.shape[0], hidden, tokens.targets, temperature, entropy)
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
-        grids = [None if flat is None else tokens.grid(flat) for flat in (logprobs, entropies, values)]
-        return Scored(*grids)
+        spread = None if entropies is None else tokens.grid(entropies)
+        return Scored(tokens.grid(logprobs), spread, None if values is None else tokens.grid(values))
 
 
 class Critic(nn.Module):
@@ -165,18 +167,41 @@ def checkpoint_gradients(part: nn.Module) -> None:
                     setattr(layer, name, 0.0)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+def compile_layers(part: nn.Module) -> None:
+    """Has each decoder layer compiled when it first runs, for any number of rows and tokens; call it before `shard`.
+
+    In place, so that names stay as they are.
+
+    Raises:
+        ConfigError: there is no C++ compiler, without which torch.compile makes no code.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(f"train.compile: this machine has no C++ compiler {compiler}")
+    for layer in decoder_layers(part):
+        layer.compile(dynamic=True)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that a model repeats: what its architecture says is not to be split."""
+    names = {name for part in model.modules() for name in (getattr(part, "_no_split_modules", None) or ())}
+    return [part for part in model.modules() if type(part).__name__ in names]
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> nn.Module:
     """Moves a model to the mesh's devices, one shard per rank: each decoder layer a unit, the rest another.
 
     Weights stay float32; forward and backward run in `dtype`, gradients are reduced in float32.
+
+    Args:
+        offload: shards, their gradients and with them the optimizer stay in host memory, and a unit's weights are
+            brought to the device when its turn comes.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    names = {name for part in model.modules() for name in (getattr(part, "_no_split_modules", None) or ())}
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     model.to(mesh.device_type)
-    for part in list(model.modules()):
-        if type(part).__name__ in names:
-            fully_shard(part, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for part in (*decoder_layers(model), model):
+        fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=home)
     return model
 
 

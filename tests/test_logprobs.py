@@ -48,7 +48,9 @@ def found(head: nn.Module, temperature: float, entropy: bool, whole: bool) -> di
     else:
         chosen, spread = token_logprobs(head, VOCABULARY, hidden, targets, temperature, entropy)
     weights = torch.linspace(-1, 1, TOKENS)
-    total = (weights * chosen).sum() + (weights.square() * spread).sum() * entropy
+    total = (weights * chosen).sum()
+    if entropy:
+        total = total + (weights.square() * spread).sum()
     trained = {name: p for name, p in head.named_parameters() if p.requires_grad} | {"hidden": hidden}
     gradients = dict(zip(trained, torch.autograd.grad(total, list(trained.values())), strict=True))
     return gradients | {"logprobs": chosen} | ({"entropy": spread} if entropy else {})
