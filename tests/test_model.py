@@ -298,19 +298,21 @@ ANSWERS = pa.table(
 )
 
 
-def run_of(path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_tokens: int) -> worker.Run:
+def run_of(
+    path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu"
+) -> worker.Run:
     """What a rank trains with. Plain gradient descent shows the gradients; Adam would hide their scale."""
     tree = {
         "train": {"epochs": 1, "minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
         "algorithm": {"kl_coef": 0.1},
     }
     settings = config.from_tree(config.with_overrides(tree, way))
-    trained, reference = roles.models(settings, path, init_device_mesh("cpu", (ranks,)))
+    trained, reference = roles.models(settings, path, init_device_mesh(device, (ranks,)))
     trained = {name: Trained(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
     nothing: Any = None
     return worker.Run(
         config=settings,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         rank=rank,
         ranks=ranks,
         trained=trained,
@@ -333,22 +335,25 @@ def run_of(path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_to
     )
 
 
-def updated(rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_tokens: int) -> dict[str, Tensor]:
+def updated(
+    rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu"
+) -> dict[str, Tensor]:
     """This rank's prompts through steps 4 to 7 of the loop, twice: summed statistics, and all weights after it."""
-    run = run_of(path, rank, ranks, way, micro_batch_tokens)
+    run = run_of(path, rank, ranks, way, micro_batch_tokens, device)
     run.rates = {name: [0.03] for name in run.rates}  # with larger steps, rounding in the first shows in the second
     own = [c for c in completions() if c.prompt.id % ranks == rank]
     judged = [Judged(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy=0.5) for c in own]
-    start = experience.build(judged, PAD)
+    start = experience.build(judged, PAD).to(run.device)
     for _ in range(2):  # in the second round the policy is no longer the reference
         batch, entropy = train_loop.annotate(run, start)
-        gap = 0.3 * torch.sin(batch.groups[:, None] + torch.arange(batch.mask.shape[1])) * batch.mask
+        wave = torch.sin(batch.groups[:, None] + torch.arange(batch.mask.shape[1], device=device))
+        gap = 0.3 * wave * batch.mask
         batch = replace(batch, rollout_logprobs=batch.logprobs + gap)
         batch, kl = train_loop.estimate(run, batch)
         sums = run.summed(update.update(run, batch) | {"kl": kl, "entropy": entropy})
     state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
     state |= {f"average.{name}": p for name, p in run.average.items()}
-    result = {name: p.full_tensor().detach() for name, p in state.items()}
+    result = {name: p.full_tensor().detach().cpu() for name, p in state.items()}
     assert ("ptx/loss" in sums) == (run.supervised is not None)
     everywhere = ("grad_norm/", "updates", "passes")  # what each rank knows of the whole
     shares = {name: value / ranks if name.startswith(everywhere) else value for name, value in sums.items()}
@@ -394,6 +399,34 @@ def test_an_update_does_not_depend_on_the_number_of_ranks(
         for way, found, expected in zip([w for w in WAYS for _ in range(2)], results, on_one_rank, strict=True):
             where = f"rank {rank}, {way}"
             torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
+
+
+OTHERWISE: list[dict[str, Any]] = [
+    {"train.compile": True},
+    {"train.compile": True, "train.gradient_checkpointing": True},
+    {"model.offload": ["critic", "reference"], "scaling.use_gpu": True},
+]
+
+
+def otherwise(rank: int, ranks: int, path: str) -> tuple[list[dict[str, Tensor]], int]:
+    """An update as it is, then in each way that must not change it; and how many graphs were compiled."""
+    from torch._dynamo.utils import counters
+
+    results = [updated(rank, ranks, path, way, 60) for way in ({}, *OTHERWISE)]
+    return results, counters["stats"]["unique_graphs"]
+
+
+def test_compiled_layers_and_shards_in_host_memory_change_nothing(on_ranks: OnRanks, tiny_model: Path) -> None:
+    for (plain, *others), graphs in on_ranks(2, otherwise, str(tiny_model)):
+        assert graphs > 0
+        for way, found in zip(OTHERWISE, others, strict=True):  # its keys are the names of the weights too
+            torch.testing.assert_close(found, plain, atol=3e-6, rtol=1e-5, msg=lambda m, w=way: f"{w}: {m}")
+
+
+def test_layers_are_not_compiled_without_a_compiler(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"train\.compile: this machine has no C\+\+ compiler no-such-compiler"):
+        model.compile_layers(model.load_policy(str(tiny_model), head=None))
 
 
 # --- single parts of an update, on one rank
