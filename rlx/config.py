@@ -57,6 +57,7 @@ _IDLE = {
     "checkpoint.start_with": "checkpoint.start_from",
     "model.lora_alpha": "model.lora_rank",
     "model.lora_targets": "model.lora_rank",
+    "model.offload": "scaling.use_gpu",
     "data.ptx_batch": "data.ptx_source",
     "reward.url_key": "reward.url",
     "algorithm.kl_target": "algorithm.kl_coef",
@@ -186,6 +187,12 @@ class RunConfig(Section):
         if model.reference == "none" and (kl.kl_coef > 0 or kl.kl_target is not None):
             raise ValueError(
                 "model.reference none leaves nothing to measure the KL to: set algorithm.kl_coef to 0, and no kl_target"
+            )
+        if "critic" in model.offload and self.critic != "separate":
+            raise ValueError(f"model.offload critic: it has no weights of its own here, model.critic is {self.critic}")
+        if "reference" in model.offload and self.reference != "copy":
+            raise ValueError(
+                f"model.offload reference: it has no weights of its own here, model.reference is {self.reference}"
             )
         if not model.lora_rank:
             if model.reference == "lora_off":

@@ -121,7 +121,11 @@ def on_ranks() -> OnRanks:
 
 def _as_rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    backend = "gloo"
+    if torch.cuda.is_available():  # one GPU for each rank, which uses it if the function does
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.save(function(rank, ranks, *args), Path(folder, str(rank)))
     dist.destroy_process_group()
 
