@@ -80,14 +80,6 @@ def answers_in_2_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
 
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables in it, which take seconds to make."""
-    folder = tmp_path_factory.mktemp("database")
-    report.client(report.default_uri(folder)).search_experiments()
-    return folder / "mlflow.db"
-
-
 @pytest.fixture
 def database(empty_database: Path, tmp_path: Path) -> str:
     shutil.copy(empty_database, tmp_path)
