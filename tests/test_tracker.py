@@ -59,8 +59,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Iterator[Server]:
     one = Server(tmp_path_factory.mktemp("server"))
+    shutil.copy(empty_database, one.folder / "server.db")
     yield one
     one.down()
 
