@@ -155,6 +155,13 @@ def resumed(half: Done, steady: Done, tiny_model: Path, storage: Path, taught: d
     return train(small(tiny_model, storage, "halves", **STEADY, **taught), resume=True)
 
 
+@pytest.fixture(scope="module")
+def remax(nothing_left: NothingLeft, tiny_model: Path, storage: Path, taught: dict[str, Any]) -> Done:
+    """One step; nothing of it is to be left."""
+    chosen = {"algorithm__advantage": "remax", "algorithm__loss": "cispo", "train__steps": 1}
+    return train(small(tiny_model, storage, "remax", **chosen, **taught), keep=False)
+
+
 def last(done: Done, metric: str, step: int) -> float:
     (value,) = done.history[metric][step]
     return value
@@ -234,15 +241,11 @@ def test_a_resumed_run_with_all_that_state_is_the_undisturbed_one(steady: Done, 
     assert len(comparable(steady.history, range(5))) > 30
 
 
-def test_remax_compares_with_the_greedy_completion(
-    nothing_left: NothingLeft, tiny_model: Path, storage: Path, taught: dict[str, Any]
-) -> None:
-    chosen = {"algorithm__advantage": "remax", "algorithm__loss": "cispo", "train__steps": 1}
-    done = train(small(tiny_model, storage, "remax", **chosen, **taught), keep=False)
-    trained = 16 * last(done, "response/length_mean", 1)
-    assert last(done, "tokens/total", 1) > trained + 8 - 1e-3  # a greedy completion for each of 8 prompts
-    assert last(done, "mismatch/max_abs", 1) <= 1e-4
+def test_remax_compares_with_the_greedy_completion(remax: Done) -> None:
+    trained = 16 * last(remax, "response/length_mean", 1)
+    assert last(remax, "tokens/total", 1) > trained + 8 - 1e-3  # a greedy completion for each of 8 prompts
+    assert last(remax, "mismatch/max_abs", 1) <= 1e-4
 
 
-def test_nothing_is_left_of_these_runs(steady: Done, adapted: Done, nothing_left: NothingLeft) -> None:
+def test_nothing_is_left_of_these_runs(adapted: Done, steady: Done, remax: Done, nothing_left: NothingLeft) -> None:
     nothing_left(5)
