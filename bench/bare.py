@@ -79,13 +79,13 @@ class Loop:
     def __init__(self, config: RunConfig, path: str) -> None:
         self._config = config
         self._device = torch.device("cuda" if config.scaling.use_gpu else "cpu")
-        self._memory = Memory(self._device)
         dtype = getattr(torch, config.model.dtype)
         policy = _Policy(config, path, dtype, self._device)
         self.policy = policy.model
         self.learners: list[_Learner] = [policy]
         if config.critic == "separate":
             self.learners.append(_Critic(config, path, dtype, self._device))
+        self._memory = Memory(self._device)
 
     def load(self, sequences: Sequence[Sequence_]) -> int:
         """Takes the sequences to train on in every round; gives the tokens that a round trains on."""
@@ -140,6 +140,7 @@ class _Learner:
         if getattr(config.train, "compile", False):
             for layer in self.backbone.layers:
                 layer.compile(dynamic=True)
+            self.loss = torch.compile(self.loss, dynamic=True)  # type: ignore[method-assign]
         self._held = list(dict.fromkeys([*model.parameters(), *head.parameters()]))
         self._copied = dtype != torch.float32
         self.weights = [nn.Parameter(p.detach().float()) for p in self._held] if self._copied else self._held
@@ -150,7 +151,8 @@ class _Learner:
 
     def backward(self, micro: Micro, count: int) -> None:
         """Adds the gradients of a micro-batch to those of the float32 weights; `count` divides the loss."""
-        hidden = self.backbone(input_ids=micro.ids, use_cache=False).last_hidden_state.flatten(0, 1)[micro.before]
+        hidden = self.backbone(input_ids=micro.ids, use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, micro.before)
         scored = hidden.detach().requires_grad_()
         for start in range(0, len(scored), _CHUNK):
             chunk = slice(start, start + _CHUNK)

@@ -9,8 +9,8 @@ import torch
 
 
 class Memory:
-    """The most that this process holds for its work: on a GPU what torch has allocated there, on a CPU what is resident
-    above what was when this was made."""
+    """The most that this process holds: on a GPU what torch has allocated there, on a CPU what is resident above what
+    was when this was made, once the models were there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -59,7 +59,7 @@ def measure(config: RunConfig, path: str) -> dict[str, float]:
         "update tokens/s": result["tokens"] / ours,
         "bare loop tokens/s": result["bare tokens"] / bares,
         "update / bare loop": (result["tokens"] / ours) / (result["bare tokens"] / bares),
-        "annotate, s": statistics.median(result["annotate"][workload.WARM :]),
+        "experience and annotate, s": statistics.median(result["annotate"][workload.WARM :]),
         "update, s": ours,
         "bare loop, s": bares,
         "update memory, MiB": result["memory"] / 2**20,
@@ -148,8 +148,8 @@ def rank(job: dict[str, Any]) -> None:
     from rlx.update import update
     from rlx.worker import assemble
 
-    memory = Memory(ray.train.torch.get_device())
     run = assemble(job)
+    memory = Memory(run.device)
     judged = made_up(run.config, run.tokenizer, run.rank, run.ranks)
     sequences = [(len(c.prompt.token_ids), [*c.prompt.token_ids, *c.token_ids]) for c in (j.completion for j in judged)]
     tokens = run.config.train.epochs * sum(len(all_) for _, all_ in sequences)
