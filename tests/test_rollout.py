@@ -39,10 +39,11 @@ def drawn_by(
     rollouts: Rollouts, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
 ) -> list[Completion]:
     """All completions in a row; the last words of the engines if there are none."""
-    groups = rollouts.draw(prompts, sampling, samples, version)
-    if None in groups:
+    draw = rollouts.begin(prompts, [sampling] * samples, version)
+    rollouts.finish(draw, version)
+    if not draw.is_whole:
         raise EngineLostError("; ".join(rollouts.lost.values()))
-    return [completion for group in groups if group for completion in group]
+    return draw.completions
 
 
 @dataclass
@@ -230,7 +231,7 @@ def test_a_prompt_that_cannot_be_taken_fails_alone(tied: Side) -> None:
     (endless,) = prompts([1000])
     rollouts = Rollouts([tied.engine], seed=0)
     with pytest.raises(RolloutError, match=r"engine 0 refused a prompt: .*256"):
-        rollouts.draw([endless], SAMPLING, 1, tied.version)
+        drawn_by(rollouts, [endless], SAMPLING, 1, tied.version)
     assert rollouts.lost == {}
     assert tied.gap(tied.generate()) < CLOSE
 
@@ -247,20 +248,23 @@ def test_request_seeds_are_stable_and_distinct() -> None:
 
 def test_prompts_are_spread_evenly_and_each_goes_to_one_engine() -> None:
     rollouts = Rollouts([None] * 3, seed=0)
-    shares = rollouts._routed(prompts([10] * 9), range(3), 16)
+    shares = rollouts._routed({i: 26 for i in range(9)}, range(3))
     assert sorted(i for share in shares.values() for i in share) == list(range(9))
     assert [len(share) for share in shares.values()] == [3, 3, 3]
-    long_first = rollouts._routed(prompts([200, 10, 10, 10, 10, 10, 10]), range(3), 16)
-    assert sorted(len(share) for share in long_first.values()) == [1, 3, 3]
+    one_long = rollouts._routed({i: 216 if i == 3 else 26 for i in range(7)}, range(3))
+    assert sorted(len(share) for share in one_long.values()) == [1, 3, 3]
+    # Those that have much to do already get less.
+    rollouts._loads[1] = 52
+    assert [len(share) for share in rollouts._routed({i: 26 for i in range(7)}, range(3)).values()] == [3, 1, 3]
 
 
 def test_engines_that_are_lost_get_no_prompts() -> None:
-    shares = Rollouts([None] * 3, seed=0)._routed(prompts([10] * 4), [0, 2], 16)
+    shares = Rollouts([None] * 3, seed=0)._routed({i: 26 for i in range(4)}, [0, 2])
     assert {index: len(share) for index, share in shares.items()} == {0: 2, 2: 2}
 
 
 def test_every_rank_begins_with_another_engine() -> None:
-    shares = [Rollouts([None] * 3, seed=0, rank=rank)._routed(prompts([10]), range(3), 16) for rank in range(4)]
+    shares = [Rollouts([None] * 3, seed=0, rank=rank)._routed({0: 26}, range(3)) for rank in range(4)]
     assert shares == [{0: [0]}, {1: [0]}, {2: [0]}, {0: [0]}]
 
 
