@@ -162,7 +162,7 @@ def rank(job: dict[str, Any]) -> None:
         if loop:
             result["bare"].append(ray.get(loop.round.remote()))
         started = now(run.device)
-        batch, _ = estimate(run, annotate(run, run.experience(judged))[0])
+        batch, _ = estimate(run, annotate(run, *run.experiences(judged)))
         memory.forget()
         between = now(run.device)
         update(run, batch)
