@@ -34,7 +34,12 @@ _EVERYWHERE = {
     "checkpoint.every": 0,
     "checkpoint.best_by": None,
 }
-CPU: dict[str, Any] = _EVERYWHERE | {"train.samples_per_prompt": 8, "rollout.max_tokens": 32}
+# At temperature 1 the tiny model's responses are 3 tokens; so they are longer.
+CPU: dict[str, Any] = _EVERYWHERE | {
+    "train.samples_per_prompt": 8,
+    "rollout.max_tokens": 32,
+    "rollout.temperature": 2.0,
+}
 # Prompts of about 125 tokens; from random weights every response is as long as may be.
 GPU: dict[str, Any] = _EVERYWHERE | {
     "model.path": "qwen2-0.5b",
