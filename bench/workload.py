@@ -156,7 +156,7 @@ def model_folder(config: RunConfig) -> str:
         shape = Qwen2Config(**_SHAPES[name], eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
         with warm_start.private_torch_state(0):
             model = Qwen2ForCausalLM(shape).to(torch.bfloat16)
-        with warm_start.whole_folder(folder) as unfinished:
+        with warm_start.whole_folder(folder) as unfinished, warm_start.no_progress_bars():
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
     return str(folder)
