@@ -1,5 +1,6 @@
 """What of the update shows on GPUs only: compiled layers, shards in host memory, and how much memory logits take."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,21 @@ def test_an_update_is_the_same_compiled_and_with_shards_in_host_memory(on_ranks:
 
 
 def offloaded(rank: int, ranks: int, path: str) -> list[tuple[int, set[str]]]:
+    return [homes(rank, ranks, path, way) for way in ({}, OFFLOAD)]
+
+
+def homes(rank: int, ranks: int, path: str, way: dict[str, Any]) -> tuple[int, set[str]]:
     """GPU memory that a run's models take, and where the critic's weights and its optimizer's state are."""
-    found = []
-    for way in ({}, OFFLOAD):
-        before = torch.cuda.memory_allocated()
-        run = run_of(path, rank, ranks, way, 60, "cuda")
-        critic = run.trained["critic"]
-        optimizer = torch.optim.AdamW(critic.model.parameters(), fused=True)
-        for parameter in critic.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        tensors = [*critic.model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
-        found.append((torch.cuda.memory_allocated() - before, {tensor.to_local().device.type for tensor in tensors}))
-    return found
+    gc.collect()  # what there was before refers to itself
+    before = torch.cuda.memory_allocated()
+    critic = (run := run_of(path, rank, ranks, way, 60, "cuda")).trained["critic"].model
+    optimizer = torch.optim.AdamW(critic.parameters(), fused=True)
+    for parameter in critic.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = [*critic.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
+    assert run.copy is not None
+    return torch.cuda.memory_allocated() - before, {tensor.to_local().device.type for tensor in tensors}
 
 
 def test_what_is_offloaded_takes_no_gpu_memory(on_ranks: OnRanks, tiny_model: Path) -> None:
