@@ -29,6 +29,7 @@ from rlx.settings import (
     DataConfig,
     EvalConfig,
     ModelConfig,
+    ParallelConfig,
     RewardConfig,
     RolloutConfig,
     ScalingConfig,
@@ -90,17 +91,29 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     rollout: RolloutConfig = RolloutConfig()
     scaling: ScalingConfig = ScalingConfig()
+    parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @pydantic.model_validator(mode="after")
-    def _minibatches_are_even(self) -> Self:
-        workers, train = self.scaling.num_workers, self.train
-        if train.prompts_per_step % (workers * train.minibatches):
+    def _replicas_are_whole(self) -> Self:
+        if self.scaling.num_workers % self.parallel.tp:
             raise ValueError(
-                f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers x "
-                f"train.minibatches ({workers} x {train.minibatches})"
+                f"scaling.num_workers ({self.scaling.num_workers}) must be a multiple of parallel.tp "
+                f"({self.parallel.tp})"
+            )
+        if self.parallel.tp > 1 and self.model.lora_rank:
+            raise ValueError("parallel.tp cuts the layers that adapters go beside: set it to 1 or model.lora_rank to 0")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _minibatches_are_even(self) -> Self:
+        train = self.train
+        if train.prompts_per_step % (self.replicas * train.minibatches):
+            raise ValueError(
+                f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of {self._replicas} x "
+                f"train.minibatches ({self.replicas} x {train.minibatches})"
             )
         return self
 
@@ -171,10 +184,9 @@ class RunConfig(Section):
             )
         if (chosen.ptx_coef > 0) != (self.data.ptx_source is not None):
             raise ValueError("algorithm.ptx_coef and data.ptx_source go together: set both or none")
-        if self.data.ptx_source and self.data.ptx_batch % self.scaling.num_workers:
+        if self.data.ptx_source and self.data.ptx_batch % self.replicas:
             raise ValueError(
-                f"data.ptx_batch ({self.data.ptx_batch}) must be a multiple of scaling.num_workers "
-                f"({self.scaling.num_workers})"
+                f"data.ptx_batch ({self.data.ptx_batch}) must be a multiple of {self._replicas} ({self.replicas})"
             )
         return self
 
@@ -224,6 +236,15 @@ class RunConfig(Section):
                 f"prompts would share seeds"
             )
         return self
+
+    @property
+    def replicas(self) -> int:
+        """Training processes, or groups of them, that train on completions of their own."""
+        return self.scaling.num_workers // self.parallel.tp
+
+    @property
+    def _replicas(self) -> str:
+        return "scaling.num_workers" + (" / parallel.tp" if self.parallel.tp > 1 else "")
 
     @property
     def critic(self) -> Literal["separate", "head", "none"]:

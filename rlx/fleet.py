@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from rlx.parallel import Grid
 from rlx.rollout import sync
 from rlx.rollout.pool import PATIENCE_S, RolloutError, Rollouts
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
@@ -22,8 +23,7 @@ class Fleet:
     """Every rank holds one and makes the same calls in the same order."""
 
     rollouts: Rollouts
-    rank: int
-    ranks: int
+    grid: Grid
     dtype: torch.dtype  # that the engines hold
     retries: int  # times that all engines may be lost in one round of generation
     say: Callable[[str], None]  # tells the person who watches
@@ -37,7 +37,7 @@ class Fleet:
         version: int,
         send_weights: Callable[[], None],
     ) -> list[Completion]:
-        """`samples` completions of each of this rank's prompts, in order, drawn with the weights of `version`.
+        """`samples` completions of each of this replica's prompts, in order, drawn with the weights of `version`.
 
         Args:
             send_weights: pushes that version, on all ranks; called when some rank has no engine left.
@@ -45,16 +45,17 @@ class Fleet:
         Raises:
             RolloutError: all engines failed, again and again; has their last words.
         """
-        drawn: list[list[Completion] | None] = [None] * len(prompts)
+        asked = prompts if self.grid.leads else ()
+        drawn: list[list[Completion] | None] = [None] * len(asked)
         for attempt in range(self.retries + 1):
             if attempt:
                 send_weights()
             missing = [i for i, group in enumerate(drawn) if group is None]
-            again = self.rollouts.draw([prompts[i] for i in missing], sampling, samples, version)
+            again = self.rollouts.draw([asked[i] for i in missing], sampling, samples, version)
             for i, group in zip(missing, again, strict=True):
                 drawn[i] = group
             if not self._shared_losses(any(group is None for group in drawn)):
-                return [completion for group in drawn if group for completion in group]
+                return self.grid.shared([completion for group in drawn if group for completion in group])
         words = "; ".join(self.rollouts.lost.values())
         raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {words}")
 
@@ -67,7 +68,7 @@ class Fleet:
         Raises:
             WeightSyncError: none took them; names each and says why.
         """
-        sender = self.rank == 0
+        sender = self.grid.rank == 0
         engines = self.rollouts.present(timeout_s if starting else PATIENCE_S) if sender else {}
         failed = sync.push(weights, engines, version, sender=sender, dtype=self.dtype, timeout_s=timeout_s)
         for index, words in failed.items():
@@ -86,7 +87,7 @@ class Fleet:
     def _shared_losses(self, missing: bool) -> bool:
         """Has every rank know the engines that any has lost; whether any rank misses completions."""
         own = (missing, dict(self.rollouts.lost))
-        everyone = [own] * self.ranks
+        everyone = [own] * self.grid.ranks
         dist.all_gather_object(everyone, own)
         for _, lost in everyone:
             self.rollouts.lost = lost | self.rollouts.lost
@@ -95,7 +96,7 @@ class Fleet:
 
     def _tell(self) -> None:
         """Says which engines are lost and which are back, once for all ranks."""
-        if self.rank == 0:
+        if self.grid.rank == 0:
             for index in self.rollouts.lost.keys() - self._told.keys():
                 self.say(f"{self.rollouts.lost[index]} - it is being replaced")
             for index in self._told.keys() - self.rollouts.lost.keys():

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx import model
+from rlx import model, parallel
 from rlx.checkpoint import Trained
 from rlx.config import RunConfig
 
 
 def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:
-    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the mesh."""
+    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the grid's mesh."""
     chosen, dtype = config.model, getattr(torch, config.model.dtype)
     trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
     own = head if config.critic == "head" else None
@@ -30,11 +30,19 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained],
     for name, part in parts.items():
         if config.train.gradient_checkpointing:
             model.checkpoint_gradients(part)
-        sharded = model.shard(part, mesh, dtype)
+        sharded = _spread(part, mesh, dtype)
         trained[name] = Trained(sharded, _optimizer(config, sharded))
     if config.reference != "copy":
         return trained, None
-    return trained, model.shard(model.load_reference(path, trust_remote_code=trust), mesh, dtype)
+    return trained, _spread(model.load_reference(path, trust_remote_code=trust), mesh, dtype)
+
+
+def _spread(part: Any, mesh: Any, dtype: torch.dtype) -> Any:
+    """A model sharded over all ranks: its layers over tensor-parallel neighbours first, then all over replicas."""
+    if mesh.ndim == 1:
+        return model.shard(part, mesh, dtype)
+    parallel.split_layers(part, mesh[parallel.TENSOR])
+    return model.shard(part, mesh[parallel.DATA], dtype)
 
 
 def adapters(config: RunConfig) -> model.Adapters | None:

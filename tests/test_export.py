@@ -19,12 +19,12 @@ from pyarrow import fs
 from runs import small
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlx import __version__, archive, checkpoint, export, model, roles
 from rlx.archive import Entry, Manifest
 from rlx.config import RunConfig, from_tree
+from rlx.parallel import Grid
 from rlx.rollout.pool import Rollouts
 from rlx.storage import Storage, open_storage
 from rlx.types import Prompt, Sampling
@@ -36,6 +36,7 @@ LORA = {"model__lora_rank": 4, "model__lora_alpha": 8.0}
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {"scaling__num_workers": 1},
     "untied": {"train__ema_decay": 0.5},
+    "cut": {"train__ema_decay": 0.5, "parallel__tp": 2},
     "merged": LORA | {"train__ema_decay": 0.5},
     "some": LORA | {"model__lora_targets": ("q_proj", "down_proj"), "scaling__num_workers": 1},
     "bfloat16": {"scaling__num_workers": 1, "model__dtype": "bfloat16"},
@@ -64,7 +65,7 @@ class Made:
 def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str) -> dict[str, Any]:
     """One optimizer step by the trainer's own models, and this rank's file of a checkpoint."""
     config = from_tree(tree)
-    models, _ = roles.models(config, path, init_device_mesh("cpu", (ranks,)))
+    models, _ = roles.models(config, path, Grid.of("cpu", config.parallel.tp).mesh)
     policy: Any = models["policy"].model
     average = roles.average(config, policy)
     for part in models.values():

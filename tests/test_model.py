@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import OnRanks
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -25,6 +24,7 @@ from rlx import config, data, experience, model, roles, train_loop, update, work
 from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
+from rlx.parallel import Grid
 from rlx.types import Completion, Judged, Prompt, Sampling
 
 PAD = 0
@@ -288,27 +288,27 @@ ANSWERS = pa.table(
 )
 
 
-def run_of(path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_tokens: int) -> worker.Run:
+def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int) -> worker.Run:
     """What a rank trains with. Plain gradient descent shows the gradients; Adam would hide their scale."""
     tree = {
         "train": {"epochs": 1, "minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
         "algorithm": {"kl_coef": 0.1},
     }
     settings = config.from_tree(config.with_overrides(tree, way))
-    trained, reference = roles.models(settings, path, init_device_mesh("cpu", (ranks,)))
+    grid = Grid.of("cpu", settings.parallel.tp)
+    trained, reference = roles.models(settings, path, grid.mesh)
     trained = {name: Trained(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
     nothing: Any = None
     return worker.Run(
         config=settings,
         device=torch.device("cpu"),
-        rank=rank,
-        ranks=ranks,
+        grid=grid,
         trained=trained,
         rates={name: [0.1] for name in trained},
         average=roles.average(settings, trained["policy"].model),
         copy=reference,
         prompts=nothing,
-        supervised=data.PromptStream(ANSWERS, 0, rank, ranks) if settings.data.ptx_source else None,
+        supervised=data.PromptStream(ANSWERS, 0, grid.dp_rank, grid.dp_size) if settings.data.ptx_source else None,
         held_out=[],
         fleet=nothing,
         sampling=Sampling(0.7, 1.0, -1, 12, ()),
@@ -325,8 +325,9 @@ def run_of(path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_to
 
 def updated(rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_tokens: int) -> dict[str, Tensor]:
     """This rank's prompts through steps 4 to 7 of the loop, twice: summed statistics, and all weights after it."""
-    run = run_of(path, rank, ranks, way, micro_batch_tokens)
-    own = [c for c in completions() if c.prompt.id % ranks == rank]
+    run = run_of(path, way, micro_batch_tokens)
+    replicas = run.grid.dp_size
+    own = [c for c in completions() if c.prompt.id % replicas == run.grid.dp_rank]
     judged = [Judged(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy=0.5) for c in own]
     start = experience.build(judged, PAD)
     for _ in range(2):  # in the second round the policy is no longer the reference
@@ -340,7 +341,7 @@ def updated(rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_t
     result = {name: p.full_tensor().detach() for name, p in state.items()}
     assert ("ptx/loss" in sums) == (run.supervised is not None)
     everywhere = ("grad_norm/", "updates", "passes")  # what each rank knows of the whole
-    shares = {name: value / ranks if name.startswith(everywhere) else value for name, value in sums.items()}
+    shares = {name: value / replicas if name.startswith(everywhere) else value for name, value in sums.items()}
     return result | {name: torch.tensor(value) for name, value in shares.items()}
 
 
@@ -385,7 +386,7 @@ def test_an_update_does_not_depend_on_the_number_of_ranks(
 
 def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     """One weight before an optimizer step and after it, its average, and what engines get meanwhile and afterwards."""
-    run = run_of(path, rank, ranks, {"train.ema_decay": 0.75}, 100_000)
+    run = run_of(path, {"train.ema_decay": 0.75}, 100_000)
     weight = dict(run.policy.named_parameters())["lm.model.norm.weight"]
     found = {"before": weight.full_tensor().detach().clone()}
     weight.grad = torch.ones_like(weight)
@@ -413,7 +414,7 @@ def test_the_average_of_the_weights_by_hand(on_ranks: OnRanks, tiny_model: Path)
 def stepped(rank: int, ranks: int, path: str, gradient: float) -> list[list[float]]:
     """The learning rates of policy and critic in optimizer steps around the end of the critic's warm-up."""
     way = {"train.critic_warmup": 2, "train.warmup_steps": 2, "train.steps": 4, "train.lr_schedule": "linear"}
-    run = run_of(path, rank, ranks, way, 100_000)
+    run = run_of(path, way, 100_000)
     rates = []
     for run.step, number in ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1)):
         for trained in run.trained.values():
@@ -442,7 +443,7 @@ def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     found = {}
     for kind in ("rloo", "grpo", "reinforce++", "remax"):
         way = {"algorithm.advantage": kind, "algorithm.kl_in": "reward", "algorithm.kl_kind": "k1"}
-        run = run_of(path, rank, ranks, way | {"algorithm.whiten": False}, 100_000)
+        run = run_of(path, way | {"algorithm.whiten": False}, 100_000)
         prompts = [Prompt(i, (7, 8), "question", "answer") for i in range(2)]
         rows = [Completion(prompts[i // 2], i % 2, (9, 10), (-1.0, -1.0), True, 0) for i in range(4)]
         scores = (1.0, 0.0, 2.0, 2.0)
