@@ -297,4 +297,4 @@ def _is_mine(tensor: Tensor) -> bool:
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or []
     if 0 not in tensor.device_mesh.mesh:  # a tensor-parallel neighbour's, who has the same on a mesh of its own
         return False
-    return all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))
+    return all(at == 0 or not place.is_replicate() for place, at in zip(tensor.placements, coordinate, strict=True))

@@ -84,9 +84,8 @@ class Grid:
 
 def _norm_of_heads() -> ParallelStyle:
     """For a norm of each head by itself: its weight is every process's, its gradient the sum over all heads."""
-    return SequenceParallel(
-        sequence_dim=2, use_local_output=True
-    )  # in [B, T, heads, size] neighbours hold heads of their own
+    # In [B, T, heads, size] neighbours hold heads of their own, as they would hold parts of a sequence.
+    return SequenceParallel(sequence_dim=2, use_local_output=True)
 
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {

@@ -178,7 +178,7 @@ class Run:
         return experience.build(judged, self.tokenizer.pad_token_id or 0).to(self.device)
 
     def answers(self, number: int) -> Experience:
-        """This replica's share of the rows that go with the step's optimizer step `number`, cut at rollout.max_tokens."""
+        """This replica's share of the supervised rows of optimizer step `number`, cut at rollout.max_tokens."""
         assert self.supervised
         limit, count = self.config.rollout.max_tokens, self.config.data.ptx_batch
         per_step = self.config.train.epochs * self.config.train.minibatches

@@ -152,7 +152,7 @@ def assert_as_trained(folder: Path, made: Made, weights: str = "policy") -> None
     torch.testing.assert_close(logprobs(lm, ROWS, PROMPT), made.logprobs[weights], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "merged", "some"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "cut", "merged", "some"])
 def test_transformers_loads_the_policy_that_was_trained(
     kind: str, made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,7 +186,7 @@ def test_the_folder_is_a_whole_model(made: Make, tmp_path: Path) -> None:
     assert after.apply_chat_template(turn, return_dict=False) == before.apply_chat_template(turn, return_dict=False)
 
 
-@pytest.mark.parametrize("kind", ["untied", "merged"])
+@pytest.mark.parametrize("kind", ["untied", "cut", "merged"])
 def test_the_average_is_another_policy(kind: str, made: Make, tmp_path: Path) -> None:
     one = made(kind)
     assert_as_trained(exported(one, tmp_path / "out", "--weights", "average"), one, "average")
