@@ -6,6 +6,7 @@ Embeddings, norms and heads are not cut: neighbours hold them alike. Sharding ov
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -44,6 +45,8 @@ class Grid:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         if tp == 1:
             return cls(init_device_mesh(device_type, (ranks,)), rank, ranks, tp)
+        # Every process would say once that two gathers one after the other could be faster.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         return cls(init_device_mesh(device_type, (ranks // tp, tp), mesh_dim_names=(DATA, TENSOR)), rank, ranks, tp)
 
     @property
