@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class _End:
+    pass
+
+
+_END = _End()
 
 
 class Clock:
@@ -20,6 +30,16 @@ class Clock:
         yield
         spent = time.perf_counter() - started
         self._seconds[f"time/{part}"] = self._seconds.get(f"time/{part}", 0.0) + spent
+
+    def waiting(self, part: str, things: Iterable[T]) -> Iterator[T]:
+        """Things as they come; the wait for each counts."""
+        iterator = iter(things)
+        while True:
+            with self(part):
+                thing = next(iterator, _END)
+            if isinstance(thing, _End):
+                return
+            yield thing
 
     def metrics(self) -> dict[str, float]:
         """Seconds of each part by metric name, and of the whole so far."""

@@ -67,6 +67,7 @@ _IDLE = {
     "algorithm.importance_level": "algorithm.importance",
     "algorithm.importance_low": "algorithm.importance",
     "algorithm.importance_high": "algorithm.importance",
+    "rollout.partial": "rollout.max_staleness",
 }
 _OFF = (None, False, 0, "none")
 MOST_RANK = 512
@@ -130,6 +131,7 @@ class RunConfig(Section):
     @pydantic.model_validator(mode="after")
     def _nothing_is_set_in_vain(self) -> Self:
         given, defaults = flatten(self), {name: field.default for name, field in settings().items()}
+        given["algorithm.importance"] = self.importance
         for key, needed in _IDLE.items():
             if given[key] != defaults[key] and given[needed] in _OFF:
                 raise ValueError(f"{key} does nothing without {needed}")
@@ -211,9 +213,56 @@ class RunConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _generation_fits_beside_training(self) -> Self:
+        rollout, workers = self.rollout, self.scaling.num_workers
+        share = self.train.prompts_per_step // workers
+        if rollout.max_staleness > 1 and not rollout.partial:
+            raise ValueError(
+                f"rollout.max_staleness {rollout.max_staleness} gains nothing over 1 while each weight update "
+                f"waits for all that is being drawn: set rollout.partial"
+            )
+        if rollout.partial and self.train.ema_decay is not None:
+            raise ValueError(
+                "rollout.partial and train.ema_decay: completions in progress would go on with the averaged weights "
+                "while these are evaluated; set only one"
+            )
+        if rollout.parts > share:
+            raise ValueError(f"rollout.parts ({rollout.parts}): a worker has only {share} prompts per step")
+        if rollout.parts > 1 and (rollout.max_staleness or self.algorithm.filter_groups):
+            other = "rollout.max_staleness" if rollout.max_staleness else "algorithm.filter_groups"
+            raise ValueError(f"rollout.parts does nothing with {other}: leave it at 1")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _engines_share_what_they_can(self) -> Self:
+        rollout = self.rollout
+        if rollout.placement == "beside":
+            return self
+        if not self.scaling.use_gpu:
+            raise ValueError("rollout.placement shared: engines share GPUs with workers, set scaling.use_gpu")
+        if rollout.engines != self.scaling.num_workers:
+            raise ValueError(
+                f"rollout.placement shared: an engine for each worker, but rollout.engines is {rollout.engines} and "
+                f"scaling.num_workers {self.scaling.num_workers}"
+            )
+        asked = {
+            "scaling.resources_per_worker": self.scaling.resources_per_worker,
+            "rollout.resources_per_engine": rollout.resources_per_engine,
+        }
+        for key, resources in asked.items():
+            if resources.get("GPU", 0) > 0:
+                raise ValueError(
+                    f"{key} names GPUs, but rollout.placement shared gives each worker and engine half of one"
+                )
+        if rollout.max_staleness or rollout.parts > 1:
+            other = "max_staleness" if rollout.max_staleness else "parts"
+            raise ValueError(f"rollout.{other}: with rollout.placement shared, engines sleep while their workers train")
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _truncated_sampling_is_corrected(self) -> Self:
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
-        if truncated and self.algorithm.importance == "none":
+        if truncated and self.importance == "none":
             raise ValueError(
                 "rollout.top_p/top_k draw from a truncated distribution, which biases PPO's ratio: "
                 "set algorithm.importance to tis or mask"
@@ -254,6 +303,13 @@ class RunConfig(Section):
         if self.algorithm.advantage != "gae":
             return "none"
         return "head" if self.model.lora_rank else "separate"
+
+    @property
+    def importance(self) -> Literal["none", "tis", "mask"]:
+        """What algorithm.importance comes to."""
+        if self.algorithm.importance != "auto":
+            return self.algorithm.importance
+        return "tis" if self.rollout.max_staleness else "none"
 
     @property
     def reference(self) -> Literal["copy", "lora_off", "none"]:

@@ -201,7 +201,7 @@ class Crew:
             self._gone.wait(_POLL_S)
 
     def _start_engines(self, config: RunConfig, model: str, needed: Plan) -> list[Any]:
-        bundle = config.rollout.resources_per_engine
+        bundle = needed.engines[0]
         return pool.start_engines(model, engine_options(config), bundle, self._group, needed.places[1], adapter(config))
 
     def _start_reward_models(self, config: RunConfig, needed: Plan) -> list[Any]:
@@ -304,10 +304,11 @@ def engine_options(config: RunConfig) -> dict[str, Any]:
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + settings.max_tokens,
         max_num_seqs=settings.max_num_seqs,
-        on_gpu=settings.resources_per_engine.get("GPU", 0) > 0,
+        on_gpu=plan(config).engines[0].get("GPU", 0) > 0,
         kv_cache_mib=settings.kv_cache_mib,
         gpu_memory=settings.gpu_memory_utilization,
         eager=settings.enforce_eager,
+        sleeps=settings.placement == "shared",
         trust_remote_code=config.model.trust_remote_code,
         lora_rank=config.model.lora_rank if config.model.lora_sync == "adapter" else 0,
     )

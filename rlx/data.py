@@ -147,9 +147,10 @@ class PromptStream:
         self.position += count
         return prompts(self.table, [epoch * size + int(self._order(epoch)[place]) for epoch, place in mine])
 
-    def cursor(self) -> dict[str, int]:
-        """What a checkpoint keeps: epoch, how many of its prompts are done, the seed of its order, which prompts."""
-        epoch, offset = divmod(self.position, len(self.table))
+    def cursor(self, position: int | None = None) -> dict[str, int]:
+        """What a checkpoint keeps of where the stream is, or was at `position`: epoch, how many of its prompts are
+        done, the seed of its order, which prompts."""
+        epoch, offset = divmod(self.position if position is None else position, len(self.table))
         return {"epoch": epoch, "offset": offset, "seed": self.seed, "size": len(self.table), "digest": self._digest}
 
     def seek(self, cursor: dict[str, int]) -> None:

@@ -78,15 +78,15 @@ def sync_figures(run: Run) -> dict[str, float]:
         run.push(run.config.rollout.sync_timeout_s)
         batch = drawn(run)
         sent = gap(run, batch)
-    return {"sync_gap": sent, "stale_gap": gap(run, annotate(run, batch)[0])}
+    return {"sync_gap": sent, "stale_gap": gap(run, annotate(run, batch))}
 
 
 def drawn(run: Run) -> Experience:
     """Completions of the next prompts with the logprobs that the policy gives them, of this rank."""
-    completions = run.draw(run.prompts.next(run.config.train.prompts_per_step))
     selection = run.selection()
-    selection.add(run.penalized(run.judge(completions, run.scorers)))
-    return annotate(run, run.experience(selection.chosen()))[0]
+    for completions in run.rounds.next(run.step, run.step + 1, run.push):  # none ahead: the weights change in between
+        selection.add(run.penalized(run.judge(completions, run.scorers)))
+    return annotate(run, *run.experiences(selection.take(last=True)))
 
 
 def gap(run: Run, batch: Experience) -> float:

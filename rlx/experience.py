@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlx.types import Experience, Judged
 
@@ -23,19 +24,20 @@ class Selection:
     sampling of Yu et al. 2025, DAPO (arXiv 2503.14476) eq. 11.
     """
 
-    def __init__(self, wanted: int, samples: int, filtered: bool, greedy: bool) -> None:
+    def __init__(self, wanted: int, samples: int, filtered: bool, greedy: bool, at_once: bool = False) -> None:
         """`wanted` groups of `samples` completions, on this rank; `greedy`: each comes with a further one at its end,
-        the prompt's greedy completion, whose score is kept with the others."""
-        self.wanted, self.samples, self.filtered, self.greedy = wanted, samples, filtered, greedy
+        the prompt's greedy completion, whose score is kept with the others; `at_once`: groups are not waited for."""
+        self.wanted, self.samples, self.filtered, self.greedy, self.at_once = wanted, samples, filtered, greedy, at_once
         self.drawn: list[Judged] = []  # all there were to choose from
         self.tokens = 0  # that were generated for them
         self.varied = 0  # groups whose scores differ
         self.rounds = 0
         self._kept: list[list[Judged]] = []
         self._left_out: list[list[Judged]] = []
+        self._taken = 0  # groups
 
     def add(self, judged: Sequence[Judged]) -> None:
-        """Takes in whole groups."""
+        """Takes in whole groups, of a round or of a part of one."""
         size = self.samples + self.greedy
         for start in range(0, len(judged), size):
             group = list(judged[start : start + self.samples])
@@ -46,16 +48,23 @@ class Selection:
             self.drawn += group
             self.varied += varied
         self.tokens += sum(len(one.completion.token_ids) for one in judged)
-        self.rounds += 1
 
     @property
     def missing(self) -> int:
         """How many more groups are wanted."""
         return max(0, self.wanted - len(self._kept))
 
-    def chosen(self) -> list[Judged]:
-        """The completions of the groups wanted, filled up with some that were left out if there are too few."""
-        return [one for group in (self._kept + self._left_out)[: self.wanted] for one in group]
+    def take(self, last: bool = False) -> list[Judged]:
+        """Completions to train on that were not taken before.
+
+        Unless they are wanted at once there are none before the `last` call: only then it is known which groups are
+        left out. If there are too few, it fills up with some that were left out.
+        """
+        if not (self.at_once or last):
+            return []
+        groups = (self._kept + self._left_out)[self._taken : self.wanted]
+        self._taken += len(groups)
+        return [one for group in groups for one in group]
 
 
 def build(judged: Sequence[Judged], pad_id: int) -> Experience:
@@ -64,7 +73,7 @@ def build(judged: Sequence[Judged], pad_id: int) -> Experience:
     ids = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
     ones = [torch.ones(len(c.token_ids)) for c in completions]
     mask = _padded(ones, 0.0)
-    later = ("logprobs", "ref_logprobs", "values", "advantages", "returns")
+    later = ("logprobs", "ref_logprobs", "values", "entropy", "advantages", "returns")
     return Experience(
         ids=_padded(ids, pad_id),
         prompt_lengths=torch.tensor([len(c.prompt.token_ids) for c in completions]),
@@ -75,6 +84,21 @@ def build(judged: Sequence[Judged], pad_id: int) -> Experience:
         greedy=torch.tensor([one.greedy for one in judged], dtype=torch.float32),
         **{name: torch.zeros_like(mask) for name in later},
     )
+
+
+def joined(parts: Sequence[Experience]) -> Experience:
+    """The completions of several experiences, one after the other, padded to the longest."""
+    if len(parts) == 1:
+        return parts[0]
+    length, width = max(part.ids.shape[1] for part in parts), max(part.mask.shape[1] for part in parts)
+
+    def column(name: str) -> Tensor:
+        grids = [getattr(part, name) for part in parts]
+        if grids[0].ndim == 1:
+            return torch.cat(grids)
+        return torch.cat([pad(grid, (0, (length if name == "ids" else width) - grid.shape[1])) for grid in grids])
+
+    return Experience(**{field.name: column(field.name) for field in fields(Experience)})
 
 
 def minibatches(experience: Experience, count: int) -> list[Experience]:

@@ -6,6 +6,7 @@ process of one that died; it is in use again once it has taken the weights.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from rlx.parallel import Grid
 from rlx.rollout import sync
-from rlx.rollout.pool import PATIENCE_S, RolloutError, Rollouts
+from rlx.rollout.pool import PATIENCE_S, Draw, RolloutError, Rollouts, answer
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
 
@@ -29,54 +30,66 @@ class Fleet:
     say: Callable[[str], None]  # tells the person who watches
     _told: dict[int, str] = field(default_factory=dict, init=False)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        samples: int,
-        version: int,
-        send_weights: Callable[[], None],
-    ) -> list[Completion]:
-        """`samples` completions of each of this replica's prompts, in order, drawn with the weights of `version`.
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
+        """Asks for a completion of each of these prompts, the replica's, by each sampling; does not wait."""
+        return self.rollouts.begin(prompts if self.grid.leads else (), samplings, version)
+
+    def finish(self, draw: Draw, version: int, send_weights: Callable[[], None]) -> list[Completion]:
+        """What was asked for, those of each prompt together, in order.
 
         Args:
+            version: of the weights that the engines hold.
             send_weights: pushes that version, on all ranks; called when some rank has no engine left.
 
         Raises:
             RolloutError: all engines failed, again and again; has their last words.
         """
-        asked = prompts if self.grid.leads else ()
-        drawn: list[list[Completion] | None] = [None] * len(asked)
         for attempt in range(self.retries + 1):
             if attempt:
                 send_weights()
-            missing = [i for i, group in enumerate(drawn) if group is None]
-            again = self.rollouts.draw([asked[i] for i in missing], sampling, samples, version)
-            for i, group in zip(missing, again, strict=True):
-                drawn[i] = group
-            if not self._shared_losses(any(group is None for group in drawn)):
-                return self.grid.shared([completion for group in drawn if group for completion in group])
+            self.rollouts.finish(draw, version)
+            if not self._shared_losses(not draw.is_whole):
+                return self.grid.shared(draw.completions)
         words = "; ".join(self.rollouts.lost.values())
         raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {words}")
 
-    def push(self, weights: Sequence[Weight], version: int, timeout_s: float, starting: bool = False) -> None:
+    def push(
+        self,
+        weights: Sequence[Weight],
+        version: int,
+        timeout_s: float,
+        starting: bool = False,
+        keep: bool = False,
+    ) -> None:
         """Sends the policy's weights to the engines that are there; returns on every rank once they have them.
 
         Args:
             starting: all engines are waited for, which may still be starting.
+            keep: completions that are being drawn go on with these weights; otherwise they are finished first.
 
         Raises:
             WeightSyncError: none took them; names each and says why.
         """
         sender = self.grid.rank == 0
         engines = self.rollouts.present(timeout_s if starting else PATIENCE_S) if sender else {}
-        failed = sync.push(weights, engines, version, sender=sender, dtype=self.dtype, timeout_s=timeout_s)
+        failed = sync.push(weights, engines, version, sender=sender, dtype=self.dtype, timeout_s=timeout_s, keep=keep)
         for index, words in failed.items():
             self.rollouts.lose(index, words)
         self.rollouts.lost = self._from_first(self.rollouts.lost)
         self._tell()
         if len(self.rollouts.lost) == len(self.rollouts.engines):
             raise WeightSyncError("; ".join(self.rollouts.lost.values()))
+
+    def rest(self) -> None:
+        """Has the engines give back their GPU memory until they are sent weights again; a collective call."""
+        if self.grid.rank == 0:
+            calls = {i: e.sleep.remote() for i, e in enumerate(self.rollouts.engines) if i not in self.rollouts.lost}
+            for index, call in calls.items():
+                try:
+                    answer(call, index, time.monotonic() + self.rollouts.timeout_s)
+                except RolloutError as error:
+                    self.rollouts.lose(index, str(error))
+        self.rollouts.lost = self._from_first(self.rollouts.lost)
 
     def _from_first(self, lost: dict[int, str]) -> dict[int, str]:
         """What rank 0 has; the other ranks wait until it has it."""

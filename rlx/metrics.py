@@ -45,7 +45,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
 
 
 def held_out_answers(run: Run) -> list[Judged]:
-    return run.judge(run.generate(run.held_out, run.greedy, 1), run.held_out_scorers)
+    return run.judge(run.answer_greedily(run.held_out), run.held_out_scorers)
 
 
 def over_ranks(run: Run, judged: Sequence[Judged], prefix: str) -> dict[str, float]:
@@ -80,10 +80,11 @@ def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
         "prompt_tokens": batch.prompt_lengths.sum(),
         "truncated": sum(not one.completion.finished for one in drawn),
         "age": sum(run.step - 1 - one.completion.version for one in drawn),
+        "entropy": algorithms.masked_sum(batch.entropy, mask),
         "mismatch": algorithms.masked_sum(mismatch, mask),
         "weight": algorithms.masked_sum(weights, mask),
         "weight_squared": algorithms.masked_sum(weights.square(), mask),
-        "reweighted": (run.importance(batch) != weights).sum() * (run.config.algorithm.importance != "none"),
+        "reweighted": (run.importance(batch) != weights).sum() * (run.config.importance != "none"),
     }
     sums |= {f"part/{name}": sum(one.parts[name] for one in drawn) for name in drawn[0].parts}
     for name, grid in (("residual", batch.returns - batch.values), ("returns", batch.returns)):
@@ -98,11 +99,13 @@ def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, flo
     run.tokens += int(s["generated"])
     if "updates/policy" in s:  # while the critic warms up, the policy is the reference
         run.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
+    ahead = run.config.rollout.max_staleness > 0
     trained = (s["prompt_tokens"] + s["tokens"]) * s["updates"] / run.grid.dp_size / run.config.train.minibatches
     return metrics | {
+        "time/generation": run.rounds.seconds,
         "response/length_mean": s["tokens"] / s["completions"],
         "response/truncated_fraction": s["truncated"] / s["drawn"],
-        "tokens/rollout_per_s": s["generated"] / seconds["time/rollout"],
+        "tokens/rollout_per_s": s["generated"] / (run.rounds.seconds if ahead else seconds["time/rollout"]),
         "tokens/update_per_s": trained / seconds["time/update"],
         "tokens/total": float(run.tokens),
         "staleness/mean": s["age"] / s["drawn"],

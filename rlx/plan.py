@@ -25,6 +25,7 @@ class Plan:
     engines: list[Bundle]
     reward_models: list[Bundle] = field(default_factory=list)
     strategy: str = "PACK"  # of Ray's placement groups
+    shared: bool = False  # each engine is in the bundle of a worker, on the same GPU
 
     @property
     def bundles(self) -> list[Bundle]:
@@ -35,13 +36,17 @@ class Plan:
     def places(self) -> tuple[list[int], list[int], list[int]]:
         """Which of `bundles` are the workers', the engines' and the reward models'."""
         place = {i: position for position, i in enumerate(self._order)}
-        first, second = len(self.workers), len(self.workers) + len(self.engines)
+        first = len(self.workers)
+        second = first + (0 if self.shared else len(self.engines))
         ranges = range(first), range(first, second), range(second, len(self._all))
         workers, engines, models = ([place[i] for i in indices] for indices in ranges)
-        return workers, engines, models
+        return workers, workers if self.shared else engines, models
 
     @property
     def _all(self) -> list[Bundle]:
+        if self.shared:
+            pairs = zip(self.workers, self.engines, strict=True)
+            return [*(_total(pair) for pair in pairs), *self.reward_models]
         return [*self.workers, *self.engines, *self.reward_models]
 
     @property
@@ -178,10 +183,13 @@ def plan(config: RunConfig) -> Plan:
     per_worker = dict(config.scaling.resources_per_worker)
     if config.scaling.use_gpu:
         per_worker.setdefault("GPU", 1.0)
+    per_engine = dict(config.rollout.resources_per_engine)
+    if shared := config.rollout.placement == "shared":
+        per_worker["GPU"] = per_engine["GPU"] = 0.5  # what each takes of their GPU, as Ray counts it
     models = config.reward.model_replicas if config.reward.model else 0
     asked = {
         "scaling.resources_per_worker": per_worker,
-        "rollout.resources_per_engine": dict(config.rollout.resources_per_engine),
+        "rollout.resources_per_engine": per_engine,
         "reward.resources_per_model": dict(config.reward.resources_per_model),
     }
     for key, bundle in asked.items():
@@ -193,6 +201,7 @@ def plan(config: RunConfig) -> Plan:
         [engine] * config.rollout.engines,
         [model] * models,
         config.scaling.placement_strategy,
+        shared,
     )
 
 

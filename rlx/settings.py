@@ -254,8 +254,9 @@ class AlgorithmConfig(Section):
     """a step's epochs end early, the critic's too, once a mini-batch's mean KL(old || current) exceeds this"""
     ptx_coef: NonNegativeFloat = 0.0
     """weight of the supervised loss on data.ptx_source, per answer token"""
-    importance: Literal["none", "tis", "mask"] = "none"
-    """correct for the gap between engine and trainer: truncate or mask their probability ratio"""
+    importance: Literal["auto", "none", "tis", "mask"] = "auto"
+    """correct for the gap between the policy that drew a token and the one before the update: truncate or mask their
+    probability ratio; auto: none, but tis with rollout.max_staleness"""
     importance_level: Literal["token", "sequence"] = "token"
     """whose ratio that is: each token's, or the whole response's"""
     importance_low: float = Field(default=0.5, ge=0, lt=1)
@@ -312,6 +313,17 @@ class RolloutConfig(Section):
     """sample among the k likeliest tokens, -1 for all; needs algorithm.importance"""
     max_tokens: PositiveInt = 16
     """longest response in tokens"""
+    max_staleness: NonNegativeInt = 0
+    """generate this many steps ahead, while earlier steps train, with weights as much older; 0: strictly on-policy"""
+    partial: bool = False
+    """completions that are being drawn ahead go on when new weights arrive, with these; otherwise they are finished
+    first"""
+    parts: PositiveInt = 1
+    """a step's prompts are drawn in so many parts; one is scored, also by policy and reference, while later ones are
+    drawn"""
+    placement: Literal["beside", "shared"] = "beside"
+    """engines have GPUs, or parts of GPUs, of their own, or each shares the GPU of a worker: it sleeps while that
+    trains"""
     max_num_seqs: PositiveInt = 256
     """completions that an engine works on at once"""
     kv_cache_mib: PositiveInt = 64

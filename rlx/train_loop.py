@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from rlx import algorithms
 from rlx.clock import Clock
+from rlx.experience import Selection, joined
 from rlx.metrics import evaluate, rollout_sums, summarize
 from rlx.settings import GROUPED
 from rlx.types import Experience
@@ -37,49 +38,58 @@ def train_loop(setup: dict[str, Any]) -> None:
         run.report(run.metrics, [])  # the driver may not have heard of the checkpoint's own step
     while not run.stopping:
         clock = Clock()
-        selection = run.selection()
+        selection, parts = run.selection(), []
         while run.wants_more(selection):  # once, unless groups whose scores are all equal are left out
-            with clock("rollout"):
-                prompts = run.prompts.next(config.train.prompts_per_step)  # 1 this rank's share
-                completions = run.draw(prompts)  # 2 token ids, logprobs, weight version
-            with clock("reward"):
-                selection.add(run.penalized(run.judge(completions, run.scorers)))  # 3
+            parts += draw(run, selection, clock)  # 1 to 5
         with clock("annotate"):
-            batch = run.experience(selection.chosen())  # 4 padded [B, T], masks
-            batch, entropy = annotate(run, batch)  # 5 old and reference logprobs, values
-            batch, kl = estimate(run, batch)  # 6 advantages and returns
+            run.rest()
+            parts += [annotate(run, part) for part in run.experiences(selection.take(last=True))]
+            batch, kl = estimate(run, joined(parts))  # 6 advantages and returns
         with clock("update"):
             sums = update(run, batch)  # 7 losses, backward, clip, step
+        with clock("rollout"):
+            run.settle()
         run.step += 1
         with clock("sync"):
             run.push(config.rollout.sync_timeout_s)  # 8
         metrics, samples = evaluate(run) if run.is_due(config.eval.every) else ({}, [])
-        sums |= {"entropy": entropy, "kl": kl} | rollout_sums(run, batch, selection)
+        sums |= {"kl": kl} | rollout_sums(run, batch, selection)
         run.report(metrics | summarize(run, batch, sums, clock.metrics()), samples)  # 9
     run.close()
 
 
+def draw(run: Run, selection: Selection, clock: Clock) -> list[Experience]:
+    """The next round of prompts, part by part: completions, their scores, and what policy and reference say of those
+    that are to be trained on whatever the other parts bring."""
+    parts: list[Experience] = []
+    selection.rounds += 1
+    for completions in clock.waiting("rollout", run.draw()):  # 1 this rank's prompts, 2 token ids, logprobs, version
+        with clock("reward"):
+            selection.add(run.penalized(run.judge(completions, run.scorers)))  # 3
+        with clock("annotate"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
+            parts += [annotate(run, part) for part in run.experiences(selection.take())]
+    return parts
+
+
 @torch.no_grad()
-def annotate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
-    """Adds the old policy's logprobs, the reference's and the values; also the policy's summed entropy.
+def annotate(run: Run, batch: Experience) -> Experience:
+    """Adds the old policy's logprobs and entropy, the reference's logprobs and the values.
 
     Without a reference its logprobs are the policy's own, and without a critic the values are 0.
     """
     width, temperature = batch.mask.shape[1], run.sampling.temperature
-    columns: dict[str, list[Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": []}
-    entropy = torch.zeros((), device=run.device)
+    columns: dict[str, list[Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": [], "entropy": []}
     for micro in run.cut([batch])[0]:
         inputs = (micro.ids, micro.prompt_lengths, micro.mask.shape[1])
         scored = run.policy(*inputs, temperature)
         reference = run.reference_logprobs(inputs)
         values = scored.values if run.critic is None else run.critic(*inputs)
-        entropy += algorithms.masked_sum(scored.entropy, micro.mask)
-        grids = (scored.logprobs, scored.logprobs if reference is None else reference, values)
+        grids = (scored.logprobs, scored.logprobs if reference is None else reference, values, scored.entropy)
         for name, grid in zip(columns, grids, strict=True):
             grid = torch.zeros_like(micro.mask) if grid is None else grid * micro.mask
             columns[name].append(pad(grid, (0, width - grid.shape[1])))
     run.reshard()
-    return replace(batch, **{name: torch.cat(grids) for name, grids in columns.items()}), entropy
+    return replace(batch, **{name: torch.cat(grids) for name, grids in columns.items()})
 
 
 def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:

@@ -92,7 +92,7 @@ class Experience:
     """One rank's rollouts as tensors; B completions, prompt and response left-aligned in `ids`.
 
     `[B, T]` tensors are over response tokens: column t is the t-th token after the prompt. They are zero where
-    `mask` is zero. The last five are all zero until the steps of the loop fill them in.
+    `mask` is zero. The last six are all zero until the steps of the loop fill them in.
     """
 
     ids: Tensor  # [B, L] int64, prompt then response then padding
@@ -105,6 +105,7 @@ class Experience:
     logprobs: Tensor  # [B, T] the policy's before the update ("old")
     ref_logprobs: Tensor  # [B, T]
     values: Tensor  # [B, T] the critic's before the update ("old")
+    entropy: Tensor  # [B, T] the policy's before the update, in nats
     advantages: Tensor  # [B, T]
     returns: Tensor  # [B, T]
 

@@ -44,6 +44,7 @@ from rlx.experience import Selection
 from rlx.fleet import Fleet
 from rlx.parallel import Grid
 from rlx.rollout.pool import Rollouts
+from rlx.rounds import Rounds
 from rlx.saver import Retention, Saver
 from rlx.storage import Storage, open_storage, patiently
 from rlx.tracker import Tracker
@@ -66,7 +67,7 @@ class Run:
     average: dict[str, Tensor]  # of the policy's weights, by name; empty if none is kept
     rates: dict[str, list[float]]  # of each model's parameter groups, the learning rate before the schedule
     copy: Any  # the frozen reference, if it is a model of its own
-    prompts: data.PromptStream
+    rounds: Rounds
     supervised: data.PromptStream | None  # prompts whose answers are learnt beside the reward
     held_out: list[Prompt]  # this replica's share
     fleet: Fleet
@@ -105,27 +106,28 @@ class Run:
         """Whether something done every so many steps, and after the last, is to be done now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
-    def draw(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        """The completions of each prompt, those of one together; the greedy one last if the estimator asks for it."""
-        samples = self.config.train.samples_per_prompt
-        drawn = self.generate(prompts, self.sampling, samples)
-        if not self.needs_greedy:
-            return drawn
-        likeliest = self.generate(prompts, self.greedy, 1)
-        groups = (drawn[i * samples : (i + 1) * samples] for i in range(len(prompts)))
-        return [completion for group, last in zip(groups, likeliest, strict=True) for completion in (*group, last)]
+    def draw(self) -> Iterator[list[Completion]]:
+        """The completions of the next round of prompts, part by part, those of a prompt together; later rounds are
+        begun as far ahead as rollout.max_staleness allows."""
+        return self.rounds.next(self.step, self.config.train.steps, self.push)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[Completion]:
-        """`samples` completions of each prompt under the policy as it is; a collective call."""
-        return self.fleet.generate(prompts, sampling, samples, self.step, self.push)
+    def settle(self) -> None:
+        """Waits for what is being drawn ahead, unless it goes on with the next weights."""
+        if not self.config.rollout.partial:
+            self.rounds.settle(self.step, self.push)
 
-    @property
-    def needs_greedy(self) -> bool:
-        return self.config.algorithm.advantage == "remax"
+    def rest(self) -> None:
+        """Has engines that share their GPU with a worker leave it to the worker, until the next push."""
+        if self.config.rollout.placement == "shared":
+            self.fleet.rest()
+
+    def answer_greedily(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """The likeliest completion of each prompt under the policy as it is; a collective call."""
+        return self.fleet.finish(self.fleet.begin(prompts, [self.greedy], self.step), self.step, self.push)
 
     @property
     def greedy(self) -> Sampling:
-        return replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+        return _greedy(self.sampling)
 
     def judge(self, completions: Sequence[Completion], scorers: Mapping[str, Scorer]) -> list[Judged]:
         """Each completion with its score."""
@@ -155,7 +157,7 @@ class Run:
         if not cut:
             return algorithms.importance_weights(*old, "tis", 0.0, math.inf, chosen.importance_level)
         bounds = (chosen.importance_low, chosen.importance_high)
-        return algorithms.importance_weights(*old, chosen.importance, *bounds, chosen.importance_level)
+        return algorithms.importance_weights(*old, self.config.importance, *bounds, chosen.importance_level)
 
     def selection(self) -> Selection:
         """An empty one, of the groups that this replica trains on in a step."""
@@ -164,7 +166,8 @@ class Run:
             wanted=train.prompts_per_step // self.grid.dp_size,
             samples=train.samples_per_prompt,
             filtered=self.config.algorithm.filter_groups,
-            greedy=self.needs_greedy,
+            greedy=_needs_greedy(self.config),
+            at_once=self.config.rollout.parts > 1,
         )
 
     def wants_more(self, selection: Selection) -> bool:
@@ -173,9 +176,9 @@ class Run:
             return selection.rounds == 0
         return self.largest([selection.missing])[0] > 0 and selection.rounds < self.config.algorithm.filter_rounds
 
-    def experience(self, judged: Sequence[Judged]) -> Experience:
-        """Completions and their scores as tensors on this rank's device."""
-        return experience.build(judged, self.tokenizer.pad_token_id or 0).to(self.device)
+    def experiences(self, judged: Sequence[Judged]) -> list[Experience]:
+        """Completions and their scores as tensors on this rank's device; none of none."""
+        return [experience.build(judged, self.tokenizer.pad_token_id or 0).to(self.device)] if judged else []
 
     def answers(self, number: int) -> Experience:
         """This replica's share of the supervised rows of optimizer step `number`, cut at rollout.max_tokens."""
@@ -188,7 +191,7 @@ class Run:
             ids = self.tokenizer(prompt.answer, add_special_tokens=False).input_ids
             ids = tuple([*ids, self.tokenizer.eos_token_id][:limit])
             rows.append(Judged(Completion(prompt, 0, ids, (0.0,) * len(ids), True, self.step), 0.0, True, {}))
-        return self.experience(rows)
+        return self.experiences(rows)[0]
 
     def reference_logprobs(self, inputs: tuple[Tensor, Tensor, int]) -> Tensor | None:
         """What the reference gives these responses; None without one."""
@@ -227,7 +230,10 @@ class Run:
         alone = self.config.model.lora_sync == "adapter"
         weights = model.adapter_weights(self.policy) if alone else model.engine_weights(self.policy)
         starting = timeout_s is None
-        self.fleet.push(weights, self.step, timeout_s or self.config.rollout.timeout_s, starting)
+        settings = self.config.rollout
+        if settings.placement == "shared" and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine wakes on the same GPU
+        self.fleet.push(weights, self.step, timeout_s or settings.timeout_s, starting, settings.partial)
 
     def update_average(self) -> None:
         """Moves the average of the policy's weights towards them, after an optimizer step."""
@@ -274,6 +280,8 @@ class Run:
         started = time.perf_counter()
         due = self.step > self._saved and (last or self.is_due(self.config.checkpoint.every))
         shards = checkpoint.staged(self.trained, self.average) if due else {}
+        if due and self.grid.leads:  # neighbours have the same completions
+            shards |= self.rounds.state()
         if due:
             self.saver.wait()  # for the one before
             metrics = metrics | {"time/checkpoint": time.perf_counter() - started}
@@ -312,7 +320,7 @@ class Run:
             tokens=self.tokens,
             kl=self.kl.state_dict(),
             scores=self.scores.state_dict(),
-            cursor=self.prompts.cursor(),
+            cursor=self.rounds.prompts.cursor(self.rounds.position()),
             evaluation=self.evaluation,
             mlflow_run_id=self.tracker.run_id if self.grid.rank == 0 else None,
             config=self.config.model_dump(mode="json"),
@@ -342,7 +350,9 @@ class Run:
         self.tokens, self.metrics, self.evaluation = manifest.tokens, manifest.metrics, dict(manifest.evaluation)
         self.kl.load_state_dict(manifest.kl)
         self.scores.load_state_dict(manifest.scores)
-        self.prompts.seek(manifest.cursor)
+        self.rounds.prompts.seek(manifest.cursor)
+        with checkpoint.Parts(found.files) as parts:
+            self.rounds.restore(parts, self.step, manifest.replicas)
 
 
 def assemble(setup: Mapping[str, Any]) -> Run:
@@ -362,7 +372,8 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     tokenizer = data.load_tokenizer(setup["model"], config.model.trust_remote_code)
     held_out = data.read_shard("held_out")
     recorded, say = grid.rank == 0 and not setup.get("examine"), partial(controller.say, setup["box"])
-    settings, rollout, source, chosen = config.algorithm, config.rollout, config.data, config.checkpoint
+    settings, source, chosen = config.algorithm, config.data, config.checkpoint
+    sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, grid)
     remote = _remote_scorers(config, setup["reward_models"], grid.dp_rank)
     run = Run(
         config=config,
@@ -372,13 +383,11 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         average=roles.average(config, trained["policy"].model),
         rates=roles.learning_rates(config, trained),
         copy=reference,
-        prompts=_stream("train", config.seed, grid),
+        rounds=_rounds(config, fleet, sampling, _stream("train", config.seed, grid)),
         supervised=_stream("ptx", config.seed, grid) if source.ptx_source else None,
         held_out=data.prompts(held_out, range(grid.dp_rank, len(held_out), grid.dp_size)),
-        fleet=_fleet(config, setup, grid),
-        sampling=Sampling(
-            rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, (tokenizer.eos_token_id,)
-        ),
+        fleet=fleet,
+        sampling=sampling,
         tokenizer=tokenizer,
         scorers=_scorers(config, source.seed, source.size) | remote,
         held_out_scorers=_scorers(config, config.eval.seed, config.eval.size) | remote,
@@ -423,6 +432,26 @@ def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Grid) -> Fleet:
         retries=settings.retries,
         say=partial(controller.say, setup["box"]),
     )
+
+
+def _sampling(config: RunConfig, tokenizer: Any) -> Sampling:
+    chosen = config.rollout
+    return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, chosen.max_tokens, (tokenizer.eos_token_id,))
+
+
+def _greedy(sampling: Sampling) -> Sampling:
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+
+
+def _rounds(config: RunConfig, fleet: Fleet, sampling: Sampling, prompts: data.PromptStream) -> Rounds:
+    """Each prompt is answered so many times, and greedily once more if the estimator asks for that."""
+    train, ahead = config.train, config.rollout.max_staleness
+    samplings = [sampling] * train.samples_per_prompt + [_greedy(sampling)] * _needs_greedy(config)
+    return Rounds(fleet, prompts, samplings, train.prompts_per_step, config.rollout.parts, ahead)
+
+
+def _needs_greedy(config: RunConfig) -> bool:
+    return config.algorithm.advantage == "remax"
 
 
 def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:

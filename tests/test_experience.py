@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlx.experience import Selection, build, micro_batch_count, micro_batches, minibatches
+from rlx.experience import Selection, build, joined, micro_batch_count, micro_batches, minibatches
 from rlx.types import Completion, Experience, Judged, Prompt
 
 PAD = 9
@@ -75,8 +75,19 @@ def test_without_filter_all_groups_are_trained_on() -> None:
     selection = Selection(wanted=2, samples=2, filtered=False, greedy=False)
     assert selection.missing == 2
     selection.add([*group(1, 0, 0), *group(2, 0, 1)])
-    assert (selection.missing, selection.rounds, selection.varied, selection.tokens) == (0, 1, 1, 8)
-    assert numbers(selection.chosen()) == [1, 1, 2, 2]
+    assert (selection.missing, selection.varied, selection.tokens) == (0, 1, 8)
+    assert selection.take() == []
+    assert numbers(selection.take(last=True)) == [1, 1, 2, 2]
+
+
+def test_groups_can_be_taken_as_they_come() -> None:
+    selection = Selection(wanted=3, samples=2, filtered=False, greedy=False, at_once=True)
+    selection.add([*group(1, 0, 0), *group(2, 0, 1)])
+    assert numbers(selection.take()) == [1, 1, 2, 2]
+    assert selection.take() == []
+    selection.add(group(3, 0, 0))
+    assert numbers(selection.take()) == [3, 3]
+    assert selection.take(last=True) == []
 
 
 def test_groups_of_equal_scores_are_left_out_and_others_drawn() -> None:
@@ -84,15 +95,15 @@ def test_groups_of_equal_scores_are_left_out_and_others_drawn() -> None:
     selection.add([*group(1, 1, 1), *group(2, 0, 1)])
     assert selection.missing == 1
     selection.add([*group(3, 0.5, 0), *group(4, 1, 0)])
-    assert (selection.missing, selection.rounds, selection.varied) == (0, 2, 3)
-    assert numbers(selection.chosen()) == [2, 2, 3, 3]  # group 4 is one too many
+    assert (selection.missing, selection.varied) == (0, 3)
+    assert numbers(selection.take(last=True)) == [2, 2, 3, 3]  # group 4 is one too many
     assert numbers(selection.drawn) == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_what_was_left_out_fills_a_step_up() -> None:
     selection = Selection(wanted=2, samples=2, filtered=True, greedy=False)
     selection.add([*group(1, 1, 1), *group(2, 0, 1), *group(3, 0, 0)])
-    assert numbers(selection.chosen()) == [2, 2, 1, 1]
+    assert numbers(selection.take(last=True)) == [2, 2, 1, 1]
 
 
 def test_the_greedy_completion_is_kept_as_a_score_alone() -> None:
@@ -101,6 +112,16 @@ def test_the_greedy_completion_is_kept_as_a_score_alone() -> None:
     assert [row.greedy for row in selection.drawn] == [0.25, 0.25, 0, 0]
     assert [row.score for row in selection.drawn] == [0, 1, 1, 1]
     assert (selection.missing, selection.tokens) == (1, 12)  # of six completions
+
+
+def test_parts_joined_are_the_whole() -> None:
+    lengths = [(5, 1), (1, 3), (2, 2), (1, 6)]
+    whole, parts = numbered(lengths), [numbered(lengths[:3]).rows(1, 3), numbered(lengths).rows(3, 4)]
+    together = joined(parts)
+    assert together.ids.tolist() == [[2, 2, 2, 2, 0, 0, 0], [3, 3, 3, 3, 0, 0, 0], [4] * 7]
+    for name in ("prompt_lengths", "mask", "rollout_logprobs", "scores", "groups"):
+        assert getattr(together, name).tolist() == getattr(whole.rows(1, 4), name).tolist()
+    assert joined(parts[:1]) is parts[0]
 
 
 def test_rows_are_cut_to_the_longest_prompt_with_response_and_the_longest_response() -> None:

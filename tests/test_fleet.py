@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from test_rollout import PROMPTS, SAMPLING, drawn_by, versions
 from rlx import model
 from rlx.fleet import Fleet
 from rlx.parallel import Grid
-from rlx.rollout.pool import RolloutError, Rollouts
-from rlx.types import Completion, Weight, WeightSyncError
+from rlx.rollout.pool import Draw, RolloutError, Rollouts
+from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
 LONG = replace(SAMPLING, temperature=2.0, max_tokens=120)
 SAMPLES = 40
@@ -50,6 +50,10 @@ def fleet_of(engines: tuple[Any, ...], said: list[str], retries: int = 1) -> Fle
     return Fleet(Rollouts(engines, seed=0, timeout_s=120), Grid.of("cpu", 1), torch.float32, retries, said.append)
 
 
+def generated(fleet: Fleet, version: int, send_weights: Callable[[], None]) -> list[Completion]:
+    return fleet.finish(fleet.begin(PROMPTS, [LONG] * SAMPLES, version), version, send_weights)
+
+
 def process(engine: Any) -> int:
     return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
 
@@ -69,10 +73,10 @@ def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
         raise AssertionError("one engine was left")
 
     fleet.push(weights, version, 120, starting=True)
-    expected = fleet.generate(PROMPTS, LONG, SAMPLES, version, send_weights)
+    expected = generated(fleet, version, send_weights)
     killed_soon(engines[0])
     started = time.monotonic()
-    assert fleet.generate(PROMPTS, LONG, SAMPLES, version, send_weights) == expected
+    assert generated(fleet, version, send_weights) == expected
     assert list(fleet.rollouts.lost) == [0]
     assert said == ["engine 0 died: its process ended - it is being replaced"]
     # Weights go to the other one while it is away, and to both once it is back.
@@ -82,9 +86,7 @@ def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
         assert time.monotonic() < started + 120
     assert said[1:] == ["engine 0 is back"]
     own = Rollouts([engines[0]], seed=0)
-    assert drawn_by(own, PROMPTS, LONG, SAMPLES, version + 1) == fleet.generate(
-        PROMPTS, LONG, SAMPLES, version + 1, send_weights
-    )
+    assert drawn_by(own, PROMPTS, LONG, SAMPLES, version + 1) == generated(fleet, version + 1, send_weights)
 
 
 @pytest.mark.slow
@@ -97,10 +99,10 @@ def test_when_all_engines_die_they_are_waited_for_and_the_completions_are_the_sa
         fleet.push(weights, version, 120, starting=True)
 
     send_weights()
-    expected = fleet.generate(PROMPTS, LONG, SAMPLES, version, send_weights)
+    expected = generated(fleet, version, send_weights)
     for engine in engines:
         killed_soon(engine)
-    assert fleet.generate(PROMPTS, LONG, SAMPLES, version, send_weights) == expected
+    assert generated(fleet, version, send_weights) == expected
     assert sorted(said[:2]) == [f"engine {i} died: its process ended - it is being replaced" for i in range(2)]
     assert sorted(said[2:]) == ["engine 0 is back", "engine 1 is back"]
 
@@ -108,16 +110,16 @@ def test_when_all_engines_die_they_are_waited_for_and_the_completions_are_the_sa
 class Hopeless(Rollouts):
     """Engines of which none ever answers."""
 
-    def draw(self, *_: Any) -> list[list[Completion] | None]:
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
         self.lost = {0: "engine 0 died: out of memory"}
-        return [None]
+        return Draw(prompts, samplings, version, [None], [0])
 
 
 def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -> None:
     sent: list[int] = []
     fleet = Fleet(Hopeless([None], seed=0), Grid.of("cpu", 1), torch.float32, 2, said.append)
     with pytest.raises(RolloutError, match=r"all engines failed, 3 times in a row, at step 7: .*out of memory"):
-        fleet.generate(PROMPTS[:1], SAMPLING, 1, 7, lambda: sent.append(1))
+        fleet.finish(fleet.begin(PROMPTS[:1], [SAMPLING], 7), 7, lambda: sent.append(1))
     assert len(sent) == 2
 
 

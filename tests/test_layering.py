@@ -16,6 +16,7 @@ LAYERS = [
     PARTS | {"adaptive", "parallel", "reward_model", "clock", "controller", "plan", "report", "progress", "warm_start"},
     {"remote_reward", "preferences", "archive", "checkpoint", "tracker"},
     {"saver", "fleet"},
+    {"rounds"},
     {"roles"},
     {"worker"},
     {"update", "metrics", "inputs", "run_folder"},

@@ -1,5 +1,6 @@
 """Real engines beside the trainer's model: what they draw, the weights they are sent, and how they fail."""
 
+import copy
 import os
 import re
 import signal
@@ -39,10 +40,11 @@ def drawn_by(
     rollouts: Rollouts, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
 ) -> list[Completion]:
     """All completions in a row; the last words of the engines if there are none."""
-    groups = rollouts.draw(prompts, sampling, samples, version)
-    if None in groups:
+    draw = rollouts.begin(prompts, [sampling] * samples, version)
+    rollouts.finish(draw, version)
+    if not draw.is_whole:
         raise EngineLostError("; ".join(rollouts.lost.values()))
-    return [completion for group in groups if group for completion in group]
+    return draw.completions
 
 
 @dataclass
@@ -69,12 +71,16 @@ class Side:
     def generate(self, sampling: Sampling = SAMPLING, samples: int = 2, timeout_s: float = 60.0) -> list[Completion]:
         return drawn_by(Rollouts([self.engine], seed=0, timeout_s=timeout_s), PROMPTS, sampling, samples, self.version)
 
-    @torch.no_grad()
     def gap(self, completions: Sequence[Completion], temperature: float = 1.0) -> float:
         """The largest difference between the engine's logprobs and the policy's."""
+        return float(self.gaps(completions, temperature).max())
+
+    @torch.no_grad()
+    def gaps(self, completions: Sequence[Completion], temperature: float = 1.0) -> Tensor:
+        """[B, T] the difference at each token, 0 where there is none."""
         batch = experience.build([Judged(drawn, 0.0, False, {}) for drawn in completions], 0)
         scored = self.policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], temperature)
-        return float(((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs().max())
+        return ((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs()
 
 
 versions = iter(range(1, 10_000, 100))  # so that no test takes another one's weights for its own
@@ -230,7 +236,7 @@ def test_a_prompt_that_cannot_be_taken_fails_alone(tied: Side) -> None:
     (endless,) = prompts([1000])
     rollouts = Rollouts([tied.engine], seed=0)
     with pytest.raises(RolloutError, match=r"engine 0 refused a prompt: .*256"):
-        rollouts.draw([endless], SAMPLING, 1, tied.version)
+        drawn_by(rollouts, [endless], SAMPLING, 1, tied.version)
     assert rollouts.lost == {}
     assert tied.gap(tied.generate()) < CLOSE
 
@@ -247,20 +253,23 @@ def test_request_seeds_are_stable_and_distinct() -> None:
 
 def test_prompts_are_spread_evenly_and_each_goes_to_one_engine() -> None:
     rollouts = Rollouts([None] * 3, seed=0)
-    shares = rollouts._routed(prompts([10] * 9), range(3), 16)
+    shares = rollouts._routed({i: 26 for i in range(9)}, range(3))
     assert sorted(i for share in shares.values() for i in share) == list(range(9))
     assert [len(share) for share in shares.values()] == [3, 3, 3]
-    long_first = rollouts._routed(prompts([200, 10, 10, 10, 10, 10, 10]), range(3), 16)
-    assert sorted(len(share) for share in long_first.values()) == [1, 3, 3]
+    one_long = rollouts._routed({i: 216 if i == 3 else 26 for i in range(7)}, range(3))
+    assert sorted(len(share) for share in one_long.values()) == [1, 3, 3]
+    # Those that have much to do already get less.
+    rollouts._loads[1] = 52
+    assert [len(share) for share in rollouts._routed({i: 26 for i in range(7)}, range(3)).values()] == [3, 1, 3]
 
 
 def test_engines_that_are_lost_get_no_prompts() -> None:
-    shares = Rollouts([None] * 3, seed=0)._routed(prompts([10] * 4), [0, 2], 16)
+    shares = Rollouts([None] * 3, seed=0)._routed({i: 26 for i in range(4)}, [0, 2])
     assert {index: len(share) for index, share in shares.items()} == {0: 2, 2: 2}
 
 
 def test_every_rank_begins_with_another_engine() -> None:
-    shares = [Rollouts([None] * 3, seed=0, rank=rank)._routed(prompts([10]), range(3), 16) for rank in range(4)]
+    shares = [Rollouts([None] * 3, seed=0, rank=rank)._routed({0: 26}, range(3)) for rank in range(4)]
     assert shares == [{0: [0]}, {1: [0]}, {2: [0]}, {0: [0]}]
 
 
@@ -307,6 +316,41 @@ def test_an_update_in_many_buckets_is_whole(tied: Side) -> None:
     tied.version += 1
     weights = model.engine_weights(tied.policy)
     assert sync.push(weights, {0: tied.engine}, tied.version, sender=True, bucket_bytes=1000) == {}
+    assert tied.gap(tied.generate()) < CLOSE
+
+
+ENDLESS = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=150, stop_token_ids=())
+
+
+def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
+    """New weights come while completions are drawn: how far each token's logprob is from the old policy's and from
+    the new one's."""
+    rollouts = Rollouts([side.engine], seed=0)
+    draw = rollouts.begin(PROMPTS, [ENDLESS] * 24, side.version)
+    time.sleep(0.2)
+    old = copy.deepcopy(side.policy)
+    side.change()
+    side.version += 1
+    weights = model.engine_weights(side.policy)
+    assert sync.push(weights, {0: side.engine}, side.version, sender=True, keep=keep) == {}
+    rollouts.finish(draw, side.version)
+    assert {one.version for one in draw.completions} == {side.version - 1}
+    return replace(side, policy=old).gaps(draw.completions), side.gaps(draw.completions)
+
+
+def test_completions_in_progress_are_finished_before_new_weights_are_loaded(tied: Side) -> None:
+    old, new = pushed_meanwhile(tied, keep=False)
+    assert old.max() < CLOSE < FAR < new.max()
+    assert tied.gap(tied.generate()) < CLOSE
+
+
+def test_completions_in_progress_go_on_with_new_weights_where_that_is_asked_for(tied: Side) -> None:
+    old, new = pushed_meanwhile(tied, keep=True)
+    # Up to some token each is of the old policy, and of the new one from there on.
+    switched = (old < CLOSE).long().cumprod(1).sum(1)
+    rest = torch.arange(old.shape[1]).unsqueeze(0) >= switched.unsqueeze(1)
+    assert (new * rest).max() < CLOSE
+    assert 0 < switched.float().mean() < ENDLESS.max_tokens
     assert tied.gap(tied.generate()) < CLOSE
 
 

@@ -12,6 +12,7 @@ import os
 import queue
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Request:
 
     prompt: tuple[int, ...]
     seed: int
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class _Update:
 
     loaded: asyncio.Future[None]  # done when the update is over
 
-    def __init__(self, name: str, tensors: int, timeout_s: float) -> None:
-        self.name = name
+    def __init__(self, name: str, tensors: int, timeout_s: float, keep: bool) -> None:
+        self.name, self.keep = name, keep
         self.error: WeightSyncError | None = None
         self._missing = tensors
         self._timeout_s = timeout_s
@@ -131,6 +133,7 @@ class Engine:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._update: _Update | None = None
+        self._asleep = False
         self._count = 0
         self._failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
@@ -144,8 +147,8 @@ class Engine:
         """True, once there is someone to ask."""
         return True
 
-    async def generate(self, requests: list[Request], sampling: Sampling, version: int) -> list[Output]:
-        """Completions in the order of the requests, drawn with the weights of `version`.
+    async def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
+        """Completions in the order of the requests, begun with the weights of `version`, and the seconds they took.
 
         Raises:
             WeightSyncError: the engine holds another version, e.g. because it was restarted.
@@ -153,23 +156,30 @@ class Engine:
         """
         if version != self.version:
             raise WeightSyncError(f"asked for weight version {version} but holds version {self.version}")
-        futures = [self._submit(partial(self._add, request=request, sampling=sampling)) for request in requests]
-        return list(await asyncio.gather(*futures))
+        started = time.monotonic()
+        outputs = await asyncio.gather(*(self._submit(partial(self._add, request=request)) for request in requests))
+        return list(outputs), time.monotonic() - started
 
-    async def start_update(self, update: str, tensors: int, timeout_s: float) -> None:
+    async def sleep(self) -> None:
+        """Gives its GPU memory back, weights and cache, until the next update; what is being generated is finished."""
+        self.version = None
+        await self._submit(self._sleep)
+
+    async def start_update(self, update: str, tensors: int, timeout_s: float, keep: bool = False) -> None:
         """Opens a weight update; the weights follow by `receive`, and `finish_update` waits until they are loaded.
 
-        What is being generated is finished first, with the old weights; nothing new is begun until the update is over.
+        Nothing new is begun until the update is over.
 
         Args:
             update: a name that no other update has.
             tensors: how many are to come.
             timeout_s: longest wait for each bucket.
+            keep: what is being generated goes on with the new weights; otherwise it is finished first, with the old.
         """
         if self._update:
             self._update.abandon()  # its sender has died, or gave up
         self.version = None
-        self._update = _Update(update, tensors, timeout_s)
+        self._update = _Update(update, tensors, timeout_s, keep)
         self._update.loaded = self._submit(partial(self._load, update=self._update))
 
     async def receive(self, update: str, bucket: Bucket) -> None:
@@ -247,22 +257,39 @@ class Engine:
             if result.finished:
                 self._report(result.request_id, _output(result))
 
-    def _add(self, name: str, request: Request, sampling: Sampling) -> None:
+    def _add(self, name: str, request: Request) -> None:
         try:
-            params = _params(sampling, request.seed)
+            params = _params(request.sampling, request.seed)
             self._llm.add_request(name, {"prompt_token_ids": list(request.prompt)}, params, lora_request=self._lora)
         except Exception as error:  # a request that vLLM refuses, e.g. too long a prompt: the others go on
             self._report(name, ValueError(f"{type(error).__name__}: {error}"))
 
-    def _load(self, name: str, update: _Update) -> None:
+    def _finish_requests(self) -> None:
         while self._llm.has_unfinished_requests():
             self._step()
-        if not self._llm.reset_prefix_cache():  # the cached keys and values belong to the old weights
+
+    def _sleep(self, name: str) -> None:
+        self._finish_requests()
+        if not self._asleep:
+            self._llm.sleep(level=2)
+        self._asleep = True
+        self._report(name, None)
+
+    def _load(self, name: str, update: _Update) -> None:
+        if not update.keep:
+            self._finish_requests()
+        # The cached keys and values belong to the old weights; requests that go on compute theirs again.
+        if not self._llm.reset_prefix_cache(reset_running_requests=update.keep):
             raise RuntimeError("vLLM did not reset its prefix cache")
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
         if self._adapter is None:
             self._llm.collective_rpc("rlx_load_weights", args=(update.tensors(),))
         else:
             self._load_adapters(dict(update.tensors()), update)
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
         self._report(name, update.error)
 
     def _load_adapters(self, tensors: dict[str, torch.Tensor], update: _Update) -> None:

@@ -9,7 +9,8 @@ import hashlib
 import heapq
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,12 +77,13 @@ def engine_options(
     kv_cache_mib: int,
     gpu_memory: float,
     eager: bool,
+    sleeps: bool = False,
     trust_remote_code: bool = False,
     lora_rank: int = 0,
 ) -> dict[str, Any]:
     """vLLM engine arguments for a run. On CPU: blocks short enough for the prefix cache to hit, and always eager.
 
-    With `lora_rank` the engine takes adapters of at most that rank.
+    With `lora_rank` the engine takes adapters of at most that rank; with `sleeps` it can give its GPU memory back.
     """
     common: dict[str, Any] = {
         "dtype": dtype,
@@ -93,11 +95,45 @@ def engine_options(
         ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
         common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in ranks if r >= lora_rank)}
     if on_gpu:
+        common |= {"enable_sleep_mode": True} if sleeps else {}
         return common | {"gpu_memory_utilization": gpu_memory, "enforce_eager": eager}
     # A prompt cut in two cannot be sampled with a seed on CPU (vLLM rewinds a generator offset that only GPUs have).
     whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
     memory = {"kv_cache_memory_bytes": kv_cache_mib << 20, "block_size": 32}
     return common | whole_prompts | memory | {"enforce_eager": True}
+
+
+@dataclass
+class Draw:
+    """Completions that were asked for: those that are there, and the calls that bring the others."""
+
+    prompts: Sequence[Prompt]
+    samplings: Sequence[Sampling]  # of each prompt one completion by each of these
+    step: int  # that it was begun in
+    groups: list[list[Completion] | None]  # of each prompt
+    waiting: list[int]  # prompts that no engine has been asked for, or whose engine was lost
+    calls: dict[Any, Call] = field(default_factory=dict)
+    seconds: float = 0.0  # that the engines took, those of the slowest
+
+    @property
+    def is_whole(self) -> bool:
+        return None not in self.groups
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Those of each prompt together, in the order of the prompts."""
+        return [completion for group in self.groups if group for completion in group]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one engine was asked for."""
+
+    engine: int
+    prompts: list[int]  # indices of the draw's
+    version: int  # of its weights then
+    deadline: float  # of `time.monotonic()`
+    tokens: int  # at most, prompts included: the load it puts on the engine
 
 
 @dataclass
@@ -114,36 +150,41 @@ class Rollouts:
     silence_s: float = 120.0  # longest that an engine's process may be there and say nothing
     lost: dict[int, str] = field(default_factory=dict)  # engines that failed, and their last words
     _silent: dict[int, float] = field(default_factory=dict, init=False)  # engines that do not answer, and since when
+    _loads: Counter[int] = field(default_factory=Counter, init=False)  # tokens that each engine was asked for
 
-    def draw(
-        self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
-    ) -> list[list[Completion] | None]:
-        """`samples` completions of each prompt, drawn with the weights of `version`; None where no engine was left.
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
+        """Asks for a completion of each prompt by each sampling, with the weights of `version`, and does not wait.
 
-        The samples of a prompt go to one engine, which then computes its prefix once; prompts go to the least loaded.
-        What is drawn depends on (run seed, version, prompt, sample), not on which engine draws it: when one fails, the
-        others draw the same in its place.
+        The completions of a prompt go to one engine, which then computes its prefix once; prompts go to the least
+        loaded. What is drawn depends on (run seed, version, prompt, sample), not on which engine draws it: when one
+        fails, the others draw the same in its place.
+        """
+        draw = Draw(prompts, samplings, version, [None] * len(prompts), list(range(len(prompts))))
+        self._ask(draw, version)
+        return draw
+
+    def finish(self, draw: Draw, version: int) -> None:
+        """Waits for all that was asked for; what no engine was left for is missing.
+
+        Args:
+            version: of the weights that engines hold now: what an engine that failed was asked for is drawn with them.
 
         Raises:
             PromptRefusedError: an engine refused a prompt.
         """
-        drawn: list[list[Completion] | None] = [None] * len(prompts)
-        waiting = list(range(len(prompts)))
-        calls: dict[Any, tuple[int, list[int], float]] = {}  # of each call: engine, prompts, when it is too late
-        while True:
-            live = [index for index in range(len(self.engines)) if index not in self.lost]
-            if waiting and live:
-                calls |= self._asked([prompts[i] for i in waiting], waiting, live, sampling, samples, version)
-                waiting = []
-            if not calls:
-                return drawn
-            for share, outputs in self._answered(calls):
+        self._ask(draw, version)
+        while draw.calls:
+            for call, outputs in self._answered(draw):
                 if outputs is None:
-                    waiting += share
+                    draw.waiting += call.prompts
                     continue
-                for place, i in enumerate(share):
-                    group = outputs[place * samples : (place + 1) * samples]
-                    drawn[i] = [_completion(prompts[i], k, output, version) for k, output in enumerate(group)]
+                count = len(draw.samplings)
+                for place, i in enumerate(call.prompts):
+                    group = outputs[place * count : (place + 1) * count]
+                    draw.groups[i] = [
+                        _completion(draw.prompts[i], k, output, call.version) for k, output in enumerate(group)
+                    ]
+            self._ask(draw, version)
 
     def present(self, patience_s: float) -> dict[int, Any]:
         """The engines that are up, by number: the others are lost. Those that are starting are waited for: until
@@ -174,56 +215,57 @@ class Rollouts:
             if words.endswith(_HUNG):
                 ray.kill(self.engines[index], no_restart=False)
 
-    def _answered(
-        self, calls: dict[Any, tuple[int, list[int], float]]
-    ) -> Iterator[tuple[list[int], list[Output] | None]]:
-        """Waits for one of the calls at least and takes out those that are over: prompts and what was drawn; None if
-        the engine is lost."""
-        latest = min(deadline for _, _, deadline in calls.values())
-        ray.wait(list(calls), timeout=max(0.0, latest - time.monotonic()))
-        for call in [call for call, (_, _, deadline) in calls.items() if _is_over(call, deadline)]:
-            index, share, deadline = calls.pop(call)
+    def _answered(self, draw: Draw) -> Iterator[tuple[Call, list[Output] | None]]:
+        """Waits for one of the calls at least and takes out those that are over, with what was drawn; None if the
+        engine is lost."""
+        latest = min(call.deadline for call in draw.calls.values())
+        ray.wait(list(draw.calls), timeout=max(0.0, latest - time.monotonic()))
+        for pending in [pending for pending, call in draw.calls.items() if _is_over(pending, call.deadline)]:
+            call = draw.calls.pop(pending)
+            self._loads[call.engine] -= call.tokens
             try:
-                yield share, answer(call, index, deadline)
+                outputs, seconds = answer(pending, call.engine, call.deadline)
+                draw.seconds = max(draw.seconds, seconds)
+                yield call, outputs
             except EngineLostError as error:
-                self.lose(index, str(error))
-                yield share, None
+                self.lose(call.engine, str(error))
+                yield call, None
 
-    def _asked(
-        self,
-        prompts: Sequence[Prompt],
-        places: Sequence[int],
-        live: Sequence[int],
-        sampling: Sampling,
-        samples: int,
-        version: int,
-    ) -> dict[Any, tuple[int, list[int], float]]:
-        """The calls that ask the live engines for completions of these prompts."""
+    def _ask(self, draw: Draw, version: int) -> None:
+        """Asks the live engines for what is waiting; if there are none, it goes on waiting."""
+        live = [index for index in range(len(self.engines)) if index not in self.lost]
+        if not draw.waiting or not live:
+            return
         deadline = time.monotonic() + self.timeout_s
-        calls = {}
-        for index, share in self._routed(prompts, live, samples * sampling.max_tokens).items():
-            requests = self._requests([prompts[i] for i in share], samples, version)
-            call = self.engines[index].generate.remote(requests, sampling, version)
-            calls[call] = (index, [places[i] for i in share], deadline)
-        return calls
+        lengths = {
+            i: sum(len(draw.prompts[i].token_ids) + sampling.max_tokens for sampling in draw.samplings)
+            for i in draw.waiting
+        }
+        for index, share in self._routed(lengths, live).items():
+            requests = [request for i in share for request in self._requests(draw, draw.prompts[i])]
+            tokens = sum(lengths[i] for i in share)
+            self._loads[index] += tokens
+            pending = self.engines[index].generate.remote(requests, version)
+            draw.calls[pending] = Call(index, share, version, deadline, tokens)
+        draw.waiting = []
 
-    def _routed(self, prompts: Sequence[Prompt], live: Sequence[int], response_tokens: int) -> dict[int, list[int]]:
-        """Indices of prompts for each live engine; every rank starts with another engine."""
+    def _routed(self, lengths: Mapping[int, int], live: Sequence[int]) -> dict[int, list[int]]:
+        """Which prompts go to which live engine, the longest first to the least loaded; every rank starts with another
+        engine."""
         count = len(live)
-        loads = [(0, (turn - self.rank) % count, index) for turn, index in enumerate(live)]
+        loads = [(self._loads[index], (turn - self.rank) % count, index) for turn, index in enumerate(live)]
         heapq.heapify(loads)
         shares: dict[int, list[int]] = {index: [] for index in live}
-        for i, prompt in enumerate(prompts):
+        for i in sorted(lengths, key=lambda i: -lengths[i]):
             load, turn, index = heapq.heappop(loads)
             shares[index].append(i)
-            heapq.heappush(loads, (load + len(prompt.token_ids) + response_tokens, turn, index))
-        return {index: share for index, share in shares.items() if share}
+            heapq.heappush(loads, (load + lengths[i], turn, index))
+        return {index: sorted(share) for index, share in shares.items() if share}
 
-    def _requests(self, prompts: Sequence[Prompt], samples: int, version: int) -> list[Request]:
+    def _requests(self, draw: Draw, prompt: Prompt) -> list[Request]:
         return [
-            Request(prompt.token_ids, request_seed(self.seed, version, prompt.id, sample))
-            for prompt in prompts
-            for sample in range(samples)
+            Request(prompt.token_ids, request_seed(self.seed, draw.step, prompt.id, k), sampling)
+            for k, sampling in enumerate(draw.samplings)
         ]
 
 

@@ -40,6 +40,7 @@ def push(
     sender: bool,
     dtype: torch.dtype = torch.float32,
     timeout_s: float = 120.0,
+    keep: bool = False,
     bucket_bytes: int = 64 << 20,
 ) -> dict[int, str]:
     """Sends the whole policy to the engines as `version`; all ranks call it, the sender's call returns when it is in.
@@ -52,13 +53,14 @@ def push(
         sender: whether this rank sends; the others only take part in gathering.
         dtype: what the engines hold.
         timeout_s: the longest that an engine may take to open the update, to take a bucket, to finish.
+        keep: what the engines are drawing goes on with these weights; otherwise it is finished first.
 
     Returns:
         On the sender: the engines that did not take the weights, or not the ones sent, and why.
     """
     update = _Push(engines, version, timeout_s) if sender else None
     if update:
-        update.start(len(weights))
+        update.start(len(weights), keep)
     for group in _grouped(weights, bucket_bytes):
         tensors = [(weight.name, weight.full().to(dtype)) for weight in group]
         if update:
@@ -80,8 +82,9 @@ class _Push:
         self.name = uuid.uuid4().hex
         self.receipts: dict[int, Any] = {}  # of the bucket sent last
 
-    def start(self, tensors: int) -> None:
-        self._settle({i: e.start_update.remote(self.name, tensors, self.timeout_s) for i, e in self.engines.items()})
+    def start(self, tensors: int, keep: bool) -> None:
+        opened = (self.name, tensors, self.timeout_s, keep)
+        self._settle({index: engine.start_update.remote(*opened) for index, engine in self.engines.items()})
 
     def send(self, bucket: Bucket) -> None:
         """Returns while the engines load this bucket; two at most are under way, so that memory never holds all."""

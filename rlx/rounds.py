@@ -1,0 +1,161 @@
+"""Rounds of generation in the order in which they are trained on, begun up to so many steps ahead of training.
+
+With `ahead` 0 a round is begun when it is needed, and its parts are handed out while the later ones are drawn. Rounds
+that are whole go into checkpoints, so that a resumed run trains on the same completions; which engine draws what is
+fleet's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlx import data
+from rlx.checkpoint import Parts, Shard
+from rlx.fleet import Fleet
+from rlx.rollout.pool import Draw
+from rlx.types import Completion, Sampling
+
+_COLUMNS = ("prompts", "versions", "lengths", "finished", "tokens", "logprobs")
+
+
+@dataclass
+class Round:
+    """A round of prompts on its way, in parts."""
+
+    position: int  # of the prompt stream before its prompts were taken
+    parts: list[Draw]
+
+    @property
+    def is_whole(self) -> bool:
+        return all(part.is_whole for part in self.parts)
+
+
+@dataclass
+class Rounds:
+    """One rank's; every rank makes the same calls in the same order."""
+
+    fleet: Fleet
+    prompts: data.PromptStream
+    samplings: Sequence[Sampling]  # of each prompt one completion by each
+    size: int  # prompts of a round, over all ranks
+    parts: int  # that a round is handed out in
+    ahead: int  # steps that a completion's weights may be older than those that are trained
+    seconds: float = 0.0  # that the engines took for the round that was handed out last
+    _begun: deque[Round] = field(default_factory=deque, init=False)
+
+    def next(self, step: int, steps: int, send_weights: Callable[[], None]) -> Iterator[list[Completion]]:
+        """The completions of the next round, part by part, those of each prompt together.
+
+        Args:
+            step: steps trained, also the version of the weights that the engines hold.
+            steps: at which training ends: nothing is begun that no step would train on.
+            send_weights: see `Fleet.finish`.
+
+        Raises:
+            RuntimeError: a completion is older than allowed.
+        """
+        while len(self._begun) <= min(self.ahead, steps - step - 1):
+            self._begun.append(self._new(step))
+        self.seconds = 0.0
+        for part in self._begun.popleft().parts:
+            completions = self._finished(part, step, send_weights)
+            oldest = min(completion.version for completion in completions)
+            if step - oldest > self.ahead:
+                raise RuntimeError(
+                    f"step {step + 1}: weights of step {oldest} are too old by {step - oldest - self.ahead}"
+                )
+            yield completions
+
+    def settle(self, step: int, send_weights: Callable[[], None]) -> None:
+        """Waits for all that is being drawn."""
+        for part in [part for round_ in self._begun for part in round_.parts]:
+            self._finished(part, step, send_weights)
+
+    def position(self) -> int:
+        """Of the prompt stream, where a run would go on that has the rounds that are whole."""
+        return next((one.position for one in self._begun if not one.is_whole), self.prompts.position)
+
+    def state(self) -> dict[str, Shard]:
+        """This rank's part of the rounds that are whole."""
+        shards = {}
+        for number, round_ in enumerate(itertools.takewhile(lambda one: one.is_whole, self._begun)):
+            completions = [completion for part in round_.parts for completion in part.completions]
+            columns = _columns(completions, self.samplings[0].max_tokens)
+            for name, column in columns.items():
+                rows, *rest = column.shape
+                whole = (rows * self.prompts.ranks, *rest)
+                shards[f"ahead.{number}.{name}"] = Shard(column, (rows * self.prompts.rank, *(0 for _ in rest)), whole)
+            if self.prompts.rank == 0:
+                shards[f"ahead.{number}.position"] = Shard(torch.tensor([round_.position]), (0,), (1,))
+        return shards
+
+    def restore(self, parts: Parts, step: int, ranks: int) -> None:
+        """Takes up the rounds of a checkpoint that are not too old for this run; the others will be drawn again.
+
+        Args:
+            ranks: with completions of their own, that the checkpoint was taken on.
+        """
+        number = 0
+        while f"ahead.{number}.position" in parts.names:
+            position = int(parts.whole(f"ahead.{number}.position"))
+            columns = {name: parts.whole(f"ahead.{number}.{name}") for name in _COLUMNS}
+            if number >= self.ahead or step + number - int(columns["versions"].min()) > self.ahead:
+                self.prompts.position = position
+                return
+            self._begun.append(Round(position, [self._share(columns, ranks, step + number)]))
+            number += 1
+
+    def _new(self, step: int) -> Round:
+        position = self.prompts.position
+        prompts = self.prompts.next(self.size)
+        edges = [len(prompts) * i // self.parts for i in range(self.parts + 1)]
+        shares = [prompts[start:stop] for start, stop in itertools.pairwise(edges)]
+        return Round(position, [self.fleet.begin(share, self.samplings, step) for share in shares])
+
+    def _finished(self, part: Draw, step: int, send_weights: Callable[[], None]) -> list[Completion]:
+        completions = self.fleet.finish(part, step, send_weights)
+        self.seconds = max(self.seconds, part.seconds)
+        return completions
+
+    def _share(self, columns: Mapping[str, Tensor], ranks: int, step: int) -> Draw:
+        """This rank's completions of a round that `ranks` ranks have written, one after the other."""
+        group = len(self.samplings)
+        # Rank r of R has every R-th prompt from the r-th on.
+        order = torch.arange(len(columns["prompts"])).view(ranks, -1, group).transpose(0, 1).reshape(-1, group)
+        rows = order[self.prompts.rank :: self.prompts.ranks].flatten()
+        own = _completions({name: column[rows] for name, column in columns.items()}, self.prompts, group)
+        groups: list[list[Completion] | None] = [own[i : i + group] for i in range(0, len(own), group)]
+        return Draw([one[0].prompt for one in groups if one], self.samplings, step, groups, [])
+
+
+def _columns(completions: Sequence[Completion], width: int) -> dict[str, Tensor]:
+    """Completions as tensors, a row each; see `_COLUMNS`."""
+    tokens = torch.zeros(len(completions), width, dtype=torch.int32)
+    logprobs = torch.zeros(len(completions), width, dtype=torch.float64)  # exactly what the engine said
+    for row, completion in enumerate(completions):
+        length = len(completion.token_ids)
+        tokens[row, :length] = torch.tensor(completion.token_ids, dtype=torch.int32)
+        logprobs[row, :length] = torch.tensor(completion.logprobs, dtype=torch.float64)
+    plain = {
+        "prompts": [completion.prompt.id for completion in completions],
+        "versions": [completion.version for completion in completions],
+        "lengths": [len(completion.token_ids) for completion in completions],
+        "finished": [int(completion.finished) for completion in completions],
+    }
+    return {name: torch.tensor(column) for name, column in plain.items()} | {"tokens": tokens, "logprobs": logprobs}
+
+
+def _completions(columns: Mapping[str, Tensor], prompts: data.PromptStream, group: int) -> list[Completion]:
+    """The completions in tensors, `group` of each prompt."""
+    rows = zip(*(columns[name].tolist() for name in _COLUMNS), strict=True)
+    asked = data.prompts(prompts.table, columns["prompts"].tolist())
+    return [
+        Completion(prompt, row % group, tuple(tokens[:length]), tuple(logprobs[:length]), bool(finished), version)
+        for row, (prompt, (_, version, length, finished, tokens, logprobs)) in enumerate(zip(asked, rows, strict=True))
+    ]

@@ -1,0 +1,57 @@
+"""Whole runs that generate ahead of training, or score while they generate."""
+
+from pathlib import Path
+
+import pytest
+from runs import STEPS, Done, comparable, small, train
+
+AHEAD = {"rollout__max_staleness": 1}
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def ahead(tiny_model: Path, storage: Path) -> Done:
+    return train(small(tiny_model, storage, "ahead", **AHEAD))
+
+
+def test_completions_are_one_step_old_from_the_second_step_on(ahead: Done) -> None:
+    assert {step: values[0] for step, values in ahead.history["staleness/mean"].items()} == {1: 0, 2: 1, 3: 1, 4: 1}
+
+
+def test_the_first_step_is_that_of_a_run_on_policy_and_later_ones_are_corrected(ahead: Done) -> None:
+    assert ahead.config.importance == "tis"
+    assert ahead.history["mismatch/kl"][1][0] < 1e-8 < ahead.history["mismatch/kl"][STEPS][0]
+    assert ahead.history["mismatch/weight_max"][STEPS][0] > 1.0001
+
+
+def test_a_resumed_run_trains_on_what_was_drawn_before(ahead: Done, tiny_model: Path, storage: Path) -> None:
+    """Its checkpoint holds the round that was drawn ahead, with weights that are gone."""
+    config = small(tiny_model, storage, "stopped", **AHEAD)
+
+    def stop(metrics: dict[str, object], checkpoint: str | None) -> None:
+        if checkpoint:
+            raise RuntimeError("stopped by the test")
+
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        train(config, on_report=stop)
+    resumed = train(config, resume=True)
+    assert resumed.reports[0][0]["step"] in (2, 3)
+    assert comparable(resumed.history, range(STEPS + 1)) == comparable(ahead.history, range(STEPS + 1))
+
+
+def test_completions_in_progress_go_on_with_new_weights(tiny_model: Path, storage: Path) -> None:
+    """Two steps ahead, and what is being drawn waits for no update."""
+    done = train(small(tiny_model, storage, "partial", rollout__max_staleness=2, rollout__partial=True))
+    ages = {step: values[0] for step, values in done.history["staleness/mean"].items()}
+    assert ages == {1: 0, 2: 1, 3: 2, 4: 2}
+    assert len(done.history["reward/mean"]) == STEPS
+
+
+def test_scoring_part_by_part_changes_nothing_but_rounding(tiny_model: Path, storage: Path) -> None:
+    whole, parts = (train(small(tiny_model, storage, f"parts{n}", rollout__parts=n, train__steps=1)) for n in (1, 2))
+    for name, by_step in comparable(whole.history, range(2)).items():
+        assert parts.history[name][1 if 1 in by_step else 0] == pytest.approx(by_step[max(by_step)], abs=1e-5, rel=1e-4)

@@ -1,0 +1,168 @@
+"""Rounds of generation ahead of training: what is begun when, how old it is, and what a checkpoint keeps of it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rlx import checkpoint
+from rlx.checkpoint import Parts
+from rlx.data import PromptStream
+from rlx.rollout.pool import Draw
+from rlx.rounds import Rounds
+from rlx.storage import Storage
+from rlx.types import Completion, Prompt, Sampling
+
+SAMPLING = Sampling(1.0, 1.0, -1, 4, (1,))
+ROWS = 20
+TABLE = pa.table(
+    {
+        "token_ids": pa.array([[row, row] for row in range(ROWS)], pa.list_(pa.int32())),
+        "question": [f"question {row}" for row in range(ROWS)],
+        "answer": [str(row) for row in range(ROWS)],
+    }
+)
+
+
+class Engines:
+    """In the place of a fleet: a completion of prompt p by sampling k is [p, k], or [p] if k is 1; the log tells when
+    what was asked for and waited for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
+        self.log.append(f"begin {len(prompts)} with {version}")
+        return Draw(prompts, samplings, version, [None] * len(prompts), list(range(len(prompts))))
+
+    def finish(self, draw: Draw, version: int, send_weights: Callable[[], None]) -> list[Completion]:
+        if not draw.is_whole:
+            self.log.append(f"finish {len(draw.prompts)} of {draw.step}")
+            draw.groups = [[self.drawn(p, k, draw.step) for k in range(len(draw.samplings))] for p in draw.prompts]
+            draw.seconds = 2.0
+        return draw.completions
+
+    def drawn(self, prompt: Prompt, sample: int, version: int) -> Completion:
+        tokens = (prompt.id, sample)[: 1 + (sample != 1)]
+        return Completion(prompt, sample, tokens, (-1 / 3,) * len(tokens), sample == 0, version)
+
+
+def rounds(rank: int = 0, ranks: int = 1, **choices: Any) -> Rounds:
+    settings: dict[str, Any] = {"samplings": [SAMPLING] * 2, "size": 4, "parts": 1, "ahead": 0} | choices
+    return Rounds(Engines(), PromptStream(TABLE, 3, rank, ranks), **settings)  # type: ignore[arg-type]
+
+
+def log(of: Rounds) -> list[str]:
+    said: list[str] = of.fleet.log  # type: ignore[attr-defined]
+    of.fleet.log = []  # type: ignore[attr-defined]
+    return said
+
+
+def step(of: Rounds, number: int, steps: int = 10) -> list[Completion]:
+    return [one for part in of.next(number, steps, lambda: None) for one in part]
+
+
+def test_without_staleness_a_round_is_begun_when_it_is_needed() -> None:
+    own = rounds()
+    assert [one.prompt.id for one in step(own, 5)] == [p.id for p in PromptStream(TABLE, 3).next(4) for _ in range(2)]
+    assert log(own) == ["begin 4 with 5", "finish 4 of 5"]
+    own.settle(5, lambda: None)
+    assert log(own) == [] and own.position() == 4
+
+
+def test_parts_are_all_begun_before_the_first_is_waited_for() -> None:
+    own = rounds(parts=3)
+    sizes = [len(part) for part in own.next(0, 10, lambda: None)]
+    assert sizes == [2, 2, 4]  # two completions of one, one and two prompts
+    said = log(own)
+    assert said[:3] == ["begin 1 with 0", "begin 1 with 0", "begin 2 with 0"]
+    assert said[3:] == ["finish 1 of 0", "finish 1 of 0", "finish 2 of 0"]
+
+
+def test_one_step_ahead_the_next_round_is_drawn_while_this_one_trains() -> None:
+    own = rounds(ahead=1)
+    assert {one.version for one in step(own, 0)} == {0}
+    assert log(own) == ["begin 4 with 0", "begin 4 with 0", "finish 4 of 0"]
+    own.settle(0, lambda: None)
+    assert log(own) == ["finish 4 of 0"]
+    assert {one.version for one in step(own, 1)} == {0}
+    assert log(own) == ["begin 4 with 1"] and own.seconds == 2.0
+
+
+def test_nothing_is_begun_that_no_step_trains_on() -> None:
+    own = rounds(ahead=2)
+    drawn = [step(own, number, steps=4) for number in range(4)]
+    assert [completions[0].version for completions in drawn] == [0, 0, 0, 1]
+    assert sum(line.startswith("begin") for line in log(own)) == 4
+    assert own.position() == own.prompts.position == 16
+
+
+def test_completions_that_are_too_old_are_never_handed_out() -> None:
+    own = rounds(ahead=1)
+    step(own, 0)
+    with pytest.raises(RuntimeError, match="step 4: weights of step 0 are too old by 2"):
+        step(own, 3)
+
+
+def saved(ranks: Sequence[Rounds], folder: Path) -> list[Storage]:
+    files = [folder / f"rank_{rank}.safetensors" for rank in range(len(ranks))]
+    for own, file in zip(ranks, files, strict=True):
+        checkpoint.write(own.state(), file)
+    return [Storage.here(file) for file in files]
+
+
+def restored(files: Sequence[Storage], step: int, wrote: int, position: int, *of: Rounds) -> None:
+    for own in of:
+        own.prompts.seek(own.prompts.cursor(position))
+        with Parts(files) as parts:
+            own.restore(parts, step, wrote)
+
+
+def test_a_checkpoint_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
+    own, other = rounds(ahead=2), rounds(ahead=2)
+    step(own, 0)
+    own.settle(0, lambda: None)
+    restored(saved([own], tmp_path), 1, 1, own.position(), other)
+    for number in (1, 2, 3):
+        assert step(other, number) == step(own, number)
+    assert other.prompts.position == own.prompts.position
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_on_any_number_of_ranks(tmp_path: Path, wrote: int, reads: int) -> None:
+    writers = [rounds(rank, wrote, ahead=1) for rank in range(wrote)]
+    readers = [rounds(rank, reads, ahead=1) for rank in range(reads)]
+    for own in writers:
+        step(own, 0)
+        own.settle(0, lambda: None)
+    restored(saved(writers, tmp_path), 1, wrote, writers[0].position(), *readers)
+    before, after = ([step(own, 1) for own in of] for of in (writers, readers))
+    assert {one.prompt.id: one for rank in before for one in rank} == {
+        one.prompt.id: one for rank in after for one in rank
+    }
+    assert [len(rank) for rank in after] == [8 // reads] * reads
+    # Each rank has its every ranks-th prompt, as if it had asked for them itself.
+    asked = [PromptStream(TABLE, 3, rank, reads, 4).next(4) for rank in range(reads)]
+    assert [[one.prompt for one in rank[::2]] for rank in after] == asked
+
+
+def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:
+    own, other = rounds(ahead=2), rounds(ahead=2)
+    step(own, 0)
+    assert own.state() == {} and own.position() == 4
+    checkpoint.write(own.state() | checkpoint.staged({}, {}), tmp_path / "empty.safetensors")
+    restored([Storage.here(tmp_path / "empty.safetensors")], 1, 1, own.position(), other)
+    again = step(other, 1)
+    assert {one.version for one in again} == {1}
+    assert [one.prompt for one in again] == [one.prompt for one in step(own, 1)]
+
+
+def test_a_run_that_allows_less_staleness_draws_again_what_is_too_old(tmp_path: Path) -> None:
+    own, other = rounds(ahead=2), rounds()
+    step(own, 0)
+    own.settle(0, lambda: None)
+    restored(saved([own], tmp_path), 1, 1, own.position(), other)
+    assert other.position() == 4
+    assert {one.version for one in step(other, 1)} == {1}
