@@ -26,7 +26,9 @@ lint: .venv/ready-$(ACCELERATOR)
 	$(BIN)/mypy
 
 bench: .venv/ready-$(ACCELERATOR)
-	$(BIN)/python bench/step.py $(ARGS)
+	$(BIN)/python bench/update.py $(ARGS)
+	$(BIN)/python bench/step.py --bare $(ARGS)
+	$(BIN)/python bench/scaling.py $(ARGS)
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/sweep.py
 

@@ -58,6 +58,7 @@ _IDLE = {
     "checkpoint.start_with": "checkpoint.start_from",
     "model.lora_alpha": "model.lora_rank",
     "model.lora_targets": "model.lora_rank",
+    "model.offload": "scaling.use_gpu",
     "data.ptx_batch": "data.ptx_source",
     "reward.url_key": "reward.url",
     "algorithm.kl_target": "algorithm.kl_coef",
@@ -104,8 +105,14 @@ class RunConfig(Section):
                 f"scaling.num_workers ({self.scaling.num_workers}) must be a multiple of parallel.tp "
                 f"({self.parallel.tp})"
             )
-        if self.parallel.tp > 1 and self.model.lora_rank:
-            raise ValueError("parallel.tp cuts the layers that adapters go beside: set it to 1 or model.lora_rank to 0")
+        keys = {
+            "model.lora_rank": self.model.lora_rank,
+            "model.offload": self.model.offload,
+            "train.compile": self.train.compile,
+        }
+        for key, given in keys.items():
+            if given and self.parallel.tp > 1:
+                raise ValueError(f"parallel.tp ({self.parallel.tp}) does not go with {key}: set only one of them")
         return self
 
     @pydantic.model_validator(mode="after")
@@ -199,6 +206,12 @@ class RunConfig(Section):
             raise ValueError(
                 "model.reference none leaves nothing to measure the KL to: set algorithm.kl_coef to 0, and no kl_target"
             )
+        if "critic" in model.offload and self.critic != "separate":
+            raise ValueError(f"model.offload critic: it has no weights of its own here, model.critic is {self.critic}")
+        if "reference" in model.offload and self.reference != "copy":
+            raise ValueError(
+                f"model.offload reference: it has no weights of its own here, model.reference is {self.reference}"
+            )
         if not model.lora_rank:
             if model.reference == "lora_off":
                 raise ValueError("model.reference lora_off needs adapters to switch off: set model.lora_rank")
@@ -214,8 +227,7 @@ class RunConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _generation_fits_beside_training(self) -> Self:
-        rollout, workers = self.rollout, self.scaling.num_workers
-        share = self.train.prompts_per_step // workers
+        rollout, share = self.rollout, self.train.prompts_per_step // self.replicas
         if rollout.max_staleness > 1 and not rollout.partial:
             raise ValueError(
                 f"rollout.max_staleness {rollout.max_staleness} gains nothing over 1 while each weight update "

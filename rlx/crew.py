@@ -255,13 +255,20 @@ class _Trainer(TorchTrainer):
         ]
 
 
+def _backend(config: RunConfig) -> str:
+    """What carries the workers' collectives: gradients in host memory are clipped there, over all ranks."""
+    if not config.scaling.use_gpu:
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if "critic" in config.model.offload else "nccl"
+
+
 def _trainer(config: RunConfig, box: str, folder: Storage, tables: Mapping[str, Any]) -> TorchTrainer:
     scaling = config.scaling
     parent, _, name = folder.path.rpartition("/")
     return _Trainer(
         work,
         train_loop_config={"box": box},
-        torch_config=TorchConfig(backend="nccl" if scaling.use_gpu else "gloo"),
+        torch_config=TorchConfig(backend=_backend(config)),
         datasets=dict(tables),
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # each rank takes its own rows: see data.py
         scaling_config=ray.train.ScalingConfig(

@@ -6,7 +6,7 @@ of the step, in order. No config and no communication here.
 
 from __future__ import annotations
 
-import itertools
+import bisect
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -79,6 +79,7 @@ def build(judged: Sequence[Judged], pad_id: int) -> Experience:
         prompt_lengths=torch.tensor([len(c.prompt.token_ids) for c in completions]),
         mask=mask,
         rollout_logprobs=_padded([torch.tensor(c.logprobs) for c in completions], 0.0),
+        place=torch.arange(len(completions)),
         groups=torch.tensor([c.prompt.id for c in completions]),
         scores=torch.tensor([one.score for one in judged], dtype=torch.float32),
         greedy=torch.tensor([one.greedy for one in judged], dtype=torch.float32),
@@ -98,7 +99,8 @@ def joined(parts: Sequence[Experience]) -> Experience:
             return torch.cat(grids)
         return torch.cat([pad(grid, (0, (length if name == "ids" else width) - grid.shape[1])) for grid in grids])
 
-    return Experience(**{field.name: column(field.name) for field in fields(Experience)})
+    whole = Experience(**{field.name: column(field.name) for field in fields(Experience)})
+    return replace(whole, place=torch.arange(len(whole.scores), device=whole.scores.device))
 
 
 def minibatches(experience: Experience, count: int) -> list[Experience]:
@@ -110,34 +112,49 @@ def minibatches(experience: Experience, count: int) -> list[Experience]:
     rows = len(experience.scores)
     if rows % count:
         raise ValueError(f"{rows} completions do not make {count} equal mini-batches")
-    return _runs(experience, count)
+    return [experience.rows(slice(i, i + rows // count)) for i in range(0, rows, rows // count)]
 
 
 def micro_batch_count(experience: Experience, token_budget: int) -> int:
-    """How many micro-batches of at most `token_budget` tokens, padding included, an experience is cut into.
+    """The least number of micro-batches of at most `token_budget` tokens, padding included.
 
     A completion that is longer than the budget is a micro-batch of its own.
     """
-    rows, length = experience.ids.shape
-    return -(-rows // max(1, token_budget // length))
+    return len(_packed(sorted(_lengths(experience), reverse=True), token_budget))
 
 
 def micro_batches(experience: Experience, count: int) -> list[Experience]:
-    """`count` runs of nearly equal numbers of completions, each cut to its longest; every rank makes as many.
+    """`count` micro-batches of completions of like length, the longest first, each cut to its longest; every rank makes
+    as many. The largest is as small as can be: they are nearly equal, and so are those of different ranks.
 
     Raises:
         ValueError: there are fewer completions.
     """
-    rows = len(experience.scores)
-    if rows < count:
-        raise ValueError(f"{rows} completions do not fill {count} micro-batches")
-    return _runs(experience, count)
+    lengths = _lengths(experience)
+    if len(lengths) < count:
+        raise ValueError(f"{len(lengths)} completions do not fill {count} micro-batches")
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    longest_first = [lengths[i] for i in order]
+    budgets = range(len(lengths) * longest_first[0])
+    least = bisect.bisect_left(budgets, True, key=lambda budget: len(_packed(longest_first, budget)) <= count)
+    index = torch.tensor(order, device=experience.ids.device)
+    return [experience.rows(index[part]) for part in _packed(longest_first, least, count)]
 
 
-def _runs(experience: Experience, count: int) -> list[Experience]:
-    rows = len(experience.scores)
-    edges = [rows * i // count for i in range(count + 1)]
-    return [experience.rows(start, stop) for start, stop in itertools.pairwise(edges)]
+def _lengths(experience: Experience) -> list[int]:
+    return list((experience.prompt_lengths + experience.widths).tolist())
+
+
+def _packed(lengths: Sequence[int], budget: int, count: int = 1) -> list[slice]:
+    """Runs of descending lengths, as few as can be within the budget, padding included, but at least `count`."""
+    runs: list[slice] = []
+    start = 0
+    while start < len(lengths):
+        left = len(lengths) - start - max(0, count - len(runs) - 1)  # each run to come gets one at least
+        stop = start + max(1, min(budget // lengths[start], left))
+        runs.append(slice(start, stop))
+        start = stop
+    return runs
 
 
 def _padded(rows: Sequence[Tensor], value: float) -> Tensor:

@@ -200,7 +200,7 @@ def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Comp
 def _scored(policy: Policy, completions: Sequence[Completion]) -> Tensor:
     """`[B, T]` log-probabilities as the trainer has them, at temperature 1."""
     batch = experience.build([Judged(one, 0.0, False, {}) for one in completions], 0)
-    scored: Tensor = policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], 1.0).logprobs
+    scored: Tensor = policy(*batch.inputs, 1.0).logprobs
     return scored
 
 

@@ -107,6 +107,7 @@ def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, flo
         "response/truncated_fraction": s["truncated"] / s["drawn"],
         "tokens/rollout_per_s": s["generated"] / (run.rounds.seconds if ahead else seconds["time/rollout"]),
         "tokens/update_per_s": trained / seconds["time/update"],
+        "tokens/padding_fraction": 1 - (s["prompt_tokens"] + s["tokens"]) / s["positions"],
         "tokens/total": float(run.tokens),
         "staleness/mean": s["age"] / s["drawn"],
         "memory/peak_gib": run.largest([_peak_gib(run.device)])[0],

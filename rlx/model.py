@@ -6,6 +6,8 @@ right and attention is causal, so no attention mask is needed.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlx.config import ConfigError
+from rlx.logprobs import token_logprobs
 from rlx.settings import ALL_LAYERS
 from rlx.types import Weight
 
@@ -28,12 +31,36 @@ _ADAPTER = "default"  # peft's name for the only adapter
 _BASE = ".base_layer."
 
 
+class Tokens:
+    """The N response tokens of padded rows, row by row: no head is ever applied to prompts or padding."""
+
+    def __init__(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor) -> None:
+        """See `Policy.forward`."""
+        self._ids, self._shape = ids, mask.shape
+        self._places = rows, columns = mask.nonzero(as_tuple=True)
+        self._before = rows * ids.shape[1] + prompt_lengths[rows] - 1 + columns  # the position whose output scores it
+
+    @property
+    def targets(self) -> Tensor:
+        """`[N]` token ids."""
+        return self._ids.flatten()[self._before + 1]
+
+    def hidden(self, backbone: nn.Module) -> Tensor:
+        """`[N, H]` last hidden states, of the position before each token."""
+        states = backbone(input_ids=self._ids, use_cache=False).last_hidden_state
+        return states.flatten(0, 1).index_select(0, self._before)
+
+    def grid(self, flat: Tensor) -> Tensor:
+        """`[B, T]` of a number for each token, `[N]`; zero where there is none."""
+        return flat.new_zeros(self._shape).index_put(self._places, flat)
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a policy says about responses; every tensor `[B, T]` over response tokens, arbitrary where padded."""
+    """What a policy says about responses; every tensor `[B, T]` float32 over response tokens, zero where padded."""
 
     logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None  # if it was asked for
     values: Tensor | None  # of a value head on the policy
 
 
@@ -46,27 +73,24 @@ class Policy(nn.Module):
         self.value_head = value_head
 
     def forward(
-        self, ids: Tensor, prompt_lengths: Tensor, width: int, temperature: float, entropy_grad: bool = False
+        self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, temperature: float, entropy: bool = False
     ) -> Scored:
-        """Scores the `width` tokens after each prompt.
+        """Scores the response tokens.
 
         Args:
             ids: `[B, L]`, prompt then response then padding.
             prompt_lengths: `[B]`.
-            width: T, the longest response.
+            mask: `[B, T]`, 1 where column t is scored: the t-th token after the prompt.
             temperature: the logits are divided by it, as they were when the response was drawn.
-            entropy_grad: let gradients flow through the entropy.
+            entropy: whether that of each token's distribution is wanted too.
         """
         lm: Any = self.lm
-        hidden = _at_responses(lm.base_model, ids, prompt_lengths, width)
-        scores = torch.log_softmax(lm.get_output_embeddings()(hidden).float() / temperature, dim=-1)
-        targets = ids.gather(1, (_positions(prompt_lengths, width) + 1).clamp(max=ids.shape[1] - 1))
-        logprobs = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        # A graph of the entropy keeps two more tensors of the size of the scores.
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = -(scores.exp() * scores).sum(-1)
+        tokens = Tokens(ids, prompt_lengths, mask)
+        hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
+        logprobs, entropies = token_logprobs(head, head.weight.shape[0], hidden, tokens.targets, temperature, entropy)
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
-        return Scored(logprobs, entropy, values)
+        spread = None if entropies is None else tokens.grid(entropies)
+        return Scored(tokens.grid(logprobs), spread, None if values is None else tokens.grid(values))
 
 
 class Critic(nn.Module):
@@ -77,10 +101,10 @@ class Critic(nn.Module):
         self.backbone = backbone
         self.value_head = value_head
 
-    def forward(self, ids: Tensor, prompt_lengths: Tensor, width: int) -> Tensor:
-        """Values `[B, T]`: column t is the value before the response's token t is drawn."""
-        hidden = _at_responses(self.backbone, ids, prompt_lengths, width)
-        return self.value_head(hidden).squeeze(-1).float()
+    def forward(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor) -> Tensor:
+        """Values `[B, T]`: column t is the value before the response's token t is drawn, zero where padded."""
+        tokens = Tokens(ids, prompt_lengths, mask)
+        return tokens.grid(self.value_head(tokens.hidden(self.backbone)).squeeze(-1).float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +167,41 @@ def checkpoint_gradients(part: nn.Module) -> None:
                     setattr(layer, name, 0.0)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+def compile_layers(part: nn.Module) -> None:
+    """Has each decoder layer compiled when it first runs, for any number of rows and tokens; call it before `shard`.
+
+    In place, so that names stay as they are.
+
+    Raises:
+        ConfigError: there is no C++ compiler, without which torch.compile makes no code.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(f"train.compile: this machine has no C++ compiler {compiler}")
+    for layer in decoder_layers(part):
+        layer.compile(dynamic=True)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that a model repeats: what its architecture says is not to be split."""
+    names = {name for part in model.modules() for name in (getattr(part, "_no_split_modules", None) or ())}
+    return [part for part in model.modules() if type(part).__name__ in names]
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> nn.Module:
     """Moves a model to the mesh's devices, one shard per rank: each decoder layer a unit, the rest another.
 
     Weights stay float32; forward and backward run in `dtype`, gradients are reduced in float32.
+
+    Args:
+        offload: shards, their gradients and with them the optimizer stay in host memory, and a unit's weights are
+            brought to the device when its turn comes.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    names = {name for part in model.modules() for name in (getattr(part, "_no_split_modules", None) or ())}
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     model.to(mesh.device_type)
-    for part in list(model.modules()):
-        if type(part).__name__ in names:
-            fully_shard(part, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for part in (*decoder_layers(model), model):
+        fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=home)
     return model
 
 
@@ -244,18 +291,6 @@ def _adapt(lm: Any, adapters: Adapters) -> None:
         raise ConfigError(
             f"{where}: the output layer is tied to the embedding here, its adapters would not reach the engines"
         )
-
-
-def _positions(prompt_lengths: Tensor, width: int) -> Tensor:
-    """[B, T] the position whose output scores each response token: the one before it."""
-    return prompt_lengths.unsqueeze(1) - 1 + torch.arange(width, device=prompt_lengths.device)
-
-
-def _at_responses(backbone: nn.Module, ids: Tensor, prompt_lengths: Tensor, width: int) -> Tensor:
-    """[B, T, H] last hidden states where responses are scored, so that no logits of prompts are ever made."""
-    hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
-    index = _positions(prompt_lengths, width).clamp(max=ids.shape[1] - 1)
-    return hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
 def _zero(weight: Tensor, seed: int) -> None:

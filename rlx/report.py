@@ -68,6 +68,7 @@ METRICS = {
     "time/step": "seconds for the whole step",
     "tokens/rollout_per_s": "response tokens per second of time/rollout, of time/generation if drawn ahead",
     "tokens/update_per_s": "prompt and response tokens trained on per second of time/update",
+    "tokens/padding_fraction": "fraction of the positions in the update's forward passes that are padding",
     "tokens/total": "response tokens generated since the run began",
     "staleness/mean": "mean age of the completions' weights, in steps",
     "memory/peak_gib": "largest peak memory of a worker, GPU memory if it has one",

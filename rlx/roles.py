@@ -18,7 +18,7 @@ from rlx.config import RunConfig
 
 def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:
     """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the grid's mesh."""
-    chosen, dtype = config.model, getattr(torch, config.model.dtype)
+    chosen = config.model
     trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
     own = head if config.critic == "head" else None
     parts: dict[str, Any] = {
@@ -30,19 +30,20 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained],
     for name, part in parts.items():
         if config.train.gradient_checkpointing:
             model.checkpoint_gradients(part)
-        sharded = _spread(part, mesh, dtype)
+        sharded = _sharded(config, name, part, mesh)
         trained[name] = Trained(sharded, _optimizer(config, sharded))
     if config.reference != "copy":
         return trained, None
-    return trained, _spread(model.load_reference(path, trust_remote_code=trust), mesh, dtype)
+    return trained, _sharded(config, "reference", model.load_reference(path, trust_remote_code=trust), mesh)
 
 
-def _spread(part: Any, mesh: Any, dtype: torch.dtype) -> Any:
-    """A model sharded over all ranks: its layers over tensor-parallel neighbours first, then all over replicas."""
-    if mesh.ndim == 1:
-        return model.shard(part, mesh, dtype)
-    parallel.split_layers(part, mesh[parallel.TENSOR])
-    return model.shard(part, mesh[parallel.DATA], dtype)
+def _sharded(config: RunConfig, name: str, part: Any, mesh: Any) -> Any:
+    if config.train.compile:
+        model.compile_layers(part)
+    if config.parallel.tp > 1:
+        parallel.split_layers(part, mesh[parallel.TENSOR])
+        mesh = mesh[parallel.DATA]
+    return model.shard(part, mesh, getattr(torch, config.model.dtype), offload=name in config.model.offload)
 
 
 def adapters(config: RunConfig) -> model.Adapters | None:

@@ -93,6 +93,9 @@ class ModelConfig(Section):
     """send engines the weights with adapters merged in, or the adapters alone: less to send, slower to generate"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """precision of forward passes and rollouts; the trained weights are always kept in float32"""
+    offload: tuple[Literal["critic", "reference"], ...] = ()
+    """models that are kept in host memory and brought to the GPU layer by layer when they are used; the critic's
+    optimizer then runs on the CPU: less GPU memory, slower"""
     trust_remote_code: bool = False
     """run Python code that comes with the model folder"""
 
@@ -296,6 +299,9 @@ class TrainConfig(Section):
     """gradients are scaled down to this global norm"""
     gradient_checkpointing: bool = False
     """forget activations within decoder layers and compute them again: less memory, about a third more time"""
+    compile: bool = False
+    """compile decoder layers with torch.compile: the first steps take minutes, later ones less time; a resumed run then
+    equals one that was not stopped up to rounding only"""
     ema_decay: Decay | None = None
     """keep an average of the policy's weights, this much of it kept at each optimizer step; it is evaluated too"""
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rlx import algorithms
 from rlx.clock import Clock
@@ -77,19 +76,17 @@ def annotate(run: Run, batch: Experience) -> Experience:
 
     Without a reference its logprobs are the policy's own, and without a critic the values are 0.
     """
-    width, temperature = batch.mask.shape[1], run.sampling.temperature
-    columns: dict[str, list[Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": [], "entropy": []}
+    columns = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values", "entropy")}
     for micro in run.cut([batch])[0]:
-        inputs = (micro.ids, micro.prompt_lengths, micro.mask.shape[1])
-        scored = run.policy(*inputs, temperature)
-        reference = run.reference_logprobs(inputs)
-        values = scored.values if run.critic is None else run.critic(*inputs)
+        scored = run.policy(*micro.inputs, run.sampling.temperature, True)
+        reference = run.reference_logprobs(micro)
+        values = scored.values if run.critic is None else run.critic(*micro.inputs)
         grids = (scored.logprobs, scored.logprobs if reference is None else reference, values, scored.entropy)
-        for name, grid in zip(columns, grids, strict=True):
-            grid = torch.zeros_like(micro.mask) if grid is None else grid * micro.mask
-            columns[name].append(pad(grid, (0, width - grid.shape[1])))
+        for column, grid in zip(columns.values(), grids, strict=True):
+            if grid is not None:
+                column[micro.place, : grid.shape[1]] = grid
     run.reshard()
-    return replace(batch, **{name: torch.cat(grids) for name, grids in columns.items()})
+    return replace(batch, **columns)
 
 
 def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:

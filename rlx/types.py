@@ -99,6 +99,7 @@ class Experience:
     prompt_lengths: Tensor  # [B] int64
     mask: Tensor  # [B, T] float, 1 on response tokens
     rollout_logprobs: Tensor  # [B, T] as the engine reports them
+    place: Tensor  # [B] int64, which of the rank's completions it is
     groups: Tensor  # [B] int64, the same for completions of the same prompt
     scores: Tensor  # [B] reward of the whole completion
     greedy: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator asks for none
@@ -109,13 +110,23 @@ class Experience:
     advantages: Tensor  # [B, T]
     returns: Tensor  # [B, T]
 
-    def rows(self, start: int, stop: int) -> Experience:
-        """The completions `start` to `stop`, cut to the longest among them."""
-        widths = self.mask[start:stop].cumsum(1).argmax(1) + 1  # to the last 1: zeros may lie between
-        width, length = int(widths.max()), int((self.prompt_lengths[start:stop] + widths).max())
-        cut = {f.name: getattr(self, f.name)[start:stop] for f in fields(self)}
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the models score: `ids`, `prompt_lengths`, `mask`."""
+        return self.ids, self.prompt_lengths, self.mask
+
+    @property
+    def widths(self) -> Tensor:
+        """[B] the length of each response: to the last 1 of its mask, as zeros may lie between."""
+        return self.mask.cumsum(1).argmax(1) + 1
+
+    def rows(self, chosen: slice | Tensor) -> Experience:
+        """Some of the completions, cut to the longest among them."""
+        cut = {f.name: getattr(self, f.name)[chosen] for f in fields(self)}
+        widths = self.widths[chosen]
+        width, length = int(widths.max()), int((cut["prompt_lengths"] + widths).max())
         grids = {name: part[:, :width] for name, part in cut.items() if part.ndim == 2}
-        return replace(self, **(cut | grids | {"ids": self.ids[start:stop, :length]}))
+        return replace(self, **(cut | grids | {"ids": cut["ids"][:, :length]}))
 
     def to(self, device: torch.device) -> Experience:
         return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})

@@ -22,7 +22,7 @@ def update(run: Run, batch: Experience) -> Sums:
     """All epochs of optimizer steps on a batch; the losses' statistics, summed over them."""
     batches = experience.minibatches(batch, run.config.train.minibatches)
     cut, sizes = run.cut(batches), denominators(run, batches)
-    sums: Sums = {}
+    sums: Sums = {"positions": sum(micro.ids.numel() for micros in cut for micro in micros)}
     for number, (micros, size) in enumerate(list(zip(cut, sizes, strict=True)) * run.config.train.epochs):
         done = accumulate(run, micros, size, number)
         _add(sums, done)
@@ -73,16 +73,15 @@ def accumulate(run: Run, micros: Sequence[Experience], size: Size, number: int) 
 def backward(run: Run, micro: Experience, size: Size) -> Sums:
     """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks."""
     settings, mask = run.config.algorithm, micro.mask
-    inputs = (micro.ids, micro.prompt_lengths, mask.shape[1])
     stats: Sums = {"updated": mask.sum()}
     loss, values = torch.zeros((), device=run.device), None
     if "policy" in run.learning:
-        scored = run.policy(*inputs, run.sampling.temperature, settings.entropy_coef > 0)
+        scored = run.policy(*micro.inputs, run.sampling.temperature, settings.entropy_coef > 0)
         policy_loss, policy_stats = policy_losses(run, scored, micro, size.policy)
         loss, values = loss + policy_loss, scored.values
         stats |= policy_stats
     if run.critic is not None:
-        values = run.critic(*inputs)
+        values = run.critic(*micro.inputs)
     if values is not None:
         value_loss, value_stats = algorithms.value_loss(
             values, micro.values, micro.returns, mask, size.tokens, settings.value_clip
@@ -111,7 +110,7 @@ def policy_losses(run: Run, scored: Scored, micro: Experience, size: float) -> t
     )
     sums: Sums = {"policy/loss": loss.detach()}
     sums |= {f"policy/{name}": total for name, total in stats.items()}
-    if settings.entropy_coef > 0:
+    if scored.entropy is not None:
         loss = loss + settings.entropy_coef * algorithms.entropy_loss(scored.entropy, mask, size, weights)
     if settings.kl_in == "loss" and run.kl.coef > 0:
         kl_loss = algorithms.kl_loss(scored.logprobs, micro.ref_logprobs, mask, size, settings.kl_kind, weights)
@@ -126,7 +125,7 @@ def backward_supervised(run: Run, number: int) -> Tensor:
     tokens = run.summed({"tokens": rows.mask.sum()})["tokens"]
     total = torch.zeros((), device=run.device)
     for micro in run.cut([rows])[0]:
-        scored = run.policy(micro.ids, micro.prompt_lengths, micro.mask.shape[1], 1.0)
+        scored = run.policy(*micro.inputs, 1.0)
         loss = algorithms.supervised_loss(scored.logprobs, micro.mask, tokens)
         (run.config.algorithm.ptx_coef * loss * run.grid.dp_size).backward()
         total += loss.detach()

@@ -193,15 +193,15 @@ class Run:
             rows.append(Judged(Completion(prompt, 0, ids, (0.0,) * len(ids), True, self.step), 0.0, True, {}))
         return self.experiences(rows)[0]
 
-    def reference_logprobs(self, inputs: tuple[Tensor, Tensor, int]) -> Tensor | None:
+    def reference_logprobs(self, batch: Experience) -> Tensor | None:
         """What the reference gives these responses; None without one."""
         temperature = self.sampling.temperature
         if self.copy is not None:
-            return self.copy(*inputs, temperature).logprobs
+            return self.copy(*batch.inputs, temperature).logprobs
         if self.config.reference == "none":
             return None
         with model.adapters_off(self.policy):
-            return self.policy(*inputs, temperature).logprobs
+            return self.policy(*batch.inputs, temperature).logprobs
 
     def cut(self, batches: Sequence[Experience]) -> list[list[Experience]]:
         """The micro-batches of each batch: as many on every rank, since each forward pass gathers shards."""

@@ -1,4 +1,4 @@
-"""On policy, or generation one step ahead of training: does the staleness cost accuracy? For --search grid --seeds 5."""
+"""On policy, or generating one step ahead of training: what staleness costs. For --search grid --seeds 5."""
 
 from typing import Any
 

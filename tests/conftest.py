@@ -100,14 +100,23 @@ def engines(ray_cluster: None, tiny_model: Path, untied_model: Path) -> Iterator
         stop_engine(engine)
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables in it, made as a first run makes it; to be copied, for that takes seconds."""
+    folder = tmp_path_factory.mktemp("database")
+    report.client(report.default_uri(folder)).search_experiments()
+    return folder / "mlflow.db"
+
+
 OnRanks = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="session")
 def on_ranks() -> OnRanks:
     """Calls `function(rank, ranks, *args)` in that many processes of a gloo group; gives the ranks' results."""
-    # The processes are forked from one that has imported what is slow to import.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["rlx.train_loop"])
+    # The processes are forked from one that has imported what is slow to import, also of what test files import.
+    slow = ["rlx.train_loop", "rlx.launch", "rlx.warm_start", "transformers.models.auto.modeling_auto", "pytest"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(slow)
 
     def run(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +130,11 @@ def on_ranks() -> OnRanks:
 
 def _as_rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    backend = "gloo"
+    if torch.cuda.is_available():  # one GPU for each rank, which uses it if the function does
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.save(function(rank, ranks, *args), Path(folder, str(rank)))
     dist.destroy_process_group()
 
@@ -130,8 +143,11 @@ NothingLeft = Callable[[float], None]
 
 
 @pytest.fixture(scope="module")
-def nothing_left(ray_cluster: None) -> NothingLeft:
-    """A check that in so many seconds at most, no actor and no placement group is left that was not there before."""
+def nothing_left(ray_cluster: None) -> Iterator[NothingLeft]:
+    """A check that in so many seconds at most, no actor and no placement group is left that was not there before.
+
+    At the module's end, what its runs have kept for each other is let go.
+    """
     before = _alive().keys()
 
     def check(seconds: float) -> None:
@@ -142,7 +158,8 @@ def nothing_left(ray_cluster: None) -> NothingLeft:
             time.sleep(0.2)
         assert left == {}
 
-    return check
+    yield check
+    launch.release()
 
 
 def _alive() -> dict[str, str]:

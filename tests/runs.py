@@ -35,8 +35,15 @@ def train(
     records: Path | None = None,
     on_report: Report | None = None,
     say: Say | None = None,
+    keep: bool = True,
 ) -> Done:
-    """Runs a config; `records` is where the MLflow database lies, if not in the storage."""
+    """Runs a config.
+
+    Args:
+        records: where the MLflow database lies, if not in the storage.
+        keep: whether engines and workers stay for the next run of the same shape, which begins at once, until the end
+            of a module that has asked for `nothing_left`.
+    """
     storage = records or Path(config.storage)
     launch.connect(config)
     reports: list[tuple[dict[str, Any], str | None]] = []
@@ -47,7 +54,7 @@ def train(
         if on_report:
             on_report(metrics, checkpoint)
 
-    result = launch.run(config, folder, resume=resume, on_report=heard, say=say)
+    result = launch.run(config, folder, resume=resume, on_report=heard, say=say, keep=keep)
     return Done(config, result, reports, mlflow_history(storage, result.mlflow_run), storage)
 
 

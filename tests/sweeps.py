@@ -60,11 +60,13 @@ def log_run(
     tags = {"rlx.kind": kind} | ({"mlflow.parentRunId": parent} if parent else {}) | run.tags
     run_id = open_run(uri, name, experiment, tags, params, at)
     door.log_text(run_id, yaml.safe_dump(own.model_dump(mode="json"), sort_keys=False), "config.yaml")
+    points = []
     for step in range(min(run.accuracy, default=0), max(run.accuracy, default=-1) + 1):
         metrics = {"tokens/total": 100.0 * step, "kl/ref": float("inf") if step == 1 else 0.1 * step}
         metrics |= {"time/step": 2.0} if step else {}
         metrics |= {METRIC: run.accuracy[step], "time/eval": 0.5} if step in run.accuracy else {}
-        door.log_batch(run_id, metrics=[Metric(key, value, at, step) for key, value in metrics.items()])
+        points += [Metric(key, value, at, step) for key, value in metrics.items()]
+    door.log_batch(run_id, metrics=points)
     if run.answers:
         rows = [(9, prompt, text, "yes", float(text == "yes")) for prompt, text in run.answers.items()]
         table = {"columns": ["step", "prompt", "completion", "answer", "score"], "data": rows}

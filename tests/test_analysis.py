@@ -37,9 +37,11 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A store with several sweeps; making its tables takes seconds, so all tests share it."""
-    uri = report.default_uri(tmp_path_factory.mktemp("store"))
+def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
+    """A store with several sweeps, which all tests share."""
+    folder = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_database, folder)
+    uri = report.default_uri(folder)
     log_sweep(uri, "bare", RUNS, [LR, KIND, "seed"])
     log_sweep(uri, "lr", RUNS, [LR, KIND, "seed"], {"rlx.seeds": "2"})
     log_sweep(uri, "wide", [Run({LR: 1e-5 * 2**i}, {0: 0.1, 4: 0.05 * i}) for i in range(FEWEST)], [LR])

@@ -4,6 +4,7 @@ import json
 import re
 import resource
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -132,8 +133,10 @@ def test_resuming_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def config(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
-    """The tree of a small run."""
+def config(tiny_model: Path, tmp_path: Path, empty_database: Path) -> dict[str, Any]:
+    """The tree of a small run, on a storage that has MLflow's database already."""
+    (tmp_path / "storage").mkdir()
+    shutil.copy(empty_database, tmp_path / "storage")
     data = {"params": {}, "max_prompt_tokens": 32}
     storage = {"name": "x", "storage": str(tmp_path / "storage")}
     return storage | {

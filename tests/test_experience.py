@@ -1,7 +1,7 @@
 """Completions as tensors, and how they are cut into mini-batches and micro-batches."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -57,7 +57,7 @@ def test_prompts_make_groups() -> None:
     batch = build(rows, PAD)
     assert batch.groups.tolist() == [7, 7, 3]
     assert batch.greedy.tolist() == [3.5, 3.5, 1.5]
-    assert batch.rows(1, 3).groups.tolist() == [7, 3]
+    assert batch.rows(slice(1, 3)).groups.tolist() == [7, 3]
 
 
 # --- which groups a step trains on
@@ -116,25 +116,26 @@ def test_the_greedy_completion_is_kept_as_a_score_alone() -> None:
 
 def test_parts_joined_are_the_whole() -> None:
     lengths = [(5, 1), (1, 3), (2, 2), (1, 6)]
-    whole, parts = numbered(lengths), [numbered(lengths[:3]).rows(1, 3), numbered(lengths).rows(3, 4)]
+    whole, parts = numbered(lengths), [numbered(lengths[:3]).rows(slice(1, 3)), numbered(lengths).rows(slice(3, 4))]
     together = joined(parts)
     assert together.ids.tolist() == [[2, 2, 2, 2, 0, 0, 0], [3, 3, 3, 3, 0, 0, 0], [4] * 7]
     for name in ("prompt_lengths", "mask", "rollout_logprobs", "scores", "groups"):
-        assert getattr(together, name).tolist() == getattr(whole.rows(1, 4), name).tolist()
+        assert getattr(together, name).tolist() == getattr(whole.rows(slice(1, 4)), name).tolist()
+    assert together.place.tolist() == [0, 1, 2]
     assert joined(parts[:1]) is parts[0]
 
 
 def test_rows_are_cut_to_the_longest_prompt_with_response_and_the_longest_response() -> None:
     batch = numbered([(5, 1), (1, 3), (2, 2), (1, 6)])
     assert (batch.ids.shape, batch.mask.shape) == ((4, 7), (4, 6))
-    part = batch.rows(1, 3)
+    part = batch.rows(slice(1, 3))
     assert part.ids.tolist() == [[2, 2, 2, 2], [3, 3, 3, 3]]
     assert part.mask.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert part.rollout_logprobs.tolist() == [[-2, -2, -2], [-3, -3, 0]]
     assert part.prompt_lengths.tolist() == [1, 2]
     assert part.scores.tolist() == [1, 2]
     assert part.values.tolist() == torch.zeros_like(part.mask).tolist()
-    first = batch.rows(0, 1)
+    first = batch.rows(slice(1))
     assert (first.ids.tolist(), first.mask.tolist()) == ([[1] * 6], [[1]])
 
 
@@ -142,7 +143,7 @@ def test_rows_cut_every_grid_and_keep_what_follows_a_gap_in_the_mask() -> None:
     grid = torch.arange(8.0).reshape(2, 4)
     gap = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
     batch = replace(numbered([(2, 4), (3, 4)]), mask=gap, values=grid, advantages=-grid, logprobs=grid + 1)
-    part = batch.rows(0, 2)
+    part = batch.rows(slice(2))
     assert part.mask.tolist() == [[1, 0, 1], [1, 0, 0]]
     assert part.ids.shape == (2, 5)
     grids: list[tuple[Tensor, list[list[float]]]] = [
@@ -171,30 +172,80 @@ def test_a_minibatch_holds_the_same_prompts_on_any_number_of_ranks(ranks: int) -
     assert joined == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def packed(lengths: Sequence[int], count: int) -> list[list[float]]:
+    """The lengths of the completions in each micro-batch."""
+    return scores(micro_batches(of_lengths(lengths), count))
+
+
+def of_lengths(lengths: Sequence[int]) -> Experience:
+    """Completions of so many tokens, prompt included, which are their scores too; prompts are of 1 and 2 in turn."""
+    batch = numbered([(1 + i % 2, length - 1 - i % 2) for i, length in enumerate(lengths)])
+    return replace(batch, scores=torch.tensor(lengths, dtype=torch.float32))
+
+
 @pytest.mark.parametrize(
-    ("rows", "length", "budget", "count"),
-    [(6, 4, 24, 1), (6, 4, 23, 2), (6, 4, 8, 3), (6, 4, 7, 6), (6, 4, 1, 6), (7, 4, 8, 4), (1, 4, 100, 1)],
+    ("lengths", "budget", "count"),
+    [
+        ([4] * 6, 24, 1),
+        ([4] * 6, 23, 2),
+        ([4] * 6, 8, 3),
+        ([4] * 6, 7, 6),
+        ([4] * 6, 1, 6),
+        ([4] * 7, 8, 4),
+        ([4], 100, 1),
+        ([3, 9, 3, 3], 9, 2),  # the long one alone
+        ([3, 9, 3, 3], 8, 3),  # and it may be too long
+        ([9, 3, 9, 3], 18, 2),
+    ],
 )
-def test_as_few_micro_batches_as_the_token_budget_allows(rows: int, length: int, budget: int, count: int) -> None:
-    assert micro_batch_count(numbered([(1, length - 1)] * rows), budget) == count
+def test_as_few_micro_batches_as_the_token_budget_allows(lengths: list[int], budget: int, count: int) -> None:
+    assert micro_batch_count(of_lengths(lengths), budget) == count
+
+
+def test_no_other_cut_makes_fewer_or_smaller_micro_batches() -> None:
+    """Against every way to put seven completions into micro-batches."""
+    lengths = [7, 3, 9, 4, 4, 8, 3]
+
+    def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
+        if not rows:
+            yield []
+            return
+        for size in range(len(rows)):
+            for rest in itertools.combinations(rows[1:], size):
+                for others in partitions([row for row in rows[1:] if row not in rest]):
+                    yield [[rows[0], *rest], *others]
+
+    largest: dict[int, int] = {}  # of the best way to make so many
+    for parts in partitions(list(range(len(lengths)))):
+        most = max(len(part) * max(lengths[i] for i in part) for part in parts)
+        largest[len(parts)] = min(most, largest.get(len(parts), most))
+    batch = of_lengths(lengths)
+    for count, best in largest.items():
+        parts = micro_batches(batch, count)
+        assert len(parts) == count
+        assert max(part.ids.numel() for part in parts) == min(largest[c] for c in largest if c <= count)
+        assert micro_batch_count(batch, best) <= count
 
 
 @pytest.mark.parametrize("budget", [9, 10, 14, 20, 27, 1000])
-def test_micro_batches_hold_every_row_once_within_the_budget(budget: int) -> None:
+def test_micro_batches_hold_every_row_once_within_the_budget_the_longest_first(budget: int) -> None:
     lengths = [(1, 2), (4, 5), (2, 2), (1, 1), (3, 1), (2, 7), (1, 4)]
     batch = numbered(lengths)
     parts = micro_batches(batch, micro_batch_count(batch, budget))
-    assert list(itertools.chain(*scores(parts))) == [0, 1, 2, 3, 4, 5, 6]
+    order = [int(i) for part in parts for i in part.place]
+    assert order == [1, 5, 6, 2, 4, 0, 3]  # those of a length as they were
     assert all(part.ids.numel() <= budget for part in parts)
     kept = [(int(p), int(m.sum())) for part in parts for p, m in zip(part.prompt_lengths, part.mask, strict=True)]
-    assert kept == lengths
+    assert kept == [lengths[i] for i in order]
     for part in parts:
         assert part.ids.shape[1] == max(p + r for p, r in (lengths[int(i)] for i in part.scores))
+        assert (part.ids == part.scores[:, None] + 1).sum(1).tolist() == [sum(lengths[int(i)]) for i in part.place]
 
 
 def test_ranks_can_agree_on_more_micro_batches_than_one_needs() -> None:
-    batch = numbered([(1, 1)] * 5)
-    assert scores(micro_batches(batch, 2)) == [[0, 1], [2, 3, 4]]
-    assert scores(micro_batches(batch, 5)) == [[0], [1], [2], [3], [4]]
+    assert packed([5, 5, 5, 5, 5], 2) == [[5, 5, 5], [5, 5]]
+    assert packed([5, 5, 5, 5, 5], 4) == [[5, 5], [5], [5], [5]]
+    assert packed([3, 5, 4, 6, 7], 5) == [[7], [6], [5], [4], [3]]
+    assert packed([12, 3, 3, 3, 3], 2) == [[12], [3, 3, 3, 3]]
     with pytest.raises(ValueError, match="5 completions do not fill 6 micro-batches"):
-        micro_batches(batch, 6)
+        packed([5] * 5, 6)

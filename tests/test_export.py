@@ -85,7 +85,9 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
                     weight.copy_(average[name])
             seen["weights"][kind] = {one.name: one.full().clone() for one in model.engine_weights(policy)}
             lengths = torch.full((len(ROWS),), PROMPT)
-            seen["logprobs"][kind] = policy(ROWS, lengths, ROWS.shape[1] - PROMPT, 1.0).logprobs.clone()
+            seen["logprobs"][kind] = policy(
+                ROWS, lengths, torch.ones(len(ROWS), ROWS.shape[1] - PROMPT), 1.0
+            ).logprobs.clone()
             policy.reshard()
     return seen
 

@@ -12,7 +12,7 @@ PARTS = {"storage", "data", "tasks", "rewards", "rollout", "model", "algorithms"
 LAYERS = [
     {"types", "settings"},
     {"config", "math_judge"},  # what a person writes becomes settings
-    {"command_line"},
+    {"command_line", "logprobs"},
     PARTS | {"adaptive", "parallel", "reward_model", "clock", "controller", "plan", "report", "progress", "warm_start"},
     {"remote_reward", "preferences", "archive", "checkpoint", "tracker"},
     {"saver", "fleet"},

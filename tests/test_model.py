@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rlx import config, data, experience, model, roles, train_loop, update, worker
+from rlx import config, data, experience, logprobs, model, roles, train_loop, update, worker
 from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
@@ -30,7 +30,6 @@ from rlx.types import Completion, Judged, Prompt, Sampling
 PAD = 0
 PROMPTS = (3, 9, 5, 6)  # tokens each
 RESPONSES = (7, 2, 1, 5)
-WIDTH = max(RESPONSES)
 
 
 def sequences() -> list[Tensor]:
@@ -38,10 +37,11 @@ def sequences() -> list[Tensor]:
     return [torch.randint(6, 90, (p + r,), generator=generator) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 
-def padded(extra: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids with padding after each sequence, `extra` more than needed, and the prompts' lengths."""
+def padded(extra: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids with padding after each sequence, `extra` more than needed, the prompts' lengths, and the mask."""
     ids = torch.nn.utils.rnn.pad_sequence(sequences(), batch_first=True, padding_value=PAD)
-    return torch.nn.functional.pad(ids, (0, extra), value=PAD), torch.tensor(PROMPTS)
+    mask = (torch.arange(max(RESPONSES) + extra) < torch.tensor(RESPONSES)[:, None]).float()
+    return torch.nn.functional.pad(ids, (0, extra), value=PAD), torch.tensor(PROMPTS), mask
 
 
 def randomize_head(module: Any) -> Any:
@@ -62,7 +62,7 @@ def folder(request: pytest.FixtureRequest) -> str:
 @torch.no_grad()
 def test_logprobs_and_entropy_are_those_of_the_whole_forward_pass(folder: str, temperature: float) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder)
-    scored = model.load_policy(folder, head=None)(*padded(), WIDTH, temperature)
+    scored = model.load_policy(folder, head=None)(*padded(), temperature, entropy=True)
     for row, (sequence, prompt, length) in enumerate(zip(sequences(), PROMPTS, RESPONSES, strict=True)):
         scores = torch.log_softmax(lm(sequence[None]).logits[0] / temperature, -1)[prompt - 1 : -1]
         expected = scores.gather(-1, sequence[prompt:, None]).squeeze(-1)
@@ -79,7 +79,7 @@ def test_a_value_is_read_one_position_before_its_token(folder: str) -> None:
         randomize_head(model.load_critic(folder, head="zero")),
     )
     lm = AutoModelForCausalLM.from_pretrained(folder)
-    found = (policy(*padded(), WIDTH, 1.0).values, critic(*padded(), WIDTH))
+    found = (policy(*padded(), 1.0).values, critic(*padded()))
     for row, (sequence, prompt, length) in enumerate(zip(sequences(), PROMPTS, RESPONSES, strict=True)):
         hidden = lm(sequence[None], output_hidden_states=True).hidden_states[-1][0]  # the last one, after the norm
         expected = (hidden @ policy.value_head.weight.T).squeeze(-1)[prompt - 1 : -1]
@@ -93,39 +93,49 @@ def test_padding_changes_nothing(folder: str) -> None:
         randomize_head(model.load_policy(folder, head="zero")),
         randomize_head(model.load_critic(folder, head="zero")),
     )
-    mask = torch.arange(WIDTH) < torch.tensor(RESPONSES)[:, None]
-    tight, loose = policy(*padded(), WIDTH, 1.0), policy(*padded(extra=11), WIDTH, 1.0)
+    width, inside = max(RESPONSES), padded()[2] == 1
+    tight, loose = policy(*padded(), 1.0, entropy=True), policy(*padded(extra=11), 1.0, entropy=True)
     pairs = [(getattr(tight, name), getattr(loose, name)) for name in ("logprobs", "entropy", "values")]
-    pairs.append((critic(*padded(), WIDTH), critic(*padded(extra=11), WIDTH)))
+    pairs.append((critic(*padded()), critic(*padded(extra=11))))
     for one, other in pairs:
-        torch.testing.assert_close(one[mask], other[mask], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(one, other[:, :width], atol=1e-5, rtol=1e-5)
+        assert one[inside].all() and not one[~inside].any() and not other[:, width:].any()
+
+
+@torch.no_grad()
+def test_tokens_that_are_not_the_policys_own_are_left_out(folder: str) -> None:
+    policy, (ids, lengths, mask) = model.load_policy(folder, head=None), padded()
+    mask[0, 2:4] = 0
+    torch.testing.assert_close(
+        policy(ids, lengths, mask, 1.0).logprobs, policy(*padded(), 1.0).logprobs * mask, atol=1e-5, rtol=0
+    )
 
 
 def test_value_heads_start_at_zero(tiny_model: Path) -> None:
-    assert model.load_policy(str(tiny_model), head="zero")(*padded(), WIDTH, 1.0).values.count_nonzero() == 0
-    assert model.load_critic(str(tiny_model), head="zero")(*padded(), WIDTH).count_nonzero() == 0
+    assert model.load_policy(str(tiny_model), head="zero")(*padded(), 1.0).values.count_nonzero() == 0
+    assert model.load_critic(str(tiny_model), head="zero")(*padded()).count_nonzero() == 0
 
 
-def test_entropy_is_a_statistic_and_logprobs_are_not(tiny_model: Path) -> None:
-    scored = model.load_policy(str(tiny_model), head=None)(*padded(), WIDTH, 1.0)
-    assert scored.logprobs.requires_grad
-    assert not scored.entropy.requires_grad
+def test_entropy_is_made_if_asked_for(tiny_model: Path) -> None:
+    policy = model.load_policy(str(tiny_model), head=None)
+    assert policy(*padded(), 1.0).entropy is None
+    assert policy(*padded(), 1.0, entropy=True).entropy.requires_grad
 
 
 @torch.no_grad()
 def test_a_policy_without_its_adapters_is_the_base_model(folder: str) -> None:
     adapters = model.Adapters(rank=4, alpha=8.0, targets=(), seed=3)
     policy = model.load_policy(folder, head=None, adapters=adapters)
-    base = model.load_policy(folder, head=None)(*padded(), WIDTH, 0.7).logprobs
-    torch.testing.assert_close(policy(*padded(), WIDTH, 0.7).logprobs, base, atol=1e-5, rtol=0)  # B begins at zero
+    base = model.load_policy(folder, head=None)(*padded(), 0.7).logprobs
+    torch.testing.assert_close(policy(*padded(), 0.7).logprobs, base, atol=1e-5, rtol=0)  # B begins at zero
     for name, parameter in policy.named_parameters():
         assert parameter.requires_grad == (".lora_" in name)
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    assert (policy(*padded(), WIDTH, 0.7).logprobs - base).abs().max() > 0.1
+    assert (policy(*padded(), 0.7).logprobs - base).abs().max() > 0.1
     with model.adapters_off(policy):
-        torch.testing.assert_close(policy(*padded(), WIDTH, 0.7).logprobs, base, atol=1e-5, rtol=0)
-    assert (policy(*padded(), WIDTH, 0.7).logprobs - base).abs().max() > 0.1
+        torch.testing.assert_close(policy(*padded(), 0.7).logprobs, base, atol=1e-5, rtol=0)
+    assert (policy(*padded(), 0.7).logprobs - base).abs().max() > 0.1
 
 
 @torch.no_grad()
@@ -137,8 +147,8 @@ def test_merged_weights_are_those_of_the_policy_with_adapters(folder: str, tmp_p
             torch.nn.init.normal_(parameter, std=0.1)
     plain = model.load_policy(folder, head=None)
     plain.lm.load_state_dict({weight.name: weight.full() for weight in model.engine_weights(policy)}, strict=False)
-    merged = plain(*padded(), WIDTH, 1.0).logprobs
-    torch.testing.assert_close(merged, policy(*padded(), WIDTH, 1.0).logprobs, atol=1e-5, rtol=0)
+    merged = plain(*padded(), 1.0).logprobs
+    torch.testing.assert_close(merged, policy(*padded(), 1.0).logprobs, atol=1e-5, rtol=0)
     names = [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
     assert [weight.name for weight in model.engine_weights(policy)] == names
 
@@ -172,7 +182,7 @@ def test_forgotten_activations_are_computed_again_without_dropout(tiny_model: Pa
     for policy in (plain, checkpointed):
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: k.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
-            loss = policy(*padded(), WIDTH, 1.0).logprobs.sum()
+            loss = policy(*padded(), 1.0).logprobs.sum()
         loss.backward()
         saved.append(sum(kept))
     assert saved[1] < 0.5 * saved[0]
@@ -242,7 +252,7 @@ def test_layers_that_drop_out_by_themselves_do_not() -> None:
     lm = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16, max_position_embeddings=32, dropout=0.5)).eval()
     policy = model.Policy(lm)
     model.checkpoint_gradients(policy)
-    one, same = (policy(*padded(), WIDTH, 1.0).logprobs for _ in range(2))
+    one, same = (policy(*padded(), 1.0).logprobs for _ in range(2))
     assert torch.equal(one, same)
 
 
@@ -288,26 +298,26 @@ ANSWERS = pa.table(
 )
 
 
-def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int) -> worker.Run:
+def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu") -> worker.Run:
     """What a rank trains with. Plain gradient descent shows the gradients; Adam would hide their scale."""
     tree = {
         "train": {"epochs": 1, "minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
         "algorithm": {"kl_coef": 0.1},
     }
     settings = config.from_tree(config.with_overrides(tree, way))
-    grid = Grid.of("cpu", settings.parallel.tp)
+    grid = Grid.of(device, settings.parallel.tp)
     trained, reference = roles.models(settings, path, grid.mesh)
     trained = {name: Trained(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
     nothing: Any = None
     return worker.Run(
         config=settings,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         grid=grid,
         trained=trained,
         rates={name: [0.1] for name in trained},
         average=roles.average(settings, trained["policy"].model),
         copy=reference,
-        prompts=nothing,
+        rounds=nothing,
         supervised=data.PromptStream(ANSWERS, 0, grid.dp_rank, grid.dp_size) if settings.data.ptx_source else None,
         held_out=[],
         fleet=nothing,
@@ -323,31 +333,41 @@ def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int) -> worker.Ru
     )
 
 
-def updated(rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_tokens: int) -> dict[str, Tensor]:
+def updated(
+    rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu"
+) -> dict[str, Tensor]:
     """This rank's prompts through steps 4 to 7 of the loop, twice: summed statistics, and all weights after it."""
-    run = run_of(path, way, micro_batch_tokens)
+    run = run_of(path, way, micro_batch_tokens, device)
     replicas = run.grid.dp_size
+    run.rates = {name: [0.03] for name in run.rates}  # with larger steps, rounding in the first shows in the second
     own = [c for c in completions() if c.prompt.id % replicas == run.grid.dp_rank]
     judged = [Judged(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy=0.5) for c in own]
-    start = experience.build(judged, PAD)
+    start = experience.build(judged, PAD).to(run.device)
     for _ in range(2):  # in the second round the policy is no longer the reference
-        batch, _ = train_loop.annotate(run, start)
-        gap = 0.3 * torch.sin(batch.groups[:, None] + torch.arange(batch.mask.shape[1])) * batch.mask
+        batch = train_loop.annotate(run, start)
+        wave = torch.sin(batch.groups[:, None] + torch.arange(batch.mask.shape[1], device=device))
+        gap = 0.3 * wave * batch.mask
         batch = replace(batch, rollout_logprobs=batch.logprobs + gap)
         batch, kl = train_loop.estimate(run, batch)
-        sums = run.summed(update.update(run, batch) | {"kl": kl})
+        entropy = (batch.entropy * batch.mask).sum()
+        sums = run.summed(update.update(run, batch) | {"kl": kl, "entropy": entropy})
     state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
     state |= {f"average.{name}": p for name, p in run.average.items()}
-    result = {name: p.full_tensor().detach() for name, p in state.items()}
+    result = {name: p.full_tensor().detach().cpu() for name, p in state.items()}
     assert ("ptx/loss" in sums) == (run.supervised is not None)
     everywhere = ("grad_norm/", "updates", "passes")  # what each rank knows of the whole
     shares = {name: value / replicas if name.startswith(everywhere) else value for name, value in sums.items()}
+    del shares["positions"]  # padding does depend on how rows are cut
     return result | {name: torch.tensor(value) for name, value in shares.items()}
 
 
 def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
-    """In each way, all of a mini-batch at once and then a few completions at a time."""
-    return [updated(rank, ranks, path, way, tokens) for way in WAYS for tokens in (100_000, 45)]
+    """In each way, all of a mini-batch at once and then a few completions, and of these a few tokens, at a time."""
+    results = []
+    for way in WAYS:
+        for tokens, logprobs.CHUNK in ((100_000, 2**26), (45, 700)):
+            results.append(updated(rank, ranks, path, way, tokens))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -379,6 +399,34 @@ def test_an_update_does_not_depend_on_the_number_of_ranks(
         for way, found, expected in zip([w for w in WAYS for _ in range(2)], results, on_one_rank, strict=True):
             where = f"rank {rank}, {way}"
             torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
+
+
+OTHERWISE: list[dict[str, Any]] = [
+    {"train.compile": True},
+    {"train.compile": True, "train.gradient_checkpointing": True},
+    {"model.offload": ["critic", "reference"], "scaling.use_gpu": True},
+]
+
+
+def otherwise(rank: int, ranks: int, path: str) -> tuple[list[dict[str, Tensor]], int]:
+    """An update as it is, then in each way that must not change it; and how many graphs were compiled."""
+    from torch._dynamo.utils import counters
+
+    results = [updated(rank, ranks, path, way, 60) for way in ({}, *OTHERWISE)]
+    return results, counters["stats"]["unique_graphs"]
+
+
+def test_compiled_layers_and_shards_in_host_memory_change_nothing(on_ranks: OnRanks, tiny_model: Path) -> None:
+    for (plain, *others), graphs in on_ranks(2, otherwise, str(tiny_model)):
+        assert graphs > 0
+        for way, found in zip(OTHERWISE, others, strict=True):  # its keys are the names of the weights too
+            torch.testing.assert_close(found, plain, atol=3e-6, rtol=1e-5, msg=lambda m, w=way: f"{w}: {m}")
+
+
+def test_layers_are_not_compiled_without_a_compiler(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"train\.compile: this machine has no C\+\+ compiler no-such-compiler"):
+        model.compile_layers(model.load_policy(str(tiny_model), head=None))
 
 
 # --- single parts of an update, on one rank

@@ -8,7 +8,7 @@ import torch
 from conftest import NothingLeft, OnRanks
 from runs import STEPS, Done, comparable, small, train
 from test_checkpoint import averaged, files, step, whole, write
-from test_model import RESPONSES, WAYS, WIDTH, padded, updated
+from test_model import WAYS, padded, updated
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -54,20 +54,18 @@ def settings_of(ranks: int, tp: int, **chosen: Any) -> config.RunConfig:
 
 def learnt(policy: Any, weights: Tensor) -> dict[str, Any]:
     """Scores, and their gradients of one loss; every process has the same batch."""
-    scored = policy(*padded(), WIDTH, 0.7, True)
-    mask = torch.arange(WIDTH) < torch.tensor(RESPONSES)[:, None]
-    loss = ((scored.logprobs + 0.1 * scored.entropy + scored.values) * weights * mask).sum()
+    scored = policy(*padded(), 0.7, True)
+    loss = ((scored.logprobs + 0.1 * scored.entropy + scored.values) * weights).sum()
     loss.backward()
     gradients = {name: model.gathered(p.grad).clone() for name, p in policy.named_parameters()}
-    logprobs, values = (grid.detach() * mask for grid in (scored.logprobs, scored.values))
     norm = model.clip_gradients(policy, 0.5)
     clipped = {name: model.gathered(p.grad).clone() for name, p in policy.named_parameters()}
-    found = {"logprobs": logprobs, "values": values, "loss": loss.detach(), "gradients": gradients}
-    return found | {"norm": torch.tensor(norm), "clipped": clipped}
+    found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach(), "gradients": gradients}
+    return found | {"loss": loss.detach(), "norm": torch.tensor(norm), "clipped": clipped}
 
 
 def weights_of_tokens() -> Tensor:
-    return torch.randn(len(RESPONSES), WIDTH, generator=torch.Generator().manual_seed(6))
+    return torch.randn(padded()[2].shape, generator=torch.Generator().manual_seed(6))
 
 
 def learnt_on_ranks(rank: int, ranks: int, path: str, tp: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,11 @@ CLONED = Run(
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A store with several sweeps; making its tables takes seconds, so all tests share it."""
-    uri = report.default_uri(tmp_path_factory.mktemp("store"))
+def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
+    """A store with several sweeps, which all tests share."""
+    folder = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_database, folder)
+    uri = report.default_uri(folder)
     log_sweep(uri, "lr", RUNS[:1], VARIED)  # an older one of the same name
     log_sweep(uri, "lr", RUNS, VARIED, {"rlx.seeds": "1"})
     log_sweep(uri, "cloned", [CLONED, RUNS[0]], ["train.actor_lr"])

@@ -79,7 +79,7 @@ class Side:
     def gaps(self, completions: Sequence[Completion], temperature: float = 1.0) -> Tensor:
         """[B, T] the difference at each token, 0 where there is none."""
         batch = experience.build([Judged(drawn, 0.0, False, {}) for drawn in completions], 0)
-        scored = self.policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], temperature)
+        scored = self.policy(*batch.inputs, temperature)
         return ((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs()
 
 

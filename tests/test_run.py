@@ -1,7 +1,11 @@
-"""Whole runs with the real parts: Ray Train, FSDP, vLLM and MLflow, on a small model."""
+"""Whole runs with the real parts: Ray Train, FSDP, vLLM and MLflow, on a small model.
+
+One set of engines and workers does those of the same shape, one after another; `head` has another and comes last.
+"""
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import yaml
 from conftest import NothingLeft, Script
 from runs import STEPS, Done, comparable, small, train
 
-from rlx import archive, report, run_folder, tasks
+from rlx import archive, launch, report, run_folder, tasks
 from rlx.config import flatten, from_tree
 from rlx.storage import open_storage
 
@@ -29,8 +33,10 @@ ONLY_WHEN_ASKED_FOR = {
 
 
 @pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("storage")
+def storage(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Path:
+    folder = tmp_path_factory.mktemp("storage")
+    shutil.copy(empty_database, folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +84,10 @@ def branch(run: Done, tiny_model: Path, storage: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def head(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
-    """One rank and one engine, the critic a head on the policy, one optimizer step per round of rollouts."""
+    """One rank and one engine, the critic a head on the policy, one optimizer step per round of rollouts. Nothing of it
+    is to be left."""
     one = {"scaling__num_workers": 1, "rollout__engines": 1, "train__epochs": 1, "train__minibatches": 1}
-    return train(small(tiny_model, storage, "head", model__critic="head", train__steps=1, **one))
+    return train(small(tiny_model, storage, "head", model__critic="head", train__steps=1, **one), keep=False)
 
 
 def sample_rows(done: Done, step: int) -> list[dict[str, Any]]:
@@ -159,6 +166,43 @@ def test_checkpoints_are_whole(run: Done) -> None:
         assert found.manifest.config == run.config.model_dump(mode="json")
 
 
+def test_a_run_that_was_killed_and_resumed_is_the_undisturbed_one(run: Done, resumed: Done) -> None:
+    assert resumed.reports[0][0]["step"] >= 2  # the newest checkpoint's own, which the driver may not have heard of
+    assert comparable(resumed.history, range(5)) == comparable(run.history, range(5))
+
+
+def test_a_run_that_starts_with_the_state_of_another_goes_on_as_that_one(run: Done, branch: Done) -> None:
+    assert [metrics["step"] for metrics, _ in branch.reports] == [2, 3, 4]
+    assert comparable(branch.history, range(2, 5)) == comparable(run.history, range(2, 5))
+    assert branch.result.mlflow_run != run.result.mlflow_run
+
+
+def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
+    assert sorted(resumed.history["reward/mean"]) == [1, 2, 3, 4]
+    assert all(len(values) == 1 for by_step in resumed.history.values() for values in by_step.values())
+    record = report.client(report.default_uri(resumed.storage)).get_run(resumed.result.mlflow_run)
+    assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
+    folder = open_storage(resumed.config.storage) / "runs" / "killed"
+    assert run_folder.saved_config(folder) == resumed.config.model_dump(mode="json")
+    assert [found.step for found in archive.whole(folder)] == [2, 4]
+
+
+def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Done, list[str]]) -> None:
+    done, said = hurt
+    assert comparable(done.history, range(5)) == comparable(run.history, range(5))
+    assert re.fullmatch(r"engine [01] (died: its process ended|is gone) - it is being replaced", said[0])
+    steps = [metrics["step"] for metrics, _ in done.reports]
+    assert sorted(set(steps)) == [0, 1, 2, 3, 4] and len(steps) <= 7  # some may have been done twice
+
+
+def test_the_doctor_finds_a_sound_setup_sound(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> None:
+    before = sorted(storage.rglob("*"))
+    lines = launch.examine(small(tiny_model, storage, "check", model__lora_rank=2))
+    assert [line.what for line in lines if not line.passed] == []
+    assert len(lines) == 8  # the critic is a head here
+    assert sorted(storage.rglob("*")) == before  # it leaves no run
+
+
 def test_rewards_are_what_the_scorer_says(head: Done) -> None:
     check = tasks.answer_checker(head.config.data, head.config.eval.seed, head.config.eval.size)
     answers = {row["question"]: row for row in tasks.generated_questions(head.config.data, 10_000_000, 12)}
@@ -182,34 +226,5 @@ def test_one_optimizer_step_starts_at_ratio_one(head: Done) -> None:
     assert "value/grad_norm" not in first  # a head has no optimizer of its own
 
 
-def test_a_run_that_was_killed_and_resumed_is_the_undisturbed_one(run: Done, resumed: Done) -> None:
-    assert resumed.reports[0][0]["step"] >= 2  # the newest checkpoint's own, which the driver may not have heard of
-    assert comparable(resumed.history, range(5)) == comparable(run.history, range(5))
-
-
-def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Done, list[str]]) -> None:
-    done, said = hurt
-    assert comparable(done.history, range(5)) == comparable(run.history, range(5))
-    assert re.fullmatch(r"engine [01] (died: its process ended|is gone) - it is being replaced", said[0])
-    steps = [metrics["step"] for metrics, _ in done.reports]
-    assert sorted(set(steps)) == [0, 1, 2, 3, 4] and len(steps) <= 7  # some may have been done twice
-
-
-def test_a_run_that_starts_with_the_state_of_another_goes_on_as_that_one(run: Done, branch: Done) -> None:
-    assert [metrics["step"] for metrics, _ in branch.reports] == [2, 3, 4]
-    assert comparable(branch.history, range(2, 5)) == comparable(run.history, range(2, 5))
-    assert branch.result.mlflow_run != run.result.mlflow_run
-
-
-def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
-    assert sorted(resumed.history["reward/mean"]) == [1, 2, 3, 4]
-    assert all(len(values) == 1 for by_step in resumed.history.values() for values in by_step.values())
-    record = report.client(report.default_uri(resumed.storage)).get_run(resumed.result.mlflow_run)
-    assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
-    folder = open_storage(resumed.config.storage) / "runs" / "killed"
-    assert run_folder.saved_config(folder) == resumed.config.model_dump(mode="json")
-    assert [found.step for found in archive.whole(folder)] == [2, 4]
-
-
-def test_nothing_is_left_of_a_run(run: Done, nothing_left: NothingLeft) -> None:
+def test_nothing_is_left_of_these_runs(run: Done, head: Done, nothing_left: NothingLeft) -> None:
     nothing_left(5)

@@ -59,8 +59,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Iterator[Server]:
     one = Server(tmp_path_factory.mktemp("server"))
+    shutil.copy(empty_database, one.folder / "server.db")
     yield one
     one.down()
 
@@ -78,14 +79,6 @@ def answers_in_2_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest wait for one answer, which would be 10 s."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-
-
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables in it, which take seconds to make."""
-    folder = tmp_path_factory.mktemp("database")
-    report.client(report.default_uri(folder)).search_experiments()
-    return folder / "mlflow.db"
 
 
 @pytest.fixture

@@ -77,7 +77,9 @@ def main() -> None:
     given = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
         memory = {"object_store_memory": 80 * MiB}
-        cluster = Cluster(initialize_head=True, head_node_args=NODES[0] | memory | {"include_dashboard": False})
+        often = {"raylet_report_resources_period_milliseconds": 10}  # else 100, which each plan would wait for
+        head = NODES[0] | memory | {"include_dashboard": False, "_system_config": often}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         for node in NODES[1:]:
             cluster.add_node(**node, **memory)
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)

@@ -1,0 +1,123 @@
+"""How near rlx's rollouts are to bare vLLM: tokens per second on the same prompts with the same seeds.
+
+    python bench/rollout.py [--gpu] [--steps N] [--SECTION.SETTING VALUE ...]
+
+A real run, prompts and completions travelling between worker and engine and weights after each step, then vLLM's own
+`LLM.generate` (bare.py) with the same engine options on the prompts of the same steps. The learning rate is 0, so both
+draw the same completions; the table says whether they did.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import bare
+import table
+import workload
+
+from rlx.command_line import exit_code
+from rlx.config import ConfigError, RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = workload.parser(__doc__, steps=(8, 3))
+
+    def script() -> int:
+        args, config = workload.read(options, argv)
+        check(config)
+        load = os.getloadavg()[0]
+        with workload.prepared(config) as (ready, path):
+            from rlx import inputs, launch
+
+            tables = inputs.prompt_tables(ready, path)
+            steps = workload.counted_steps(ready, tables)
+            launch.release()
+            figures = compared(ready, path, tables, steps)
+            table.finish("rollout", figures, ready, args.out, load, described(ready))
+        return 0
+
+    return exit_code(script)
+
+
+def check(config: RunConfig) -> None:
+    """ConfigError for a config whose rollouts bare vLLM cannot repeat."""
+    if config.rollout.engines > 1:
+        raise ConfigError("rollout.engines: bare vLLM is one engine; measure one")
+    if config.train.actor_lr > 0:
+        raise ConfigError("train.actor_lr: a policy that changes draws other completions than bare vLLM; leave it 0")
+    if config.algorithm.filter_groups or config.algorithm.advantage == "remax":
+        raise ConfigError("algorithm: filter_groups and remax draw more than the step's prompts; leave them out")
+
+
+def compared(
+    config: RunConfig, path: str, tables: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """The table: a run's counted steps, and the same steps by bare vLLM."""
+    import ray
+
+    from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT
+
+    resources = config.rollout.resources_per_engine
+    on_gpu = resources.get("GPU", 0) > 0
+    process: Any = ray.remote(bare.rollout).options(
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
+        runtime_env={"env_vars": ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT},
+    )
+    drawn = ray.get(process.remote(path, *requests(config, path, tables)))[workload.WARM :]
+    ours = [step["tokens/rollout_per_s"] for step in steps]
+    alone = [tokens / seconds for tokens, seconds in drawn]
+    total = sum(step["tokens/rollout_per_s"] * step["time/rollout"] for step in steps)
+    return {
+        "rollout tokens/s": statistics.median(ours),
+        "bare vLLM tokens/s": statistics.median(alone),
+        "rollout / bare vLLM": statistics.median(ours) / statistics.median(alone),
+        "tokens drawn / bare vLLM's": total / sum(tokens for tokens, _ in drawn),
+        "mean response, tokens": workload.median(steps, "response/length_mean"),
+    }
+
+
+def requests(
+    config: RunConfig, path: str, tables: Mapping[str, Any]
+) -> tuple[dict[str, Any], Any, list[list[bare.Request]]]:
+    """What the run asked its engine for: vLLM's options, how to sample, each step's prompts and seeds."""
+    import pyarrow as pa
+
+    from rlx import crew, data
+    from rlx.rollout.pool import request_seed
+    from rlx.types import Sampling
+
+    chosen, train = config.rollout, config.train
+    end = data.load_tokenizer(path, config.model.trust_remote_code).eos_token_id
+    sampling = Sampling(chosen.temperature, chosen.top_p, chosen.top_k, chosen.max_tokens, (end,))
+    whole = pa.concat_tables(tables["train"].iter_batches(batch_size=None, batch_format="pyarrow"))
+    stream = data.PromptStream(whole, config.seed)
+    rounds = [
+        [
+            (prompt.token_ids, request_seed(config.seed, step, prompt.id, sample))
+            for prompt in stream.next(train.prompts_per_step)
+            for sample in range(train.samples_per_prompt)
+        ]
+        for step in range(train.steps)
+    ]
+    return crew.engine_options(config), sampling, rounds
+
+
+def described(config: RunConfig) -> dict[str, Any]:
+    """How both were set."""
+    train, chosen = config.train, config.rollout
+    return {
+        "precision": config.model.dtype,
+        "completions": f"{train.prompts_per_step} prompts x {train.samples_per_prompt}",
+        "tokens of one": f"at most {config.data.max_prompt_tokens} + {chosen.max_tokens}",
+        "at once": chosen.max_num_seqs,
+        "engine": f"{dict(chosen.resources_per_engine)}, the trainer {dict(config.scaling.resources_per_worker)}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

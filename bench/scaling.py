@@ -1,0 +1,109 @@
+"""Weak scaling: the same work for each rank, on 1, 2, 4 ranks; tokens per second and rank.
+
+    python bench/scaling.py [--gpu] [--ranks 1,2,4] [--steps N] [--whole-step] [--SECTION.SETTING VALUE ...]
+
+The update is bench/update.py's, without the bare loop and without engines, on 1, 2 and where there are as many GPUs 4
+workers; on a CPU on 1 and 2, which share its cores. `--whole-step` makes real runs besides, with as many engines as
+workers, where there are GPUs for both. train.prompts_per_step is for each rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import table
+import update
+import workload
+
+from rlx.command_line import exit_code
+from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+
+_NO_ENGINES = {"rollout.engines": 1, "rollout.resources_per_engine": {"CPU": 0.5}}  # none is started: no GPU is kept
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = workload.parser(__doc__, steps=(6, 6))
+    options.add_argument("--ranks", help="numbers of workers, ascending (default: 1,2 and with four GPUs 4)")
+    options.add_argument("--whole-step", action="store_true", help="measure whole steps too")
+
+    def script() -> int:
+        args, config = workload.read(options, argv)
+        if config.scaling.num_workers > 1:
+            raise ConfigError("scaling.num_workers: --ranks says how many workers there are")
+        if config.scaling.use_gpu:
+            config = scaled(config, 1, {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}})
+        counts = ranks(args.ranks, workload.gpus() if config.scaling.use_gpu else None)
+        alone = {count: scaled(config, count, _NO_ENGINES) for count in counts}
+        load = os.getloadavg()[0]
+        with workload.prepared(alone[counts[-1]]) as (ready, path):
+            here = {"storage": ready.storage, "model.path": path}
+            figures = per_rank("update", {n: updated(scaled(one, 1, here), path) for n, one in alone.items()})
+            if args.whole_step:
+                whole = {n: scaled(config, n, here | {"rollout.engines": n}) for n in counts}
+                figures |= per_rank("step", {n: stepped(one, path) for n, one in whole.items() if fits(one)})
+            facts = update.described(config) | {"ranks": ", ".join(map(str, counts)), "per rank": "the same work"}
+            table.finish("scaling", figures, ready, args.out, load, facts)
+        return 0
+
+    return exit_code(script)
+
+
+def ranks(given: str | None, gpus: int | None) -> list[int]:
+    """The numbers of ranks to measure; `gpus` is None on a CPU.
+
+    Raises:
+        ConfigError: they are not ascending numbers, or more than there are GPUs.
+    """
+    if given is None:
+        return [count for count in (1, 2, 4) if count <= (2 if gpus is None else gpus)]
+    counts = [int(word) for word in given.split(",") if word.strip().isdecimal()]
+    if len(counts) != given.count(",") + 1 or counts != sorted(set(counts)) or counts[0] < 1:
+        raise ConfigError(f"--ranks {given}: expected ascending numbers of workers, such as 1,2,4")
+    if gpus is not None and counts[-1] > gpus:
+        raise ConfigError(f"--ranks {given}: this machine has {gpus} GPUs")
+    return counts
+
+
+def scaled(config: RunConfig, times: int, more: Mapping[str, Any]) -> RunConfig:
+    """The config for so many times the workers, with as much work for each; `more` are further settings."""
+    own = {"scaling.num_workers": config.scaling.num_workers * times}
+    own |= {"train.prompts_per_step": config.train.prompts_per_step * times}
+    return from_tree(with_overrides(config.model_dump(), own | dict(more)), f"{times} x the workers")
+
+
+def fits(config: RunConfig) -> bool:
+    """Whether there is a GPU for each engine and each worker; on a CPU whole steps are measured on what there is."""
+    return not config.scaling.use_gpu or 2 * config.scaling.num_workers <= workload.gpus()
+
+
+def updated(config: RunConfig, path: str) -> float:
+    """Tokens per second and rank in rlx's update."""
+    result = update.on_ranks(config, path)
+    return float(result["tokens"] / statistics.median(result["seconds"][workload.WARM :]))
+
+
+def stepped(config: RunConfig, path: str) -> float:
+    """Response tokens per second and rank over whole steps."""
+    from rlx import inputs, launch
+
+    steps = workload.counted_steps(config, inputs.prompt_tables(config, path), f"ranks-{config.scaling.num_workers}")
+    launch.release()
+    drawn = config.train.prompts_per_step * config.train.samples_per_prompt / config.scaling.num_workers
+    return drawn * statistics.median(step["response/length_mean"] / step["time/step"] for step in steps)
+
+
+def per_rank(what: str, rates: Mapping[int, float]) -> dict[str, float]:
+    """Tokens per second and rank, and each as a share of what the next smaller number of ranks has."""
+    figures = {f"{what} tokens/s per rank, {count} ranks": rate for count, rate in rates.items()}
+    for (few, before), (many, after) in itertools.pairwise(rates.items()):
+        figures[f"{what} tokens/s per rank, {many} / {few} ranks"] = after / before
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

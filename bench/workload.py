@@ -1,0 +1,179 @@
+"""What the benchmarks work on: their settings on CPU and GPU, the model, and real runs of them.
+
+A benchmark's command line takes every setting of rlx over these defaults. One model is trained, the policy, and nothing
+is held beside it: no critic, no reference; other settings give others. Learning rates are 0, so that every step of a
+run, and the bare baseline beside it, has completions of the same lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlx.command_line import add_settings, parse
+from rlx.config import ConfigError, RunConfig, from_tree, nearest, with_overrides
+
+WARM = 2
+"""first steps and rounds that are not counted"""
+
+_EVERYWHERE = {
+    "name": "bench",
+    "algorithm.advantage": "grpo",
+    "algorithm.kl_coef": 0.0,
+    "model.reference": "none",
+    "train.actor_lr": 0.0,
+    "train.epochs": 1,
+    "eval.every": 0,
+    "eval.size": 8,
+    "checkpoint.every": 0,
+    "checkpoint.best_by": None,
+}
+# At temperature 1 the tiny model's responses are 3 tokens; so they are longer.
+CPU: dict[str, Any] = _EVERYWHERE | {
+    "train.samples_per_prompt": 8,
+    "rollout.max_tokens": 32,
+    "rollout.temperature": 2.0,
+}
+# Prompts of 123 tokens; from random weights every response is as long as may be.
+GPU: dict[str, Any] = _EVERYWHERE | {
+    "model.path": "qwen2-0.5b",
+    "model.dtype": "bfloat16",
+    "data.params": {"min_terms": 60, "max_terms": 60, "min_digits": 1, "max_digits": 1},
+    "train.prompts_per_step": 64,
+    "train.samples_per_prompt": 8,
+    "rollout.max_tokens": 256,
+    "rollout.max_num_seqs": 512,
+    "scaling.use_gpu": True,
+}
+# Of Qwen2 0.5B, arXiv 2407.10671, table 1, and its config.json; the weights are random.
+_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2-0.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    }
+}
+
+
+def parser(description: str | None, steps: tuple[int, int]) -> argparse.ArgumentParser:
+    """A benchmark's options: `steps` are how many it counts on CPU and on GPU, unless told otherwise."""
+    options = argparse.ArgumentParser(
+        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--gpu", action="store_true", help="the defaults for GPUs: Qwen2 0.5B's shape in bfloat16")
+    options.add_argument("--steps", help=f"steps or rounds that count, default {steps[0]}, with --gpu {steps[1]}")
+    options.add_argument("--out", default=str(Path(__file__).parent / "results"), help="folder for the JSON file")
+    options.set_defaults(counted=steps)
+    add_settings(options)
+    return options
+
+
+def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, RunConfig]:
+    """The options and the run's config.
+
+    Raises:
+        ConfigError: an option or a setting cannot be used.
+    """
+    args, given = parse(options, sys.argv[1:] if argv is None else argv)
+    if args.steps is not None and not (args.steps.isdecimal() and int(args.steps)):
+        raise ConfigError(f"--steps {args.steps}: expected a whole number of at least 1")
+    steps = int(args.steps or args.counted[args.gpu])
+    defaults = (GPU | gpu_shares(gpus()) if args.gpu else CPU) | {"train.steps": WARM + steps}
+    if given.get("data.source"):
+        defaults.pop("data.params", None)
+    config = from_tree(with_overrides({}, defaults | given), "command line")
+    if args.gpu and config.scaling.use_gpu and not gpus():
+        raise ConfigError("--gpu: torch sees no GPU on this machine")
+    return args, config
+
+
+def gpus() -> int:
+    """How many torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def gpu_shares(count: int) -> dict[str, Any]:
+    """What an engine and a worker take: a GPU each, or half of the only one."""
+    share = 1 if count > 1 else 0.5
+    one = {"CPU": 1, "GPU": share}
+    memory = {"rollout.gpu_memory_utilization": 0.8 if count > 1 else 0.4}
+    return {"rollout.resources_per_engine": one, "scaling.resources_per_worker": one} | memory
+
+
+@contextmanager
+def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
+    """The config with a temporary storage, and the model's folder, Ray being up until the end.
+
+    Raises:
+        ConfigError: the input cannot be used.
+    """
+    import ray
+
+    from rlx import inputs, launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = model_folder(config)
+        inputs.check(config, path)
+        config = config.model_copy(update={"storage": folder, "model": config.model.model_copy(update={"path": path})})
+        launch.connect(config)
+        try:
+            yield config, path
+        finally:
+            launch.release()
+            ray.shutdown()
+
+
+def model_folder(config: RunConfig) -> str:
+    """The model; one of a shape known here is made in the storage, once, with random weights."""
+    from rlx import inputs, warm_start
+    from rlx.storage import local_folder
+
+    name = config.model.path
+    if name not in _SHAPES:
+        if nearest(name, list(_SHAPES)) and not Path(name).exists():
+            raise ConfigError(f"model.path {name}: no such model{nearest(name, list(_SHAPES))}")
+        return inputs.model_folder(config)
+    folder = local_folder(config.storage) / "models" / name
+    if not folder.exists():
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        tokenizer = warm_start.build_tokenizer()
+        shape = Qwen2Config(**_SHAPES[name], eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        with warm_start.private_torch_state(0):
+            model = Qwen2ForCausalLM(shape).to(torch.bfloat16)
+        with warm_start.whole_folder(folder) as unfinished, warm_start.no_progress_bars():
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+    return str(folder)
+
+
+def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:
+    """The metrics of a real run's steps but the first; engines and workers stay for the next run."""
+    from rlx import launch
+    from rlx.storage import open_storage
+
+    steps: list[dict[str, Any]] = []
+    config = config.model_copy(update={"name": name})
+    place = open_storage(config.storage) / name
+    launch.run(config, place, tables=tables, on_report=lambda metrics, _: steps.append(metrics), keep=True)
+    return [metrics for metrics in steps if metrics["step"] > WARM]
+
+
+def median(steps: Sequence[Mapping[str, Any]], metric: str) -> float:
+    """Of a metric over steps."""
+    return float(statistics.median(step[metric] for step in steps))

@@ -1,0 +1,197 @@
+"""The benchmarks: what they refuse, what they tell, and that the bare loop does the work it is said to do."""
+
+import json
+from pathlib import Path
+
+import bare
+import pytest
+import rollout
+import scaling
+import step
+import table
+import torch
+import update
+import workload
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+
+MAINS = {"rollout": rollout.main, "update": update.main, "step": step.main, "scaling": scaling.main}
+SHAPE = LlamaConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+SEQUENCES = [(2, [5, 6, 7, 8]), (3, [9, 10, 11, 12, 13, 14, 15]), (1, [3, 4]), (4, [1, 2, 3, 4, 5])]
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    LlamaForCausalLM(SHAPE).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def settings(**given: object) -> RunConfig:
+    more = {key.replace("__", "."): value for key, value in given.items()}
+    return from_tree(with_overrides({}, workload.CPU | more))
+
+
+@pytest.mark.parametrize(
+    ("bench", "words", "said"),
+    [
+        ("rollout", ["--train.stepz", "3"], "unknown option --train.stepz; nearest: --train.steps"),
+        ("rollout", ["--rollout.engines", "2"], "rollout.engines: bare vLLM is one engine"),
+        ("rollout", ["--train.actor-lr", "0.1"], "leave it 0"),
+        ("update", ["--scaling.num-workers", "2"], "bench/scaling.py takes more"),
+        ("update", ["--model.lora-rank", "4"], "no LoRA"),
+        ("update", ["--steps", "0"], "--steps 0: expected a whole number"),
+        ("update", ["--model.path", "./nowhere"], "model.path ./nowhere: no such folder"),
+        ("update", ["--model.path", "qwen2-05b"], "nearest: qwen2-0.5b"),
+        ("step", ["--train.steps", "many", "--skip", "overlap"], "train.steps"),
+        ("scaling", ["--ranks", "2,1"], "--ranks 2,1: expected ascending numbers"),
+        ("scaling", ["--scaling.num-workers", "2"], "--ranks says how many"),
+    ],
+)
+def test_bad_input_is_one_line(bench: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert MAINS[bench](words) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_the_gpu_defaults_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert update.main(["--gpu"]) == 1
+    assert capsys.readouterr().err == "error: --gpu: torch sees no GPU on this machine\n"
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_gpu_defaults_are_a_config(gpus: int) -> None:
+    config = from_tree(with_overrides({}, workload.GPU | workload.gpu_shares(gpus)))
+    shares = config.rollout.resources_per_engine["GPU"], config.scaling.resources_per_worker["GPU"]
+    assert sum(shares) <= gpus and config.model.dtype == "bfloat16" and config.critic == config.reference == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "on_gpu", "verdict"),
+    [
+        ("rollout / bare vLLM", 0.90, False, "met"),
+        ("rollout / bare vLLM", 0.90, True, "missed"),
+        ("update memory / bare loop memory", 1.2, True, "missed"),
+        ("step with k = 1 / step with k = 0", 0.69, True, "met"),
+        ("bare loop FLOPs utilisation", 0.1, False, ""),  # no target on a CPU
+        ("update tokens/s", 5000.0, True, ""),
+    ],
+)
+def test_a_line_says_whether_the_target_is_met(name: str, value: float, on_gpu: bool, verdict: str) -> None:
+    line = table.line(name, value, on_gpu)
+    assert line.startswith(name)
+    assert line.split()[-1] == verdict if verdict else not line.endswith(("met", "missed"))
+
+
+def test_the_figures_are_written_with_the_machine_and_the_settings(
+    small_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(model__path=small_model)
+    table.finish("update", {"update / bare loop": 0.5}, config, str(tmp_path / "new"), 0.25, {"precision": "float32"})
+    assert "missed" in capsys.readouterr().out
+    written = json.loads((tmp_path / "new" / "update-cpu.json").read_text())
+    assert written["figures"] == {"update / bare loop": 0.5}
+    assert written["targets"] == {"update / bare loop": ">=0.85"}
+    assert "torch" in written["machine"]["versions"] and written["machine"]["load before"] == 0.25
+    assert "hidden_size 16" in written["measured"]["model"] and written["settings"]["train.epochs"] == 1
+
+
+def test_micro_batches_hold_every_token_once_within_the_budget() -> None:
+    micros = bare.micro_batches(SEQUENCES, 10, torch.device("cpu"))
+    assert [tuple(micro.ids.shape) for micro in micros] == [(2, 4), (1, 5), (1, 7)]
+    scored = sorted(token for micro in micros for token in micro.targets.tolist())
+    assert scored == sorted(token for prompt, tokens in SEQUENCES for token in tokens[prompt:])
+
+
+def test_the_bare_loop_takes_the_optimizer_step_of_the_whole_mini_batch(
+    small_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bare, "_CHUNK", 3)
+    config = settings(train__micro_batch_tokens=10, train__minibatches=1, train__actor_lr=1e-2)
+    loop = bare.Loop(config, small_model)
+    assert loop.load(SEQUENCES) == 18
+    assert loop.round() > 0
+
+    plain = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=config.train.adam_betas, weight_decay=0.0)
+    logprobs = []
+    for prompt, tokens in SEQUENCES:
+        scores = plain(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        logprobs += [scores[i - 1, tokens[i]] for i in range(prompt, len(tokens))]
+    (-torch.stack(logprobs).mean()).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), config.train.max_grad_norm)
+    optimizer.step()
+    for (name, own), expected in zip(loop.policy.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_the_bare_loop_keeps_small_steps_in_bfloat16(small_model: str) -> None:
+    loop = bare.Loop(settings(model__dtype="bfloat16", train__actor_lr=1e-6, train__minibatches=1), small_model)
+    (learner,) = loop.learners
+    before = [weight.detach().clone() for weight in learner.weights]
+    loop.load(SEQUENCES)
+    for _ in range(20):
+        loop.round()
+    for held, weight, start in zip(loop.policy.parameters(), learner.weights, before, strict=True):
+        assert torch.equal(held, weight.bfloat16())
+        assert 1e-6 < (weight - start).abs().max() < 1e-4  # less than bfloat16 can tell apart at most weights' size
+
+
+def test_flops_are_counted_by_hand(small_model: str) -> None:
+    loop = bare.Loop(settings(), small_model)
+    loop.load(SEQUENCES)
+    layer = 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24 + 2 * 16  # q and o, k and v, the MLP, two norms
+    body, head = 2 * layer + 16, 40 * 16
+    attention = 6 * 2 * 4 * 4 * (4**2 + 7**2 + 2**2 + 5**2)
+    assert loop.flops() == 6 * (body * 18 + head * 8) + attention
+
+
+def test_a_critic_is_trained_too(small_model: str) -> None:
+    one = bare.Loop(settings(), small_model)
+    two = bare.Loop(settings(algorithm__advantage="gae"), small_model)
+    for loop in (one, two):
+        loop.load(SEQUENCES)
+        assert loop.round() > 0
+    assert two.flops() > one.flops()
+
+
+def test_a_step_ahead_is_compared_with_the_parts_of_one_that_is_not() -> None:
+    now = {"time/rollout": 3.0, "time/reward": 0.1, "time/annotate": 0.4, "time/update": 2.0, "time/sync": 0.5}
+    figures = step.compared([now | {"time/step": 6.0}], [{"time/step": 3.3}])
+    assert figures["step with k = 1 / max(rollout, update)"] == pytest.approx(1.1)
+    assert figures["step with k = 1 / step with k = 0"] == pytest.approx(0.55)
+    assert figures["the least that could be"] == pytest.approx(0.5)
+    assert step.parts([now | {"time/step": 6.0}])["rollout / step"] == 0.5
+
+
+def test_ranks_are_what_the_machine_has() -> None:
+    assert scaling.ranks(None, None) == [1, 2]
+    assert scaling.ranks(None, 4) == [1, 2, 4]
+    assert scaling.ranks("1,3", None) == [1, 3]
+    for words, gpus in (("1,4", 2), ("0,1", None), ("1,1", None), ("one", None), ("1,", None)):
+        with pytest.raises(ConfigError, match="--ranks"):
+            scaling.ranks(words, gpus)
+
+
+def test_scaling_is_a_share_of_the_next_smaller_number() -> None:
+    figures = scaling.per_rank("update", {1: 100.0, 2: 95.0, 4: 76.0})
+    assert figures["update tokens/s per rank, 2 / 1 ranks"] == 0.95
+    assert figures["update tokens/s per rank, 4 / 2 ranks"] == 0.8
+    assert set(figures) & set(table.TARGETS) == {
+        f"update tokens/s per rank, {pair} ranks" for pair in ("2 / 1", "4 / 2")
+    }
+
+
+def test_each_rank_has_as_much_work() -> None:
+    config = scaling.scaled(settings(), 2, {})
+    assert config.scaling.num_workers == 2 and config.train.prompts_per_step == 2 * settings().train.prompts_per_step

@@ -1,0 +1,44 @@
+"""What the doctor says of its figures; its real steps are among the whole runs of test_run."""
+
+import pytest
+
+from rlx import doctor
+from rlx.config import RunConfig
+
+SOUND = {
+    "ratio": 0.0,
+    "clipped": 0.0,
+    "kl": 0.0,
+    "gap": 1e-6,
+    "moved": 0.0,
+    "sync_gap": 1e-6,
+    "stale_gap": 0.1,
+    "grad_norm/policy": 1.0,
+    "signal": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [
+        ("ratio", 1e-3),
+        ("clipped", 1e-4),
+        ("kl", 1e-3),
+        ("gap", 0.01),
+        ("gap", float("nan")),
+        ("moved", 1.0),
+        ("sync_gap", 0.02),
+        ("stale_gap", 1e-6),
+        ("grad_norm/policy", float("nan")),
+        ("grad_norm/policy", 0.0),
+    ],
+)
+def test_the_doctor_sees_each_fault(figure: str, value: float) -> None:
+    assert all(line.passed for line in doctor.verdicts(SOUND, RunConfig()))
+    failed = [line.figure for line in doctor.verdicts(SOUND | {figure: value}, RunConfig()) if not line.passed]
+    assert failed == [pytest.approx(value, nan_ok=True)]
+
+
+def test_no_gradient_is_no_fault_where_all_scores_are_equal() -> None:
+    assert all(line.passed for line in doctor.verdicts(SOUND | {"grad_norm/policy": 0.0, "signal": 0.0}, RunConfig()))
+    assert all(line.passed for line in doctor.verdicts(SOUND | {"grad_norm/critic": 0.0}, RunConfig()))

@@ -1,0 +1,127 @@
+"""Log-probabilities and entropy in chunks against the whole at once: values, gradients, and what is ever held."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlx import logprobs
+from rlx.logprobs import token_logprobs
+
+TOKENS, HIDDEN, VOCABULARY = 37, 16, 50
+
+
+class LowRank(nn.Module):
+    """A frozen output layer with an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(HIDDEN, VOCABULARY, bias=False).requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, VOCABULARY, bias=False))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base(hidden) + 2 * self.adapter(hidden)
+
+
+HEADS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: nn.Linear(HIDDEN, VOCABULARY, bias=False),
+    "bias": lambda: nn.Linear(HIDDEN, VOCABULARY),
+    "adapter": LowRank,
+}
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = 3 * torch.randn(TOKENS, HIDDEN, generator=generator)
+    return hidden.requires_grad_(), torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+
+
+def found(head: nn.Module, temperature: float, entropy: bool, whole: bool) -> dict[str, Tensor]:
+    """Values, and the gradients of a sum in which each token has a weight of its own."""
+    hidden, targets = inputs()
+    if whole:
+        distribution = torch.distributions.Categorical(logits=head(hidden) / temperature)
+        chosen, spread = distribution.log_prob(targets), distribution.entropy()
+    else:
+        chosen, spread = token_logprobs(head, VOCABULARY, hidden, targets, temperature, entropy)
+    weights = torch.linspace(-1, 1, TOKENS)
+    total = (weights * chosen).sum()
+    if entropy:
+        total = total + (weights.square() * spread).sum()
+    trained = {name: p for name, p in head.named_parameters() if p.requires_grad} | {"hidden": hidden}
+    gradients = dict(zip(trained, torch.autograd.grad(total, list(trained.values())), strict=True))
+    return gradients | {"logprobs": chosen} | ({"entropy": spread} if entropy else {})
+
+
+@pytest.mark.parametrize("chunk", [1, 7 * VOCABULARY, 37 * VOCABULARY, 2**26])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind", HEADS)
+def test_chunks_are_the_whole(
+    kind: str, temperature: float, entropy: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    head = HEADS[kind]()
+    monkeypatch.setattr(logprobs, "CHUNK", chunk)
+    expected, results = (found(head, temperature, entropy, whole) for whole in (True, False))
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.count_nonzero() > 0, name
+        torch.testing.assert_close(results[name], value, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_without_entropy_there_is_none() -> None:
+    assert token_logprobs(HEADS["plain"](), VOCABULARY, *inputs(), 1.0, entropy=False)[1] is None
+
+
+def test_half_precision_logits_are_normalised_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK", 5 * VOCABULARY)
+    head, (hidden, targets) = HEADS["plain"]().bfloat16(), inputs()
+    logits = head(hidden.bfloat16()).float()
+    chosen, spread = token_logprobs(head, VOCABULARY, hidden.bfloat16(), targets, 1.0, entropy=True)
+    expected = torch.log_softmax(logits, -1).gather(-1, targets[:, None]).squeeze(-1)
+    assert spread is not None and chosen.dtype == spread.dtype == torch.float32
+    torch.testing.assert_close(chosen, expected, atol=1e-5, rtol=0)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor has had, of all that operations gave while it was on."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def largest(entropy: bool) -> tuple[int, int]:
+    """The most elements that a tensor has, and the bytes that are kept for the backward pass, over both passes."""
+    head, (hidden, targets) = HEADS["bias"](), inputs()
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    with Largest() as seen:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            chosen, spread = token_logprobs(head, VOCABULARY, hidden, targets, 0.7, entropy)
+            kept_in_forward = sum(kept)
+        (chosen.sum() if spread is None else (chosen + spread).sum()).backward()
+    return seen.elements, kept_in_forward
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_no_tensor_is_as_large_as_all_logits(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, all_kept = largest(entropy)
+    assert whole == TOKENS * VOCABULARY
+    monkeypatch.setattr(logprobs, "CHUNK", 4 * VOCABULARY)
+    chunk, kept = largest(entropy)
+    assert chunk == HIDDEN * VOCABULARY  # the gradient of the weights; a chunk has 4 x VOCABULARY
+    assert kept < 0.5 * all_kept
