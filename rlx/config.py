@@ -99,29 +99,18 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
 
     @pydantic.model_validator(mode="after")
-    def _replicas_are_whole(self) -> Self:
-        if self.scaling.num_workers % self.parallel.tp:
-            raise ValueError(
-                f"scaling.num_workers ({self.scaling.num_workers}) must be a multiple of parallel.tp "
-                f"({self.parallel.tp})"
-            )
-        keys = {
-            "model.lora_rank": self.model.lora_rank,
-            "model.offload": self.model.offload,
-            "train.compile": self.train.compile,
-        }
-        for key, given in keys.items():
-            if given and self.parallel.tp > 1:
-                raise ValueError(f"parallel.tp ({self.parallel.tp}) does not go with {key}: set only one of them")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _minibatches_are_even(self) -> Self:
+    def _workers_share_evenly(self) -> Self:
+        tp, workers, given = self.parallel.tp, self.scaling.num_workers, flatten(self)
+        if workers % tp:
+            raise ValueError(f"scaling.num_workers ({workers}) must be a multiple of parallel.tp ({tp})")
+        for key in ("model.lora_rank", "model.offload", "train.compile"):
+            if tp > 1 and given[key]:
+                raise ValueError(f"parallel.tp ({tp}) does not go with {key}: set only one of them")
         train = self.train
         if train.prompts_per_step % (self.replicas * train.minibatches):
             raise ValueError(
-                f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of {self._replicas} x "
-                f"train.minibatches ({self.replicas} x {train.minibatches})"
+                f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers / "
+                f"parallel.tp x train.minibatches ({self.replicas} x {train.minibatches})"
             )
         return self
 
@@ -195,7 +184,8 @@ class RunConfig(Section):
             raise ValueError("algorithm.ptx_coef and data.ptx_source go together: set both or none")
         if self.data.ptx_source and self.data.ptx_batch % self.replicas:
             raise ValueError(
-                f"data.ptx_batch ({self.data.ptx_batch}) must be a multiple of {self._replicas} ({self.replicas})"
+                f"data.ptx_batch ({self.data.ptx_batch}) must be a multiple of scaling.num_workers / "
+                f"parallel.tp ({self.replicas})"
             )
         return self
 
@@ -302,10 +292,6 @@ class RunConfig(Section):
     def replicas(self) -> int:
         """Training processes, or groups of them, that train on completions of their own."""
         return self.scaling.num_workers // self.parallel.tp
-
-    @property
-    def _replicas(self) -> str:
-        return "scaling.num_workers" + (" / parallel.tp" if self.parallel.tp > 1 else "")
 
     @property
     def critic(self) -> Literal["separate", "head", "none"]:
