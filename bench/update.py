@@ -150,7 +150,7 @@ def rank(job: dict[str, Any]) -> None:
 
     run = assemble(job)
     memory = Memory(run.device)
-    judged = made_up(run.config, run.tokenizer, run.rank, run.ranks)
+    judged = made_up(run.config, run.tokenizer, run.grid.dp_rank, run.grid.dp_size)
     sequences = [(len(c.prompt.token_ids), [*c.prompt.token_ids, *c.token_ids]) for c in (j.completion for j in judged)]
     tokens = run.config.train.epochs * sum(len(all_) for _, all_ in sequences)
     result: dict[str, Any] = {"tokens": tokens, "annotate": [], "seconds": [], "bare": [], "memory": 0}
@@ -176,7 +176,7 @@ def rank(job: dict[str, Any]) -> None:
     if loop:
         result["bare memory"] = ray.get(loop.peak_memory.remote())
     run.close()
-    if run.rank == 0:
+    if run.grid.rank == 0:
         _result(run.config).write_text(json.dumps(result))
 
 

@@ -69,6 +69,11 @@ class Manifest(_Record):
     config: dict[str, Any]
     files: dict[FileName, FileRecord]
 
+    @property
+    def replicas(self) -> int:
+        """Of its ranks, those with completions of their own."""
+        return self.ranks // int(self.config.get("parallel", {}).get("tp", 1))
+
     def text(self) -> str:
         """As it is written: with a checksum over all of it."""
         content = self.model_dump(mode="json")

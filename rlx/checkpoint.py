@@ -295,4 +295,6 @@ def _is_mine(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or []
-    return all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))
+    if 0 not in tensor.device_mesh.mesh:  # a tensor-parallel neighbour's, who has the same on a mesh of its own
+        return False
+    return all(at == 0 or not place.is_replicate() for place, at in zip(tensor.placements, coordinate, strict=True))

@@ -29,6 +29,7 @@ from rlx.settings import (
     DataConfig,
     EvalConfig,
     ModelConfig,
+    ParallelConfig,
     RewardConfig,
     RolloutConfig,
     ScalingConfig,
@@ -92,17 +93,24 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     rollout: RolloutConfig = RolloutConfig()
     scaling: ScalingConfig = ScalingConfig()
+    parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @pydantic.model_validator(mode="after")
-    def _minibatches_are_even(self) -> Self:
-        workers, train = self.scaling.num_workers, self.train
-        if train.prompts_per_step % (workers * train.minibatches):
+    def _workers_share_evenly(self) -> Self:
+        tp, workers, given = self.parallel.tp, self.scaling.num_workers, flatten(self)
+        if workers % tp:
+            raise ValueError(f"scaling.num_workers ({workers}) must be a multiple of parallel.tp ({tp})")
+        for key in ("model.lora_rank", "model.offload", "train.compile"):
+            if tp > 1 and given[key]:
+                raise ValueError(f"parallel.tp ({tp}) does not go with {key}: set only one of them")
+        train = self.train
+        if train.prompts_per_step % (self.replicas * train.minibatches):
             raise ValueError(
-                f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers x "
-                f"train.minibatches ({workers} x {train.minibatches})"
+                f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers / "
+                f"parallel.tp x train.minibatches ({self.replicas} x {train.minibatches})"
             )
         return self
 
@@ -174,10 +182,10 @@ class RunConfig(Section):
             )
         if (chosen.ptx_coef > 0) != (self.data.ptx_source is not None):
             raise ValueError("algorithm.ptx_coef and data.ptx_source go together: set both or none")
-        if self.data.ptx_source and self.data.ptx_batch % self.scaling.num_workers:
+        if self.data.ptx_source and self.data.ptx_batch % self.replicas:
             raise ValueError(
-                f"data.ptx_batch ({self.data.ptx_batch}) must be a multiple of scaling.num_workers "
-                f"({self.scaling.num_workers})"
+                f"data.ptx_batch ({self.data.ptx_batch}) must be a multiple of scaling.num_workers / "
+                f"parallel.tp ({self.replicas})"
             )
         return self
 
@@ -209,8 +217,7 @@ class RunConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _generation_fits_beside_training(self) -> Self:
-        rollout, workers = self.rollout, self.scaling.num_workers
-        share = self.train.prompts_per_step // workers
+        rollout, share = self.rollout, self.train.prompts_per_step // self.replicas
         if rollout.max_staleness > 1 and not rollout.partial:
             raise ValueError(
                 f"rollout.max_staleness {rollout.max_staleness} gains nothing over 1 while each weight update "
@@ -280,6 +287,11 @@ class RunConfig(Section):
                 f"prompts would share seeds"
             )
         return self
+
+    @property
+    def replicas(self) -> int:
+        """Training processes, or groups of them, that train on completions of their own."""
+        return self.scaling.num_workers // self.parallel.tp
 
     @property
     def critic(self) -> Literal["separate", "head", "none"]:

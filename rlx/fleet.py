@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from rlx.parallel import Grid
 from rlx.rollout import sync
 from rlx.rollout.pool import PATIENCE_S, Draw, RolloutError, Rollouts, answer
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
@@ -23,16 +24,15 @@ class Fleet:
     """Every rank holds one and makes the same calls in the same order."""
 
     rollouts: Rollouts
-    rank: int
-    ranks: int
+    grid: Grid
     dtype: torch.dtype  # that the engines hold
     retries: int  # times that all engines may be lost in one round of generation
     say: Callable[[str], None]  # tells the person who watches
     _told: dict[int, str] = field(default_factory=dict, init=False)
 
     def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
-        """Asks for a completion of each of this rank's prompts by each sampling; does not wait, no collective call."""
-        return self.rollouts.begin(prompts, samplings, version)
+        """Asks for a completion of each of these prompts, the replica's, by each sampling; does not wait."""
+        return self.rollouts.begin(prompts if self.grid.leads else (), samplings, version)
 
     def finish(self, draw: Draw, version: int, send_weights: Callable[[], None]) -> list[Completion]:
         """What was asked for, those of each prompt together, in order.
@@ -49,7 +49,7 @@ class Fleet:
                 send_weights()
             self.rollouts.finish(draw, version)
             if not self._shared_losses(not draw.is_whole):
-                return draw.completions
+                return self.grid.shared(draw.completions)
         words = "; ".join(self.rollouts.lost.values())
         raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {words}")
 
@@ -70,7 +70,7 @@ class Fleet:
         Raises:
             WeightSyncError: none took them; names each and says why.
         """
-        sender = self.rank == 0
+        sender = self.grid.rank == 0
         engines = self.rollouts.present(timeout_s if starting else PATIENCE_S) if sender else {}
         failed = sync.push(weights, engines, version, sender=sender, dtype=self.dtype, timeout_s=timeout_s, keep=keep)
         for index, words in failed.items():
@@ -82,7 +82,7 @@ class Fleet:
 
     def rest(self) -> None:
         """Has the engines give back their GPU memory until they are sent weights again; a collective call."""
-        if self.rank == 0:
+        if self.grid.rank == 0:
             calls = {i: e.sleep.remote() for i, e in enumerate(self.rollouts.engines) if i not in self.rollouts.lost}
             for index, call in calls.items():
                 try:
@@ -100,7 +100,7 @@ class Fleet:
     def _shared_losses(self, missing: bool) -> bool:
         """Has every rank know the engines that any has lost; whether any rank misses completions."""
         own = (missing, dict(self.rollouts.lost))
-        everyone = [own] * self.ranks
+        everyone = [own] * self.grid.ranks
         dist.all_gather_object(everyone, own)
         for _, lost in everyone:
             self.rollouts.lost = lost | self.rollouts.lost
@@ -109,7 +109,7 @@ class Fleet:
 
     def _tell(self) -> None:
         """Says which engines are lost and which are back, once for all ranks."""
-        if self.rank == 0:
+        if self.grid.rank == 0:
             for index in self.rollouts.lost.keys() - self._told.keys():
                 self.say(f"{self.rollouts.lost[index]} - it is being replaced")
             for index in self._told.keys() - self.rollouts.lost.keys():

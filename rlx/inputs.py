@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx import data, remote_reward, rewards, tasks
-from rlx.config import ConfigError, RunConfig, flatten
+from rlx.config import ConfigError, RunConfig, flatten, one_line
 from rlx.storage import local_folder, resolved
 
 
@@ -29,6 +29,7 @@ def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] 
 def check(config: RunConfig, path: str) -> None:
     """ConfigError for a model, a context length or a reward function that cannot work; needs no cluster."""
     _check_rewards(config)
+    _check_layers(config, path)
     needed = config.data.max_prompt_tokens + config.rollout.max_tokens
     if not _is_folder(path, "model.path"):
         return  # the engines look it up
@@ -41,6 +42,21 @@ def check(config: RunConfig, path: str) -> None:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {path} has {positions} positions"
         )
+
+
+def _check_layers(config: RunConfig, path: str) -> None:
+    """ConfigError if the model's layers cannot be cut as parallel.tp asks; a name on the hub is for the workers."""
+    if config.parallel.tp == 1 or not _is_folder(path, "model.path"):
+        return
+    from transformers import AutoConfig
+
+    from rlx import parallel
+
+    try:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {path}: {one_line(error)}") from None
+    parallel.layer_plan(found, config.parallel.tp)
 
 
 def _is_folder(path: str, setting: str) -> bool:

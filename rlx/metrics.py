@@ -100,7 +100,7 @@ def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, flo
     if "updates/policy" in s:  # while the critic warms up, the policy is the reference
         run.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
     ahead = run.config.rollout.max_staleness > 0
-    trained = (s["prompt_tokens"] + s["tokens"]) * s["updates"] / run.ranks / run.config.train.minibatches
+    trained = (s["prompt_tokens"] + s["tokens"]) * s["updates"] / run.grid.dp_size / run.config.train.minibatches
     return metrics | {
         "time/generation": run.rounds.seconds,
         "response/length_mean": s["tokens"] / s["completions"],
@@ -141,11 +141,11 @@ def _of_policy(run: Run, s: Mapping[str, float]) -> dict[str, float]:
         metrics |= {"kl/ref": s["kl"] / s["tokens"], "kl/coef": run.kl.coef}
     if "policy/loss" not in s:  # the critic is warming up
         return metrics
-    updates, passes = s["updates/policy"], s["passes"] / run.ranks
+    updates, passes = s["updates/policy"], s["passes"] / run.grid.dp_size
     per_token = ("clip_fraction", "approx_kl", "ratio")
     metrics |= {f"policy/{name}": s[f"policy/{name}"] / s["updated"] for name in per_token}
     metrics |= {name: s[name] / passes for name in ("policy/loss", "kl/loss", "ptx/loss") if name in s}
-    return metrics | {"policy/grad_norm": s["grad_norm/policy"] / updates, "policy/updates": updates / run.ranks}
+    return metrics | {"policy/grad_norm": s["grad_norm/policy"] / updates, "policy/updates": updates / run.grid.dp_size}
 
 
 def _of_values(run: Run, s: Mapping[str, float]) -> dict[str, float]:
@@ -155,7 +155,7 @@ def _of_values(run: Run, s: Mapping[str, float]) -> dict[str, float]:
         torch.tensor([s[f"{name}/{i}"] for i in range(3)], dtype=torch.float64) for name in ("residual", "returns")
     )
     metrics = {
-        "value/loss": s["value/loss"] / (s["passes"] / run.ranks),
+        "value/loss": s["value/loss"] / (s["passes"] / run.grid.dp_size),
         "value/clip_fraction": s["value/clip_fraction"] / s["updated"],
         "value/explained_variance": float(algorithms.explained_variance(residual, returns)),
     }

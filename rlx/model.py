@@ -210,6 +210,19 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def clip_gradients(model: nn.Module, limit: float) -> float:
+    """Scales gradients down to a global norm of at most `limit`; gives the norm before. All ranks call it."""
+    meshes: dict[Any, list[Tensor]] = {}  # layers that are cut lie on one of two dimensions; torch takes one at a time
+    for weight in model.parameters():
+        if weight.grad is not None:
+            meshes.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+    gradients = ([w.grad for w in weights if w.grad is not None] for weights in meshes.values())
+    norm = nn.utils.get_total_norm([gathered(nn.utils.get_total_norm(of_one)) for of_one in gradients])
+    for weights in meshes.values():
+        nn.utils.clip_grads_with_norm_(weights, limit, norm)
+    return float(norm)
+
+
 @contextmanager
 def adapters_off(policy: nn.Module) -> Iterator[None]:
     """Within it the policy is what it was before its adapters."""

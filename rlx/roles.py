@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx import model
+from rlx import model, parallel
 from rlx.checkpoint import Trained
 from rlx.config import RunConfig
 
 
 def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:
-    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the mesh."""
+    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the grid's mesh."""
     chosen = config.model
     trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
     own = head if config.critic == "head" else None
@@ -40,6 +40,9 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained],
 def _sharded(config: RunConfig, name: str, part: Any, mesh: Any) -> Any:
     if config.train.compile:
         model.compile_layers(part)
+    if config.parallel.tp > 1:
+        parallel.split_layers(part, mesh[parallel.TENSOR])
+        mesh = mesh[parallel.DATA]
     return model.shard(part, mesh, getattr(torch, config.model.dtype), offload=name in config.model.offload)
 
 

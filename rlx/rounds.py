@@ -99,7 +99,7 @@ class Rounds:
         """Takes up the rounds of a checkpoint that are not too old for this run; the others will be drawn again.
 
         Args:
-            ranks: that the checkpoint was taken on.
+            ranks: with completions of their own, that the checkpoint was taken on.
         """
         number = 0
         while f"ahead.{number}.position" in parts.names:

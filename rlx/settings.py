@@ -362,6 +362,12 @@ class ScalingConfig(Section):
     no limit. An error that would only come again is none of them"""
 
 
+class ParallelConfig(Section):
+    tp: PositiveInt = 1
+    """neighbouring workers that share each layer's matrices and train on the same completions (tensor parallelism);
+    scaling.num_workers / tp replicas each train on completions of their own"""
+
+
 class EvalConfig(Section):
     every: NonNegativeInt = 10
     """evaluate on held-out prompts every so many steps, before the first and after the last; 0 for those two only"""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlx import algorithms
@@ -105,7 +104,7 @@ def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
     advantages, returns = algorithms.gae(token_rewards, batch.values, mask, settings.gamma, lam)
     if settings.whiten:
         total = algorithms.moments(advantages, mask)
-        dist.all_reduce(total)
+        run.grid.add(total)
         advantages = algorithms.masked_whiten(advantages, mask, total=total)
     return replace(batch, advantages=advantages, returns=returns), algorithms.masked_sum(kl, mask)
 
@@ -115,7 +114,7 @@ def shaped(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
     settings, grids = run.config.algorithm, [batch.scores, batch.greedy]
     if settings.normalize_scores:
         total = algorithms.moments(batch.scores, torch.ones_like(batch.scores))
-        dist.all_reduce(total)
+        run.grid.add(total)
         run.scores.update(*total.tolist())
         mean, scale = run.scores.shift_and_scale()
         grids = [(grid - mean) * scale for grid in grids]

@@ -88,7 +88,7 @@ def backward(run: Run, micro: Experience, size: Size) -> Sums:
         )
         loss = loss + (settings.value_coef if run.critic is None else 1.0) * value_loss
         stats |= {"value/loss": value_loss.detach(), "value/clip_fraction": value_stats["clip_fraction"]}
-    (loss * run.ranks).backward()  # FSDP averages gradients over ranks; the denominators are global already
+    (loss * run.grid.dp_size).backward()  # FSDP averages gradients over replicas; the denominators are global already
     return stats
 
 
@@ -127,7 +127,7 @@ def backward_supervised(run: Run, number: int) -> Tensor:
     for micro in run.cut([rows])[0]:
         scored = run.policy(*micro.inputs, 1.0)
         loss = algorithms.supervised_loss(scored.logprobs, micro.mask, tokens)
-        (run.config.algorithm.ptx_coef * loss * run.ranks).backward()
+        (run.config.algorithm.ptx_coef * loss * run.grid.dp_size).backward()
         total += loss.detach()
     return total
 
@@ -141,7 +141,7 @@ def optimizer_step(run: Run, number: int) -> Sums:
     norms: Sums = {"updates": 1.0}
     for name in run.learning:
         limit = run.config.train.max_grad_norm
-        norm = float(model.gathered(torch.nn.utils.clip_grad_norm_(run.trained[name].model.parameters(), limit)))
+        norm = model.clip_gradients(run.trained[name].model, limit)
         if not math.isfinite(norm):
             raise FloatingPointError(f"step {run.step + 1}: the gradient norm of the {name} is {norm}")
         norms |= {f"grad_norm/{name}": norm, f"updates/{name}": 1.0}

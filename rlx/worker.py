@@ -20,7 +20,6 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from rlx import (
@@ -43,6 +42,7 @@ from rlx.checkpoint import Trained
 from rlx.config import ConfigError, RunConfig
 from rlx.experience import Selection
 from rlx.fleet import Fleet
+from rlx.parallel import Grid
 from rlx.rollout.pool import Rollouts
 from rlx.rounds import Rounds
 from rlx.saver import Retention, Saver
@@ -62,15 +62,14 @@ class Run:
 
     config: RunConfig
     device: torch.device
-    rank: int
-    ranks: int
+    grid: Grid
     trained: dict[str, Trained]  # the policy, and the critic if it is a model of its own
     average: dict[str, Tensor]  # of the policy's weights, by name; empty if none is kept
     rates: dict[str, list[float]]  # of each model's parameter groups, the learning rate before the schedule
     copy: Any  # the frozen reference, if it is a model of its own
     rounds: Rounds
     supervised: data.PromptStream | None  # prompts whose answers are learnt beside the reward
-    held_out: list[Prompt]  # this rank's share
+    held_out: list[Prompt]  # this replica's share
     fleet: Fleet
     sampling: Sampling
     tokenizer: Any
@@ -139,7 +138,8 @@ class Run:
             Response(c.prompt, text, rewards.extract_answer(text, pattern), len(c.token_ids), c.finished)
             for c, text in zip(completions, texts, strict=True)
         ]
-        scores = rewards.score(responses, scorers, settings)
+        # Once per replica: scorers may fail, or draw lots.
+        scores = self.grid.shared(rewards.score(responses, scorers, settings) if self.grid.leads else None)
         parts = [dict(zip(scores.parts, row, strict=True)) for row in zip(*scores.parts.values(), strict=True)]
         return [Judged(*one) for one in zip(completions, scores.total, scores.right, parts, strict=True)]
 
@@ -160,10 +160,10 @@ class Run:
         return algorithms.importance_weights(*old, self.config.importance, *bounds, chosen.importance_level)
 
     def selection(self) -> Selection:
-        """An empty one, of the groups that this rank trains on in a step."""
+        """An empty one, of the groups that this replica trains on in a step."""
         train = self.config.train
         return Selection(
-            wanted=train.prompts_per_step // self.ranks,
+            wanted=train.prompts_per_step // self.grid.dp_size,
             samples=train.samples_per_prompt,
             filtered=self.config.algorithm.filter_groups,
             greedy=_needs_greedy(self.config),
@@ -181,7 +181,7 @@ class Run:
         return [experience.build(judged, self.tokenizer.pad_token_id or 0).to(self.device)] if judged else []
 
     def answers(self, number: int) -> Experience:
-        """This rank's share of the supervised rows of the step's optimizer step `number`, cut at rollout.max_tokens."""
+        """This replica's share of the supervised rows of optimizer step `number`, cut at rollout.max_tokens."""
         assert self.supervised
         limit, count = self.config.rollout.max_tokens, self.config.data.ptx_batch
         per_step = self.config.train.epochs * self.config.train.minibatches
@@ -258,10 +258,9 @@ class Run:
             self.push(timeout_s)
 
     def summed(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Each value summed over all ranks."""
+        """Each value summed over all replicas; the same on every rank."""
         total = torch.tensor([float(value) for value in values.values()], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return dict(zip(values, total.tolist(), strict=True))
+        return dict(zip(values, self.grid.add(total).tolist(), strict=True))
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Each value's maximum over all ranks."""
@@ -280,7 +279,9 @@ class Run:
         self.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
         started = time.perf_counter()
         due = self.step > self._saved and (last or self.is_due(self.config.checkpoint.every))
-        shards = checkpoint.staged(self.trained, self.average) | self.rounds.state() if due else {}
+        shards = checkpoint.staged(self.trained, self.average) if due else {}
+        if due and self.grid.leads:  # neighbours have the same completions
+            shards |= self.rounds.state()
         if due:
             self.saver.wait()  # for the one before
             metrics = metrics | {"time/checkpoint": time.perf_counter() - started}
@@ -294,33 +295,34 @@ class Run:
         if last or not self.config.checkpoint.beside:
             self.saver.wait()
             news = self.saver.news() or news
-        whole = ray.train.Checkpoint(news.place.path, news.place.filesystem) if news and not self.rank else None
+        whole = ray.train.Checkpoint(news.place.path, news.place.filesystem) if news and not self.grid.rank else None
         controller.report(self.box, metrics | self.evaluation | {"step": self.step}, last, whole)
 
     def is_stopping(self) -> bool:
         """Whether this step is the last: all are done, or the driver asks for an end; the same on all ranks."""
-        asked = self.rank == 0 and controller.is_to_stop(self.box)
+        asked = self.grid.rank == 0 and controller.is_to_stop(self.box)
         self.stopping = self.step >= self.config.train.steps or self.largest([float(asked)])[0] > 0
         return self.stopping
 
     def close(self) -> None:
-        """Gives back what outlives the objects: threads and a process group; what MLflow has not taken is kept."""
+        """Gives back what outlives the objects: threads and process groups; what MLflow has not taken is kept."""
         self.saver.close()
         self.tracker.close(_PATIENCE_S)
+        self.grid.close()
 
     def manifest(self, metrics: Mapping[str, float]) -> Manifest:
         """All state beside tensors. Nothing on a rank draws from its global random state, so none is kept."""
         return Manifest(
             rlx=__version__,
             step=self.step,
-            ranks=self.ranks,
+            ranks=self.grid.ranks,
             metrics=dict(metrics),
             tokens=self.tokens,
             kl=self.kl.state_dict(),
             scores=self.scores.state_dict(),
             cursor=self.rounds.prompts.cursor(self.rounds.position()),
             evaluation=self.evaluation,
-            mlflow_run_id=self.tracker.run_id if self.rank == 0 else None,
+            mlflow_run_id=self.tracker.run_id if self.grid.rank == 0 else None,
             config=self.config.model_dump(mode="json"),
             files={},
         )
@@ -350,7 +352,7 @@ class Run:
         self.scores.load_state_dict(manifest.scores)
         self.rounds.prompts.seek(manifest.cursor)
         with checkpoint.Parts(found.files) as parts:
-            self.rounds.restore(parts, self.step, manifest.ranks)
+            self.rounds.restore(parts, self.step, manifest.replicas)
 
 
 def assemble(setup: Mapping[str, Any]) -> Run:
@@ -361,31 +363,29 @@ def assemble(setup: Mapping[str, Any]) -> Run:
             `folder` (the run's storage), `box` (see controller).
     """
     config = RunConfig.model_validate(setup["config"])
-    context = ray.train.get_context()
     if not setup.get("examine"):
         _check_shared(setup["folder"])
-    rank, ranks = context.get_world_rank(), context.get_world_size()
     device = ray.train.torch.get_device()
+    grid = Grid.of(device.type, config.parallel.tp)
     _forget_peak(device)
-    trained, reference = roles.models(config, setup["model"], init_device_mesh(device.type, (ranks,)))
+    trained, reference = roles.models(config, setup["model"], grid.mesh)
     tokenizer = data.load_tokenizer(setup["model"], config.model.trust_remote_code)
     held_out = data.read_shard("held_out")
-    recorded, say = rank == 0 and not setup.get("examine"), partial(controller.say, setup["box"])
+    recorded, say = grid.rank == 0 and not setup.get("examine"), partial(controller.say, setup["box"])
     settings, source, chosen = config.algorithm, config.data, config.checkpoint
-    sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, rank, ranks)
-    remote = _remote_scorers(config, setup["reward_models"], rank)
+    sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, grid)
+    remote = _remote_scorers(config, setup["reward_models"], grid.dp_rank)
     run = Run(
         config=config,
         device=device,
-        rank=rank,
-        ranks=ranks,
+        grid=grid,
         trained=trained,
         average=roles.average(config, trained["policy"].model),
         rates=roles.learning_rates(config, trained),
         copy=reference,
-        rounds=_rounds(config, fleet, sampling, data.PromptStream(data.read_shard("train"), config.seed, rank, ranks)),
-        supervised=data.PromptStream(data.read_shard("ptx"), config.seed, rank, ranks) if source.ptx_source else None,
-        held_out=data.prompts(held_out, range(rank, len(held_out), ranks)),
+        rounds=_rounds(config, fleet, sampling, _stream("train", config.seed, grid)),
+        supervised=_stream("ptx", config.seed, grid) if source.ptx_source else None,
+        held_out=data.prompts(held_out, range(grid.dp_rank, len(held_out), grid.dp_size)),
         fleet=fleet,
         sampling=sampling,
         tokenizer=tokenizer,
@@ -418,13 +418,18 @@ def _check_shared(folder: Storage) -> None:
         )
 
 
-def _fleet(config: RunConfig, setup: Mapping[str, Any], rank: int, ranks: int) -> Fleet:
+def _stream(table: str, seed: int, grid: Grid) -> data.PromptStream:
+    """This replica's share of a prompt table."""
+    return data.PromptStream(data.read_shard(table), seed, grid.dp_rank, grid.dp_size)
+
+
+def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Grid) -> Fleet:
+    settings = config.rollout
     return Fleet(
-        rollouts=Rollouts(setup["engines"], config.seed, rank, config.rollout.timeout_s, config.rollout.sync_timeout_s),
-        rank=rank,
-        ranks=ranks,
+        rollouts=Rollouts(setup["engines"], config.seed, grid.dp_rank, settings.timeout_s, settings.sync_timeout_s),
+        grid=grid,
         dtype=getattr(torch, config.model.dtype),
-        retries=config.rollout.retries,
+        retries=settings.retries,
         say=partial(controller.say, setup["box"]),
     )
 
@@ -453,11 +458,11 @@ def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:
     return rewards.scorers(config.reward, tasks.answer_checker(config.data, seed, size))
 
 
-def _remote_scorers(config: RunConfig, models: Sequence[Any], rank: int) -> dict[str, Scorer]:
+def _remote_scorers(config: RunConfig, models: Sequence[Any], replica: int) -> dict[str, Scorer]:
     settings = config.reward
     remote: dict[str, Scorer] = {}
     if settings.model:
-        patient = reward_model.ModelReward(models, config.rollout.timeout_s, rank)
+        patient = reward_model.ModelReward(models, config.rollout.timeout_s, replica)
         patient([])  # until they are loaded
         remote["model"] = replace(patient, timeout_s=settings.timeout_s)
     if settings.url:

@@ -96,6 +96,15 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             {"train": {"prompts_per_step": 6}, "scaling": {"num_workers": 2}},
             r"\(6\) must be a multiple of .* \(2 x 2\)",
         ),
+        ({"parallel": {"tp": 2}}, r"scaling.num_workers \(1\) must be a multiple of parallel.tp \(2\)"),
+        (
+            {"train": {"prompts_per_step": 6}, "scaling": {"num_workers": 4}, "parallel": {"tp": 2}},
+            r"\(6\) must be a multiple of scaling.num_workers / parallel.tp x train.minibatches \(2 x 2\)",
+        ),
+        (
+            {"parallel": {"tp": 2}, "scaling": {"num_workers": 2}, "model": {"lora_rank": 4}},
+            r"parallel.tp \(2\) does not go with model.lora_rank",
+        ),
         ({"rollout": {"top_p": 0.9}}, "set algorithm.importance to tis or mask"),
         ({"rollout": {"top_k": 5}}, "set algorithm.importance to tis or mask"),
         ({"data": {"source": "a.csv", "params": {"x": 1}}}, "data.params are for reasoning_gym:DATASET"),
@@ -182,6 +191,7 @@ def test_settings_that_do_not_go_together_are_refused(tree: dict[str, Any], mess
     "tree",
     [
         {"train": {"prompts_per_step": 8}, "scaling": {"num_workers": 2}},
+        {"train": {"prompts_per_step": 2}, "scaling": {"num_workers": 2}, "parallel": {"tp": 2}},
         {"rollout": {"top_p": 0.9}, "algorithm": {"importance": "tis"}},
         {"data": {"source": "a.csv"}, "eval": {"source": "b.csv", "seed": 0}},
         {"eval": {"seed": 4096}},

@@ -19,12 +19,12 @@ from pyarrow import fs
 from runs import small
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlx import __version__, archive, checkpoint, export, model, roles
 from rlx.archive import Entry, Manifest
 from rlx.config import RunConfig, from_tree
+from rlx.parallel import Grid
 from rlx.rollout.pool import Rollouts
 from rlx.storage import Storage, open_storage
 from rlx.types import Prompt, Sampling
@@ -36,6 +36,7 @@ LORA = {"model__lora_rank": 4, "model__lora_alpha": 8.0}
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {"scaling__num_workers": 1},
     "untied": {"train__ema_decay": 0.5},
+    "cut": {"train__ema_decay": 0.5, "parallel__tp": 2},
     "merged": LORA | {"train__ema_decay": 0.5},
     "some": LORA | {"model__lora_targets": ("q_proj", "down_proj"), "scaling__num_workers": 1},
     "bfloat16": {"scaling__num_workers": 1, "model__dtype": "bfloat16"},
@@ -64,7 +65,7 @@ class Made:
 def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str) -> dict[str, Any]:
     """One optimizer step by the trainer's own models, and this rank's file of a checkpoint."""
     config = from_tree(tree)
-    models, _ = roles.models(config, path, init_device_mesh("cpu", (ranks,)))
+    models, _ = roles.models(config, path, Grid.of("cpu", config.parallel.tp).mesh)
     policy: Any = models["policy"].model
     average = roles.average(config, policy)
     for part in models.values():
@@ -153,7 +154,7 @@ def assert_as_trained(folder: Path, made: Made, weights: str = "policy") -> None
     torch.testing.assert_close(logprobs(lm, ROWS, PROMPT), made.logprobs[weights], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "merged", "some"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "cut", "merged", "some"])
 def test_transformers_loads_the_policy_that_was_trained(
     kind: str, made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,7 +188,7 @@ def test_the_folder_is_a_whole_model(made: Make, tmp_path: Path) -> None:
     assert after.apply_chat_template(turn, return_dict=False) == before.apply_chat_template(turn, return_dict=False)
 
 
-@pytest.mark.parametrize("kind", ["untied", "merged"])
+@pytest.mark.parametrize("kind", ["untied", "cut", "merged"])
 def test_the_average_is_another_policy(kind: str, made: Make, tmp_path: Path) -> None:
     one = made(kind)
     assert_as_trained(exported(one, tmp_path / "out", "--weights", "average"), one, "average")

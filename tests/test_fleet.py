@@ -17,6 +17,7 @@ from test_rollout import PROMPTS, SAMPLING, drawn_by, versions
 
 from rlx import model
 from rlx.fleet import Fleet
+from rlx.parallel import Grid
 from rlx.rollout.pool import Draw, RolloutError, Rollouts
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
@@ -46,7 +47,7 @@ def said() -> list[str]:
 
 
 def fleet_of(engines: tuple[Any, ...], said: list[str], retries: int = 1) -> Fleet:
-    return Fleet(Rollouts(engines, seed=0, timeout_s=120), 0, 1, torch.float32, retries, said.append)
+    return Fleet(Rollouts(engines, seed=0, timeout_s=120), Grid.of("cpu", 1), torch.float32, retries, said.append)
 
 
 def generated(fleet: Fleet, version: int, send_weights: Callable[[], None]) -> list[Completion]:
@@ -116,7 +117,7 @@ class Hopeless(Rollouts):
 
 def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -> None:
     sent: list[int] = []
-    fleet = Fleet(Hopeless([None], seed=0), 0, 1, torch.float32, 2, said.append)
+    fleet = Fleet(Hopeless([None], seed=0), Grid.of("cpu", 1), torch.float32, 2, said.append)
     with pytest.raises(RolloutError, match=r"all engines failed, 3 times in a row, at step 7: .*out of memory"):
         fleet.finish(fleet.begin(PROMPTS[:1], [SAMPLING], 7), 7, lambda: sent.append(1))
     assert len(sent) == 2

@@ -13,7 +13,7 @@ LAYERS = [
     {"types", "settings"},
     {"config", "math_judge"},  # what a person writes becomes settings
     {"command_line", "logprobs"},
-    PARTS | {"adaptive", "reward_model", "clock", "controller", "plan", "report", "progress", "warm_start"},
+    PARTS | {"adaptive", "parallel", "reward_model", "clock", "controller", "plan", "report", "progress", "warm_start"},
     {"remote_reward", "preferences", "archive", "checkpoint", "tracker"},
     {"saver", "fleet"},
     {"rounds"},

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import OnRanks
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -25,6 +24,7 @@ from rlx import config, data, experience, logprobs, model, roles, train_loop, up
 from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
+from rlx.parallel import Grid
 from rlx.types import Completion, Judged, Prompt, Sampling
 
 PAD = 0
@@ -298,29 +298,27 @@ ANSWERS = pa.table(
 )
 
 
-def run_of(
-    path: str, rank: int, ranks: int, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu"
-) -> worker.Run:
+def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu") -> worker.Run:
     """What a rank trains with. Plain gradient descent shows the gradients; Adam would hide their scale."""
     tree = {
         "train": {"epochs": 1, "minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
         "algorithm": {"kl_coef": 0.1},
     }
     settings = config.from_tree(config.with_overrides(tree, way))
-    trained, reference = roles.models(settings, path, init_device_mesh(device, (ranks,)))
+    grid = Grid.of(device, settings.parallel.tp)
+    trained, reference = roles.models(settings, path, grid.mesh)
     trained = {name: Trained(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
     nothing: Any = None
     return worker.Run(
         config=settings,
         device=torch.device(device),
-        rank=rank,
-        ranks=ranks,
+        grid=grid,
         trained=trained,
         rates={name: [0.1] for name in trained},
         average=roles.average(settings, trained["policy"].model),
         copy=reference,
-        prompts=nothing,
-        supervised=data.PromptStream(ANSWERS, 0, rank, ranks) if settings.data.ptx_source else None,
+        rounds=nothing,
+        supervised=data.PromptStream(ANSWERS, 0, grid.dp_rank, grid.dp_size) if settings.data.ptx_source else None,
         held_out=[],
         fleet=nothing,
         sampling=Sampling(0.7, 1.0, -1, 12, ()),
@@ -339,24 +337,26 @@ def updated(
     rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu"
 ) -> dict[str, Tensor]:
     """This rank's prompts through steps 4 to 7 of the loop, twice: summed statistics, and all weights after it."""
-    run = run_of(path, rank, ranks, way, micro_batch_tokens, device)
+    run = run_of(path, way, micro_batch_tokens, device)
+    replicas = run.grid.dp_size
     run.rates = {name: [0.03] for name in run.rates}  # with larger steps, rounding in the first shows in the second
-    own = [c for c in completions() if c.prompt.id % ranks == rank]
+    own = [c for c in completions() if c.prompt.id % replicas == run.grid.dp_rank]
     judged = [Judged(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy=0.5) for c in own]
     start = experience.build(judged, PAD).to(run.device)
     for _ in range(2):  # in the second round the policy is no longer the reference
-        batch, entropy = train_loop.annotate(run, start)
+        batch = train_loop.annotate(run, start)
         wave = torch.sin(batch.groups[:, None] + torch.arange(batch.mask.shape[1], device=device))
         gap = 0.3 * wave * batch.mask
         batch = replace(batch, rollout_logprobs=batch.logprobs + gap)
         batch, kl = train_loop.estimate(run, batch)
+        entropy = (batch.entropy * batch.mask).sum()
         sums = run.summed(update.update(run, batch) | {"kl": kl, "entropy": entropy})
     state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
     state |= {f"average.{name}": p for name, p in run.average.items()}
     result = {name: p.full_tensor().detach().cpu() for name, p in state.items()}
     assert ("ptx/loss" in sums) == (run.supervised is not None)
     everywhere = ("grad_norm/", "updates", "passes")  # what each rank knows of the whole
-    shares = {name: value / ranks if name.startswith(everywhere) else value for name, value in sums.items()}
+    shares = {name: value / replicas if name.startswith(everywhere) else value for name, value in sums.items()}
     del shares["positions"]  # padding does depend on how rows are cut
     return result | {name: torch.tensor(value) for name, value in shares.items()}
 
@@ -450,7 +450,7 @@ def test_layers_are_not_compiled_without_a_compiler(tiny_model: Path, monkeypatc
 
 def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     """One weight before an optimizer step and after it, its average, and what engines get meanwhile and afterwards."""
-    run = run_of(path, rank, ranks, {"train.ema_decay": 0.75}, 100_000)
+    run = run_of(path, {"train.ema_decay": 0.75}, 100_000)
     weight = dict(run.policy.named_parameters())["lm.model.norm.weight"]
     found = {"before": weight.full_tensor().detach().clone()}
     weight.grad = torch.ones_like(weight)
@@ -478,7 +478,7 @@ def test_the_average_of_the_weights_by_hand(on_ranks: OnRanks, tiny_model: Path)
 def stepped(rank: int, ranks: int, path: str, gradient: float) -> list[list[float]]:
     """The learning rates of policy and critic in optimizer steps around the end of the critic's warm-up."""
     way = {"train.critic_warmup": 2, "train.warmup_steps": 2, "train.steps": 4, "train.lr_schedule": "linear"}
-    run = run_of(path, rank, ranks, way, 100_000)
+    run = run_of(path, way, 100_000)
     rates = []
     for run.step, number in ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1)):
         for trained in run.trained.values():
@@ -507,7 +507,7 @@ def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     found = {}
     for kind in ("rloo", "grpo", "reinforce++", "remax"):
         way = {"algorithm.advantage": kind, "algorithm.kl_in": "reward", "algorithm.kl_kind": "k1"}
-        run = run_of(path, rank, ranks, way | {"algorithm.whiten": False}, 100_000)
+        run = run_of(path, way | {"algorithm.whiten": False}, 100_000)
         prompts = [Prompt(i, (7, 8), "question", "answer") for i in range(2)]
         rows = [Completion(prompts[i // 2], i % 2, (9, 10), (-1.0, -1.0), True, 0) for i in range(4)]
         scores = (1.0, 0.0, 2.0, 2.0)

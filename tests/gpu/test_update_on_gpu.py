@@ -37,7 +37,7 @@ def homes(rank: int, ranks: int, path: str, way: dict[str, Any]) -> tuple[int, s
     """GPU memory that a run's models take, and where the critic's weights and its optimizer's state are."""
     gc.collect()  # what there was before refers to itself
     before = torch.cuda.memory_allocated()
-    critic = (run := run_of(path, rank, ranks, way, 60, "cuda")).trained["critic"].model
+    critic = (run := run_of(path, way, 60, "cuda")).trained["critic"].model
     optimizer = torch.optim.AdamW(critic.parameters(), fused=True)
     for parameter in critic.parameters():
         parameter.grad = torch.ones_like(parameter)

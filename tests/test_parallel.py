@@ -1,0 +1,221 @@
+"""Layers cut over tensor-parallel neighbours against the whole model: an update, a checkpoint, whole runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import NothingLeft, OnRanks
+from runs import STEPS, Done, comparable, small, train
+from test_checkpoint import averaged, files, step, whole, write
+from test_model import WAYS, padded, updated
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rlx import archive, checkpoint, config, inputs, model, parallel, roles
+from rlx.checkpoint import Trained
+from rlx.config import ConfigError
+from rlx.parallel import Grid
+
+UNCUT = [way for way in WAYS if "model.lora_rank" not in way]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a norm for each head, biases, and sizes that leave a remainder when they are cut twice."""
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    sizes = {"hidden_size": 32, "intermediate_size": 66, "num_hidden_layers": 2, "head_dim": 18, "vocab_size": 99}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": False}
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        lm = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+        for weight in lm.parameters():
+            torch.nn.init.normal_(weight, 0.3 if weight.dim() == 1 else 0.0, 0.2)
+    lm.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def settings_of(ranks: int, tp: int, **chosen: Any) -> config.RunConfig:
+    sizes = {"parallel": {"tp": tp}, "scaling": {"num_workers": ranks}, "train": {"prompts_per_step": 24}}
+    return config.from_tree(sizes | chosen)
+
+
+# --- against the whole model
+
+
+def learnt(policy: Any, weights: Tensor) -> dict[str, Any]:
+    """Scores, and their gradients of one loss; every process has the same batch."""
+    scored = policy(*padded(), 0.7, True)
+    loss = ((scored.logprobs + 0.1 * scored.entropy + scored.values) * weights).sum()
+    loss.backward()
+    gradients = {name: model.gathered(p.grad).clone() for name, p in policy.named_parameters()}
+    norm = model.clip_gradients(policy, 0.5)
+    clipped = {name: model.gathered(p.grad).clone() for name, p in policy.named_parameters()}
+    found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach(), "gradients": gradients}
+    return found | {"loss": loss.detach(), "norm": torch.tensor(norm), "clipped": clipped}
+
+
+def weights_of_tokens() -> Tensor:
+    return torch.randn(padded()[2].shape, generator=torch.Generator().manual_seed(6))
+
+
+def learnt_on_ranks(rank: int, ranks: int, path: str, tp: int) -> dict[str, Any]:
+    """The same, and the shape of one matrix as this process holds it in a forward pass."""
+    chosen = settings_of(ranks, tp, model={"critic": "head", "value_head_init": "normal"})
+    trained, _ = roles.models(chosen, path, Grid.of("cpu", tp).mesh)
+    policy: Any = trained["policy"].model
+    shapes: list[tuple[int, ...]] = []
+    projection = policy.lm.base_model.layers[0].mlp.up_proj
+    projection.register_forward_hook(lambda module, given, output: shapes.append(tuple(output.shape)))
+    return learnt(policy, weights_of_tokens()) | {"cut": shapes[0]}
+
+
+@pytest.mark.parametrize("architecture", ["tiny_model", "qwen3"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_scores_and_gradients_are_those_of_the_whole_model(
+    architecture: str, ranks: int, on_ranks: OnRanks, request: pytest.FixtureRequest
+) -> None:
+    path = str(request.getfixturevalue(architecture))
+    policy = model.load_policy(path, head="normal")
+    expected = learnt(policy, weights_of_tokens())
+    width: int = policy.lm.config.intermediate_size
+    assert expected["norm"] > 0.5 and all(grad.count_nonzero() for grad in expected["gradients"].values())
+    for found in on_ranks(ranks, learnt_on_ranks, path, 2):
+        assert found.pop("cut")[-1] == width // 2
+        scale = float(expected["norm"])
+        for name in ("logprobs", "values", "clipped"):
+            torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=0)
+        for name in ("loss", "norm", "gradients"):
+            torch.testing.assert_close(found[name], expected[name], atol=1e-6 * max(1.0, scale), rtol=1e-5)
+
+
+def each_way(rank: int, ranks: int, path: str, tp: int, ways: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """In each way of updating, a few completions at a time."""
+    shape = {"parallel.tp": tp, "scaling.num_workers": ranks}
+    return [updated(rank, ranks, path, way | shape, 45) for way in ways]
+
+
+@pytest.mark.parametrize(("architecture", "ways"), [("tiny_model", UNCUT), ("qwen3", UNCUT[:2])])
+def test_an_update_does_not_depend_on_how_layers_are_cut(
+    architecture: str, ways: list[dict[str, Any]], on_ranks: OnRanks, request: pytest.FixtureRequest
+) -> None:
+    path = str(request.getfixturevalue(architecture))
+    (alone,) = on_ranks(1, each_way, path, 1, ways)
+    for ranks in (2, 4):
+        first, *others = on_ranks(ranks, each_way, path, 2, ways)
+        for way, found, expected in zip(ways, first, alone, strict=True):
+            where = f"{ranks} ranks, {way}"
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
+        for other in others:  # to the last bit: what neighbours hold alike must stay alike
+            torch.testing.assert_close(other, first, atol=0, rtol=0)
+
+
+def told(rank: int, ranks: int) -> tuple[list[Any], list[float]]:
+    grid = Grid.of("cpu", 2)
+    drawn = [f"replica {grid.dp_rank} of {grid.dp_size}"] if grid.leads else None
+    return grid.shared(drawn), grid.add(torch.tensor([1.0, float(rank)])).tolist()
+
+
+def test_neighbours_hear_from_their_first_and_count_once(on_ranks: OnRanks) -> None:
+    heard, sums = zip(*on_ranks(4, told), strict=True)
+    assert heard == tuple([f"replica {replica} of 2"] for replica in (0, 0, 1, 1))
+    assert sums == ([2.0, 0.0 + 2.0],) * 4  # of ranks 0 and 2
+
+
+# --- checkpoints
+
+
+def trained_of(path: str, ranks: int, tp: int) -> dict[str, Trained]:
+    return roles.models(settings_of(ranks, tp), path, Grid.of("cpu", tp).mesh)[0]
+
+
+def save(rank: int, ranks: int, path: str, tp: int, target: str) -> dict[str, Any]:
+    trained = trained_of(path, ranks, tp)
+    step(trained)
+    average = averaged(trained, 0.5)
+    write(checkpoint.staged(trained, average), target, rank)
+    return whole(trained, average)
+
+
+def load(rank: int, ranks: int, path: str, tp: int, source: str) -> dict[str, Any]:
+    trained = trained_of(path, ranks, tp)
+    average = averaged(trained, 0.0)
+    checkpoint.load(files(source), trained, average)
+    return whole(trained, average)
+
+
+@pytest.mark.parametrize(("then", "now"), [((4, 2), (1, 1)), ((1, 1), (4, 2)), ((4, 2), (2, 2)), ((2, 2), (3, 1))])
+def test_a_checkpoint_is_read_on_any_grid(
+    then: tuple[int, int], now: tuple[int, int], on_ranks: OnRanks, qwen3: Path, tmp_path: Path
+) -> None:
+    written, *_ = on_ranks(then[0], save, str(qwen3), then[1], str(tmp_path))
+    for found in on_ranks(now[0], load, str(qwen3), now[1], str(tmp_path)):
+        torch.testing.assert_close(found, written, atol=0, rtol=0)
+
+
+# --- models that cannot be cut
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tp", "message"),
+    [
+        (GPT2Config(), 2, r"parallel\.tp 2: model gpt2 \(gpt2\) has no tensor-parallel plan"),
+        (Phi3Config(), 2, r"parallel\.tp 2: model phi3 cuts layers\.\*\.self_attn\.qkv_proj as "),
+        (LlamaConfig(num_attention_heads=8, num_key_value_heads=1), 2, "num_key_value_heads 1, no multiple of 2"),
+        (
+            LlamaConfig(hidden_size=72, num_attention_heads=9, num_key_value_heads=3),
+            3,
+            "intermediate_size 11008, no multiple of 3",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(chosen: PreTrainedConfig, tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parallel.layer_plan(chosen, tp)
+
+
+def test_it_is_refused_before_work_starts(tiny_model: Path, tmp_path: Path) -> None:
+    inputs.check(small(tiny_model, tmp_path, "cut", parallel__tp=2), str(tiny_model))
+    with pytest.raises(ConfigError, match=rf"model {tiny_model} has num_attention_heads 4, no multiple of 8"):
+        three = {"scaling__num_workers": 8, "train__prompts_per_step": 8, "parallel__tp": 8}
+        inputs.check(small(tiny_model, tmp_path, "cut", **three), str(tiny_model))
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def cut(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
+    """Two neighbours that share one replica's layers."""
+    return train(small(tiny_model, storage, "cut", parallel__tp=2, train__ema_decay=0.5))
+
+
+def test_a_run_with_cut_layers_is_that_of_one_process(cut: Done, tiny_model: Path, storage: Path) -> None:
+    alone = train(small(tiny_model, storage, "alone", scaling__num_workers=1, train__ema_decay=0.5))
+    found, expected = (comparable(done.history, range(STEPS + 1)) for done in (cut, alone))
+    assert found.keys() == expected.keys()
+    for name, by_step in expected.items():
+        for number, values in by_step.items():
+            assert found[name][number] == pytest.approx(values, rel=1e-3, abs=1e-4), (name, number)
+    assert found["mismatch/max_abs"][STEPS][0] <= 1e-4
+
+
+def test_a_run_with_cut_layers_continues_exactly(cut: Done, tiny_model: Path, storage: Path) -> None:
+    source = f"{cut.result.folder}/{archive.folder_name(STEPS // 2)}"
+    start = {"checkpoint__start_from": source, "checkpoint__start_with": "state"}
+    branch = train(small(tiny_model, storage, "branch", parallel__tp=2, train__ema_decay=0.5, **start))
+    assert comparable(branch.history, range(2, 5)) == comparable(cut.history, range(2, 5))
