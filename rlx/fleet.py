@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlx.rollout import sync
+from rlx.rollout.direct import Direct
 from rlx.rollout.pool import PATIENCE_S, RolloutError, Rollouts
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
@@ -27,6 +28,7 @@ class Fleet:
     dtype: torch.dtype  # that the engines hold
     retries: int  # times that all engines may be lost in one round of generation
     say: Callable[[str], None]  # tells the person who watches
+    direct: Direct | None = None  # ways that weights may take; None: through Ray's object store alone
     _told: dict[int, str] = field(default_factory=dict, init=False)
 
     def generate(
@@ -69,13 +71,27 @@ class Fleet:
         """
         sender = self.rank == 0
         engines = self.rollouts.present(timeout_s if starting else PATIENCE_S) if sender else {}
-        failed = sync.push(weights, engines, version, sender=sender, dtype=self.dtype, timeout_s=timeout_s)
+        failed = sync.push(
+            weights,
+            engines,
+            version,
+            sender=sender,
+            dtype=self.dtype,
+            timeout_s=timeout_s,
+            direct=self.direct,
+            there=self.rollouts.there,
+        )
         for index, words in failed.items():
             self.rollouts.lose(index, words)
         self.rollouts.lost = self._from_first(self.rollouts.lost)
         self._tell()
         if len(self.rollouts.lost) == len(self.rollouts.engines):
             raise WeightSyncError("; ".join(self.rollouts.lost.values()))
+
+    def close(self) -> None:
+        """Frees what was kept for further pushes."""
+        if self.direct:
+            self.direct.close()
 
     def _from_first(self, lost: dict[int, str]) -> dict[int, str]:
         """What rank 0 has; the other ranks wait until it has it."""

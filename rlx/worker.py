@@ -43,6 +43,7 @@ from rlx.checkpoint import Trained
 from rlx.config import ConfigError, RunConfig
 from rlx.experience import Selection
 from rlx.fleet import Fleet
+from rlx.rollout.direct import Direct
 from rlx.rollout.pool import Rollouts
 from rlx.saver import Retention, Saver
 from rlx.storage import Storage, open_storage, patiently
@@ -300,6 +301,7 @@ class Run:
     def close(self) -> None:
         """Gives back what outlives the objects: threads and a process group; what MLflow has not taken is kept."""
         self.saver.close()
+        self.fleet.close()
         self.tracker.close(_PATIENCE_S)
 
     def manifest(self, metrics: Mapping[str, float]) -> Manifest:
@@ -377,7 +379,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         prompts=data.PromptStream(data.read_shard("train"), config.seed, rank, ranks),
         supervised=data.PromptStream(data.read_shard("ptx"), config.seed, rank, ranks) if source.ptx_source else None,
         held_out=data.prompts(held_out, range(rank, len(held_out), ranks)),
-        fleet=_fleet(config, setup, rank, ranks),
+        fleet=_fleet(config, setup, rank, ranks, device),
         sampling=Sampling(
             rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, (tokenizer.eos_token_id,)
         ),
@@ -411,14 +413,18 @@ def _check_shared(folder: Storage) -> None:
         )
 
 
-def _fleet(config: RunConfig, setup: Mapping[str, Any], rank: int, ranks: int) -> Fleet:
+def _fleet(config: RunConfig, setup: Mapping[str, Any], rank: int, ranks: int, device: torch.device) -> Fleet:
+    engines = setup["engines"]
+    # Adapters go to an engine's own process, which writes them down for vLLM.
+    alone = config.model.lora_sync == "adapter"
     return Fleet(
-        rollouts=Rollouts(setup["engines"], config.seed, rank, config.rollout.timeout_s, config.rollout.sync_timeout_s),
+        rollouts=Rollouts(engines, config.seed, rank, config.rollout.timeout_s, config.rollout.sync_timeout_s),
         rank=rank,
         ranks=ranks,
         dtype=getattr(torch, config.model.dtype),
         retries=config.rollout.retries,
         say=partial(controller.say, setup["box"]),
+        direct=None if alone else Direct(rank, ranks, device, engines, config.rollout.transport),
     )
 
 
