@@ -145,6 +145,11 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             },
             "set model.dtype to bfloat16",
         ),
+        (
+            {"rollout": {"tensor_parallel": 2, "resources_per_engine": {"GPU": 1}}},
+            r"tensor_parallel \(2\) is .* but rollout.resources_per_engine.GPU is 1: set them to the same number",
+        ),
+        ({"rollout": {"resources_per_engine": {"GPU": 4}}}, r"tensor_parallel \(1\) is .*GPU is 4"),
         ({"model": {"lora_alpha": 3}}, "model.lora_alpha does nothing without model.lora_rank"),
         ({"model": {"lora_targets": ["q_proj"]}}, "model.lora_targets does nothing without model.lora_rank"),
         ({"algorithm": {"kl_coef": 0, "kl_target": 0.1}}, "kl_target does nothing without algorithm.kl_coef"),

@@ -26,6 +26,7 @@ from rlx.rollout.pool import EngineLostError, RolloutError, answer, is_alive
 from rlx.rollout.routes import Place, Source, Transport, Whereabouts, routes
 
 _GRACE_S = 5.0  # in which engines say that they have given an update up
+_PATIENT = 3  # times as long an engine waits for the trainer, which may have to wait for others
 _LOOK_S = 1.0  # between questions whether an engine is there
 
 
@@ -119,7 +120,7 @@ class Delivery:
         self.failed: dict[int, str] = {}
         self.again: set[int] = set()
         self._direct, self._course, self._layouts, self._version = direct, course, layouts, version
-        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
         self._looked = time.monotonic()
         self._works: list[dict[str, Any]] = []
         mine = Source("shared", direct.rank)
@@ -128,7 +129,7 @@ class Delivery:
         self._serves = bool(self._readers) or (direct.rank == 0 and max(course.world.values()) > 1)
         self._calls: dict[Any, int] = {}
         if direct.rank == 0:
-            self._tell(timeout_s)
+            self._tell()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Sends the next bucket; returns while it is on its way, on a GPU even before it is filled."""
@@ -154,8 +155,9 @@ class Delivery:
         """Returns once every engine has loaded the update, or failed to."""
         for number in range(max(0, len(self._works) - 2), len(self._works)):
             self._free(number)
-        while self._calls and time.monotonic() < self._deadline:
-            ray.wait(list(self._calls), timeout=min(_LOOK_S, max(0.0, self._deadline - time.monotonic())))
+        deadline = self._deadline()
+        while self._calls and time.monotonic() < deadline:
+            ray.wait(list(self._calls), timeout=max(0.0, deadline - time.monotonic()))
             self._look()
         if self._calls:
             self._break_all()
@@ -166,7 +168,7 @@ class Delivery:
             self.failed = {index: self._words("the way to it broke") for index in self.again}
             self.again = set()
 
-    def _tell(self, timeout_s: float) -> None:
+    def _tell(self) -> None:
         course, direct = self._course, self._direct
         told = {
             index: Incoming(
@@ -177,7 +179,7 @@ class Delivery:
                 course.world,
                 sources,
                 tuple(self._layouts),
-                timeout_s,
+                _PATIENT * self._timeout_s,
             )
             for index, sources in course.sources.items()
         }
@@ -191,7 +193,7 @@ class Delivery:
 
     def _join(self, kind: str, incoming: Incoming) -> None:
         try:
-            group = Group(kind, incoming, 0, self._direct.device, self._deadline, partial(self._expect_all, kind))
+            group = Group(kind, incoming, 0, self._direct.device, self._deadline(), partial(self._expect_all, kind))
             self._direct.groups[kind] = group
         except (TimeoutError, RuntimeError):  # the calls say who did not join
             self._break(kind)
@@ -205,21 +207,26 @@ class Delivery:
         """Returns once a bucket's buffer may be filled again; on a GPU, what is queued from here on waits for NCCL."""
         if number < 0:
             return
+        deadline = self._deadline()
         for kind, work in self._works[number].items():
             if group := self._direct.groups.get(kind):
                 try:
-                    group.settle(work, self._deadline, partial(self._expect_all, kind))
+                    group.settle(work, deadline, partial(self._expect_all, kind))
                 except (TimeoutError, RuntimeError):
                     self._break(kind)
+        deadline = self._deadline()
         for index, workers in list(self._readers.items()):
             process, update = self._course.processes[index], self._course.update
             notes = [links.read(update, number, process, worker) for worker in workers]
             try:
-                links.wait(partial(self._direct.store.check, notes), self._deadline, partial(self._expect, index))
+                links.wait(partial(self._direct.store.check, notes), deadline, partial(self._expect, index))
             except TimeoutError:
                 self._lose(index, f"engine {index} did not read the weights in time")
             except EngineLostError as error:
                 self._lose(index, str(error))
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
 
     def _expect(self, index: int) -> None:
         """EngineLostError if an engine is not there any more."""
@@ -273,7 +280,7 @@ class Delivery:
         filled = torch.cuda.Event()
         filled.record()
         try:
-            links.wait(filled.query, self._deadline, self._look)
+            links.wait(filled.query, self._deadline(), self._look)
         except TimeoutError:  # it waits for a group
             self._break_all()
             filled.synchronize()

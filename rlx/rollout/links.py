@@ -44,7 +44,7 @@ class Incoming:
     world: dict[str, int]  # how many take part in it, by kind
     sources: tuple[Source, ...]  # of each worker
     layouts: tuple[Layout, ...]  # of each bucket, in order
-    timeout_s: float  # in which it is to be over
+    timeout_s: float  # longest wait for a bucket
 
 
 def kept(host: str, timeout_s: float) -> Any:

@@ -59,23 +59,22 @@ class Receiver:
         return failed[0] if failed else None
 
     def _tensors(self, incoming: Incoming, keeps: bool) -> Iterator[tuple[str, Tensor]]:
-        deadline = time.monotonic() + incoming.timeout_s
         source = incoming.sources[self._worker]
         sound = torch.ones((), dtype=torch.bool, device=self._device)
-        self._connect(incoming, deadline)
+        self._connect(incoming)
         arrive = self._shared if source.kind == "shared" else self._sent
-        for bucket, layout in zip(arrive(incoming, deadline), incoming.layouts, strict=True):
+        for bucket, layout in zip(arrive(incoming), incoming.layouts, strict=True):
             sound &= is_sound(bucket, layout)
             for name, tensor in views(bucket, layout):
                 yield name, tensor.clone() if keeps else tensor
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-            links.wait(done.query, deadline, partial(self._check, incoming))
+            links.wait(done.query, _deadline(incoming), partial(self._check, incoming))
         if not sound:
             raise WeightSyncError("the checksum of a bucket differs from what was sent")
 
-    def _connect(self, incoming: Incoming, deadline: float) -> None:
+    def _connect(self, incoming: Incoming) -> None:
         if incoming.address != self._address:
             self._mapped.clear()
             self._store, self._address = links.opened(incoming.address, incoming.timeout_s), incoming.address
@@ -86,13 +85,13 @@ class Receiver:
         if source.kind != "shared" and not self._group:
             check = partial(self._check, incoming)
             check()
-            self._group = Group(source.kind, incoming, source.rank, self._device, deadline, check)
+            self._group = Group(source.kind, incoming, source.rank, self._device, _deadline(incoming), check)
 
     def _check(self, incoming: Incoming) -> None:
         if self._store.check([links.given_up(incoming.group)]):
             raise GivenUpError("the sender gave the update up, as another engine was lost")
 
-    def _sent(self, incoming: Incoming, deadline: float) -> Iterator[Tensor]:
+    def _sent(self, incoming: Incoming) -> Iterator[Tensor]:
         """Each bucket as it comes through the group. Asking for the next says that this one has been read."""
         assert self._group
         group, sizes = self._group, [size(layout) for layout in incoming.layouts]
@@ -102,16 +101,16 @@ class Receiver:
         buckets = [self._buffers[i % 2][:nbytes] for i, nbytes in enumerate(sizes)]
         works = [group.broadcast(bucket) for bucket in buckets[:2]]
         for i, bucket in enumerate(buckets):
-            group.settle(works[i], deadline, partial(self._check, incoming))
+            group.settle(works[i], _deadline(incoming), partial(self._check, incoming))
             yield bucket
             works += [group.broadcast(bucket) for bucket in buckets[i + 2 : i + 3]]
 
-    def _shared(self, incoming: Incoming, deadline: float) -> Iterator[Tensor]:
+    def _shared(self, incoming: Incoming) -> Iterator[Tensor]:
         """Each bucket in the memory of the trainer on this device. Asking for the next says that it has been read."""
         rank, store = incoming.sources[self._worker].rank, self._store
 
         def arrived(note: str) -> bytes:
-            links.wait(lambda: store.check([note]), deadline, lambda: None)
+            links.wait(lambda: store.check([note]), _deadline(incoming), lambda: None)
             return store.get(note)
 
         for i, layout in enumerate(incoming.layouts):
@@ -124,3 +123,7 @@ class Receiver:
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             store.set(links.read(incoming.update, i, self._engine, self._worker), "")
+
+
+def _deadline(incoming: Incoming) -> float:
+    return time.monotonic() + incoming.timeout_s

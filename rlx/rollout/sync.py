@@ -57,8 +57,7 @@ def push(
         engines: actor handles by their number in the pool; the sender's count.
         sender: whether this rank sends to engines that share no memory with another; it is rank 0.
         dtype: what the engines hold.
-        timeout_s: the longest that an engine may take to open the update, to take a bucket, to finish; or, when it is
-            reached directly, for all of it.
+        timeout_s: the longest that an engine may take to open the update, to take a bucket, to finish.
         direct: the direct ways, where there are such.
         there: where the engines are, for the direct ways.
 
