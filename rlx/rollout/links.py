@@ -10,7 +10,8 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,6 +101,7 @@ class Group:
         """Returns once all have joined; see `wait` for the errors."""
         self.kind, self.name, self.device = kind, incoming.group, device
         self._group: Any = None
+        self._works: deque[Any] = deque(maxlen=2)  # that may be under way
         failed: list[RuntimeError] = []
 
         def join() -> None:
@@ -121,7 +123,8 @@ class Group:
 
     def broadcast(self, bucket: Tensor) -> Any:
         """Begins to send or receive."""
-        return _broadcast(self._group, bucket)
+        self._works.append(_broadcast(self._group, bucket))
+        return self._works[-1]
 
     def settle(self, work: Any, deadline: float, check: Callable[[], None]) -> None:
         """Has what follows wait for a broadcast: on a GPU its stream, which may take however long; else this thread."""
@@ -130,9 +133,9 @@ class Group:
         work.wait()
 
     def abandon(self) -> None:
-        """Ends it, and what is under way in it, without waiting for others. Gloo takes until its own deadline."""
+        """Ends it, and what is under way in it, without waiting for others."""
         group, self._group = self._group, None
-        threading.Thread(target=_end, args=(group,), daemon=True, name="end of a process group").start()
+        threading.Thread(target=_end, args=(group, [*self._works]), daemon=True, name="end of a process group").start()
 
 
 def _broadcast(group: Any, tensor: Tensor) -> Any:
@@ -141,9 +144,12 @@ def _broadcast(group: Any, tensor: Tensor) -> Any:
     return group.broadcast([tensor], options)
 
 
-def _end(group: Any) -> None:
-    with suppress(RuntimeError):  # gloo cannot: its last reference goes with this thread
+def _end(group: Any, works: Sequence[Any]) -> None:
+    with suppress(RuntimeError):  # gloo cannot
         group.abort()
+    # Until its own deadline. Without, gloo would wait as long when the group is freed, and hold the interpreter's lock.
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.1)
 
 
 def _nccl(store: c10d.Store, rank: int, world: int, patience: timedelta) -> Any:
