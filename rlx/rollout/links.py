@@ -140,7 +140,7 @@ class Group:
 
 def _broadcast(group: Any, tensor: Tensor) -> Any:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+    options.rootRank, options.rootTensor = 0, 0
     return group.broadcast([tensor], options)
 
 

@@ -65,9 +65,10 @@ def push(
         On the sender: the engines that did not take the weights, or not the ones sent, and why.
     """
     failed: dict[int, str] = {}
+    groups = buckets.grouped(weights, dtype, bucket_bytes)
     left = dict(engines)
     while True:
-        lost, again = _sent(weights, left, version, sender, dtype, timeout_s, bucket_bytes, direct, there or {})
+        lost, again = _sent(groups, left, version, sender, dtype, timeout_s, direct, there or {})
         failed |= lost
         if not again:
             return failed
@@ -75,18 +76,16 @@ def push(
 
 
 def _sent(
-    weights: Sequence[Weight],
+    groups: Sequence[Sequence[Weight]],
     engines: Mapping[int, Any],
     version: int,
     sender: bool,
     dtype: torch.dtype,
     timeout_s: float,
-    bucket_bytes: int,
     direct: Direct | None,
     there: Mapping[int, Whereabouts],
 ) -> tuple[dict[int, str], set[int]]:
     """Sends once; the engines that failed, and those that are to be sent to again, the same on all ranks."""
-    groups = buckets.grouped(weights, dtype, bucket_bytes)
     layouts = [buckets.layout(group, dtype) for group in groups]
     course = direct.agreed({index: there[index] for index in engines}, timeout_s) if direct else None
     reached = course.sources if course else {}
@@ -94,7 +93,7 @@ def _sent(
     delivery = Delivery(direct, course, layouts, version, timeout_s) if direct and course and reached else None
     update = _Push(stored, version, timeout_s) if sender and stored else None
     if update:
-        update.start(len(weights))
+        update.start(sum(map(len, groups)))
     for group, layout in zip(groups, layouts, strict=True):
         tensors = gathered(group, dtype)
         if delivery:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from test_rollout import drawn_by
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -111,9 +112,8 @@ class Trainer:
     def gap(self, index: int) -> float:
         """Mean difference between an engine's log-probabilities and the policy's; all ranks call it."""
         engine = self.fleet.rollouts.engines[index]
-        groups = Rollouts([engine], 0).draw(PROMPTS, SAMPLING, 1, self.version)
-        drawn = [Judged(completion, 0.0, False, {}) for group in groups if group for completion in group]
-        assert len(drawn) == len(PROMPTS)
+        completions = drawn_by(Rollouts([engine], 0), PROMPTS, SAMPLING, 1, self.version)
+        drawn = [Judged(completion, 0.0, False, {}) for completion in completions]
         batch = experience.build(drawn, 0).to(self.device)
         scored = self.policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], 1.0)
         self.policy.reshard()
