@@ -22,7 +22,7 @@ from torch import Tensor
 from rlx.rollout import links
 from rlx.rollout.buckets import Layout, fill, size
 from rlx.rollout.links import Group, Incoming
-from rlx.rollout.pool import EngineLostError, RolloutError, answer, is_alive
+from rlx.rollout.pool import HUNG, EngineLostError, RolloutError, answer, is_alive
 from rlx.rollout.routes import Place, Source, Transport, Whereabouts, routes
 
 _GRACE_S = 5.0  # in which engines say that they have given an update up
@@ -122,7 +122,8 @@ class Delivery:
         self._direct, self._course, self._layouts, self._version = direct, course, layouts, version
         self._timeout_s = timeout_s
         self._looked = time.monotonic()
-        self._works: list[dict[str, Any]] = []
+        self._nbytes = max(map(size, layouts))
+        self._works: list[dict[str, Any]] = []  # of each bucket, by kind of group
         mine = Source("shared", direct.rank)
         readers = {i: [w for w, source in enumerate(own) if source == mine] for i, own in course.sources.items()}
         self._readers = {index: workers for index, workers in readers.items() if workers}
@@ -137,7 +138,7 @@ class Delivery:
             return
         number, layout = len(self._works), self._layouts[len(self._works)]
         self._free(number - 2)
-        buffers = self._direct.buffers(max(map(size, self._layouts)), bool(self._readers))
+        buffers = self._direct.buffers(self._nbytes, bool(self._readers))
         buffer, handle = buffers[number % 2]
         bucket = buffer[: size(layout)]
         fill(bucket, layout, tensors)
@@ -164,9 +165,6 @@ class Delivery:
             ray.wait(list(self._calls), num_returns=len(self._calls), timeout=_GRACE_S)
             for call, index in list(self._calls.items()):
                 self._take(call, index)
-        if not self.failed:  # nobody is to blame, and so they would only fail again
-            self.failed = {index: self._words("the way to it broke") for index in self.again}
-            self.again = set()
 
     def _tell(self) -> None:
         course, direct = self._course, self._direct
@@ -207,13 +205,16 @@ class Delivery:
         """Returns once a bucket's buffer may be filled again; on a GPU, what is queued from here on waits for NCCL."""
         if number < 0:
             return
-        deadline = self._deadline()
         for kind, work in self._works[number].items():
             if group := self._direct.groups.get(kind):
                 try:
-                    group.settle(work, deadline, partial(self._expect_all, kind))
+                    group.settle(work, self._deadline(), partial(self._expect_all, kind))
                 except (TimeoutError, RuntimeError):
                     self._break(kind)
+        self._await_readers(number)
+
+    def _await_readers(self, number: int) -> None:
+        """Returns once those who share this rank's memory have read a bucket, or are lost."""
         deadline = self._deadline()
         for index, workers in list(self._readers.items()):
             process, update = self._course.processes[index], self._course.update
@@ -221,7 +222,7 @@ class Delivery:
             try:
                 links.wait(partial(self._direct.store.check, notes), deadline, partial(self._expect, index))
             except TimeoutError:
-                self._lose(index, f"engine {index} did not read the weights in time")
+                self._lose(index, f"engine {index} {HUNG}")
             except EngineLostError as error:
                 self._lose(index, str(error))
 
@@ -242,10 +243,11 @@ class Delivery:
         """Takes the answers that are there."""
         if self._calls:
             for call in ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)[0]:
-                self._take(call, self._calls[call])
+                if call in self._calls:
+                    self._take(call, self._calls[call])
 
     def _take(self, call: Any, index: int) -> None:
-        del self._calls[call]
+        self._calls.pop(call, None)
         try:
             if not answer(call, index, time.monotonic()):
                 self.again.add(index)
@@ -255,6 +257,7 @@ class Delivery:
     def _lose(self, index: int, words: str) -> None:
         self.failed.setdefault(index, self._words(words))
         self._readers.pop(index, None)
+        self._calls = {call: i for call, i in self._calls.items() if i != index}
         for kind in {source.kind for source in self._course.sources[index]}:
             self._break(kind)
 

@@ -22,7 +22,7 @@ from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine, Output, Req
 from rlx.rollout.routes import Whereabouts
 from rlx.types import Completion, Prompt, Sampling
 
-_HUNG = "did not answer in time"
+HUNG = "did not answer in time"
 PATIENCE_S = 1.0
 """in which an engine that is up says so"""
 
@@ -179,7 +179,7 @@ class Rollouts:
         """Takes an engine out of use, and has Ray replace it if it is hung."""
         if index not in self.lost:
             self.lost[index] = words
-            if words.endswith(_HUNG):
+            if words.endswith(HUNG):
                 ray.kill(self.engines[index], no_restart=False)
 
     def _answered(
@@ -268,7 +268,7 @@ def answer(call: Any, engine: int, deadline: float) -> Any:
     try:
         return ray.get(call, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
-        raise EngineLostError(f"engine {engine} {_HUNG}") from None
+        raise EngineLostError(f"engine {engine} {HUNG}") from None
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ValueError):
             raise PromptRefusedError(f"engine {engine} refused a prompt: {error.cause}") from None

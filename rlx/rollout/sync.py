@@ -69,6 +69,8 @@ def push(
     left = dict(engines)
     while True:
         lost, again = _sent(groups, left, version, sender, dtype, timeout_s, direct, there or {})
+        if again and not lost:  # nobody is to blame, and so they would only fail again
+            lost, again = dict.fromkeys(again, f"sending weight version {version}: the way to it broke"), set()
         failed |= lost
         if not again:
             return failed
