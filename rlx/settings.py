@@ -306,9 +306,9 @@ class RolloutConfig(Section):
     """what Ray reserves for an engine, e.g. {CPU: 1, GPU: 1}"""
     tensor_parallel: PositiveInt = 1
     """GPUs that each engine's model is split over; resources_per_engine.GPU must be the same number"""
-    transport: Literal["auto", "object_store", "shared", "gloo"] = "auto"
-    """how weights travel to engines: auto for CUDA IPC on the same GPU, NCCL to other GPUs, Ray's object store for all
-    else; or memory shared within a device, gloo, the object store for all, where NCCL or CUDA IPC do not work"""
+    transport: Literal["auto", "object_store", "gloo"] = "auto"
+    """how weights travel to engines: auto for memory that both share on the same GPU (CUDA IPC) or CPU, NCCL to other
+    GPUs, Ray's object store for all else; the others for all engines, where NCCL or CUDA IPC do not work"""
     temperature: PositiveFloat = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     top_p: Fraction = 1.0

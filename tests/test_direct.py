@@ -82,7 +82,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["shared", "gloo"])
+@pytest.fixture(params=["auto", "gloo"])
 def pair(request: pytest.FixtureRequest, engines: tuple[Any, Any], tiny_model: Path) -> Iterator[Pair]:
     transport: Transport = request.param
     ways = Direct(0, 1, torch.device("cpu"), engines, transport)

@@ -51,7 +51,7 @@ def test_the_parts_of_a_split_model_each_have_their_own_way() -> None:
 def test_without_gpus_on_both_sides_there_is_the_object_store() -> None:
     assert routes({0: engine("g0")}, ranks("")) == {}
     assert routes({0: engine("")}, ranks("g0")) == {}
-    assert routes({0: engine(""), 1: engine("", node="b")}, ranks("", "")) == {}
+    assert routes({0: engine(""), 1: engine("", node="b")}, ranks("", "")) == {0: (shared(0),)}  # on CPUs as well
 
 
 def test_what_the_object_store_does_not_reach_takes_shared_memory_or_gloo() -> None:
@@ -60,6 +60,7 @@ def test_what_the_object_store_does_not_reach_takes_shared_memory_or_gloo() -> N
         0: (shared(0), shared(0)),
         1: (gloo(1), gloo(2)),
         2: (gloo(3), gloo(4)),
+        3: (shared(0),),
     }
 
 
@@ -68,7 +69,6 @@ def test_what_the_object_store_does_not_reach_takes_shared_memory_or_gloo() -> N
     [
         ("auto", {0: (nccl(1),), 1: (shared(0),)}),
         ("object_store", {}),
-        ("shared", {1: (shared(0),)}),
         ("gloo", {0: (gloo(1),), 1: (gloo(2),)}),
     ],
 )

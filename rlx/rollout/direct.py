@@ -73,7 +73,7 @@ class Direct:
     def buffers(self, nbytes: int, is_shared: bool) -> list[tuple[Tensor, bytes]]:
         """Two, of so many bytes at least, and the handles by which others map them, if they can."""
         if not self._buffers or len(self._buffers[0][0]) < nbytes or (is_shared and not self._buffers[0][1]):
-            self._buffers = []  # so that their memory is free before
+            self._free_buffers()
             if is_shared:
                 self._buffers = [links.shared(nbytes, self.device) for _ in range(2)]
             else:
@@ -85,7 +85,13 @@ class Direct:
         """Gives up the process groups and frees the buffers."""
         for group in self.groups.values():
             group.abandon()
-        self.groups, self._buffers, self.store = {}, [], None
+        self._free_buffers()
+        self.groups, self.store = {}, None
+
+    def _free_buffers(self) -> None:
+        for handle in (handle for _, handle in self._buffers if handle):
+            links.forget(handle)
+        self._buffers = []
 
     def _planned(self, there: Mapping[int, Whereabouts], timeout_s: float) -> Course:
         found = routes(there, self._places, self._transport)

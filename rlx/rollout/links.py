@@ -186,6 +186,13 @@ def shared(nbytes: int, device: torch.device) -> tuple[Tensor, bytes]:
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8), pickle.dumps((path, nbytes))
 
 
+def forget(handle: bytes) -> None:
+    """Lets no further process map memory that was made with `shared`; it is freed once nobody has it mapped."""
+    path, _ = pickle.loads(handle)
+    if isinstance(path, str):
+        os.close(int(os.path.basename(path)))
+
+
 def mapped(handle: bytes, device: torch.device) -> Tensor:
     """The memory that another process has made with `shared`."""
     how, what = pickle.loads(handle)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Transport = Literal["auto", "object_store", "shared", "gloo"]
+Transport = Literal["auto", "object_store", "gloo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ def routes(
 ) -> dict[int, tuple[Source, ...]]:
     """The source of each worker of each engine; engines that are left out are sent to through Ray's object store.
 
-    Memory is shared with a trainer on the same GPU (CUDA IPC), NCCL reaches all other GPUs, though no GPU twice. The
-    object store reaches one process, so an engine of several that neither reaches takes shared memory on a trainer's
-    node, or gloo.
+    Memory is shared with a trainer on the same GPU (CUDA IPC) or, where both compute on CPU, on the same node. NCCL
+    reaches all other GPUs, though no GPU twice. The object store reaches one process, so an engine of several that
+    none of this reaches takes gloo.
 
     Args:
         engines: by their number in the pool.
@@ -48,8 +48,10 @@ def routes(
         transport: auto, or the way that all of them take.
     """
     members = {"nccl": 1, "gloo": 1}  # of each process group, the sender included
-    # GPUs that cannot join NCCL's group any more; without one, the sender is in none.
-    taken = {ranks[0].gpu} if ranks[0].gpu else {worker.gpu for engine in engines.values() for worker in engine.workers}
+    # What cannot join NCCL's group any more: CPUs never can, and a sender without a GPU has none.
+    taken = {"", ranks[0].gpu}
+    if not ranks[0].gpu:
+        taken |= {worker.gpu for engine in engines.values() for worker in engine.workers}
     found: dict[int, tuple[Source, ...]] = {}
     for index, engine in engines.items():
         kinds = _kinds(engine, ranks, taken, transport)
@@ -72,10 +74,8 @@ def _kinds(
 ) -> list[Literal["shared", "nccl", "gloo"]]:
     """What each of an engine's workers takes; nothing: the object store."""
     workers = engine.workers
-    if transport == "auto" and all(worker.gpu and (worker in ranks or worker.gpu not in taken) for worker in workers):
+    if transport == "gloo":
+        return ["gloo"] * len(workers)
+    if transport == "auto" and all(worker in ranks or worker.gpu not in taken for worker in workers):
         return ["shared" if worker in ranks else "nccl" for worker in workers]
-    if transport == "gloo" or (transport == "shared" and all(worker in ranks for worker in workers)):
-        return [transport] * len(workers)
-    if len(workers) == 1:
-        return []
-    return ["shared" if worker in ranks else "gloo" for worker in workers]
+    return [] if len(workers) == 1 else ["shared" if worker in ranks else "gloo" for worker in workers]
