@@ -272,6 +272,16 @@ class RunConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _engines_have_their_gpus(self) -> Self:
+        split, gpus = self.rollout.tensor_parallel, self.rollout.resources_per_engine.get("GPU", 0)
+        if gpus != split and (gpus > 1 or (gpus and split > 1)):
+            raise ValueError(
+                f"rollout.tensor_parallel ({split}) is the number of GPUs that an engine's model is split over, but "
+                f"rollout.resources_per_engine.GPU is {gpus:g}: set them to the same number"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _prompts_are_one_kind(self) -> Self:
         data, held_out = self.data, self.eval
         if not data.source.startswith(GENERATED):

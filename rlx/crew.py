@@ -316,6 +316,7 @@ def engine_options(config: RunConfig) -> dict[str, Any]:
         gpu_memory=settings.gpu_memory_utilization,
         eager=settings.enforce_eager,
         sleeps=settings.placement == "shared",
+        tensor_parallel=settings.tensor_parallel,
         trust_remote_code=config.model.trust_remote_code,
         lora_rank=config.model.lora_rank if config.model.lora_sync == "adapter" else 0,
     )

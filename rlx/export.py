@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlx import archive, checkpoint, data, experience, inputs, model, roles, tasks
+from rlx import archive, checkpoint, data, experience, inputs, model, roles, shards, tasks
 from rlx.archive import Entry
 from rlx.config import ConfigError, RunConfig, one_line
 from rlx.model import Policy
@@ -149,7 +149,7 @@ def _merge(policy: Policy) -> None:
     for name, layer in list(policy.lm.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             base: Any = layer.get_base_layer()
-            base.weight.copy_(weights[f"{name}.weight"].full())
+            base.weight.copy_(*shards.gathered([weights[f"{name}.weight"]], base.weight.dtype))
             policy.lm.set_submodule(name, base)
 
 
@@ -165,7 +165,9 @@ def _write_adapters(policy: Policy, config: RunConfig, path: str, dtype: torch.d
         task_type="CAUSAL_LM",
         inference_mode=True,
     ).save_pretrained(str(folder))
-    tensors = {w.name: w.full().detach().to(dtype).contiguous() for w in model.adapter_weights(policy)}
+    weights = model.adapter_weights(policy)
+    full = shards.gathered(weights, dtype)
+    tensors = {weight.name: tensor.contiguous() for weight, tensor in zip(weights, full, strict=True)}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rlx.parallel import Grid
 from rlx.rollout import sync
+from rlx.rollout.direct import Direct
 from rlx.rollout.pool import PATIENCE_S, Draw, RolloutError, Rollouts, answer
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
@@ -28,6 +29,7 @@ class Fleet:
     dtype: torch.dtype  # that the engines hold
     retries: int  # times that all engines may be lost in one round of generation
     say: Callable[[str], None]  # tells the person who watches
+    direct: Direct | None = None  # ways that weights may take; None: through Ray's object store alone
     _told: dict[int, str] = field(default_factory=dict, init=False)
 
     def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
@@ -72,7 +74,17 @@ class Fleet:
         """
         sender = self.grid.rank == 0
         engines = self.rollouts.present(timeout_s if starting else PATIENCE_S) if sender else {}
-        failed = sync.push(weights, engines, version, sender=sender, dtype=self.dtype, timeout_s=timeout_s, keep=keep)
+        failed = sync.push(
+            weights,
+            engines,
+            version,
+            sender=sender,
+            dtype=self.dtype,
+            timeout_s=timeout_s,
+            keep=keep,
+            direct=self.direct,
+            there=self.rollouts.there,
+        )
         for index, words in failed.items():
             self.rollouts.lose(index, words)
         self.rollouts.lost = self._from_first(self.rollouts.lost)
@@ -90,6 +102,11 @@ class Fleet:
                 except RolloutError as error:
                     self.rollouts.lose(index, str(error))
         self.rollouts.lost = self._from_first(self.rollouts.lost)
+
+    def close(self) -> None:
+        """Frees what was kept for further pushes."""
+        if self.direct:
+            self.direct.close()
 
     def _from_first(self, lost: dict[int, str]) -> dict[int, str]:
         """What rank 0 has; the other ranks wait until it has it."""

@@ -34,14 +34,18 @@ def check(config: RunConfig, path: str) -> None:
     if not _is_folder(path, "model.path"):
         return  # the engines look it up
     folder = Path(path)
+    split = config.rollout.tensor_parallel
     try:
-        positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+        described = json.loads((folder / "config.json").read_text())
+        positions, heads = described.get("max_position_embeddings"), described.get("num_attention_heads")
     except (ValueError, AttributeError):
         raise ConfigError(f"model.path {path}: its config.json is no JSON object") from None
     if positions and needed > positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {path} has {positions} positions"
         )
+    if heads and heads % split:
+        raise ConfigError(f"rollout.tensor_parallel {split} does not divide the {heads} attention heads of {path}")
 
 
 def _check_layers(config: RunConfig, path: str) -> None:

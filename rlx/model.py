@@ -249,8 +249,10 @@ def engine_weights(policy: nn.Module) -> list[Weight]:
         layer = name.removesuffix(f"{_BASE}weight")
         down, up = (named.get(f"{layer}.{side}.{_ADAPTER}.weight") for side in ("lora_A", "lora_B"))
         if layer == name or down is None or up is None:
-            return Weight(name.replace(_BASE, "."), base.numel() * 4, partial(gathered, base))
-        return Weight(f"{layer}.weight", base.numel() * 4, partial(_merged, base, down, up, scales[layer][_ADAPTER]))
+            return Weight(name.replace(_BASE, "."), tuple(base.shape), (base,))
+        return Weight(
+            f"{layer}.weight", tuple(base.shape), (base, down, up), partial(_merged, scale=scales[layer][_ADAPTER])
+        )
 
     return [weight(name, p) for name, p in named.items() if ".lora_" not in name]
 
@@ -261,15 +263,15 @@ def adapter_weights(policy: nn.Module) -> list[Weight]:
     return [
         Weight(
             f"base_model.model.{name.removeprefix('lm.').replace(f'.{_ADAPTER}.', '.')}",
-            p.numel() * 4,
-            partial(gathered, p),
+            tuple(p.shape),
+            (p,),
         )
         for name, p in named
     ]
 
 
 def _merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    return gathered(base) + scale * (gathered(up) @ gathered(down))
+    return base + scale * (up @ down)
 
 
 def _adapt(lm: Any, adapters: Adapters) -> None:

@@ -30,6 +30,7 @@ _PLANNED = (
     "scaling.",
     "rollout.engines",
     "rollout.resources_per_engine",
+    "rollout.tensor_parallel",
     "reward.model_replicas",
     "reward.resources_per_model",
     "ray_address",

@@ -311,6 +311,11 @@ class RolloutConfig(Section):
     """vLLM engines, each an actor of its own"""
     resources_per_engine: Resources = Field(default_factory=lambda: {"CPU": 0.5})
     """what Ray reserves for an engine, e.g. {CPU: 1, GPU: 1}"""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that each engine's model is split over; resources_per_engine.GPU must be the same number"""
+    transport: Literal["auto", "object_store", "gloo"] = "auto"
+    """how weights travel to engines: auto for memory that both share on the same GPU (CUDA IPC) or CPU, NCCL to other
+    GPUs, Ray's object store for all else; the others for all engines, where NCCL or CUDA IPC do not work"""
     temperature: PositiveFloat = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     top_p: Fraction = 1.0

@@ -83,8 +83,9 @@ class Weight:
     """A tensor on its way to the engines."""
 
     name: str  # as Hugging Face names it
-    nbytes: int
-    full: Callable[[], Tensor]  # gathers it from the ranks' shards: all of them call it
+    shape: tuple[int, ...]
+    parts: tuple[Tensor, ...]  # what it is made of, as this rank holds it: FSDP shards, or tensors in full
+    join: Callable[..., Tensor] | None = None  # makes it of its parts in full; None: it is the only part
 
 
 @dataclass(frozen=True, slots=True)

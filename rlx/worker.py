@@ -43,6 +43,7 @@ from rlx.config import ConfigError, RunConfig
 from rlx.experience import Selection
 from rlx.fleet import Fleet
 from rlx.parallel import Grid
+from rlx.rollout.direct import Direct
 from rlx.rollout.pool import Rollouts
 from rlx.rounds import Rounds
 from rlx.saver import Retention, Saver
@@ -307,6 +308,7 @@ class Run:
     def close(self) -> None:
         """Gives back what outlives the objects: threads and process groups; what MLflow has not taken is kept."""
         self.saver.close()
+        self.fleet.close()
         self.tracker.close(_PATIENCE_S)
         self.grid.close()
 
@@ -373,7 +375,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     held_out = data.read_shard("held_out")
     recorded, say = grid.rank == 0 and not setup.get("examine"), partial(controller.say, setup["box"])
     settings, source, chosen = config.algorithm, config.data, config.checkpoint
-    sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, grid)
+    sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, grid, device)
     remote = _remote_scorers(config, setup["reward_models"], grid.dp_rank)
     run = Run(
         config=config,
@@ -423,14 +425,17 @@ def _stream(table: str, seed: int, grid: Grid) -> data.PromptStream:
     return data.PromptStream(data.read_shard(table), seed, grid.dp_rank, grid.dp_size)
 
 
-def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Grid) -> Fleet:
-    settings = config.rollout
+def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Grid, device: torch.device) -> Fleet:
+    settings, engines = config.rollout, setup["engines"]
+    # Adapters go to an engine's own process, which writes them down for vLLM.
+    alone = config.model.lora_sync == "adapter"
     return Fleet(
-        rollouts=Rollouts(setup["engines"], config.seed, grid.dp_rank, settings.timeout_s, settings.sync_timeout_s),
+        rollouts=Rollouts(engines, config.seed, grid.dp_rank, settings.timeout_s, settings.sync_timeout_s),
         grid=grid,
         dtype=getattr(torch, config.model.dtype),
         retries=settings.retries,
         say=partial(controller.say, setup["box"]),
+        direct=None if alone else Direct(grid.rank, grid.ranks, device, engines, settings.transport),
     )
 
 

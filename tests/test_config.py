@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rlx import inputs
 from rlx.command_line import add_settings, parse
 from rlx.config import (
     ConfigError,
@@ -155,6 +156,11 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             },
             "set model.dtype to bfloat16",
         ),
+        (
+            {"rollout": {"tensor_parallel": 2, "resources_per_engine": {"GPU": 1}}},
+            r"tensor_parallel \(2\) is .* but rollout.resources_per_engine.GPU is 1: set them to the same number",
+        ),
+        ({"rollout": {"resources_per_engine": {"GPU": 4}}}, r"tensor_parallel \(1\) is .*GPU is 4"),
         ({"model": {"lora_alpha": 3}}, "model.lora_alpha does nothing without model.lora_rank"),
         ({"model": {"lora_targets": ["q_proj"]}}, "model.lora_targets does nothing without model.lora_rank"),
         ({"model": {"offload": ["critic"]}}, "model.offload does nothing without scaling.use_gpu"),
@@ -431,3 +437,10 @@ def test_help_shows_what_an_option_takes(shown: str) -> None:
 def test_help_shows_meaning_and_default() -> None:
     shown = " ".join(parser().format_help().split())
     assert f"--train.epochs INT passes over a step's completions (default: {RunConfig().train.epochs})" in shown
+
+
+def test_a_model_must_be_divisible_by_the_gpus_that_it_is_split_over(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 14}')
+    split = {"rollout.tensor_parallel": 4, "rollout.resources_per_engine.GPU": 4}
+    with pytest.raises(ConfigError, match=r"rollout.tensor_parallel 4 does not divide the 14 attention heads"):
+        inputs.check(from_tree(with_overrides({}, split)), str(tmp_path))

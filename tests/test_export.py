@@ -21,13 +21,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx import __version__, archive, checkpoint, export, model, roles
+from rlx import __version__, archive, checkpoint, export, model, roles, shards
 from rlx.archive import Entry, Manifest
 from rlx.config import RunConfig, from_tree
 from rlx.parallel import Grid
 from rlx.rollout.pool import Rollouts
 from rlx.storage import Storage, open_storage
-from rlx.types import Prompt, Sampling
+from rlx.types import Prompt, Sampling, Weight
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = torch.randint(6, 90, (5, 20), generator=torch.Generator().manual_seed(4))
@@ -77,19 +77,24 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
             average[name].mul_(0.5).add_(weight.detach(), alpha=0.5)
     checkpoint.write(checkpoint.staged(models, average), Path(folder, f"rank_{rank:05d}.safetensors"))
     seen: dict[str, Any] = {"weights": {}, "logprobs": {}}
-    seen["adapters"] = {weight.name: weight.full().detach() for weight in model.adapter_weights(policy)}
+    seen["adapters"] = in_full(model.adapter_weights(policy))
     with torch.no_grad():
         for kind in ("policy", "average"):
             for name, weight in policy.named_parameters():
                 if kind == "average" and name in average:
                     weight.copy_(average[name])
-            seen["weights"][kind] = {one.name: one.full().clone() for one in model.engine_weights(policy)}
+            seen["weights"][kind] = in_full(model.engine_weights(policy))
             lengths = torch.full((len(ROWS),), PROMPT)
             seen["logprobs"][kind] = policy(
                 ROWS, lengths, torch.ones(len(ROWS), ROWS.shape[1] - PROMPT), 1.0
             ).logprobs.clone()
             policy.reshard()
     return seen
+
+
+def in_full(weights: list[Weight]) -> dict[str, Tensor]:
+    full = shards.gathered(weights, torch.float32)
+    return {weight.name: tensor.clone() for weight, tensor in zip(weights, full, strict=True)}
 
 
 def make(kind: str, on_ranks: OnRanks, path: Path, storage: Path) -> Made:

@@ -11,7 +11,7 @@ SOURCES = sorted([*(ROOT / "rlx").rglob("*.py"), *(ROOT / "experiments").rglob("
 PARTS = {"storage", "data", "tasks", "rewards", "rollout", "model", "algorithms", "experience"}
 LAYERS = [
     {"types", "settings"},
-    {"config", "math_judge"},  # what a person writes becomes settings
+    {"config", "math_judge", "shards"},  # what a person writes becomes settings
     {"command_line", "logprobs"},
     PARTS | {"adaptive", "parallel", "reward_model", "clock", "controller", "plan", "report", "progress", "warm_start"},
     {"remote_reward", "preferences", "archive", "checkpoint", "tracker"},

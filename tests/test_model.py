@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rlx import config, data, experience, logprobs, model, roles, train_loop, update, worker
+from rlx import config, data, experience, logprobs, model, roles, shards, train_loop, update, worker
 from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
@@ -146,11 +146,12 @@ def test_merged_weights_are_those_of_the_policy_with_adapters(folder: str, tmp_p
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     plain = model.load_policy(folder, head=None)
-    plain.lm.load_state_dict({weight.name: weight.full() for weight in model.engine_weights(policy)}, strict=False)
+    weights = model.engine_weights(policy)
+    names = [weight.name for weight in weights]
+    plain.lm.load_state_dict(dict(zip(names, shards.gathered(weights, torch.float32), strict=True)), strict=False)
     merged = plain(*padded(), 1.0).logprobs
     torch.testing.assert_close(merged, policy(*padded(), 1.0).logprobs, atol=1e-5, rtol=0)
-    names = [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
-    assert [weight.name for weight in model.engine_weights(policy)] == names
+    assert [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()] == names
 
 
 def test_adapters_begin_alike_on_every_rank_and_follow_their_seed(tiny_model: Path) -> None:
@@ -422,7 +423,7 @@ def compiled(rank: int, ranks: int, path: str) -> tuple[list[dict[str, Tensor]],
         policy = model.load_policy(path, head=None)
         model.checkpoint_gradients(policy)
         prepare(policy)
-        model.shard(policy, init_device_mesh("cpu", (ranks,)), torch.float32)
+        model.shard(policy, Grid.of("cpu", 1).mesh, torch.float32)
         logprobs = policy(*padded(), 1.0).logprobs
         logprobs.sum().backward()
         gradients = {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}

@@ -1,6 +1,7 @@
 """Real engines beside the trainer's model: what they draw, the weights they are sent, and how they fail."""
 
 import copy
+import math
 import os
 import re
 import signal
@@ -18,8 +19,9 @@ from conftest import start_engine, stop_engine
 from torch import Tensor, nn
 
 from rlx import experience, model
-from rlx.rollout import sync
+from rlx.rollout import buckets, sync
 from rlx.rollout.pool import EngineLostError, RolloutError, Rollouts, request_seed
+from rlx.shards import gathered
 from rlx.types import Completion, Judged, Prompt, Sampling, Weight, WeightSyncError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(1,))
@@ -163,8 +165,9 @@ def test_the_engine_agrees_with_a_policy_with_adapters(kind: str, request: pytes
 
 
 def test_adapters_alone_are_little_to_send(adapted: Side) -> None:
-    sent = sum(weight.nbytes for weight in model.adapter_weights(adapted.policy))
-    assert sent * 10 < sum(weight.nbytes for weight in model.engine_weights(adapted.policy))
+    kinds = (model.adapter_weights, model.engine_weights)
+    alone, whole = (sum(math.prod(weight.shape) for weight in kind(adapted.policy)) for kind in kinds)
+    assert alone * 10 < whole
     assert {weight.name.partition(".lora_")[2] for weight in model.adapter_weights(adapted.policy)} == {
         "A.weight",
         "B.weight",
@@ -283,27 +286,27 @@ def tensors(dtype: torch.dtype) -> list[tuple[str, Tensor]]:
 
 
 def weight(name: str, tensor: Tensor) -> Weight:
-    return Weight(name, tensor.nbytes, lambda: tensor)
+    return Weight(name, tuple(tensor.shape), (tensor,))
 
 
-def packed(weights: Sequence[Weight]) -> sync.Bucket:
-    return sync.pack([(weight.name, weight.full()) for weight in weights])
+def packed(weights: Sequence[Weight], dtype: torch.dtype = torch.float32) -> sync.Bucket:
+    return sync.pack(buckets.layout(weights, dtype), gathered(weights, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 def test_tensors_survive_buckets_of_any_size(dtype: torch.dtype, bucket_bytes: int) -> None:
     sent = tensors(dtype)
-    buckets = [packed(group) for group in sync._grouped([weight(*pair) for pair in sent], bucket_bytes)]
-    assert len(buckets) == {1: 5, 100: 3, 1 << 20: 1}[bucket_bytes]
-    received = [pair for bucket in buckets for pair in sync.unpack(bucket)]
+    parts = [packed(group, dtype) for group in buckets.grouped([weight(*pair) for pair in sent], dtype, bucket_bytes)]
+    assert len(parts) == {1: 5, 100: 3, 1 << 20: 1}[bucket_bytes]
+    received = [pair for bucket in parts for pair in sync.unpack(bucket)]
     assert [name for name, _ in received] == [name for name, _ in sent]
     torch.testing.assert_close([t for _, t in received], [t for _, t in sent], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("part", ["data", "name", "shape"])
 def test_a_checksum_covers_names_shapes_and_bytes(part: str) -> None:
-    bucket = sync.pack(tensors(torch.float32)[:1])
+    bucket = packed([weight(*tensors(torch.float32)[0])])
     data, layout = bucket.data.copy(), {"name": ("x", "float32", (7, 3)), "shape": ("a", "float32", (3, 7))}
     data[5] ^= part == "data"
     changed = replace(bucket, data=data, layout=(layout.get(part, bucket.layout[0]),))
@@ -365,7 +368,7 @@ def begun(side: Side, timeout_s: float) -> tuple[sync._Push, list[sync.Bucket]]:
     weights = model.engine_weights(side.policy)
     update = sync._Push({0: side.engine}, side.version + 1, timeout_s)
     update.start(len(weights))
-    return update, [packed(group) for group in sync._grouped(weights, 100_000)]
+    return update, [packed(group) for group in buckets.grouped(weights, torch.float32, 100_000)]
 
 
 def assert_only_an_update_helps(side: Side) -> None:
@@ -377,17 +380,18 @@ def assert_only_an_update_helps(side: Side) -> None:
 
 
 def test_a_corrupted_bucket_is_refused(side: Side) -> None:
-    update, buckets = begun(side, timeout_s=60)
-    for i, bucket in enumerate(buckets):
-        update.send(replace(bucket, checksum=bucket.checksum ^ (i == 2)))
+    update, parts = begun(side, timeout_s=60)
+    parts[2].data[1000] ^= 1
+    for bucket in parts:
+        update.send(bucket)
     update.finish()
     assert "engine 0 failed: checksum" in update.failed[0]
     assert_only_an_update_helps(side)
 
 
 def test_missing_weights_are_an_error_in_time(side: Side) -> None:
-    update, buckets = begun(side, timeout_s=1)
-    for bucket in buckets[:-1]:
+    update, parts = begun(side, timeout_s=1)
+    for bucket in parts[:-1]:
         update.send(bucket)
     update.timeout_s += 30  # the engine's own deadline comes first and says more
     update.finish()
@@ -396,12 +400,12 @@ def test_missing_weights_are_an_error_in_time(side: Side) -> None:
 
 
 def test_a_new_update_ends_one_whose_sender_has_died(tied: Side) -> None:
-    update, buckets = begun(tied, timeout_s=300)
-    update.send(buckets[0])
+    update, parts = begun(tied, timeout_s=300)
+    update.send(parts[0])
     started = time.monotonic()
     assert_only_an_update_helps(tied)
     assert time.monotonic() - started < 60
-    update.send(buckets[1])  # the dead sender's last one
+    update.send(parts[1])  # the dead sender's last one
     assert tied.gap(tied.generate()) < CLOSE
     update.finish()
     assert re.search(r"engine 0 failed: .*another weight update", update.failed[0])

@@ -20,9 +20,10 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine, Output, Request
+from rlx.rollout.routes import Whereabouts
 from rlx.types import Completion, Prompt, Sampling
 
-_HUNG = "did not answer in time"
+HUNG = "did not answer in time"
 PATIENCE_S = 1.0
 """in which an engine that is up says so"""
 
@@ -78,12 +79,14 @@ def engine_options(
     gpu_memory: float,
     eager: bool,
     sleeps: bool = False,
+    tensor_parallel: int = 1,
     trust_remote_code: bool = False,
     lora_rank: int = 0,
 ) -> dict[str, Any]:
     """vLLM engine arguments for a run. On CPU: blocks short enough for the prefix cache to hit, and always eager.
 
-    With `lora_rank` the engine takes adapters of at most that rank; with `sleeps` it can give its GPU memory back.
+    With `tensor_parallel` the model is split over as many processes on one node. With `lora_rank` the engine takes
+    adapters of at most that rank; with `sleeps` it can give its GPU memory back.
     """
     common: dict[str, Any] = {
         "dtype": dtype,
@@ -91,6 +94,8 @@ def engine_options(
         "max_num_seqs": max_num_seqs,
         "trust_remote_code": trust_remote_code,
     }
+    if tensor_parallel > 1:  # Ray's executor would want a placement group of its own
+        common |= {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": "mp"}
     if lora_rank:
         ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
         common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in ranks if r >= lora_rank)}
@@ -149,6 +154,7 @@ class Rollouts:
     timeout_s: float = 600.0
     silence_s: float = 120.0  # longest that an engine's process may be there and say nothing
     lost: dict[int, str] = field(default_factory=dict)  # engines that failed, and their last words
+    there: dict[int, Whereabouts] = field(default_factory=dict, init=False)  # engines that were present last
     _silent: dict[int, float] = field(default_factory=dict, init=False)  # engines that do not answer, and since when
     _loads: Counter[int] = field(default_factory=Counter, init=False)  # tokens that each engine was asked for
 
@@ -191,12 +197,14 @@ class Rollouts:
         `patience_s`, and if there is none by then, until `timeout_s`."""
         calls = [engine.is_up.remote() for engine in self.engines]
         up = ray.wait(calls, num_returns=len(calls), timeout=patience_s)[0]
+        self.there = {}
         up = up or ray.wait(calls, num_returns=1, timeout=self.timeout_s)[0]
         for index, call in enumerate(calls):
             if words := _last_words(call, index) if call in up else f"engine {index} is gone":
                 self.lose(index, words)
                 self._end_if_hung(index)
             else:
+                self.there[index] = ray.get(call)
                 self.lost.pop(index, None)
                 self._silent.pop(index, None)
         return {index: engine for index, engine in enumerate(self.engines) if index not in self.lost}
@@ -204,7 +212,7 @@ class Rollouts:
     def _end_if_hung(self, index: int) -> None:
         """Has Ray replace an engine whose process is there, but has said nothing for too long."""
         since = self._silent.setdefault(index, time.monotonic())
-        if time.monotonic() - since > self.silence_s and _is_alive(self.engines[index]):
+        if time.monotonic() - since > self.silence_s and is_alive(self.engines[index]):
             ray.kill(self.engines[index], no_restart=False)
             del self._silent[index]
 
@@ -212,7 +220,7 @@ class Rollouts:
         """Takes an engine out of use, and has Ray replace it if it is hung."""
         if index not in self.lost:
             self.lost[index] = words
-            if words.endswith(_HUNG):
+            if words.endswith(HUNG):
                 ray.kill(self.engines[index], no_restart=False)
 
     def _answered(self, draw: Draw) -> Iterator[tuple[Call, list[Output] | None]]:
@@ -278,7 +286,7 @@ def _last_words(call: Any, engine: int) -> str:
     return ""
 
 
-def _is_alive(engine: Any) -> bool:
+def is_alive(engine: Any) -> bool:
     """Whether Ray takes an engine for running, rather than for dead or starting again."""
     return bool(state.actors(engine._actor_id.hex()).get("State") == "ALIVE")
 
@@ -302,7 +310,7 @@ def answer(call: Any, engine: int, deadline: float) -> Any:
     try:
         return ray.get(call, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
-        raise EngineLostError(f"engine {engine} {_HUNG}") from None
+        raise EngineLostError(f"engine {engine} {HUNG}") from None
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ValueError):
             raise PromptRefusedError(f"engine {engine} refused a prompt: {error.cause}") from None

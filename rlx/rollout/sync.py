@@ -1,15 +1,14 @@
-"""Weights from the trainers to the engines: gathered from the FSDP shards bucket by bucket, sent through Ray's shared
-memory while the next bucket is gathered, checked on arrival.
+"""Weights from the trainers to the engines: gathered from the FSDP shards bucket by bucket, sent while the next bucket
+is gathered, checked on arrival.
 
-One transport for every machine: the object store, which is shared memory within a node and a copy between nodes.
+Which way they take follows from where engines and trainers are (routes.py). The direct ways are direct.py's; here is
+the one that reaches every engine, Ray's object store: shared memory within a node and a copy between nodes.
 """
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,15 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from rlx.rollout import buckets
+from rlx.rollout.buckets import Layout
+from rlx.rollout.direct import Delivery, Direct
 from rlx.rollout.pool import RolloutError, answer
+from rlx.rollout.routes import Whereabouts
+from rlx.shards import gathered
 from rlx.types import Weight, WeightSyncError
 
 
@@ -27,9 +32,8 @@ from rlx.types import Weight, WeightSyncError
 class Bucket:
     """Some tensors as they travel."""
 
-    layout: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, dtype, shape of each
-    data: np.ndarray  # [bytes] uint8, the tensors one after the other
-    checksum: int
+    layout: Layout
+    data: np.ndarray  # [bytes] uint8, see `buckets.fill`
 
 
 def push(
@@ -42,6 +46,8 @@ def push(
     timeout_s: float = 120.0,
     keep: bool = False,
     bucket_bytes: int = 64 << 20,
+    direct: Direct | None = None,
+    there: Mapping[int, Whereabouts] | None = None,
 ) -> dict[int, str]:
     """Sends the whole policy to the engines as `version`; all ranks call it, the sender's call returns when it is in.
 
@@ -49,25 +55,70 @@ def push(
 
     Args:
         weights: in the same order on every rank.
-        engines: actor handles by their number in the pool.
-        sender: whether this rank sends; the others only take part in gathering.
+        engines: actor handles by their number in the pool; the sender's count.
+        sender: whether this rank sends to engines that share no memory with another; it is rank 0.
         dtype: what the engines hold.
         timeout_s: the longest that an engine may take to open the update, to take a bucket, to finish.
         keep: what the engines are drawing goes on with these weights; otherwise it is finished first.
+        direct: the direct ways, where there are such.
+        there: where the engines are, for the direct ways.
 
     Returns:
         On the sender: the engines that did not take the weights, or not the ones sent, and why.
     """
-    update = _Push(engines, version, timeout_s) if sender else None
+    failed: dict[int, str] = {}
+    groups = buckets.grouped(weights, dtype, bucket_bytes)
+    left = dict(engines)
+    while True:
+        lost, again = _sent(groups, left, version, sender, dtype, timeout_s, keep, direct, there or {})
+        if again and not lost:  # nobody is to blame, and so they would only fail again
+            lost, again = dict.fromkeys(again, f"sending weight version {version}: the way to it broke"), set()
+        failed |= lost
+        if not again:
+            return failed
+        left = {index: engine for index, engine in left.items() if index in again}
+
+
+def _sent(
+    groups: Sequence[Sequence[Weight]],
+    engines: Mapping[int, Any],
+    version: int,
+    sender: bool,
+    dtype: torch.dtype,
+    timeout_s: float,
+    keep: bool,
+    direct: Direct | None,
+    there: Mapping[int, Whereabouts],
+) -> tuple[dict[int, str], set[int]]:
+    """Sends once; the engines that failed, and those that are to be sent to again, the same on all ranks."""
+    layouts = [buckets.layout(group, dtype) for group in groups]
+    course = direct.agreed({index: there[index] for index in engines}, timeout_s) if direct else None
+    reached = course.sources if course else {}
+    stored = {index: engine for index, engine in engines.items() if index not in reached}
+    delivery = Delivery(direct, course, layouts, version, timeout_s, keep) if direct and course and reached else None
+    update = _Push(stored, version, timeout_s) if sender and stored else None
     if update:
-        update.start(len(weights), keep)
-    for group in _grouped(weights, bucket_bytes):
-        tensors = [(weight.name, weight.full().to(dtype)) for weight in group]
+        update.start(sum(map(len, groups)), keep)
+    for group, layout in zip(groups, layouts, strict=True):
+        tensors = gathered(group, dtype)
+        if delivery:
+            delivery.send(tensors)
         if update:
-            update.send(pack(tensors))
+            update.send(pack(layout, tensors))
     if update:
         update.finish()
-    return update.failed if update else {}
+    if delivery:
+        delivery.finish()
+    failed, again = update.failed if update else {}, set[int]()
+    return _together(failed | delivery.failed, delivery.again) if delivery else (failed, again)
+
+
+def _together(failed: dict[int, str], again: set[int]) -> tuple[dict[int, str], set[int]]:
+    """What any rank has seen fail; what none has is sent to again."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (failed, again))
+    failed = {index: words for own, _ in reversed(everyone) for index, words in own.items()}
+    return failed, {index for _, own in everyone for index in own} - failed.keys()
 
 
 class _Push:
@@ -106,39 +157,17 @@ class _Push:
                 del self.engines[index]
 
 
-def pack(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
+def pack(layout: Layout, tensors: Sequence[Tensor]) -> Bucket:
     """Tensors as one run of bytes with a checksum over names, shapes and bytes."""
-    layout = tuple((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors)
-    data = torch.cat([t.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, t in tensors]).numpy()
-    return Bucket(layout, data, _checksum(layout, data))
+    data = torch.empty(buckets.size(layout), dtype=torch.uint8)
+    buckets.fill(data, layout, tensors)
+    return Bucket(layout, data.numpy())
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a bucket, sharing its memory; WeightSyncError if it is not what was packed."""
-    if _checksum(bucket.layout, bucket.data) != bucket.checksum:
-        raise WeightSyncError(f"checksum of a bucket with {bucket.layout[0][0]} differs from what was sent")
     # shared memory arrives read-only and torch wants writable memory: a copy of one bucket
     data = torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
-    start = 0
-    for name, dtype, shape in bucket.layout:
-        kind = getattr(torch, dtype)
-        size = math.prod(shape) * kind.itemsize
-        yield name, data[start : start + size].view(kind).view(shape)
-        start += size
-
-
-def _checksum(layout: tuple[tuple[str, str, tuple[int, ...]], ...], data: np.ndarray) -> int:
-    return zlib.crc32(data.data, zlib.crc32(repr(layout).encode()))
-
-
-def _grouped(weights: Sequence[Weight], limit: int) -> Iterator[list[Weight]]:
-    """Runs of tensors of at most `limit` bytes together; a larger one stands alone."""
-    group: list[Weight] = []
-    size = 0
-    for weight in weights:
-        if group and size + weight.nbytes > limit:
-            yield group
-            group, size = [], 0
-        group.append(weight)
-        size += weight.nbytes
-    yield group
+    if not buckets.is_sound(data, bucket.layout):
+        raise WeightSyncError(f"checksum of a bucket with {bucket.layout[0][0]} differs from what was sent")
+    yield from buckets.views(data, bucket.layout)

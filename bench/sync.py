@@ -1,0 +1,193 @@
+"""How long engines take to get new weights, against a bare copy of as many bytes between the same two places.
+
+    python bench/sync.py [--model.path FOLDER] [--rollout.transport KIND] [--placement beside|shared]
+
+The trainer and the engine are the run's own: FSDP2 on one rank, a vLLM engine actor, `Fleet.push`. The bare copy, in
+the same run: on CPU a memcpy into shared memory that has been written to before, on one GPU a copy from device to
+device, between two GPUs an NCCL broadcast of one flat buffer. Without a model, one of Qwen2's shape is made of random
+weights: 30 M parameters on CPU, 0.5 B on GPU. Prints a table and writes bench/results/sync-*.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlx import crew, launch, model
+from rlx.config import RunConfig, from_tree
+from rlx.fleet import Fleet
+from rlx.parallel import Grid
+from rlx.rollout import links, pool
+from rlx.rollout.direct import Direct
+from rlx.rollout.links import Group, Incoming
+from rlx.rollout.pool import Rollouts
+from rlx.rollout.routes import Source
+
+_WARM, _ROUNDS = 2, 10
+_SHAPES = {
+    "cpu": dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, vocab_size=16000),
+    "cuda": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model.path", dest="path", help="Hugging Face folder; unset: random weights")
+    parser.add_argument("--rollout.transport", dest="transport", default="auto")
+    parser.add_argument("--placement", choices=("beside", "shared"), help="unset: beside if there are two GPUs")
+    given = parser.parse_args(argv)
+    gpus = torch.cuda.device_count()
+    placement = given.placement or ("beside" if gpus != 1 else "shared")
+    launch._quiet_environment()
+    os.environ.update(launch._OWN_CLUSTER)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        path = given.path or made(folder, "cuda" if gpus else "cpu")
+        results = measure(config_of(path, bool(gpus), placement, given.transport), path)
+    ray.shutdown()
+    for key, value in results.items():
+        print(f"{key:>24}  {value:12,.4f}" if isinstance(value, float) else f"{key:>24}  {value}")
+    out = Path(__file__).parent / "results" / f"sync-{'gpu-' + placement if gpus else 'cpu'}.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def made(folder: str, device: str) -> str:
+    """A model of random weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        heads = 2 if device == "cuda" else 4
+        lm = Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=heads, tie_word_embeddings=True, **_SHAPES[device]))
+    lm.to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(folder)
+    return folder
+
+
+def config_of(path: str, on_gpu: bool, placement: str, transport: str) -> RunConfig:
+    share = {"GPU": 1.0 if placement == "beside" else 0.5} if on_gpu else {}
+    return from_tree(
+        {
+            "model": {"path": path, "dtype": "bfloat16" if on_gpu else "float32"},
+            "data": {"max_prompt_tokens": 64},
+            "rollout": {
+                "resources_per_engine": {"CPU": 1.0} | share,
+                "transport": transport,
+                "gpu_memory_utilization": 0.3,
+                "enforce_eager": True,
+            },
+            "scaling": {"use_gpu": on_gpu, "resources_per_worker": {"CPU": 1.0} | share},
+        }
+    )
+
+
+def measure(config: RunConfig, path: str) -> dict[str, Any]:
+    """Medians over the counted pushes, and the bare copies after them."""
+    bundles = [dict(config.scaling.resources_per_worker), dict(config.rollout.resources_per_engine)]
+    group = placement_group(bundles, "STRICT_PACK")
+    ray.get(group.ready())
+    (engine,) = pool.start_engines(path, crew.engine_options(config), bundles[1], group, [1])
+    place = PlacementGroupSchedulingStrategy(group, 0)
+    share = {"num_cpus": 1, "num_gpus": bundles[0].get("GPU", 0)}
+    trainer = ray.remote(Trainer).options(scheduling_strategy=place, **share).remote(config, path, engine)
+    return ray.get(trainer.measure.remote())
+
+
+class Trainer:
+    """One rank with a real policy, as a worker has it."""
+
+    def __init__(self, config: RunConfig, path: str, engine: Any) -> None:
+        self.device = torch.device("cuda", 0) if config.scaling.use_gpu else torch.device("cpu")
+        folder = tempfile.mkdtemp()
+        backend = "nccl" if config.scaling.use_gpu else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        self.dtype = getattr(torch, config.model.dtype)
+        grid = Grid.of(self.device.type, 1)
+        self.policy: Any = model.shard(model.load_policy(path, head=None), grid.mesh, self.dtype)
+        self.engine = engine
+        self.ways = Direct(0, 1, self.device, [engine], config.rollout.transport)
+        self.fleet = Fleet(Rollouts([engine], 0), grid, self.dtype, 0, print, self.ways)
+
+    def measure(self) -> dict[str, Any]:
+        pushes = seconds(self._push)
+        nbytes = sum(p.numel() for p in self.policy.parameters()) * self.dtype.itemsize
+        sources = self.ways._course.sources if self.ways._course else {}
+        way = sources[0][0].kind if sources else "object_store"
+        what, copies = self._copies(nbytes, way)
+        sync, copy = statistics.median(pushes), statistics.median(copies)
+        return {
+            "way": way,
+            "bytes": nbytes,
+            "first push s": self.first,
+            "sync s": sync,
+            "slowest sync s": max(pushes),
+            "bare copy": what,
+            "bare copy s": copy,
+            "bare copy GB/s": nbytes / copy / 1e9,
+            "sync / bare copy": sync / copy,
+        }
+
+    def _push(self, number: int) -> None:
+        started = time.perf_counter()
+        self.fleet.push(model.engine_weights(self.policy), number + 1, 300.0, starting=number == 0)
+        if number == 0:
+            self.first = time.perf_counter() - started
+
+    def _copies(self, nbytes: int, way: str) -> tuple[str, list[float]]:
+        if self.device.type == "cpu":
+            source, memory = np.ones(nbytes, np.uint8), links.shared(nbytes, self.device)[0].numpy()
+            return "memcpy into shared memory", seconds(lambda _: np.copyto(memory, source))
+        buffer = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
+        if way == "shared":
+            target = torch.empty_like(buffer)
+            return "device to device", seconds(lambda _: synchronised(lambda: target.copy_(buffer)))
+        store = links.kept(ray.util.get_node_ip_address(), 60)
+        address = (store.host, store.port)
+        incoming = Incoming("", "", address, "bare", {"nccl": 2}, (Source("nccl", 1),), (), 60, False)
+        other = self.engine.__ray_call__.remote(lambda _, told, size: broadcasts(told, 1, size), incoming, nbytes)
+        times = broadcasts(incoming, 0, nbytes)
+        ray.get(other)
+        return "NCCL broadcast", times
+
+
+def broadcasts(incoming: Incoming, rank: int, nbytes: int) -> list[float]:
+    """Seconds of broadcasts of one flat buffer between trainer and engine."""
+    device = torch.device("cuda", 0)
+    group = Group("nccl", incoming, rank, device, time.monotonic() + 60, lambda: None)
+    buffer = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    return seconds(lambda _: synchronised(lambda: group.broadcast(buffer).wait()))
+
+
+def synchronised(work: Callable[[], Any]) -> None:
+    work()
+    torch.cuda.synchronize()
+
+
+def seconds(work: Callable[[int], Any]) -> list[float]:
+    """How long each of the counted rounds takes."""
+    times = []
+    for number in range(_WARM + _ROUNDS):
+        started = time.perf_counter()
+        work(number)
+        times.append(time.perf_counter() - started)
+    return times[_WARM:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

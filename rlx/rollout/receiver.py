@@ -1,0 +1,129 @@
+"""The receiving end, in each worker process of an engine: buckets come in, tensors go to vLLM's loader.
+
+Two buffers take turns: while one is loaded the next fills. On a GPU nobody waits until the end: the order of the
+stream is the order of what happens, and the checksums are looked at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlx.rollout import links
+from rlx.rollout.buckets import is_sound, size, views
+from rlx.rollout.links import GivenUpError, Group, Incoming
+from rlx.types import WeightSyncError
+
+Loader = Callable[[Iterator[tuple[str, Tensor]]], None]
+
+
+class Receiver:
+    """Keeps the process group and the mapped memory from one update to the next."""
+
+    def __init__(self, device: torch.device, engine: str, worker: int) -> None:
+        self._device, self._engine, self._worker = device, engine, worker
+        self._store: Any = None
+        self._address: tuple[str, int] | None = None
+        self._group: Group | None = None
+        self._buffers: list[Tensor] = []  # for what comes through the group
+        self._mapped: dict[bytes, Tensor] = {}
+
+    def receive(self, incoming: Incoming, load: Loader, keeps: bool) -> WeightSyncError | None:
+        """Loads an update; gives the error rather than raise it, as the loader must come to its end.
+
+        Args:
+            load: vLLM's, is called once.
+            keeps: whether it may still read a tensor when it has asked for the next one.
+        """
+        failed: list[WeightSyncError] = []
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            try:
+                yield from self._tensors(incoming, keeps)
+            except WeightSyncError as error:
+                failed.append(error)
+            except TimeoutError:
+                failed.append(WeightSyncError(f"waited {incoming.timeout_s:.0f} s for the weights"))
+            except RuntimeError as error:  # torch.distributed's, of connections
+                failed.append(GivenUpError(f"it broke off: {error}"))
+
+        load(tensors())
+        if failed and self._group:
+            self._group.abandon()
+            self._group = None
+        return failed[0] if failed else None
+
+    def _tensors(self, incoming: Incoming, keeps: bool) -> Iterator[tuple[str, Tensor]]:
+        source = incoming.sources[self._worker]
+        sound = torch.ones((), dtype=torch.bool, device=self._device)
+        self._connect(incoming)
+        arrive = self._shared if source.kind == "shared" else self._sent
+        for bucket, layout in zip(arrive(incoming), incoming.layouts, strict=True):
+            sound &= is_sound(bucket, layout)
+            for name, tensor in views(bucket, layout):
+                yield name, tensor.clone() if keeps else tensor
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+            links.wait(done.query, _deadline(incoming), partial(self._check, incoming))
+        if not sound:
+            raise WeightSyncError("the checksum of a bucket differs from what was sent")
+
+    def _connect(self, incoming: Incoming) -> None:
+        if incoming.address != self._address:
+            self._mapped.clear()
+            self._store, self._address = links.opened(incoming.address, incoming.timeout_s), incoming.address
+        source = incoming.sources[self._worker]
+        if self._group and (self._group.name, self._group.kind) != (incoming.group, source.kind):
+            self._group.abandon()
+            self._group = None
+        if source.kind != "shared" and not self._group:
+            check = partial(self._check, incoming)
+            check()
+            self._group = Group(source.kind, incoming, source.rank, self._device, _deadline(incoming), check)
+
+    def _check(self, incoming: Incoming) -> None:
+        if self._store.check([links.given_up(incoming.group)]):
+            raise GivenUpError("the sender gave the update up, as another engine was lost")
+
+    def _sent(self, incoming: Incoming) -> Iterator[Tensor]:
+        """Each bucket as it comes through the group. Asking for the next says that this one has been read."""
+        assert self._group
+        group, sizes = self._group, [size(layout) for layout in incoming.layouts]
+        if not self._buffers or len(self._buffers[0]) < max(sizes):
+            self._buffers.clear()
+            self._buffers += [torch.empty(max(sizes), dtype=torch.uint8, device=self._device) for _ in range(2)]
+        buckets = [self._buffers[i % 2][:nbytes] for i, nbytes in enumerate(sizes)]
+        works = [group.broadcast(bucket) for bucket in buckets[:2]]
+        for i, bucket in enumerate(buckets):
+            group.settle(works[i], _deadline(incoming), partial(self._check, incoming))
+            yield bucket
+            works += [group.broadcast(bucket) for bucket in buckets[i + 2 : i + 3]]
+
+    def _shared(self, incoming: Incoming) -> Iterator[Tensor]:
+        """Each bucket in the memory of the trainer on this device. Asking for the next says that it has been read."""
+        rank, store = incoming.sources[self._worker].rank, self._store
+
+        def arrived(note: str) -> bytes:
+            links.wait(lambda: store.check([note]), _deadline(incoming), lambda: None)
+            return store.get(note)
+
+        for i, layout in enumerate(incoming.layouts):
+            handle = arrived(links.written(incoming.update, i, rank))
+            if handle not in self._mapped:
+                if len(self._mapped) == 2:
+                    self._mapped.clear()  # the trainer has other buffers now
+                self._mapped[handle] = links.mapped(handle, self._device)
+            yield self._mapped[handle][: size(layout)]
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            store.set(links.read(incoming.update, i, self._engine, self._worker), "")
+
+
+def _deadline(incoming: Incoming) -> float:
+    return time.monotonic() + incoming.timeout_s

@@ -1,0 +1,226 @@
+"""Weights on their way between GPUs: CUDA IPC, NCCL, engines that are split over GPUs, engines that die meanwhile.
+
+Random weights of Qwen2's shape, made here; one or two GPUs, as each test says.
+"""
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from test_rollout import drawn_by
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlx import experience, launch, model
+from rlx.fleet import Fleet
+from rlx.rollout import pool
+from rlx.rollout.direct import Direct
+from rlx.rollout.pool import Rollouts
+from rlx.types import Judged, Prompt, Sampling
+
+pytestmark = pytest.mark.gpu
+CLOSE, FAR = 0.02, 0.05  # mean |difference of log-probabilities|, bfloat16
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=64, stop_token_ids=())
+PROMPTS = [Prompt(i, tuple(range(100 + i, 164 + i)), "question", "answer") for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[int]:
+    """A Ray cluster; the number of its GPUs."""
+    launch._quiet_environment()
+    os.environ.update(launch._OWN_CLUSTER)
+    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield int(ray.cluster_resources().get("GPU", 0))
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2's shape, eight layers of it."""
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(0)
+    shape = Qwen2Config(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=8,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(shape).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+class Trainer:
+    """Rank 0 of one or more with a policy of bfloat16 on a GPU, as a worker has it."""
+
+    def __init__(self, rank: int, ranks: int, path: str, store: str, engines: list[Any], gpu: str | None) -> None:
+        if gpu is not None:  # one that Ray has given to an engine
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        self.device, self.rank = torch.device("cuda", 0), rank
+        dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        mesh = init_device_mesh("cuda", (ranks,))
+        self.policy: Any = model.shard(model.load_policy(path, head=None), mesh, torch.bfloat16)
+        self.ways = Direct(rank, ranks, self.device, engines)
+        self.fleet = Fleet(Rollouts(engines, 0), Grid.of("cuda", 1), torch.bfloat16, 0, lambda _: None, self.ways)
+        self.version = 0
+
+    def push(self, starting: bool = False) -> tuple[dict[int, str], float]:
+        """The engines that are lost after it, and the seconds it took."""
+        self.version += 1
+        started = time.monotonic()
+        self.fleet.push(model.engine_weights(self.policy), self.version, 100.0, starting)
+        return dict(self.fleet.rollouts.lost), time.monotonic() - started
+
+    def kill_during_push(self, pid: int) -> None:
+        """Has an engine stand still in the next push, once it has said that it is there, and then die."""
+        rollouts, present = self.fleet.rollouts, self.fleet.rollouts.present
+
+        def harmed(patience_s: float) -> dict[int, Any]:
+            rollouts.present = present
+            found = present(patience_s)
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(2.0, os.kill, (pid, signal.SIGKILL)).start()
+            return found
+
+        rollouts.present = harmed
+
+    def kinds(self) -> dict[int, list[str]]:
+        """How each engine was reached last."""
+        assert self.ways._course
+        return {i: [source.kind for source in own] for i, own in self.ways._course.sources.items()}
+
+    @torch.no_grad()
+    def change(self) -> None:
+        """As an update would, only larger, and alike on all ranks."""
+        for p in self.policy.parameters():
+            p.mul_(1.2)
+
+    @torch.no_grad()
+    def gap(self, index: int) -> float:
+        """Mean difference between an engine's log-probabilities and the policy's; all ranks call it."""
+        engine = self.fleet.rollouts.engines[index]
+        completions = drawn_by(Rollouts([engine], 0), PROMPTS, SAMPLING, 1, self.version)
+        drawn = [Judged(completion, 0.0, False, {}) for completion in completions]
+        batch = experience.build(drawn, 0).to(self.device)
+        scored = self.policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], 1.0)
+        self.policy.reshard()
+        gaps = (scored.logprobs - batch.rollout_logprobs) * batch.mask
+        return float(gaps.abs().sum() / batch.mask.sum())
+
+
+Started = tuple[list[Any], list[Any]]
+"""trainers by rank, engines"""
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def start(cluster: int, qwen: Path) -> Iterator[Start]:
+    """Starts trainers and engines on these GPUs or parts of GPUs; ends them after the test."""
+    made: list[Any] = []
+
+    def begin(trainers: list[float], engines: list[float], gpu: str | None = None) -> Started:
+        needed = sum(trainers) + sum(engines)
+        assert cluster >= needed, f"needs {needed} GPUs"
+        group = placement_group([{"CPU": 1.0, "GPU": share} for share in [*trainers, *engines]], "STRICT_PACK")
+        assert group.wait(60)
+        options = pool.engine_options(
+            dtype="bfloat16",
+            max_model_len=256,
+            max_num_seqs=32,
+            on_gpu=True,
+            kv_cache_mib=0,
+            gpu_memory=0.2,
+            eager=True,
+            tensor_parallel=max(1, int(engines[0])),
+        )
+        places = range(len(trainers), len(trainers) + len(engines))
+        share = {"CPU": 1.0, "GPU": engines[0]}
+        actors = pool.start_engines(str(qwen), options, share, group, places)
+        store = f"{tempfile.mkdtemp()}/store"
+        ranks = [
+            ray.remote(Trainer)
+            .options(num_gpus=part, num_cpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank))
+            .remote(rank, len(trainers), str(qwen), store, actors, gpu)
+            for rank, part in enumerate(trainers)
+        ]
+        made.extend([*ranks, *actors, group])
+        return ranks, actors
+
+    yield begin
+    for one in made[:-1]:
+        ray.kill(one)
+    remove_placement_group(made[-1])
+
+
+def on_all(ranks: list[Any], method: str, *args: Any) -> list[Any]:
+    return ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=150)
+
+
+def assert_pushes_arrive(ranks: list[Any], engines: int, kinds: dict[int, list[str]]) -> None:
+    assert on_all(ranks, "push", True)[0][0] == {}
+    assert on_all(ranks, "kinds")[0] == kinds
+    for _ in range(3):
+        for index in range(engines):
+            assert max(on_all(ranks, "gap", index)) <= CLOSE
+        on_all(ranks, "change")
+        assert min(on_all(ranks, "gap", 0)) > FAR  # the update has not been sent yet
+        lost, seconds = on_all(ranks, "push")[0]
+        assert lost == {}
+        print(f"{kinds}: {seconds:.4f} s")
+    assert max(on_all(ranks, "gap", 0)) <= CLOSE
+
+
+def process(engine: Any) -> int:
+    return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
+
+
+def test_an_engine_on_the_trainers_gpu_reads_its_memory(start: Start) -> None:
+    ranks, _ = start([0.5], [0.5])
+    assert_pushes_arrive(ranks, 1, {0: ["shared"]})
+
+
+def test_an_engine_on_another_gpu_is_sent_to_by_nccl(start: Start) -> None:
+    ranks, _ = start([1.0], [1.0])
+    assert_pushes_arrive(ranks, 1, {0: ["nccl"]})
+
+
+def test_every_rank_serves_the_engine_on_its_gpu(start: Start) -> None:
+    ranks, _ = start([0.6, 0.6], [0.4, 0.4])
+    assert_pushes_arrive(ranks, 2, {0: ["shared"], 1: ["shared"]})
+
+
+def test_a_model_that_is_split_over_gpus_is_read_on_one_and_sent_to_the_other(start: Start) -> None:
+    ranks, _ = start([0.0], [2.0], gpu="0")
+    assert_pushes_arrive(ranks, 1, {0: ["shared", "nccl"]})
+
+
+@pytest.mark.parametrize("trainer", [1.0, 0.4])
+def test_an_engine_that_dies_during_a_push_is_named_and_comes_back(start: Start, trainer: float) -> None:
+    """With a GPU of its own the trainer sends by NCCL to the first engine, and to the second, on the same GPU as the
+    first, through the object store; else both read its memory."""
+    ranks, engines = start([trainer], [0.5, 0.5] if trainer == 1.0 else [0.3, 0.3])
+    (lost, _), *_ = on_all(ranks, "push", True)
+    assert lost == {}
+    on_all(ranks, "change")
+    on_all(ranks, "kill_during_push", process(engines[0]))
+    (lost, seconds), *_ = on_all(ranks, "push")
+    assert list(lost) == [0]
+    assert seconds < 30
+    assert max(on_all(ranks, "gap", 1)) <= CLOSE
+    deadline = time.monotonic() + 150
+    while on_all(ranks, "push", True)[0][0]:
+        assert time.monotonic() < deadline
+    assert max(on_all(ranks, "gap", 0)) <= CLOSE

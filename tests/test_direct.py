@@ -1,0 +1,164 @@
+"""Weights that engines receive by themselves, from shared memory or a process group: real engines, and their failures.
+
+On CPU; CUDA IPC and NCCL take the same code and are in gpu/.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from test_rollout import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
+from torch import Tensor
+
+from rlx import model
+from rlx.rollout import buckets, direct, sync
+from rlx.rollout.direct import Direct
+from rlx.rollout.pool import Rollouts
+from rlx.rollout.routes import Transport
+from rlx.types import Weight
+
+BUCKET = 100_000  # bytes: the tiny model's larger tensors alone, some together
+SECONDS = 60.0
+
+
+@dataclass
+class Pair:
+    """Two engines, and a policy whose weights they take."""
+
+    engines: tuple[Any, Any]
+    policy: model.Policy
+    ways: Direct
+    version: int = field(default_factory=lambda: next(versions))
+
+    def weights(self) -> list[Weight]:
+        """Good for the engine that ties its embeddings and for the one that does not."""
+        tied = model.engine_weights(self.policy)
+        (embedding,) = (weight for weight in tied if weight.name == "model.embed_tokens.weight")
+        return [*tied, replace(embedding, name="lm_head.weight")]
+
+    def push(
+        self, timeout_s: float = SECONDS, patience_s: float = SECONDS, harm: Callable[[], None] | None = None
+    ) -> dict[int, str]:
+        """Sends the weights; the harm is done when the engines have said that they are there."""
+        self.version += 1
+        rollouts = Rollouts(self.engines, seed=0)
+        present = rollouts.present(patience_s)
+        if harm:
+            harm()
+        return sync.push(
+            self.weights(),
+            present,
+            self.version,
+            sender=True,
+            timeout_s=timeout_s,
+            bucket_bytes=BUCKET,
+            direct=self.ways,
+            there=rollouts.there,
+        )
+
+    def gaps(self, engines: Sequence[Any]) -> list[float]:
+        """Of each engine, the largest difference between its logprobs and the policy's."""
+        sides = [Side(engine, self.policy, self.version) for engine in engines]
+        return [side.gap(drawn_by(Rollouts([side.engine], 0), PROMPTS, SAMPLING, 2, self.version)) for side in sides]
+
+    def change(self) -> None:
+        Side(None, self.policy, self.version).change()
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=["auto", "gloo"])
+def pair(request: pytest.FixtureRequest, engines: tuple[Any, Any], tiny_model: Path) -> Iterator[Pair]:
+    transport: Transport = request.param
+    ways = Direct(0, 1, torch.device("cpu"), engines, transport)
+    yield Pair(engines, model.load_policy(str(tiny_model), head=None), ways)
+    ways.close()
+
+
+def process(engine: Any) -> int:
+    return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
+
+
+def until_both_have_it(pair: Pair) -> None:
+    deadline = time.monotonic() + 120
+    while len(pair.push(patience_s=10)) or len(Rollouts(pair.engines, 0).present(1)) < 2:
+        assert time.monotonic() < deadline
+    assert max(pair.gaps(pair.engines)) < CLOSE
+
+
+def test_updates_in_many_buckets_are_whole_one_after_the_other(pair: Pair) -> None:
+    assert len(buckets.grouped(pair.weights(), torch.float32, BUCKET)) > 4
+    groups = []
+    for _ in range(3):
+        assert pair.push() == {}
+        assert max(pair.gaps(pair.engines)) < CLOSE
+        pair.change()
+        assert min(pair.gaps(pair.engines)) > FAR
+        groups.append(dict(pair.ways.groups))
+    assert groups[0] == groups[1] == groups[2]  # what was set up once serves all
+
+
+def test_one_bit_that_changes_on_the_way_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = []
+
+    def damaged(bucket: Tensor, *rest: Any) -> None:
+        buckets.fill(bucket, *rest)
+        filled.append(bucket)
+        bucket[1000] ^= 4 * (len(filled) == 3)
+
+    monkeypatch.setattr(direct, "fill", damaged)
+    failed = pair.push()
+    assert [f"engine {i} failed: the checksum" in failed[i] for i in (0, 1)] == [True, True]
+    monkeypatch.undo()
+    pair.change()
+    assert pair.push() == {}
+    assert max(pair.gaps(pair.engines)) < CLOSE
+
+
+def test_an_engine_that_dies_during_a_push_is_named_and_the_other_has_the_weights(pair: Pair) -> None:
+    assert pair.push() == {}
+    pair.change()
+    pid = process(pair.engines[0])
+
+    def harm() -> None:  # it stands still, so that it cannot be done before it dies
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+
+    started = time.monotonic()
+    failed = pair.push(harm=harm)
+    assert time.monotonic() - started < SECONDS / 2
+    assert list(failed) == [0]
+    assert "engine 0 died" in failed[0]
+    assert max(pair.gaps(pair.engines[1:])) < CLOSE
+    until_both_have_it(pair)
+
+
+def test_an_engine_that_hangs_is_named_in_time_and_the_other_has_the_weights(pair: Pair) -> None:
+    assert pair.push() == {}
+    pair.change()
+    pid = process(pair.engines[1])
+    started = time.monotonic()
+    try:
+        failed = pair.push(timeout_s=3, harm=lambda: os.kill(pid, signal.SIGSTOP))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert time.monotonic() - started < SECONDS / 2
+    assert list(failed) == [1]
+    assert failed[1].endswith("engine 1 did not answer in time")
+    assert max(pair.gaps(pair.engines[:1])) < CLOSE
+    until_both_have_it(pair)
