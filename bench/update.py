@@ -144,9 +144,9 @@ def rank(job: dict[str, Any]) -> None:
     import ray.train
     from measure import Memory, now
 
+    from rlx.assembly import assemble
     from rlx.train_loop import annotate, estimate
     from rlx.update import update
-    from rlx.worker import assemble
 
     run = assemble(job)
     memory = Memory(run.device)

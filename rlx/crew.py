@@ -98,7 +98,7 @@ class Crew:
         and is raised when they have; a second one, or `grace_s` seconds, end that patience.
 
         Args:
-            job: what the workers are told, see `worker.assemble`; engines and reward models are put in here.
+            job: what the workers are told, see `assembly.assemble`; engines and reward models are put in here.
             folder: where Train may keep its own records, on the storage.
             tables: the prompts; those of the crew's first run are those of all.
 

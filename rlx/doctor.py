@@ -16,11 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rlx import algorithms, controller
+from rlx.assembly import assemble
 from rlx.config import RunConfig
 from rlx.train_loop import annotate, estimate
 from rlx.types import Experience
 from rlx.update import update
-from rlx.worker import Run, assemble
+from rlx.worker import Run
 
 ROUNDS = 2
 _NUDGE = 0.1  # of a weight's own spread: far more than an optimizer step does

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 from rlx import algorithms
+from rlx.assembly import assemble
 from rlx.clock import Clock
 from rlx.experience import Selection, joined
 from rlx.metrics import evaluate, rollout_sums, summarize
 from rlx.settings import GROUPED
 from rlx.types import Experience
 from rlx.update import update
-from rlx.worker import Run, assemble
+from rlx.worker import Run
 
 
 def train_loop(setup: dict[str, Any]) -> None:
     """PPO from the newest checkpoint, or from the start, to the last step; the function that Ray Train runs.
 
     Args:
-        setup: what launch made for all ranks; see `worker.assemble`.
+        setup: what launch made for all ranks; see `assembly.assemble`.
     """
     run = assemble(setup)
     config = run.config

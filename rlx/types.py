@@ -39,6 +39,11 @@ class Sampling:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
 
+    @property
+    def greedy(self) -> Sampling:
+        """The same, always the likeliest token."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -19,6 +19,7 @@ LAYERS = [
     {"rounds"},
     {"roles"},
     {"worker"},
+    {"assembly"},
     {"update", "metrics", "inputs", "run_folder"},
     {"train_loop", "export", "listing"},
     {"doctor"},

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from test_rollout import drawn_by
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlx import experience, launch, model
 from rlx.fleet import Fleet
+from rlx.parallel import Grid
 from rlx.rollout import pool
 from rlx.rollout.direct import Direct
 from rlx.rollout.pool import Rollouts
@@ -71,10 +71,10 @@ class Trainer:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         self.device, self.rank = torch.device("cuda", 0), rank
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        mesh = init_device_mesh("cuda", (ranks,))
-        self.policy: Any = model.shard(model.load_policy(path, head=None), mesh, torch.bfloat16)
+        grid = Grid.of("cuda", 1)
+        self.policy: Any = model.shard(model.load_policy(path, head=None), grid.mesh, torch.bfloat16)
         self.ways = Direct(rank, ranks, self.device, engines)
-        self.fleet = Fleet(Rollouts(engines, 0), Grid.of("cuda", 1), torch.bfloat16, 0, lambda _: None, self.ways)
+        self.fleet = Fleet(Rollouts(engines, 0), grid, torch.bfloat16, 0, lambda _: None, self.ways)
         self.version = 0
 
     def push(self, starting: bool = False) -> tuple[dict[int, str], float]:
@@ -115,7 +115,7 @@ class Trainer:
         completions = drawn_by(Rollouts([engine], 0), PROMPTS, SAMPLING, 1, self.version)
         drawn = [Judged(completion, 0.0, False, {}) for completion in completions]
         batch = experience.build(drawn, 0).to(self.device)
-        scored = self.policy(batch.ids, batch.prompt_lengths, batch.mask.shape[1], 1.0)
+        scored = self.policy(*batch.inputs, 1.0)
         self.policy.reshard()
         gaps = (scored.logprobs - batch.rollout_logprobs) * batch.mask
         return float(gaps.abs().sum() / batch.mask.sum())

@@ -1,0 +1,141 @@
+"""One rank's live objects made of the config and what launch has started, and restored from a checkpoint.
+
+What becomes of them is worker's and train_loop's; the models are roles'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+
+from rlx import adaptive, controller, data, remote_reward, reward_model, rewards, roles, tasks
+from rlx.config import ConfigError, RunConfig
+from rlx.fleet import Fleet
+from rlx.parallel import Grid
+from rlx.rollout.direct import Direct
+from rlx.rollout.pool import Rollouts
+from rlx.rounds import Rounds
+from rlx.saver import Retention, Saver
+from rlx.storage import Storage, patiently
+from rlx.tracker import Tracker
+from rlx.types import Sampling, Scorer
+from rlx.worker import Run
+
+
+def assemble(setup: Mapping[str, Any]) -> Run:
+    """This rank's objects, continued from the newest checkpoint if the run has one.
+
+    Args:
+        setup: `config` tree, `model` folder, `engines` and `reward_models` handles, `tracking` (MLflow's address),
+            `folder` (the run's storage), `box` (see controller).
+    """
+    config = RunConfig.model_validate(setup["config"])
+    if not setup.get("examine"):
+        _check_shared(setup["folder"])
+    device = ray.train.torch.get_device()
+    grid = Grid.of(device.type, config.parallel.tp)
+    _forget_peak(device)
+    trained, reference = roles.models(config, setup["model"], grid.mesh)
+    tokenizer = data.load_tokenizer(setup["model"], config.model.trust_remote_code)
+    held_out = data.read_shard("held_out")
+    recorded, say = grid.rank == 0 and not setup.get("examine"), partial(controller.say, setup["box"])
+    settings, source, chosen = config.algorithm, config.data, config.checkpoint
+    sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, grid, device)
+    remote = _remote_scorers(config, setup["reward_models"], grid.dp_rank)
+    run = Run(
+        config=config,
+        device=device,
+        grid=grid,
+        trained=trained,
+        average=roles.average(config, trained["policy"].model),
+        rates=roles.learning_rates(config, trained),
+        copy=reference,
+        rounds=_rounds(config, fleet, sampling, _stream("train", config.seed, grid)),
+        supervised=_stream("ptx", config.seed, grid) if source.ptx_source else None,
+        held_out=data.prompts(held_out, range(grid.dp_rank, len(held_out), grid.dp_size)),
+        fleet=fleet,
+        sampling=sampling,
+        tokenizer=tokenizer,
+        scorers=_scorers(config, source.seed, source.size) | remote,
+        held_out_scorers=_scorers(config, config.eval.seed, config.eval.size) | remote,
+        tracker=Tracker(setup["tracking"], setup["folder"], "rank_0" if recorded else None, say),
+        saver=Saver(setup["folder"], Retention(chosen.keep, chosen.best_by, chosen.best_mode)),
+        box=setup["box"],
+        kl=adaptive.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
+        scores=adaptive.RunningScores(),
+    )
+    run.restore()
+    return run
+
+
+def _forget_peak(device: torch.device) -> None:
+    """Has peak memory counted from here on: this process may have done another run before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _check_shared(folder: Storage) -> None:
+    """ConfigError if this worker's node does not see the run's folder that the driver has made."""
+    if not patiently((folder / "run.json").exists, f"reading {folder.path}"):
+        node = ray.util.get_node_ip_address()
+        raise ConfigError(
+            f"storage: {folder.path} is not there on node {node}: name a folder that all nodes have mounted, or s3"
+        )
+
+
+def _stream(table: str, seed: int, grid: Grid) -> data.PromptStream:
+    """This replica's share of a prompt table."""
+    return data.PromptStream(data.read_shard(table), seed, grid.dp_rank, grid.dp_size)
+
+
+def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Grid, device: torch.device) -> Fleet:
+    settings, engines = config.rollout, setup["engines"]
+    # Adapters go to an engine's own process, which writes them down for vLLM.
+    alone = config.model.lora_sync == "adapter"
+    return Fleet(
+        rollouts=Rollouts(engines, config.seed, grid.dp_rank, settings.timeout_s, settings.sync_timeout_s),
+        grid=grid,
+        dtype=getattr(torch, config.model.dtype),
+        retries=settings.retries,
+        say=partial(controller.say, setup["box"]),
+        direct=None if alone else Direct(grid.rank, grid.ranks, device, engines, settings.transport),
+    )
+
+
+def _sampling(config: RunConfig, tokenizer: Any) -> Sampling:
+    chosen = config.rollout
+    return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, chosen.max_tokens, (tokenizer.eos_token_id,))
+
+
+def _rounds(config: RunConfig, fleet: Fleet, sampling: Sampling, prompts: data.PromptStream) -> Rounds:
+    """Each prompt is answered so many times, and greedily once more if the estimator asks for that."""
+    train, ahead = config.train, config.rollout.max_staleness
+    samplings = [sampling] * train.samples_per_prompt
+    if config.algorithm.advantage == "remax":
+        samplings.append(sampling.greedy)
+    return Rounds(fleet, prompts, samplings, train.prompts_per_step, config.rollout.parts, ahead)
+
+
+def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:
+    return rewards.scorers(config.reward, tasks.answer_checker(config.data, seed, size))
+
+
+def _remote_scorers(config: RunConfig, models: Sequence[Any], replica: int) -> dict[str, Scorer]:
+    settings = config.reward
+    remote: dict[str, Scorer] = {}
+    if settings.model:
+        patient = reward_model.ModelReward(models, config.rollout.timeout_s, replica)
+        patient([])  # until they are loaded
+        remote["model"] = replace(patient, timeout_s=settings.timeout_s)
+    if settings.url:
+        remote["url"] = remote_reward.RemoteReward.from_config(settings)
+    return remote
