@@ -5,16 +5,37 @@ Left out: losses that are fused with the output layer; some need all tokens of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 2**26
-"""logits at a time: 256 MiB in float32, of which a few copies"""
+CHUNK = 2**27
+"""logits at a time: 512 MiB in float32, of which a few copies"""
+
+Scores = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
+"""(logits, targets, temperature, whether entropy is wanted) -> log-probabilities, entropy"""
+
+
+def logit_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each of N tokens, `[N]`, and if asked for the entropy in nats, from their logits, `[N, V]`."""
+    scaled = logits.float()
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    every = torch.log_softmax(scaled, dim=-1)
+    logprobs = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return logprobs, -(every.exp() * every).sum(-1) if entropy else None
 
 
 def token_logprobs(
-    head: nn.Module, vocabulary: int, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
+    head: nn.Module,
+    vocabulary: int,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: bool,
+    scores: Scores = logit_scores,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each of N tokens, `[N]`, and if asked for the entropy in nats of what it is drawn from, `[N]`.
 
@@ -26,24 +47,18 @@ def token_logprobs(
         hidden: `[N, H]`, the hidden state before each token.
         targets: `[N]`, the tokens.
         temperature: logits are divided by it.
+        scores: what to do with logits; this, or the same compiled.
     """
     size = max(1, CHUNK // vocabulary)
+
+    def scored(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return scores(head(states), tokens, temperature, entropy)
+
     if len(hidden) <= size:
-        return _scored(head, hidden, targets, temperature, entropy)
+        return scored(hidden, targets)
     parts = [
-        checkpoint(_scored, head, h, t, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+        checkpoint(scored, states, tokens, use_reentrant=False, preserve_rng_state=False)
+        for states, tokens in zip(hidden.split(size), targets.split(size), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None
-
-
-def _scored(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    scores = head(hidden).float()
-    if temperature != 1.0:
-        scores = scores / temperature
-    scores = torch.log_softmax(scores, dim=-1)
-    logprobs = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return logprobs, -(scores.exp() * scores).sum(-1) if entropy else None

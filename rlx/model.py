@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,21 +23,23 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlx.config import ConfigError
-from rlx.logprobs import token_logprobs
+from rlx.logprobs import Scores, logit_scores, token_logprobs
 from rlx.settings import ALL_LAYERS
 from rlx.types import Weight
 
 _ADAPTER = "default"  # peft's name for the only adapter
 _BASE = ".base_layer."
+UNIT = 2**27
+"""weights of decoder layers that are gathered together: 256 MiB in bfloat16"""
 
 
 class Tokens:
     """The N response tokens of padded rows, row by row: no head is ever applied to prompts or padding."""
 
-    def __init__(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor) -> None:
+    def __init__(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, places: tuple[Tensor, Tensor]) -> None:
         """See `Policy.forward`."""
-        self._ids, self._shape = ids, mask.shape
-        self._places = rows, columns = mask.nonzero(as_tuple=True)
+        self._ids, self._shape, self._places = ids, mask.shape, places
+        rows, columns = places
         self._before = rows * ids.shape[1] + prompt_lengths[rows] - 1 + columns  # the position whose output scores it
 
     @property
@@ -71,9 +73,16 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.value_head = value_head
+        self.scores: Scores = logit_scores  # or the same, compiled
 
     def forward(
-        self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, temperature: float, entropy: bool = False
+        self,
+        ids: Tensor,
+        prompt_lengths: Tensor,
+        mask: Tensor,
+        places: tuple[Tensor, Tensor],
+        temperature: float,
+        entropy: bool = False,
     ) -> Scored:
         """Scores the response tokens.
 
@@ -81,13 +90,15 @@ class Policy(nn.Module):
             ids: `[B, L]`, prompt then response then padding.
             prompt_lengths: `[B]`.
             mask: `[B, T]`, 1 where column t is scored: the t-th token after the prompt.
+            places: `[N]` each, the rows and columns of these ones, row by row.
             temperature: the logits are divided by it, as they were when the response was drawn.
             entropy: whether that of each token's distribution is wanted too.
         """
         lm: Any = self.lm
-        tokens = Tokens(ids, prompt_lengths, mask)
+        tokens = Tokens(ids, prompt_lengths, mask, places)
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
-        logprobs, entropies = token_logprobs(head, head.weight.shape[0], hidden, tokens.targets, temperature, entropy)
+        vocabulary, targets = head.weight.shape[0], tokens.targets
+        logprobs, entropies = token_logprobs(head, vocabulary, hidden, targets, temperature, entropy, self.scores)
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
         spread = None if entropies is None else tokens.grid(entropies)
         return Scored(tokens.grid(logprobs), spread, None if values is None else tokens.grid(values))
@@ -101,9 +112,9 @@ class Critic(nn.Module):
         self.backbone = backbone
         self.value_head = value_head
 
-    def forward(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
         """Values `[B, T]`: column t is the value before the response's token t is drawn, zero where padded."""
-        tokens = Tokens(ids, prompt_lengths, mask)
+        tokens = Tokens(ids, prompt_lengths, mask, places)
         return tokens.grid(self.value_head(tokens.hidden(self.backbone)).squeeze(-1).float())
 
 
@@ -168,7 +179,8 @@ def checkpoint_gradients(part: nn.Module) -> None:
 
 
 def compile_layers(part: nn.Module) -> None:
-    """Has each decoder layer compiled when it first runs, for any number of rows and tokens; call it before `shard`.
+    """Has each decoder layer compiled when it first runs, for any number of rows and tokens, and what becomes of
+    logits; call it before `shard`.
 
     In place, so that names stay as they are.
 
@@ -180,6 +192,8 @@ def compile_layers(part: nn.Module) -> None:
         raise ConfigError(f"train.compile: this machine has no C++ compiler {compiler}")
     for layer in decoder_layers(part):
         layer.compile(dynamic=True)
+    if isinstance(part, Policy):
+        part.scores = torch.compile(logit_scores)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -189,9 +203,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> nn.Module:
-    """Moves a model to the mesh's devices, one shard per rank: each decoder layer a unit, the rest another.
+    """Moves a model to the mesh's devices, one shard per rank: each few decoder layers a unit, the rest another.
 
-    Weights stay float32; forward and backward run in `dtype`, gradients are reduced in float32.
+    Weights stay float32; forward and backward run in `dtype`, gradients are reduced in float32. What is gathered at a
+    time is a unit: a layer of a large model, several of a small one, where Python's part in it would take longer than
+    the GPU's.
 
     Args:
         offload: shards, their gradients and with them the optimizer stay in host memory, and a unit's weights are
@@ -200,9 +216,19 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     model.to(mesh.device_type)
-    for part in (*decoder_layers(model), model):
-        fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=home)
+    for unit in (*_units(decoder_layers(model)), [model]):
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=home)
     return model
+
+
+def _units(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Runs of layers with at least UNIT weights together; none if there would be only one."""
+    units: list[list[nn.Module]] = [[]]
+    for layer in layers:
+        if sum(p.numel() for one in units[-1] for p in one.parameters()) >= UNIT:
+            units.append([])
+        units[-1].append(layer)
+    return units if len(units) > 1 else []
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
@@ -93,7 +94,7 @@ class Weight:
     join: Callable[..., Tensor] | None = None  # makes it of its parts in full; None: it is the only part
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Experience:
     """One rank's rollouts as tensors; B completions, prompt and response left-aligned in `ids`.
 
@@ -117,9 +118,15 @@ class Experience:
     returns: Tensor  # [B, T]
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the models score: `ids`, `prompt_lengths`, `mask`."""
-        return self.ids, self.prompt_lengths, self.mask
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """What the models score: `ids`, `prompt_lengths`, `mask`, `places`."""
+        return self.ids, self.prompt_lengths, self.mask, self.places
+
+    @functools.cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """[N] each, rows and columns of the response tokens; a GPU is waited for, when this is first asked for."""
+        rows, columns = self.mask.nonzero(as_tuple=True)
+        return rows, columns
 
     @property
     def widths(self) -> Tensor:

@@ -198,7 +198,10 @@ class Run:
         """The micro-batches of each batch: as many on every rank, since each forward pass gathers shards."""
         budget = self.config.train.micro_batch_tokens
         counts = self.largest([float(experience.micro_batch_count(batch, budget)) for batch in batches])
-        return [experience.micro_batches(batch, int(count)) for batch, count in zip(batches, counts, strict=True)]
+        cut = [experience.micro_batches(batch, int(count)) for batch, count in zip(batches, counts, strict=True)]
+        for micro in (micro for micros in cut for micro in micros):
+            _ = micro.places  # here, where nothing is queued on the GPU yet
+        return cut
 
     def reshard(self) -> None:
         """Gives up what forward passes have gathered of the models: without a backward pass FSDP keeps the outermost

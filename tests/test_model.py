@@ -37,11 +37,13 @@ def sequences() -> list[Tensor]:
     return [torch.randint(6, 90, (p + r,), generator=generator) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 
-def padded(extra: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids with padding after each sequence, `extra` more than needed, the prompts' lengths, and the mask."""
+def padded(extra: int = 0) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Token ids with padding after each sequence, `extra` more than needed, the prompts' lengths, the mask, its ones'
+    places."""
     ids = torch.nn.utils.rnn.pad_sequence(sequences(), batch_first=True, padding_value=PAD)
     mask = (torch.arange(max(RESPONSES) + extra) < torch.tensor(RESPONSES)[:, None]).float()
-    return torch.nn.functional.pad(ids, (0, extra), value=PAD), torch.tensor(PROMPTS), mask
+    ids = torch.nn.functional.pad(ids, (0, extra), value=PAD)
+    return ids, torch.tensor(PROMPTS), mask, mask.nonzero(as_tuple=True)
 
 
 def randomize_head(module: Any) -> Any:
@@ -104,11 +106,10 @@ def test_padding_changes_nothing(folder: str) -> None:
 
 @torch.no_grad()
 def test_tokens_that_are_not_the_policys_own_are_left_out(folder: str) -> None:
-    policy, (ids, lengths, mask) = model.load_policy(folder, head=None), padded()
+    policy, (ids, lengths, mask, _) = model.load_policy(folder, head=None), padded()
     mask[0, 2:4] = 0
-    torch.testing.assert_close(
-        policy(ids, lengths, mask, 1.0).logprobs, policy(*padded(), 1.0).logprobs * mask, atol=1e-5, rtol=0
-    )
+    some = policy(ids, lengths, mask, mask.nonzero(as_tuple=True), 1.0).logprobs
+    torch.testing.assert_close(some, policy(*padded(), 1.0).logprobs * mask, atol=1e-5, rtol=0)
 
 
 def test_value_heads_start_at_zero(tiny_model: Path) -> None:
@@ -366,7 +367,7 @@ def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
     """In each way, all of a mini-batch at once and then a few completions, and of these a few tokens, at a time."""
     results = []
     for way in WAYS:
-        for tokens, logprobs.CHUNK in ((100_000, 2**26), (45, 700)):
+        for tokens, logprobs.CHUNK, model.UNIT in ((100_000, 2**26, 2**27), (45, 700, 1)):
             results.append(updated(rank, ranks, path, way, tokens))
     return results
 
