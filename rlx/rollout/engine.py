@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # the process that only starts engines does without torch
 _SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 # vLLM reads these when it is imported. One thread: two engines' spinning thread pools on the same cores are 20 x
-# slower. No compile: the one function that vLLM compiles in eager mode costs seconds and gains nothing on CPU. No binding
-# to cores: vLLM finds none for the processes of a split model, and two engines would get the same one.
+# slower. No compile: the one function that vLLM compiles in eager mode costs seconds and gains nothing on CPU. No
+# binding to cores: vLLM finds none for the processes of a split model, and two engines would get the same one.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
