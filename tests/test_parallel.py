@@ -213,7 +213,7 @@ def test_a_run_with_cut_layers_is_that_of_one_process(cut: Done, tiny_model: Pat
     for name, by_step in expected.items():
         for number, values in by_step.items():
             assert found[name][number] == pytest.approx(values, rel=1e-3, abs=1e-4), (name, number)
-    assert found["mismatch/max_abs"][STEPS][0] <= 1e-4
+    assert found["mismatch/max_abs"][1][0] <= 1e-4  # later steps train on completions of older weights
 
 
 def test_a_run_with_cut_layers_continues_exactly(cut: Done, tiny_model: Path, storage: Path) -> None:
