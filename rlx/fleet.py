@@ -51,7 +51,8 @@ class Fleet:
                 send_weights()
             self.rollouts.finish(draw, version)
             if not self._shared_losses(not draw.is_whole):
-                return self.grid.shared(draw.completions)
+                completions, draw.seconds = self.grid.shared((draw.completions, draw.seconds))
+                return completions
         words = "; ".join(self.rollouts.lost.values())
         raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {words}")
 

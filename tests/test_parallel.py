@@ -192,6 +192,8 @@ def test_it_is_refused_before_work_starts(tiny_model: Path, tmp_path: Path) -> N
 
 # --- whole runs
 
+AHEAD: dict[str, Any] = {"train__ema_decay": 0.5, "rollout__max_staleness": 1}  # checkpoints keep completions too
+
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -201,21 +203,21 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cut(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
     """Two neighbours that share one replica's layers."""
-    return train(small(tiny_model, storage, "cut", parallel__tp=2, train__ema_decay=0.5))
+    return train(small(tiny_model, storage, "cut", parallel__tp=2, **AHEAD))
 
 
 def test_a_run_with_cut_layers_is_that_of_one_process(cut: Done, tiny_model: Path, storage: Path) -> None:
-    alone = train(small(tiny_model, storage, "alone", scaling__num_workers=1, train__ema_decay=0.5))
+    alone = train(small(tiny_model, storage, "alone", scaling__num_workers=1, **AHEAD))
     found, expected = (comparable(done.history, range(STEPS + 1)) for done in (cut, alone))
     assert found.keys() == expected.keys()
     for name, by_step in expected.items():
         for number, values in by_step.items():
             assert found[name][number] == pytest.approx(values, rel=1e-3, abs=1e-4), (name, number)
-    assert found["mismatch/max_abs"][STEPS][0] <= 1e-4
+    assert found["mismatch/max_abs"][1][0] <= 1e-4  # later steps train on completions of older weights
 
 
 def test_a_run_with_cut_layers_continues_exactly(cut: Done, tiny_model: Path, storage: Path) -> None:
     source = f"{cut.result.folder}/{archive.folder_name(STEPS // 2)}"
     start = {"checkpoint__start_from": source, "checkpoint__start_with": "state"}
-    branch = train(small(tiny_model, storage, "branch", parallel__tp=2, train__ema_decay=0.5, **start))
+    branch = train(small(tiny_model, storage, "branch", parallel__tp=2, **AHEAD, **start))
     assert comparable(branch.history, range(2, 5)) == comparable(cut.history, range(2, 5))
