@@ -14,7 +14,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ _PEAK_FLOPS = 989e12
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(8, 6))
+    options.add_argument("--profile", help="file for a table of where the time of one more round goes")
 
     def script() -> int:
         args, config = workload.read(options, argv)
@@ -40,20 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("model: the bare loop knows no value head on the policy, and no LoRA")
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
-            figures = measure(ready, path)
+            figures = measure(ready, path, args.profile)
             table.finish("update", figures, ready, args.out, load, described(config))
         return 0
 
     return exit_code(script)
 
 
-def measure(config: RunConfig, path: str) -> dict[str, float]:
+def measure(config: RunConfig, path: str, profile: str | None = None) -> dict[str, float]:
     """The table: medians over the counted rounds."""
     import ray
 
     options: Any = {"num_cpus": config.scaling.resources_per_worker.get("CPU", 0), "num_gpus": 0}
     loop = ray.remote(bare.Loop).options(**options).remote(config, path)
     result = on_ranks(config, path, loop)
+    if profile:
+        Path(profile).write_text(result["profile"])
     ours, bares = (statistics.median(result[name][workload.WARM :]) for name in ("seconds", "bare"))
     figures = {
         "update tokens/s": result["tokens"] / ours,
@@ -175,9 +178,20 @@ def rank(job: dict[str, Any]) -> None:
         run.step += 1
     if loop:
         result["bare memory"] = ray.get(loop.peak_memory.remote())
+        result["profile"] = profiled(lambda: update(run, batch))
     run.close()
     if run.grid.rank == 0:
         _result(run.config).write_text(json.dumps(result))
+
+
+def profiled(work: Callable[[], object]) -> str:
+    """Tables of what takes the time of a call, the GPU's, if there is one, and the CPU's."""
+    import torch
+
+    with torch.profiler.profile() as seen:
+        work()
+    orders = ["self_device_time_total"] * torch.cuda.is_available() + ["self_cpu_time_total"]
+    return "\n".join(str(seen.key_averages().table(sort_by=order, row_limit=25)) for order in orders)
 
 
 def made_up(config: RunConfig, tokenizer: Any, rank: int, ranks: int) -> list[Any]:
