@@ -61,7 +61,7 @@ def untied_model(tiny_model: Path) -> Path:
     return folder
 
 
-def start_engine(model: Path, adapter: dict[str, Any] | None = None) -> Any:
+def start_engine(model: Path, adapter: dict[str, Any] | None = None, tensor_parallel: int = 1) -> Any:
     """An engine actor, starting, in a placement group of its own; with `adapter` it takes adapters alone.
 
     `stop_engine` ends it.
@@ -75,6 +75,7 @@ def start_engine(model: Path, adapter: dict[str, Any] | None = None) -> Any:
         kv_cache_mib=64,
         gpu_memory=0.5,
         eager=True,
+        tensor_parallel=tensor_parallel,
         lora_rank=adapter["r"] if adapter else 0,
     )
     (engine,) = pool.start_engines(str(model), options, {"CPU": 0.5}, group, [0], adapter)

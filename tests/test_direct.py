@@ -16,6 +16,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from conftest import start_engine, stop_engine
 from test_rollout import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
 from torch import Tensor
 
@@ -162,3 +163,30 @@ def test_an_engine_that_hangs_is_named_in_time_and_the_other_has_the_weights(pai
     assert failed[1].endswith("engine 1 did not answer in time")
     assert max(pair.gaps(pair.engines[:1])) < CLOSE
     until_both_have_it(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_model_that_is_split_over_processes_gets_its_weights(
+    split: Any, tiny_model: Path, transport: Transport
+) -> None:
+    ways = Direct(0, 1, torch.device("cpu"), [split], transport)
+    side = Side(split, model.load_policy(str(tiny_model), head=None), next(versions))
+    rollouts = Rollouts([split], seed=0)
+    for _ in range(2):
+        side.change()
+        side.version += 1
+        weights, present = model.engine_weights(side.policy), rollouts.present(120)
+        sent = dict(sender=True, bucket_bytes=BUCKET, direct=ways, there=rollouts.there)
+        assert len(rollouts.there[0].workers) == 2
+        assert sync.push(weights, present, side.version, **sent) == {}
+        assert side.gap(side.generate()) < CLOSE
+    ways.close()
+
+
+@pytest.fixture(scope="module")
+def split(ray_cluster: None, tiny_model: Path) -> Iterator[Any]:
+    """An engine of two processes, as vLLM's mp executor starts them."""
+    engine = start_engine(tiny_model, tensor_parallel=2)
+    yield engine
+    stop_engine(engine)
