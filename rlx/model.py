@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -216,9 +216,18 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     model.to(mesh.device_type)
+    # Where no other rank has a part, giving weights up between forward and backward would free little.
+    after = False if mesh.size() == 1 and not offload else None
     for unit in (*_units(decoder_layers(model)), [model]):
-        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=home)
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=home, reshard_after_forward=after)
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives up what forward passes have left gathered, which is no part of the weights that are trained."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _units(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:

@@ -204,16 +204,21 @@ class Run:
         return cut
 
     def reshard(self) -> None:
-        """Gives up what forward passes have gathered of the models: without a backward pass FSDP keeps the outermost
-        part, and its weights are then no shards of the ones that are trained."""
+        """Gives up what forward passes without a backward pass have left gathered of the models."""
         for part in (*(trained.model for trained in self.trained.values()), self.copy):
             if part is not None:
-                cast(FSDPModule, part).reshard()
+                model.reshard(part)
 
     def reduce_gradients(self, now: bool) -> None:
-        """Whether the next backward pass reduces gradients over ranks, or keeps them for a later one."""
-        for trained in self.trained.values():
-            cast(FSDPModule, trained.model).set_requires_gradient_sync(now)
+        """Whether the next backward pass is the last before an optimizer step and reduces gradients over ranks.
+
+        Weights that come from no other rank are gathered, that is cast, once for all passes up to it.
+        """
+        for name, trained in self.trained.items():
+            part = cast(FSDPModule, trained.model)
+            part.set_requires_gradient_sync(now)
+            if self.grid.dp_size == 1 and name not in self.config.model.offload:
+                part.set_reshard_after_backward(now)
 
     def push(self, timeout_s: float | None = None) -> None:
         """Sends the policy to the engines; returns on every rank once they have it.

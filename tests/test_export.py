@@ -88,7 +88,7 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
             seen["logprobs"][kind] = policy(
                 ROWS, lengths, torch.ones(len(ROWS), ROWS.shape[1] - PROMPT), 1.0
             ).logprobs.clone()
-            policy.reshard()
+            model.reshard(policy)
     return seen
 
 

@@ -367,7 +367,7 @@ def begun(side: Side, timeout_s: float) -> tuple[sync._Push, list[sync.Bucket]]:
     """A weight update that waits for its buckets."""
     weights = model.engine_weights(side.policy)
     update = sync._Push({0: side.engine}, side.version + 1, timeout_s)
-    update.start(len(weights))
+    update.start(len(weights), keep=False)
     return update, [packed(group) for group in buckets.grouped(weights, torch.float32, 100_000)]
 
 

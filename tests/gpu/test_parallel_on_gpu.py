@@ -51,7 +51,8 @@ def stepped(rank: int, ranks: int, folder: str, path: str, results: str) -> None
     ids = torch.randint(0, VOCABULARY, (ROWS, PROMPT + WIDTH), generator=generator).cuda()
     found: dict[str, Tensor] = {}
     for number in range(3):
-        scored = policy(ids, torch.full((ROWS,), PROMPT).cuda(), torch.ones(ROWS, WIDTH).cuda(), 1.0)
+        mask = torch.ones(ROWS, WIDTH).cuda()
+        scored = policy(ids, torch.full((ROWS,), PROMPT).cuda(), mask, mask.nonzero(as_tuple=True), 1.0)
         (scored.values.square().mean() - scored.logprobs.mean()).backward()
         if number == 0:
             found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach()}

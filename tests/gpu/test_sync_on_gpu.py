@@ -104,9 +104,10 @@ class Trainer:
 
     @torch.no_grad()
     def change(self) -> None:
-        """As an update would, only larger, and alike on all ranks."""
+        """As an update would, only larger, and alike on all ranks; every second one takes the first back, as larger
+        weights would make bfloat16's rounding larger."""
         for p in self.policy.parameters():
-            p.mul_(1.2)
+            p.mul_(1.2 if self.version % 2 else 1 / 1.2)
 
     @torch.no_grad()
     def gap(self, index: int) -> float:
@@ -116,7 +117,7 @@ class Trainer:
         drawn = [Judged(completion, 0.0, False, {}) for completion in completions]
         batch = experience.build(drawn, 0).to(self.device)
         scored = self.policy(*batch.inputs, 1.0)
-        self.policy.reshard()
+        model.reshard(self.policy)
         gaps = (scored.logprobs - batch.rollout_logprobs) * batch.mask
         return float(gaps.abs().sum() / batch.mask.sum())
 
