@@ -6,8 +6,8 @@ What both ends have in common. What travels, and when, is direct.py's and receiv
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import threading
 import time
 from collections import deque
@@ -27,7 +27,6 @@ from rlx.rollout.routes import Source
 from rlx.types import WeightSyncError
 
 _FAST_S, _SLOW_S = 1e-4, 0.02  # between looks at what is waited for, and at whether there is still hope
-_DEVICE = 6  # where reduce_tensor has the number of a GPU
 
 
 class GivenUpError(WeightSyncError):
@@ -181,24 +180,38 @@ def shared(nbytes: int, device: torch.device) -> tuple[Tensor, bytes]:
         from torch.multiprocessing.reductions import reduce_tensor
 
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return memory, pickle.dumps(reduce_tensor(memory))
+        _, (_, _, _, _, _, _, *handles) = reduce_tensor(memory)
+        return memory, noted(nbytes, handles)
     file = os.memfd_create("rlx-weights")  # has no name that could be left behind
     path = f"/proc/{os.getpid()}/fd/{file}"
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8), pickle.dumps((path, nbytes))
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8), noted(nbytes, [path])
 
 
 def forget(handle: bytes) -> None:
     """Lets no further process map memory that was made with `shared`; it is freed once nobody has it mapped."""
-    path, _ = pickle.loads(handle)
-    if isinstance(path, str):
+    _, (path, *others) = read_note(handle)
+    if not others:
         os.close(int(os.path.basename(path)))
 
 
 def mapped(handle: bytes, device: torch.device) -> Tensor:
     """The memory that another process has made with `shared`."""
-    how, what = pickle.loads(handle)
+    nbytes, handles = read_note(handle)
     if device.type == "cuda":
-        own = [*what]
-        own[_DEVICE] = device.index or 0  # the same GPU may have another number here
-        return how(*own)
-    return torch.from_file(how, shared=True, size=what, dtype=torch.uint8)
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        plain = (Tensor, torch.Size([nbytes]), (1,), 0, torch.storage.TypedStorage, torch.uint8)
+        return rebuild_cuda_tensor(*plain, device.index or 0, *handles[1:])  # a GPU may have another number here
+    return torch.from_file(handles[0], shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def noted(nbytes: int, handles: Sequence[Any]) -> bytes:
+    """A note of how memory is mapped; no pickle, as notes lie in a store that all on the network can write to."""
+    plain = [{"hex": value.hex()} if isinstance(value, bytes) else value for value in handles]
+    return json.dumps([nbytes, plain]).encode()
+
+
+def read_note(note: bytes) -> tuple[int, list[Any]]:
+    """What `noted` was given."""
+    nbytes, plain = json.loads(note)
+    return nbytes, [bytes.fromhex(value["hex"]) if isinstance(value, dict) else value for value in plain]
