@@ -24,6 +24,8 @@ from rlx.settings import (
     DEFAULT_SOURCE,
     GENERATED,
     GROUPED,
+    IDLE,
+    OFF,
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
@@ -52,25 +54,6 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
     return " ".join(str(error).split())[:limit]
 
 
-# Settings that do nothing unless another one is on.
-_IDLE = {
-    "checkpoint.best_mode": "checkpoint.best_by",
-    "checkpoint.start_with": "checkpoint.start_from",
-    "model.lora_alpha": "model.lora_rank",
-    "model.lora_targets": "model.lora_rank",
-    "model.offload": "scaling.use_gpu",
-    "data.ptx_batch": "data.ptx_source",
-    "reward.url_key": "reward.url",
-    "algorithm.kl_target": "algorithm.kl_coef",
-    "algorithm.kl_horizon": "algorithm.kl_target",
-    "algorithm.overlong_penalty": "algorithm.overlong_buffer",
-    "algorithm.filter_rounds": "algorithm.filter_groups",
-    "algorithm.importance_level": "algorithm.importance",
-    "algorithm.importance_low": "algorithm.importance",
-    "algorithm.importance_high": "algorithm.importance",
-    "rollout.partial": "rollout.max_staleness",
-}
-_OFF = (None, False, 0, "none")
 MOST_RANK = 512
 """of adapters that vLLM takes by themselves"""
 
@@ -128,8 +111,8 @@ class RunConfig(Section):
     def _nothing_is_set_in_vain(self) -> Self:
         given, defaults = flatten(self), {name: field.default for name, field in settings().items()}
         given["algorithm.importance"] = self.importance
-        for key, needed in _IDLE.items():
-            if given[key] != defaults[key] and given[needed] in _OFF:
+        for key, needed in IDLE.items():
+            if given[key] != defaults[key] and given[needed] in OFF:
                 raise ValueError(f"{key} does nothing without {needed}")
         return self
 
@@ -220,14 +203,11 @@ class RunConfig(Section):
         rollout, share = self.rollout, self.train.prompts_per_step // self.replicas
         if rollout.max_staleness > 1 and not rollout.partial:
             raise ValueError(
-                f"rollout.max_staleness {rollout.max_staleness} gains nothing over 1 while each weight update "
-                f"waits for all that is being drawn: set rollout.partial"
+                f"rollout.max_staleness {rollout.max_staleness} gains nothing over 1 without rollout.partial: each "
+                f"weight update waits for all that is being drawn"
             )
         if rollout.partial and self.train.ema_decay is not None:
-            raise ValueError(
-                "rollout.partial and train.ema_decay: completions in progress would go on with the averaged weights "
-                "while these are evaluated; set only one"
-            )
+            raise ValueError("rollout.partial would go on with train.ema_decay's average while that is evaluated")
         if rollout.parts > share:
             raise ValueError(f"rollout.parts ({rollout.parts}): a worker has only {share} prompts per step")
         if rollout.parts > 1 and (rollout.max_staleness or self.algorithm.filter_groups):
@@ -237,28 +217,27 @@ class RunConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _engines_share_what_they_can(self) -> Self:
-        rollout = self.rollout
+        rollout, scaling = self.rollout, self.scaling
         if rollout.placement == "beside":
             return self
-        if not self.scaling.use_gpu:
-            raise ValueError("rollout.placement shared: engines share GPUs with workers, set scaling.use_gpu")
-        if rollout.engines != self.scaling.num_workers:
+        if not scaling.use_gpu or rollout.engines != scaling.num_workers:
             raise ValueError(
-                f"rollout.placement shared: an engine for each worker, but rollout.engines is {rollout.engines} and "
-                f"scaling.num_workers {self.scaling.num_workers}"
+                f"rollout.placement shared puts an engine on each worker's GPU: it needs scaling.use_gpu, and as many "
+                f"rollout.engines ({rollout.engines}) as scaling.num_workers ({scaling.num_workers})"
             )
-        asked = {
-            "scaling.resources_per_worker": self.scaling.resources_per_worker,
-            "rollout.resources_per_engine": rollout.resources_per_engine,
+        refused = {
+            "rollout.max_staleness": rollout.max_staleness,
+            "rollout.parts": rollout.parts > 1,
+            "rollout.tensor_parallel": rollout.tensor_parallel > 1,
+            "rollout.resources_per_engine.GPU": rollout.resources_per_engine.get("GPU"),
+            "scaling.resources_per_worker.GPU": scaling.resources_per_worker.get("GPU"),
+            "model.lora_sync adapter": self.model.lora_sync == "adapter",
         }
-        for key, resources in asked.items():
-            if resources.get("GPU", 0) > 0:
-                raise ValueError(
-                    f"{key} names GPUs, but rollout.placement shared gives each worker and engine half of one"
-                )
-        if rollout.max_staleness or rollout.parts > 1:
-            other = "max_staleness" if rollout.max_staleness else "parts"
-            raise ValueError(f"rollout.{other}: with rollout.placement shared, engines sleep while their workers train")
+        for key in (key for key, given in refused.items() if given):
+            raise ValueError(
+                f"{key} does not go with rollout.placement shared: a worker and its engine have one GPU together, and "
+                f"the engine gives up its weights while the worker trains"
+            )
         return self
 
     @pydantic.model_validator(mode="after")

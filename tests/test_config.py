@@ -161,6 +161,27 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             r"tensor_parallel \(2\) is .* but rollout.resources_per_engine.GPU is 1: set them to the same number",
         ),
         ({"rollout": {"resources_per_engine": {"GPU": 4}}}, r"tensor_parallel \(1\) is .*GPU is 4"),
+        ({"rollout": {"max_staleness": 2}}, "max_staleness 2 gains nothing over 1 without rollout.partial"),
+        ({"rollout": {"partial": True}}, "rollout.partial does nothing without rollout.max_staleness"),
+        (
+            {"rollout": {"max_staleness": 1, "partial": True}, "train": {"ema_decay": 0.9}},
+            "partial would go on with train.ema_decay's average",
+        ),
+        ({"rollout": {"parts": 65}}, r"rollout.parts \(65\): a worker has only 64 prompts per step"),
+        ({"rollout": {"parts": 2, "max_staleness": 1}}, "rollout.parts does nothing with rollout.max_staleness"),
+        ({"rollout": {"placement": "shared"}}, "needs scaling.use_gpu, and as many rollout.engines"),
+        (
+            {"rollout": {"placement": "shared", "engines": 2}, "scaling": {"use_gpu": True}},
+            r"as many rollout.engines \(2\) as scaling.num_workers \(1\)",
+        ),
+        (
+            {"rollout": {"placement": "shared", "max_staleness": 1}, "scaling": {"use_gpu": True}},
+            "rollout.max_staleness does not go with rollout.placement shared",
+        ),
+        (
+            {"rollout": {"placement": "shared", "resources_per_engine": {"GPU": 1}}, "scaling": {"use_gpu": True}},
+            "rollout.resources_per_engine.GPU does not go with rollout.placement shared",
+        ),
         ({"model": {"lora_alpha": 3}}, "model.lora_alpha does nothing without model.lora_rank"),
         ({"model": {"lora_targets": ["q_proj"]}}, "model.lora_targets does nothing without model.lora_rank"),
         ({"model": {"offload": ["critic"]}}, "model.offload does nothing without scaling.use_gpu"),
@@ -444,3 +465,11 @@ def test_a_model_must_be_divisible_by_the_gpus_that_it_is_split_over(tmp_path: P
     split = {"rollout.tensor_parallel": 4, "rollout.resources_per_engine.GPU": 4}
     with pytest.raises(ConfigError, match=r"rollout.tensor_parallel 4 does not divide the 14 attention heads"):
         inputs.check(from_tree(with_overrides({}, split)), str(tmp_path))
+
+
+def test_generation_ahead_is_corrected_for_unless_told_otherwise() -> None:
+    def importance(**rollout: Any) -> str:
+        return from_tree({"rollout": rollout}).importance
+
+    assert (importance(), importance(max_staleness=1)) == ("none", "tis")
+    assert from_tree({"rollout": {"max_staleness": 1}, "algorithm": {"importance": "none"}}).importance == "none"

@@ -84,10 +84,9 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
                 if kind == "average" and name in average:
                     weight.copy_(average[name])
             seen["weights"][kind] = in_full(model.engine_weights(policy))
-            lengths = torch.full((len(ROWS),), PROMPT)
-            seen["logprobs"][kind] = policy(
-                ROWS, lengths, torch.ones(len(ROWS), ROWS.shape[1] - PROMPT), 1.0
-            ).logprobs.clone()
+            lengths, mask = torch.full((len(ROWS),), PROMPT), torch.ones(len(ROWS), ROWS.shape[1] - PROMPT)
+            scored = policy(ROWS, lengths, mask, mask.nonzero(as_tuple=True), 1.0)
+            seen["logprobs"][kind] = scored.logprobs.clone()
             model.reshard(policy)
     return seen
 
@@ -234,13 +233,13 @@ def test_vllm_loads_it(ray_cluster: None, made: Make, tmp_path: Path) -> None:
         prompts = [Prompt(i, tuple(row[: 4 + i].tolist()), "", "") for i, row in enumerate(ROWS)]
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, stop_token_ids=())
         ray.get(engine.__ray_call__.remote(lambda actor: setattr(actor, "version", 0)))  # as if it had been sent them
-        drawn = Rollouts([engine], seed=0).draw(prompts, sampling, 1, 0)
+        rollouts = Rollouts([engine], seed=0)
+        rollouts.finish(draw := rollouts.begin(prompts, [sampling], 0), 0)
     finally:
         stop_engine(engine)
     lm = AutoModelForCausalLM.from_pretrained(folder)
-    for completions in drawn:
-        assert completions
-        (completion,) = completions
+    assert len(draw.completions) == len(prompts)
+    for completion in draw.completions:
         prompt = completion.prompt.token_ids
         found = logprobs(lm, torch.tensor([prompt + completion.token_ids]), len(prompt))
         torch.testing.assert_close(torch.tensor([completion.logprobs]), found, atol=1e-4, rtol=0)

@@ -90,6 +90,15 @@ def test_a_plan_says_what_it_is_made_of() -> None:
     assert str(Plan([], [], [{"CPU": 1.0}])) == "1 reward model"
 
 
+def test_engines_that_share_gpus_are_in_the_bundles_of_the_workers() -> None:
+    halves = [{"CPU": 1.0, "GPU": 0.5}] * 2
+    shared = Plan(halves, halves, gpus(0.5), shared=True)
+    assert shared.bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"GPU": 0.5}]
+    assert shared.places == ([0, 1], [0, 1], [2])
+    assert shared.fits([{"CPU": 8.0, "GPU": 5.0}]) == 2  # four GPUs for the pairs, one for both reward models
+    assert shared.fits([{"CPU": 8.0, "GPU": 4.0}]) == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # From a config
 
@@ -103,9 +112,12 @@ def test_a_worker_on_a_gpu_has_a_whole_one_unless_told_otherwise() -> None:
     part = {"use_gpu": True, "resources_per_worker": {"CPU": 1, "GPU": 0.5}}
     assert configured(scaling=part).workers == [{"CPU": 1.0, "GPU": 0.5}]
     assert configured(scaling={"placement_strategy": "SPREAD"}).strategy == "SPREAD"
+    together = configured(scaling={"use_gpu": True}, rollout={"placement": "shared"})
+    assert together.bundles == [{"CPU": 1.0, "GPU": 1.0}]
+    assert together.workers == together.engines == [{"CPU": 0.5, "GPU": 0.5}]
 
 
-@pytest.mark.parametrize(("section", "key"), [("scaling", "resources_per_worker"), ("rollout", "resources_per_engine")])
+@pytest.mark.parametrize(("section", "key"), [("scaling", "resources_per_worker"), ("reward", "resources_per_model")])
 def test_one_and_a_half_gpus_are_refused(section: str, key: str) -> None:
     message = rf"{section}\.{key}: 1\.5 GPUs are neither whole ones nor a part of one"
     with pytest.raises(ConfigError, match=message):
