@@ -117,12 +117,11 @@ def test_a_worker_on_a_gpu_has_a_whole_one_unless_told_otherwise() -> None:
     assert together.workers == together.engines == [{"CPU": 0.5, "GPU": 0.5}]
 
 
-@pytest.mark.parametrize(("section", "key"), [("scaling", "resources_per_worker"), ("reward", "resources_per_model")])
-def test_one_and_a_half_gpus_are_refused(section: str, key: str) -> None:
-    message = rf"{section}\.{key}: 1\.5 GPUs are neither whole ones nor a part of one"
+def test_one_and_a_half_gpus_are_refused() -> None:
+    message = r"scaling\.resources_per_worker: 1\.5 GPUs are neither whole ones nor a part of one"
     with pytest.raises(ConfigError, match=message):
-        configured(**{section: {key: {"CPU": 1, "GPU": 1.5}}})
-    assert configured(**{section: {key: {"CPU": 1, "GPU": 2.0}}}).total()["GPU"] == 2
+        configured(scaling={"resources_per_worker": {"CPU": 1, "GPU": 1.5}})
+    assert configured(scaling={"resources_per_worker": {"CPU": 1, "GPU": 2.0}}).total()["GPU"] == 2
 
 
 def test_a_plan_that_fits_is_let_through(ray_cluster: None) -> None:
