@@ -29,6 +29,7 @@ bench: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python bench/update.py $(ARGS)
 	$(BIN)/python bench/step.py --bare $(ARGS)
 	$(BIN)/python bench/scaling.py $(ARGS)
+	$(BIN)/python bench/sync.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/sweep.py
 

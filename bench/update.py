@@ -54,7 +54,7 @@ def measure(config: RunConfig, path: str, profile: str | None = None) -> dict[st
 
     options: Any = {"num_cpus": config.scaling.resources_per_worker.get("CPU", 0), "num_gpus": 0}
     loop = ray.remote(bare.Loop).options(**options).remote(config, path)
-    result = on_ranks(config, path, loop)
+    result = on_ranks(config, path, loop, bool(profile))
     if profile:
         Path(profile).write_text(result["profile"])
     ours, bares = (statistics.median(result[name][workload.WARM :]) for name in ("seconds", "bare"))
@@ -91,7 +91,7 @@ def described(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def on_ranks(config: RunConfig, path: str, loop: Any = None) -> dict[str, Any]:
+def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = False) -> dict[str, Any]:
     """What the first rank of a group of Train workers says of its updates, see `rank`; `loop` takes turns with it.
 
     Raises:
@@ -114,6 +114,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None) -> dict[str, Any]:
         "box": controller.new_box(),
         "examine": True,
         "loop": loop,
+        "profile": profile,
     }
     trainer = TorchTrainer(
         rank,
@@ -178,7 +179,8 @@ def rank(job: dict[str, Any]) -> None:
         run.step += 1
     if loop:
         result["bare memory"] = ray.get(loop.peak_memory.remote())
-        result["profile"] = profiled(lambda: update(run, batch))
+        if job["profile"]:
+            result["profile"] = profiled(lambda: update(run, batch))
     run.close()
     if run.grid.rank == 0:
         _result(run.config).write_text(json.dumps(result))

@@ -194,6 +194,8 @@ class RunConfig(Section):
             raise ValueError(
                 "model.lora_sync adapter: engines on GPUs take no float32 adapters: set model.dtype to bfloat16"
             )
+        if model.lora_sync == "adapter" and self.rollout.transport != "auto":
+            raise ValueError("rollout.transport does nothing with model.lora_sync adapter: leave it at auto")
         if model.lora_sync == "adapter" and model.lora_rank > MOST_RANK:
             raise ValueError(f"model.lora_rank {model.lora_rank}: engines take adapters of at most rank {MOST_RANK}")
         return self

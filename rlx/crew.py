@@ -334,4 +334,4 @@ def adapter(config: RunConfig) -> dict[str, Any] | None:
 def _made_for(config: RunConfig, model: str) -> list[Any]:
     """What must be the same in all runs of a crew."""
     settings = {key: value for key, value in flatten(config).items() if key.startswith(_MADE_FOR)}
-    return [model, plan(config), engine_options(config), adapter(config), settings]
+    return [model, plan(config), engine_options(config), adapter(config), _backend(config), settings]

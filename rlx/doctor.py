@@ -87,6 +87,7 @@ def drawn(run: Run) -> Experience:
     selection = run.selection()
     for completions in run.rounds.next(run.step, run.step + 1, run.push):  # none ahead: the weights change in between
         selection.add(run.penalized(run.judge(completions, run.scorers)))
+    run.rest()
     return annotate(run, *run.experiences(selection.take(last=True)))
 
 

@@ -56,6 +56,11 @@ class Fleet:
         words = "; ".join(self.rollouts.lost.values())
         raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {words}")
 
+    def wait(self, draw: Draw, version: int) -> bool:
+        """Waits for what was asked for as long as engines are left; whether all ranks have all of theirs."""
+        self.rollouts.finish(draw, version)
+        return not self._shared_losses(not draw.is_whole)
+
     def push(
         self,
         weights: Sequence[Weight],

@@ -99,18 +99,21 @@ def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, flo
     run.tokens += int(s["generated"])
     if "updates/policy" in s:  # while the critic warms up, the policy is the reference
         run.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
-    ahead = run.config.rollout.max_staleness > 0
+    generation, peak = run.largest([run.rounds.seconds, _peak_gib(run.device)])
+    run.rounds.seconds = 0.0
+    # Nothing was drawn in this step if it goes on with a round from a checkpoint.
+    drawing = generation if run.config.rollout.max_staleness and generation else seconds["time/rollout"]
     trained = (s["prompt_tokens"] + s["tokens"]) * s["updates"] / run.grid.dp_size / run.config.train.minibatches
     return metrics | {
-        "time/generation": run.rounds.seconds,
+        "time/generation": generation,
         "response/length_mean": s["tokens"] / s["completions"],
         "response/truncated_fraction": s["truncated"] / s["drawn"],
-        "tokens/rollout_per_s": s["generated"] / (run.rounds.seconds if ahead else seconds["time/rollout"]),
+        "tokens/rollout_per_s": s["generated"] / drawing,
         "tokens/update_per_s": trained / seconds["time/update"],
         "tokens/padding_fraction": 1 - (s["prompt_tokens"] + s["tokens"]) / s["positions"],
         "tokens/total": float(run.tokens),
         "staleness/mean": s["age"] / s["drawn"],
-        "memory/peak_gib": run.largest([_peak_gib(run.device)])[0],
+        "memory/peak_gib": peak,
     }
 
 

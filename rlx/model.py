@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +57,11 @@ class Tokens:
         return flat.new_zeros(self._shape).index_put(self._places, flat)
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What a policy says about responses; every tensor `[B, T]` float32 over response tokens, zero where padded."""
+class Scored(NamedTuple):
+    """What a policy says about responses; every tensor `[B, T]` float32 over response tokens, zero where padded.
+
+    A tuple, as FSDP in torch 2.11 finds no tensors in a dataclass, and without them no end of the backward pass.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None  # if it was asked for

@@ -57,7 +57,7 @@ METRICS = {
     "response/length_mean": "mean response length in tokens",
     "response/truncated_fraction": "fraction of responses that ran into rollout.max_tokens",
     "time/rollout": "seconds waiting for completions",
-    "time/generation": "seconds that the engines took for the step's last round, beside training if drawn ahead",
+    "time/generation": "seconds that the engines took for the step's completions, beside training if drawn ahead",
     "time/reward": "seconds scoring",
     "time/annotate": "seconds computing log-probabilities and values before the update",
     "time/update": "seconds in forward, backward and optimizer steps",

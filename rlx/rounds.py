@@ -30,10 +30,7 @@ class Round:
 
     position: int  # of the prompt stream before its prompts were taken
     parts: list[Draw]
-
-    @property
-    def is_whole(self) -> bool:
-        return all(part.is_whole for part in self.parts)
+    is_whole: bool = False  # all ranks are known to have all of theirs
 
 
 @dataclass
@@ -46,7 +43,7 @@ class Rounds:
     size: int  # prompts of a round, over all ranks
     parts: int  # that a round is handed out in
     ahead: int  # steps that a completion's weights may be older than those that are trained
-    seconds: float = 0.0  # that the engines took for the round that was handed out last
+    seconds: float = 0.0  # that the engines took for the rounds that were handed out since this was set to 0
     _begun: deque[Round] = field(default_factory=deque, init=False)
 
     def next(self, step: int, steps: int, send_weights: Callable[[], None]) -> Iterator[list[Completion]]:
@@ -62,20 +59,21 @@ class Rounds:
         """
         while len(self._begun) <= min(self.ahead, steps - step - 1):
             self._begun.append(self._new(step))
-        self.seconds = 0.0
-        for part in self._begun.popleft().parts:
-            completions = self._finished(part, step, send_weights)
+        round_ = self._begun.popleft()
+        for part in round_.parts:
+            completions = self.fleet.finish(part, step, send_weights)
             oldest = min(completion.version for completion in completions)
             if step - oldest > self.ahead:
                 raise RuntimeError(
                     f"step {step + 1}: weights of step {oldest} are too old by {step - oldest - self.ahead}"
                 )
             yield completions
+        self.seconds += max(part.seconds for part in round_.parts)
 
-    def settle(self, step: int, send_weights: Callable[[], None]) -> None:
-        """Waits for all that is being drawn."""
-        for part in [part for round_ in self._begun for part in round_.parts]:
-            self._finished(part, step, send_weights)
+    def settle(self, step: int) -> None:
+        """Waits for all that is being drawn; what no engine is left for is drawn later, with later weights."""
+        for round_ in self._begun:
+            round_.is_whole = all([self.fleet.wait(part, step) for part in round_.parts])
 
     def position(self) -> int:
         """Of the prompt stream, where a run would go on that has the rounds that are whole."""
@@ -93,23 +91,28 @@ class Rounds:
                 shards[f"ahead.{number}.{name}"] = Shard(column, (rows * self.prompts.rank, *(0 for _ in rest)), whole)
             if self.prompts.rank == 0:
                 shards[f"ahead.{number}.position"] = Shard(torch.tensor([round_.position]), (0,), (1,))
+                asked = self._asked()
+                shards[f"ahead.{number}.asked"] = Shard(asked, (0,), tuple(asked.shape))
         return shards
 
     def restore(self, parts: Parts, step: int, ranks: int) -> None:
-        """Takes up the rounds of a checkpoint that are not too old for this run; the others will be drawn again.
+        """Takes up the rounds of a checkpoint that are not too old for this run, and are what it would have asked for;
+        the others will be drawn again.
 
         Args:
             ranks: with completions of their own, that the checkpoint was taken on.
         """
-        number = 0
+        number, found = 0, deque[Round]()
         while f"ahead.{number}.position" in parts.names:
             position = int(parts.whole(f"ahead.{number}.position"))
             columns = {name: parts.whole(f"ahead.{number}.{name}") for name in _COLUMNS}
-            if number >= self.ahead or step + number - int(columns["versions"].min()) > self.ahead:
+            is_ours = torch.equal(parts.whole(f"ahead.{number}.asked"), self._asked())
+            if not is_ours or number >= self.ahead or step + number - int(columns["versions"].min()) > self.ahead:
                 self.prompts.position = position
-                return
-            self._begun.append(Round(position, [self._share(columns, ranks, step + number)]))
+                break
+            found.append(Round(position, [self._share(columns, ranks, step + number)], is_whole=True))
             number += 1
+        self._begun = found
 
     def _new(self, step: int) -> Round:
         position = self.prompts.position
@@ -118,10 +121,10 @@ class Rounds:
         shares = [prompts[start:stop] for start, stop in itertools.pairwise(edges)]
         return Round(position, [self.fleet.begin(share, self.samplings, step) for share in shares])
 
-    def _finished(self, part: Draw, step: int, send_weights: Callable[[], None]) -> list[Completion]:
-        completions = self.fleet.finish(part, step, send_weights)
-        self.seconds = max(self.seconds, part.seconds)
-        return completions
+    def _asked(self) -> Tensor:
+        """What a round is made of, as numbers."""
+        each = [(one.temperature, one.top_p, float(one.top_k), float(one.max_tokens)) for one in self.samplings]
+        return torch.tensor([float(self.size), *itertools.chain.from_iterable(each)], dtype=torch.float64)
 
     def _share(self, columns: Mapping[str, Tensor], ranks: int, step: int) -> Draw:
         """This rank's completions of a round that `ranks` ranks have written, one after the other."""

@@ -29,6 +29,7 @@ _SINGLE = str | int | float | np.generic | None
 _PLANNED = (
     "scaling.",
     "rollout.engines",
+    "rollout.placement",
     "rollout.resources_per_engine",
     "rollout.tensor_parallel",
     "reward.model_replicas",

@@ -109,7 +109,7 @@ class Run:
     def settle(self) -> None:
         """Waits for what is being drawn ahead, unless it goes on with the next weights."""
         if not self.config.rollout.partial:
-            self.rounds.settle(self.step, self.push)
+            self.rounds.settle(self.step)
 
     def rest(self) -> None:
         """Has engines that share their GPU with a worker leave it to the worker, until the next push."""
@@ -351,5 +351,8 @@ class Run:
         self.kl.load_state_dict(manifest.kl)
         self.scores.load_state_dict(manifest.scores)
         self.rounds.prompts.seek(manifest.cursor)
+        patiently(partial(self._take_rounds, found, manifest.replicas), f"reading {found.place.path}")
+
+    def _take_rounds(self, found: Entry, replicas: int) -> None:
         with checkpoint.Parts(found.files) as parts:
-            self.rounds.restore(parts, self.step, manifest.replicas)
+            self.rounds.restore(parts, self.step, replicas)

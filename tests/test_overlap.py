@@ -43,6 +43,19 @@ def test_a_resumed_run_trains_on_what_was_drawn_before(ahead: Done, tiny_model: 
     assert comparable(resumed.history, range(STEPS + 1)) == comparable(ahead.history, range(STEPS + 1))
 
 
+def test_the_last_step_may_have_nothing_but_what_was_drawn_before(tiny_model: Path, storage: Path) -> None:
+    config = small(tiny_model, storage, "longer", train__steps=3, checkpoint__every=2, **AHEAD)
+
+    def stop(metrics: dict[str, object], checkpoint: str | None) -> None:
+        if checkpoint:
+            raise RuntimeError("stopped by the test")
+
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        train(config, on_report=stop)
+    resumed = train(config, resume=True)
+    assert sorted(resumed.history["reward/mean"]) == [1, 2, 3]
+
+
 def test_completions_in_progress_go_on_with_new_weights(tiny_model: Path, storage: Path) -> None:
     """Two steps ahead, and what is being drawn waits for no update."""
     done = train(small(tiny_model, storage, "partial", rollout__max_staleness=2, rollout__partial=True))

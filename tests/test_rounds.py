@@ -37,6 +37,10 @@ class Engines:
         self.log.append(f"begin {len(prompts)} with {version}")
         return Draw(prompts, samplings, version, [None] * len(prompts), list(range(len(prompts))))
 
+    def wait(self, draw: Draw, version: int) -> bool:
+        self.finish(draw, version, lambda: None)
+        return True
+
     def finish(self, draw: Draw, version: int, send_weights: Callable[[], None]) -> list[Completion]:
         if not draw.is_whole:
             self.log.append(f"finish {len(draw.prompts)} of {draw.step}")
@@ -68,7 +72,7 @@ def test_without_staleness_a_round_is_begun_when_it_is_needed() -> None:
     own = rounds()
     assert [one.prompt.id for one in step(own, 5)] == [p.id for p in PromptStream(TABLE, 3).next(4) for _ in range(2)]
     assert log(own) == ["begin 4 with 5", "finish 4 of 5"]
-    own.settle(5, lambda: None)
+    own.settle(5)
     assert log(own) == [] and own.position() == 4
 
 
@@ -85,10 +89,10 @@ def test_one_step_ahead_the_next_round_is_drawn_while_this_one_trains() -> None:
     own = rounds(ahead=1)
     assert {one.version for one in step(own, 0)} == {0}
     assert log(own) == ["begin 4 with 0", "begin 4 with 0", "finish 4 of 0"]
-    own.settle(0, lambda: None)
+    own.settle(0)
     assert log(own) == ["finish 4 of 0"]
     assert {one.version for one in step(own, 1)} == {0}
-    assert log(own) == ["begin 4 with 1"] and own.seconds == 2.0
+    assert log(own) == ["begin 4 with 1"] and own.seconds == 4.0  # two rounds
 
 
 def test_nothing_is_begun_that_no_step_trains_on() -> None:
@@ -123,7 +127,7 @@ def restored(files: Sequence[Storage], step: int, wrote: int, position: int, *of
 def test_a_checkpoint_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
     own, other = rounds(ahead=2), rounds(ahead=2)
     step(own, 0)
-    own.settle(0, lambda: None)
+    own.settle(0)
     restored(saved([own], tmp_path), 1, 1, own.position(), other)
     for number in (1, 2, 3):
         assert step(other, number) == step(own, number)
@@ -136,7 +140,7 @@ def test_on_any_number_of_ranks(tmp_path: Path, wrote: int, reads: int) -> None:
     readers = [rounds(rank, reads, ahead=1) for rank in range(reads)]
     for own in writers:
         step(own, 0)
-        own.settle(0, lambda: None)
+        own.settle(0)
     restored(saved(writers, tmp_path), 1, wrote, writers[0].position(), *readers)
     before, after = ([step(own, 1) for own in of] for of in (writers, readers))
     assert {one.prompt.id: one for rank in before for one in rank} == {
@@ -159,10 +163,29 @@ def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:
     assert [one.prompt for one in again] == [one.prompt for one in step(own, 1)]
 
 
+@pytest.mark.parametrize("other", [{"samplings": [SAMPLING] * 4}, {"size": 8}, {"samplings": [SAMPLING.greedy] * 2}])
+def test_a_run_that_asks_for_something_else_draws_again(tmp_path: Path, other: dict[str, Any]) -> None:
+    own, changed = rounds(ahead=1), rounds(ahead=1, **other)
+    step(own, 0)
+    own.settle(0)
+    restored(saved([own], tmp_path), 1, 1, own.position(), changed)
+    assert changed.position() == 4
+    assert {one.version for one in step(changed, 1)} == {1}
+
+
+def test_what_no_engine_was_left_for_is_not_kept_and_drawn_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = rounds(ahead=1)
+    step(own, 0)
+    monkeypatch.setattr(own.fleet, "wait", lambda draw, version: False)
+    own.settle(0)
+    assert own.state() == {} and own.position() == 4
+    assert len(step(own, 1)) == 8
+
+
 def test_a_run_that_allows_less_staleness_draws_again_what_is_too_old(tmp_path: Path) -> None:
     own, other = rounds(ahead=2), rounds()
     step(own, 0)
-    own.settle(0, lambda: None)
+    own.settle(0)
     restored(saved([own], tmp_path), 1, 1, own.position(), other)
     assert other.position() == 4
     assert {one.version for one in step(other, 1)} == {1}

@@ -138,6 +138,7 @@ class Engine:
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._update: _Update | None = None
         self._asleep = False
+        self._drawing: set[str] = set()  # requests that vLLM is at
         self._process = uuid.uuid4().hex
         self._count = 0
         self._failure: BaseException | None = None
@@ -280,12 +281,14 @@ class Engine:
             return
         for result in self._llm.step():
             if result.finished:
+                self._drawing.discard(result.request_id)
                 self._report(result.request_id, _output(result))
 
     def _add(self, name: str, request: Request) -> None:
         try:
             params = _params(request.sampling, request.seed)
             self._llm.add_request(name, {"prompt_token_ids": list(request.prompt)}, params, lora_request=self._lora)
+            self._drawing.add(name)
         except Exception as error:  # a request that vLLM refuses, e.g. too long a prompt: the others go on
             self._report(name, ValueError(f"{type(error).__name__}: {error}"))
 
@@ -318,7 +321,16 @@ class Engine:
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
+        if update.error:
+            self._give_up(update.error)
         self._report(name, update.error)
+
+    def _give_up(self, error: WeightSyncError) -> None:
+        """Ends what was to go on with weights that have come in part."""
+        self._llm.abort_request(list(self._drawing))
+        for name in self._drawing:
+            self._report(name, error)
+        self._drawing.clear()
 
     def _load_adapters(self, tensors: dict[str, torch.Tensor], update: _Update) -> None:
         """vLLM takes adapters from a folder: one in shared memory, and gone as soon as they are in."""
@@ -401,11 +413,8 @@ def _build(model: str, options: dict[str, Any]) -> Any:
 
 
 def _cache_bytes(model: str, utilization: float) -> int:
-    """What of an engine's share of the GPU's memory is left for its KV cache, beside twice the weights and 2 GiB.
-
-    Where others share the GPU it cannot be measured: vLLM compares free memory before and after loading, and fails if
-    another process frees some meanwhile.
-    """
+    """What an engine's share of the GPU's memory leaves for its KV cache beside twice the weights and 2 GiB: where
+    others share the GPU vLLM cannot measure it, and fails if one of them frees memory meanwhile."""
     import torch
 
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))

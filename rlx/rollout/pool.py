@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -163,7 +163,7 @@ class Rollouts:
 
         The completions of a prompt go to one engine, which then computes its prefix once; prompts go to the least
         loaded. What is drawn depends on (run seed, version, prompt, sample), not on which engine draws it: when one
-        fails, the others draw the same in its place.
+        fails, the others draw the same in its place, unless weights have changed meanwhile.
         """
         draw = Draw(prompts, samplings, version, [None] * len(prompts), list(range(len(prompts))))
         self._ask(draw, version)
@@ -179,6 +179,9 @@ class Rollouts:
             PromptRefusedError: an engine refused a prompt.
         """
         self._ask(draw, version)
+        # Patience begins here: what was asked for in advance may have waited for what was asked for before.
+        deadline = time.monotonic() + self.timeout_s
+        draw.calls = {pending: replace(call, deadline=deadline) for pending, call in draw.calls.items()}
         while draw.calls:
             for call, outputs in self._answered(draw):
                 if outputs is None:
