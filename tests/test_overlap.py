@@ -43,6 +43,7 @@ def test_a_resumed_run_trains_on_what_was_drawn_before(ahead: Done, tiny_model: 
     assert comparable(resumed.history, range(STEPS + 1)) == comparable(ahead.history, range(STEPS + 1))
 
 
+@pytest.mark.slow  # two cold starts, for a path that the test above takes but for its last step
 def test_the_last_step_may_have_nothing_but_what_was_drawn_before(tiny_model: Path, storage: Path) -> None:
     config = small(tiny_model, storage, "longer", train__steps=3, checkpoint__every=2, **AHEAD)
 
