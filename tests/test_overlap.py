@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+from conftest import NothingLeft
 from runs import STEPS, Done, comparable, small, train
 
 AHEAD = {"rollout__max_staleness": 1}
 
 
 @pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def storage(nothing_left: NothingLeft, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("storage")
 
 
