@@ -5,14 +5,12 @@
 The trainer and the engine are the run's own: FSDP2 on one rank, a vLLM engine actor, `Fleet.push`. The bare copy, in
 the same run: on CPU a memcpy into shared memory that has been written to before, on one GPU a copy from device to
 device, between two GPUs an NCCL broadcast of one flat buffer. Without a model, one of Qwen2's shape is made of random
-weights: 30 M parameters on CPU, 0.5 B on GPU. Prints a table and writes bench/results/sync-*.json.
+weights: 30 M parameters on CPU, 0.5 B on GPU. Prints a table and writes bench/results/sync-PLACEMENT-DEVICE.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import os
 import statistics
 import sys
@@ -24,13 +22,15 @@ from typing import Any
 
 import numpy as np
 import ray
+import table
 import torch
 import torch.distributed as dist
+import workload
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlx import crew, launch, model
+from rlx import crew, model
+from rlx.command_line import exit_code
 from rlx.config import RunConfig, from_tree
 from rlx.fleet import Fleet
 from rlx.parallel import Grid
@@ -41,49 +41,34 @@ from rlx.rollout.pool import Rollouts
 from rlx.rollout.routes import Source
 
 _WARM, _ROUNDS = 2, 10
-_SHAPES = {
-    "cpu": dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, vocab_size=16000),
-    "cuda": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model.path", dest="path", help="Hugging Face folder; unset: random weights")
-    parser.add_argument("--rollout.transport", dest="transport", default="auto")
-    parser.add_argument("--placement", choices=("beside", "shared"), help="unset: beside if there are two GPUs")
-    given = parser.parse_args(argv)
-    gpus = torch.cuda.device_count()
-    placement = given.placement or ("beside" if gpus != 1 else "shared")
-    launch._quiet_environment()
-    os.environ.update(launch._OWN_CLUSTER)
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder:
-        path = given.path or made(folder, "cuda" if gpus else "cpu")
-        results = measure(config_of(path, bool(gpus), placement, given.transport), path)
-    ray.shutdown()
-    for key, value in results.items():
-        print(f"{key:>24}  {value:12,.4f}" if isinstance(value, float) else f"{key:>24}  {value}")
-    out = Path(__file__).parent / "results" / f"sync-{'gpu-' + placement if gpus else 'cpu'}.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    return 0
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model.path", dest="path", help="Hugging Face folder; unset: random weights")
+    options.add_argument("--rollout.transport", dest="transport", default="auto")
+    options.add_argument("--placement", choices=("beside", "shared"), help="unset: beside if there are two GPUs")
+    options.add_argument("--storage", default="storage", help="where models of random weights are kept")
+    options.add_argument("--out", default=str(Path(__file__).parent / "results"), help="folder for the JSON file")
+
+    def script() -> int:
+        given, gpus, load = options.parse_args(argv), workload.gpus(), os.getloadavg()[0]
+        placement = given.placement or ("beside" if gpus != 1 else "shared")
+        model = given.path or ("qwen2-0.5b" if gpus else "qwen2-30m")
+        config = config_of(model, bool(gpus), placement, given.transport, given.storage)
+        with workload.prepared(config) as (ready, path):
+            figures, facts = measure(ready, path)
+            table.finish(f"sync-{placement}", figures, ready, given.out, load, facts)
+        return 0
+
+    return exit_code(script)
 
 
-def made(folder: str, device: str) -> str:
-    """A model of random weights."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        heads = 2 if device == "cuda" else 4
-        lm = Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=heads, tie_word_embeddings=True, **_SHAPES[device]))
-    lm.to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(folder)
-    return folder
-
-
-def config_of(path: str, on_gpu: bool, placement: str, transport: str) -> RunConfig:
+def config_of(path: str, on_gpu: bool, placement: str, transport: str, storage: str) -> RunConfig:
     share = {"GPU": 1.0 if placement == "beside" else 0.5} if on_gpu else {}
     return from_tree(
         {
+            "storage": storage,
             "model": {"path": path, "dtype": "bfloat16" if on_gpu else "float32"},
             "data": {"max_prompt_tokens": 64},
             "rollout": {
@@ -97,8 +82,8 @@ def config_of(path: str, on_gpu: bool, placement: str, transport: str) -> RunCon
     )
 
 
-def measure(config: RunConfig, path: str) -> dict[str, Any]:
-    """Medians over the counted pushes, and the bare copies after them."""
+def measure(config: RunConfig, path: str) -> tuple[dict[str, float], dict[str, Any]]:
+    """Medians over the counted pushes, and the bare copies after them; and which ways both went."""
     bundles = [dict(config.scaling.resources_per_worker), dict(config.rollout.resources_per_engine)]
     group = placement_group(bundles, "STRICT_PACK")
     ray.get(group.ready())
@@ -124,24 +109,23 @@ class Trainer:
         self.ways = Direct(0, 1, self.device, [engine], config.rollout.transport)
         self.fleet = Fleet(Rollouts([engine], 0), grid, self.dtype, 0, print, self.ways)
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> tuple[dict[str, float], dict[str, Any]]:
         pushes = seconds(self._push)
         nbytes = sum(p.numel() for p in self.policy.parameters()) * self.dtype.itemsize
         sources = self.ways._course.sources if self.ways._course else {}
         way = sources[0][0].kind if sources else "object_store"
         what, copies = self._copies(nbytes, way)
         sync, copy = statistics.median(pushes), statistics.median(copies)
-        return {
-            "way": way,
-            "bytes": nbytes,
-            "first push s": self.first,
-            "sync s": sync,
-            "slowest sync s": max(pushes),
-            "bare copy": what,
-            "bare copy s": copy,
-            "bare copy GB/s": nbytes / copy / 1e9,
-            "sync / bare copy": sync / copy,
+        figures = {
+            "bytes, MB": nbytes / 1e6,
+            "first push, s": self.first,
+            "sync, s": sync,
+            "slowest sync, s": max(pushes),
+            "bare copy, s": copy,
+            "bare copy, GB/s": nbytes / copy / 1e9,
+            "sync time / copy time": sync / copy,
         }
+        return figures, {"way": way, "bare copy": what}
 
     def _push(self, number: int) -> None:
         started = time.perf_counter()

@@ -51,8 +51,17 @@ GPU: dict[str, Any] = _EVERYWHERE | {
     "rollout.max_num_seqs": 512,
     "scaling.use_gpu": True,
 }
-# Of Qwen2 0.5B, arXiv 2407.10671, table 1, and its config.json; the weights are random.
+# A small one for CPUs, and Qwen2 0.5B's, arXiv 2407.10671, table 1, and its config.json; the weights are random.
 _SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2-30m": {
+        "vocab_size": 16_000,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
     "qwen2-0.5b": {
         "vocab_size": 151_936,
         "hidden_size": 896,
@@ -63,7 +72,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": True,
-    }
+    },
 }
 
 

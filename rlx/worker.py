@@ -230,7 +230,7 @@ class Run:
         weights = model.adapter_weights(self.policy) if alone else model.engine_weights(self.policy)
         starting = timeout_s is None
         settings = self.config.rollout
-        if settings.placement == "shared" and self.device.type == "cuda":
+        if settings.placement == "shared":
             torch.cuda.empty_cache()  # the engine wakes on the same GPU
         self.fleet.push(weights, self.step, timeout_s or settings.timeout_s, starting, settings.partial)
 

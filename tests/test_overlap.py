@@ -6,6 +6,8 @@ import pytest
 from conftest import NothingLeft
 from runs import STEPS, Done, comparable, small, train
 
+from rlx.config import RunConfig
+
 AHEAD = {"rollout__max_staleness": 1}
 
 
@@ -29,9 +31,8 @@ def test_the_first_step_is_that_of_a_run_on_policy_and_later_ones_are_corrected(
     assert ahead.history["mismatch/weight_max"][STEPS][0] > 1.0001
 
 
-def test_a_resumed_run_trains_on_what_was_drawn_before(ahead: Done, tiny_model: Path, storage: Path) -> None:
-    """Its checkpoint holds the round that was drawn ahead, with weights that are gone."""
-    config = small(tiny_model, storage, "stopped", **AHEAD)
+def stopped_and_resumed(config: RunConfig) -> Done:
+    """A run that is stopped once it has a checkpoint, and goes on."""
 
     def stop(metrics: dict[str, object], checkpoint: str | None) -> None:
         if checkpoint:
@@ -39,7 +40,13 @@ def test_a_resumed_run_trains_on_what_was_drawn_before(ahead: Done, tiny_model: 
 
     with pytest.raises(RuntimeError, match="stopped by the test"):
         train(config, on_report=stop)
-    resumed = train(config, resume=True)
+    return train(config, resume=True)
+
+
+def test_a_resumed_run_trains_on_what_was_drawn_before(ahead: Done, tiny_model: Path, storage: Path) -> None:
+    """Its checkpoint holds the round that was drawn ahead, with weights that are gone."""
+    config = small(tiny_model, storage, "stopped", **AHEAD)
+    resumed = stopped_and_resumed(config)
     assert resumed.reports[0][0]["step"] in (2, 3)
     assert comparable(resumed.history, range(STEPS + 1)) == comparable(ahead.history, range(STEPS + 1))
 
@@ -47,14 +54,7 @@ def test_a_resumed_run_trains_on_what_was_drawn_before(ahead: Done, tiny_model: 
 @pytest.mark.slow  # two cold starts, for a path that the test above takes but for its last step
 def test_the_last_step_may_have_nothing_but_what_was_drawn_before(tiny_model: Path, storage: Path) -> None:
     config = small(tiny_model, storage, "longer", train__steps=3, checkpoint__every=2, **AHEAD)
-
-    def stop(metrics: dict[str, object], checkpoint: str | None) -> None:
-        if checkpoint:
-            raise RuntimeError("stopped by the test")
-
-    with pytest.raises(RuntimeError, match="stopped by the test"):
-        train(config, on_report=stop)
-    resumed = train(config, resume=True)
+    resumed = stopped_and_resumed(config)
     assert sorted(resumed.history["reward/mean"]) == [1, 2, 3]
 
 

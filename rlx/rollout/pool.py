@@ -203,13 +203,15 @@ class Rollouts:
         self.there = {}
         up = up or ray.wait(calls, num_returns=1, timeout=self.timeout_s)[0]
         for index, call in enumerate(calls):
-            if words := _last_words(call, index) if call in up else f"engine {index} is gone":
-                self.lose(index, words)
-                self._end_if_hung(index)
-            else:
-                self.there[index] = ray.get(call)
+            try:
+                if call not in up:
+                    raise EngineLostError(f"engine {index} is gone")
+                self.there[index] = answer(call, index, math.inf)
                 self.lost.pop(index, None)
                 self._silent.pop(index, None)
+            except EngineLostError as error:
+                self.lose(index, str(error))
+                self._end_if_hung(index)
         return {index: engine for index, engine in enumerate(self.engines) if index not in self.lost}
 
     def _end_if_hung(self, index: int) -> None:
@@ -278,15 +280,6 @@ class Rollouts:
             Request(prompt.token_ids, request_seed(self.seed, draw.step, prompt.id, k), sampling)
             for k, sampling in enumerate(draw.samplings)
         ]
-
-
-def _last_words(call: Any, engine: int) -> str:
-    """Why a call that is over failed; empty if it did not."""
-    try:
-        answer(call, engine, math.inf)
-    except EngineLostError as error:
-        return str(error)
-    return ""
 
 
 def is_alive(engine: Any) -> bool:
