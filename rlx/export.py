@@ -167,7 +167,7 @@ def _write_adapters(policy: Policy, config: RunConfig, path: str, dtype: torch.d
     ).save_pretrained(str(folder))
     weights = model.adapter_weights(policy)
     full = shards.gathered(weights, dtype)
-    tensors = {weight.name: tensor.contiguous() for weight, tensor in zip(weights, full, strict=True)}
+    tensors = {weight.name: tensor.to(dtype).contiguous() for weight, tensor in zip(weights, full, strict=True)}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -278,18 +278,15 @@ def adapters_off(policy: nn.Module) -> Iterator[None]:
 def engine_weights(policy: nn.Module) -> list[Weight]:
     """The policy's weights as the engines load them: Hugging Face names, adapters merged in, no value head."""
     named = {name.removeprefix("lm."): p for name, p in policy.named_parameters() if name.startswith("lm.")}
-    scales = {
-        name.removeprefix("lm."): part.scaling for name, part in policy.named_modules() if hasattr(part, "scaling")
-    }
 
     def weight(name: str, base: Tensor) -> Weight:
         layer = name.removesuffix(f"{_BASE}weight")
         down, up = (named.get(f"{layer}.{side}.{_ADAPTER}.weight") for side in ("lora_A", "lora_B"))
         if layer == name or down is None or up is None:
             return Weight(name.replace(_BASE, "."), tuple(base.shape), (base,))
-        return Weight(
-            f"{layer}.weight", tuple(base.shape), (base, down, up), partial(_merged, scale=scales[layer][_ADAPTER])
-        )
+        adapted: Any = policy.get_submodule(f"lm.{layer}")
+        merged = partial(_merged, scale=adapted.scaling[_ADAPTER])
+        return Weight(f"{layer}.weight", tuple(base.shape), (base, down, up), merged)
 
     return [weight(name, p) for name, p in named.items() if ".lora_" not in name]
 

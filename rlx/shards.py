@@ -23,24 +23,25 @@ _ALIGNED = 16  # bytes: any dtype may begin there
 def gathered(weights: Sequence[Weight], dtype: torch.dtype) -> list[Tensor]:
     """The weights in full; all ranks call it with theirs, in the same order.
 
-    What is no more than a shard is cast before it travels. A tensor that no other rank has a part of is not copied.
+    What is no more than a shard is cast to `dtype` before it travels. A tensor that no other rank has a part of is
+    neither copied nor cast: whoever copies it does both at once.
     """
     parts = [(part, part.dtype if weight.join else dtype) for weight in weights for part in weight.parts]
     full = iter(_full(parts))
     whole = []
     for weight in weights:
         own = [next(full) for _ in weight.parts]
-        whole.append(weight.join(*own).to(dtype) if weight.join else own[0])
+        whole.append(weight.join(*own) if weight.join else own[0])
     return whole
 
 
 def _full(parts: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
-    """Each tensor in full, in its dtype."""
+    """Each tensor in full, in its dtype if it has travelled."""
     meshes = [_mesh(part) for part, _ in parts]
     mesh = next(filter(None, meshes), None)
     together = [i for i, own in enumerate(meshes) if own is not None and own == mesh]
     found = dict(zip(together, _all_gathered([parts[i] for i in together], mesh), strict=True)) if mesh else {}
-    return [found[i] if i in found else _alone(part).to(dtype) for i, (part, dtype) in enumerate(parts)]
+    return [found[i] if i in found else _alone(part) for i, (part, _) in enumerate(parts)]
 
 
 def _mesh(part: Tensor) -> DeviceMesh | None:

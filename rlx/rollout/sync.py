@@ -27,6 +27,9 @@ from rlx.rollout.routes import Whereabouts
 from rlx.shards import gathered
 from rlx.types import Weight, WeightSyncError
 
+BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""on a GPU what a bucket costs is Python's time, not the copy's"""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -45,7 +48,7 @@ def push(
     dtype: torch.dtype = torch.float32,
     timeout_s: float = 120.0,
     keep: bool = False,
-    bucket_bytes: int = 64 << 20,
+    bucket_bytes: int | None = None,
     direct: Direct | None = None,
     there: Mapping[int, Whereabouts] | None = None,
 ) -> dict[int, str]:
@@ -59,6 +62,7 @@ def push(
         sender: whether this rank sends to engines that share no memory with another; it is rank 0.
         dtype: what the engines hold.
         timeout_s: the longest that an engine may take to open the update, to take a bucket, to finish.
+        bucket_bytes: that travel at a time; None: BUCKET_BYTES of the device the weights are on.
         keep: what the engines are drawing goes on with these weights; otherwise it is finished first.
         direct: the direct ways, where there are such.
         there: where the engines are, for the direct ways.
@@ -67,7 +71,8 @@ def push(
         On the sender: the engines that did not take the weights, or not the ones sent, and why.
     """
     failed: dict[int, str] = {}
-    groups = buckets.grouped(weights, dtype, bucket_bytes)
+    limit = bucket_bytes or BUCKET_BYTES[weights[0].parts[0].device.type]
+    groups = buckets.grouped(weights, dtype, limit)
     left = dict(engines)
     while True:
         lost, again = _sent(groups, left, version, sender, dtype, timeout_s, keep, direct, there or {})
