@@ -109,7 +109,8 @@ def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[
     if args.steps is not None and not (args.steps.isdecimal() and int(args.steps)):
         raise ConfigError(f"--steps {args.steps}: expected a whole number of at least 1")
     steps = int(args.steps or args.counted[args.gpu])
-    defaults = (GPU | gpu_shares(gpus()) if args.gpu else CPU) | {"train.steps": WARM + steps}
+    shares = gpu_shares(gpus(), given.get("rollout.placement") == "shared")
+    defaults = (GPU | shares if args.gpu else CPU) | {"train.steps": WARM + steps}
     if given.get("data.source"):
         defaults.pop("data.params", None)
     config = from_tree(with_overrides({}, defaults | given), "command line")
@@ -125,11 +126,11 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def gpu_shares(count: int) -> dict[str, Any]:
-    """What an engine and a worker take: a GPU each, or half of the only one."""
-    share = 1 if count > 1 else 0.5
-    one = {"CPU": 1, "GPU": share}
-    memory = {"rollout.gpu_memory_utilization": 0.8 if count > 1 else 0.4}
+def gpu_shares(count: int, shared: bool = False) -> dict[str, Any]:
+    """What an engine and a worker take: a GPU each, or half of the only one, or one in turns."""
+    alone = count > 1 and not shared
+    one = {"CPU": 1} | ({} if shared else {"GPU": 1 if alone else 0.5})
+    memory = {"rollout.gpu_memory_utilization": 0.8 if alone else 0.4}
     return {"rollout.resources_per_engine": one, "scaling.resources_per_worker": one} | memory
 
 
@@ -189,6 +190,8 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
     steps: list[dict[str, Any]] = []
 
     def report(metrics: dict[str, Any], checkpoint: str | None) -> None:
+        if "time/step" not in metrics:  # of the policy as it was
+            return
         steps.append(metrics)
         seconds = ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", "rollout", "update"))
         print(f"{name}: step {metrics['step']} of {config.train.steps}: {seconds}", file=sys.stderr, flush=True)

@@ -69,10 +69,11 @@ def test_the_gpu_defaults_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == "error: --gpu: torch sees no GPU on this machine\n"
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_the_gpu_defaults_are_a_config(gpus: int) -> None:
-    config = from_tree(with_overrides({}, workload.GPU | workload.gpu_shares(gpus)))
-    shares = config.rollout.resources_per_engine["GPU"], config.scaling.resources_per_worker["GPU"]
+@pytest.mark.parametrize(("gpus", "placement"), [(1, "beside"), (2, "beside"), (1, "shared")])
+def test_the_gpu_defaults_are_a_config(gpus: int, placement: str) -> None:
+    defaults = workload.GPU | workload.gpu_shares(gpus, placement == "shared")
+    config = from_tree(with_overrides({}, defaults | {"rollout.placement": placement}))
+    shares = config.rollout.resources_per_engine.get("GPU", 0), config.scaling.resources_per_worker.get("GPU", 0)
     assert sum(shares) <= gpus and config.model.dtype == "bfloat16" and config.critic == config.reference == "none"
 
 
