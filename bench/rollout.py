@@ -49,6 +49,8 @@ def check(config: RunConfig) -> None:
         raise ConfigError("rollout.engines: bare vLLM is one engine; measure one")
     if config.train.actor_lr > 0:
         raise ConfigError("train.actor_lr: a policy that changes draws other completions than bare vLLM; leave it 0")
+    if config.rollout.max_staleness or config.rollout.parts > 1:
+        raise ConfigError("rollout: bare vLLM draws a step's completions at once; leave max_staleness and parts out")
     if config.algorithm.filter_groups or config.algorithm.advantage == "remax":
         raise ConfigError("algorithm: filter_groups and remax draw more than the step's prompts; leave them out")
 

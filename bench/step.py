@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stale(config: RunConfig, k: int) -> RunConfig:
-    """The config with steps generated k steps ahead."""
-    return from_tree(with_overrides(config.model_dump(), {"rollout.max_staleness": k}), "k")
+    """The config with steps generated k steps ahead, and one step more: at the last nothing is generated."""
+    own = {"rollout.max_staleness": k, "train.steps": config.train.steps + 1}
+    return from_tree(with_overrides(config.model_dump(), own), "k")
 
 
 def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str, float]:
@@ -61,7 +62,7 @@ def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str
     now = workload.counted_steps(config, tables, "k0")
     figures = parts(now)
     if overlap:
-        figures |= compared(now, workload.counted_steps(stale(config, 1), tables, "k1"))
+        figures |= compared(now, workload.counted_steps(stale(config, 1), tables, "k1")[:-1])
     launch.release()
     return figures | (rollout.compared(config, path, tables, now) if bare else {})
 

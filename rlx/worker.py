@@ -232,7 +232,8 @@ class Run:
         settings = self.config.rollout
         if settings.placement == "shared":
             torch.cuda.empty_cache()  # the engine wakes on the same GPU
-        self.fleet.push(weights, self.step, timeout_s or settings.timeout_s, starting, settings.partial)
+        keep = settings.partial and not starting  # at first it would be of a run before, on the same engines
+        self.fleet.push(weights, self.step, timeout_s or settings.timeout_s, starting, keep)
 
     def update_average(self) -> None:
         """Moves the average of the policy's weights towards them, after an optimizer step."""

@@ -18,6 +18,7 @@ from test_rollout import PROMPTS, SAMPLING, drawn_by, versions
 from rlx import model
 from rlx.fleet import Fleet
 from rlx.parallel import Grid
+from rlx.rollout.engine import Output, Request
 from rlx.rollout.pool import Draw, RolloutError, Rollouts
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
@@ -121,6 +122,27 @@ def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -
     with pytest.raises(RolloutError, match=r"all engines failed, 3 times in a row, at step 7: .*out of memory"):
         fleet.finish(fleet.begin(PROMPTS[:1], [SAMPLING], 7), 7, lambda: sent.append(1))
     assert len(sent) == 2
+
+
+@ray.remote
+class Replaced:
+    """An engine whose process ended while it drew with weights 1, and which has taken weights 2 since."""
+
+    def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
+        if version == 1:
+            raise RuntimeError("its process ended")
+        return [Output((7,), (-0.5,), True)] * len(requests), 0.1
+
+
+@pytest.mark.parametrize(("holds", "lost"), [(1, [0]), (2, [])])
+def test_an_engine_that_was_sent_weights_since_is_not_lost_by_an_earlier_failure(
+    ray_cluster: None, holds: int, lost: list[int]
+) -> None:
+    rollouts = Rollouts([Replaced.remote()], seed=0)
+    draw = rollouts.begin(PROMPTS, [SAMPLING], 1)
+    rollouts.finish(draw, holds)
+    assert list(rollouts.lost) == lost
+    assert draw.is_whole is not bool(lost)
 
 
 def test_a_push_that_reaches_no_engine_names_each(weights: list[Weight], said: list[str]) -> None:

@@ -183,7 +183,7 @@ class Rollouts:
         deadline = time.monotonic() + self.timeout_s
         draw.calls = {pending: replace(call, deadline=deadline) for pending, call in draw.calls.items()}
         while draw.calls:
-            for call, outputs in self._answered(draw):
+            for call, outputs in self._answered(draw, version):
                 if outputs is None:
                     draw.waiting += call.prompts
                     continue
@@ -228,9 +228,9 @@ class Rollouts:
             if words.endswith(HUNG):
                 ray.kill(self.engines[index], no_restart=False)
 
-    def _answered(self, draw: Draw) -> Iterator[tuple[Call, list[Output] | None]]:
-        """Waits for one of the calls at least and takes out those that are over, with what was drawn; None if the
-        engine is lost."""
+    def _answered(self, draw: Draw, version: int) -> Iterator[tuple[Call, list[Output] | None]]:
+        """Waits for one of the calls at least and takes out those that are over, with what was drawn; None if the call
+        failed. The engine is lost then, unless it has been sent weights since: it may have been replaced."""
         latest = min(call.deadline for call in draw.calls.values())
         ray.wait(list(draw.calls), timeout=max(0.0, latest - time.monotonic()))
         for pending in [pending for pending, call in draw.calls.items() if _is_over(pending, call.deadline)]:
@@ -241,7 +241,8 @@ class Rollouts:
                 draw.seconds = max(draw.seconds, seconds)
                 yield call, outputs
             except EngineLostError as error:
-                self.lose(call.engine, str(error))
+                if call.version == version or str(error).endswith(HUNG):
+                    self.lose(call.engine, str(error))
                 yield call, None
 
     def _ask(self, draw: Draw, version: int) -> None:

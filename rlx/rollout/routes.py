@@ -45,7 +45,7 @@ def routes(
     Args:
         engines: by their number in the pool.
         ranks: of the trainers; the first is the one that sends to groups.
-        transport: auto, or the way that all of them take.
+        transport: auto, or the way of all whom it can reach.
     """
     members = {"nccl": 1, "gloo": 1}  # of each process group, the sender included
     # What cannot join NCCL's group any more: CPUs never can, and a sender without a GPU has none.
