@@ -155,7 +155,7 @@ class Delivery:
             except RuntimeError:  # somebody has left: their calls say who
                 self._break(kind)
         if self._readers:
-            self._wait_for_gpu()
+            self.wait_for_gpu()
             self._direct.store.set(links.written(self._course.update, number, self._direct.rank), handle)
 
     def finish(self) -> None:
@@ -171,6 +171,19 @@ class Delivery:
             ray.wait(list(self._calls), num_returns=len(self._calls), timeout=_GRACE_S)
             for call, index in list(self._calls.items()):
                 self._take(call, index)
+
+    def wait_for_gpu(self) -> None:
+        """Until a bucket is filled, for those who do not wait for the GPU's stream; a copy to the host would wait as
+        long as the stream does for a group of which one is gone, and nobody would look."""
+        if self._direct.device.type != "cuda":
+            return
+        filled = torch.cuda.Event()
+        filled.record()
+        try:
+            links.wait(filled.query, self._deadline(), self._look)
+        except TimeoutError:  # it waits for a group
+            self._break_all()
+            filled.synchronize()
 
     def _tell(self) -> None:
         course, direct = self._course, self._direct
@@ -282,15 +295,3 @@ class Delivery:
         self._direct.store.set(links.given_up(self._course.group), "")
         if group := self._direct.groups.pop(kind, None):
             group.abandon()
-
-    def _wait_for_gpu(self) -> None:
-        """Until a bucket is filled, for those who do not wait for the GPU's stream."""
-        if self._direct.device.type != "cuda":
-            return
-        filled = torch.cuda.Event()
-        filled.record()
-        try:
-            links.wait(filled.query, self._deadline(), self._look)
-        except TimeoutError:  # it waits for a group
-            self._break_all()
-            filled.synchronize()

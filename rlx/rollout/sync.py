@@ -109,6 +109,8 @@ def _sent(
         if delivery:
             delivery.send(tensors)
         if update:
+            if delivery:
+                delivery.wait_for_gpu()
             update.send(pack(layout, tensors))
     if update:
         update.finish()
