@@ -206,6 +206,7 @@ def cut(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
     return train(small(tiny_model, storage, "cut", parallel__tp=2, **AHEAD))
 
 
+@pytest.mark.slow  # whole runs with cold starts, of parts that the tests above hold together
 def test_a_run_with_cut_layers_is_that_of_one_process(cut: Done, tiny_model: Path, storage: Path) -> None:
     alone = train(small(tiny_model, storage, "alone", scaling__num_workers=1, **AHEAD))
     found, expected = (comparable(done.history, range(STEPS + 1)) for done in (cut, alone))
@@ -216,6 +217,7 @@ def test_a_run_with_cut_layers_is_that_of_one_process(cut: Done, tiny_model: Pat
     assert found["mismatch/max_abs"][1][0] <= 1e-4  # later steps train on completions of older weights
 
 
+@pytest.mark.slow  # whole runs with cold starts, of parts that the tests above hold together
 def test_a_run_with_cut_layers_continues_exactly(cut: Done, tiny_model: Path, storage: Path) -> None:
     source = f"{cut.result.folder}/{archive.folder_name(STEPS // 2)}"
     start = {"checkpoint__start_from": source, "checkpoint__start_with": "state"}
