@@ -24,7 +24,7 @@ from rlx.config import ConfigError, RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = workload.parser(__doc__, steps=(8, 3))
+    options = workload.parser(__doc__, steps=(5, 3))
 
     def script() -> int:
         args, config = workload.read(options, argv)

@@ -29,7 +29,7 @@ Steps = Sequence[Mapping[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = workload.parser(__doc__, steps=(8, 3))
+    options = workload.parser(__doc__, steps=(5, 3))
     options.add_argument("--skip", choices=("overlap",), help="only the parts of a step with k = 0")
     options.add_argument("--bare", action="store_true", help="bench/rollout.py's figures as well")
 
