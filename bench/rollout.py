@@ -49,8 +49,9 @@ def check(config: RunConfig) -> None:
         raise ConfigError("rollout.engines: bare vLLM is one engine; measure one")
     if config.train.actor_lr > 0:
         raise ConfigError("train.actor_lr: a policy that changes draws other completions than bare vLLM; leave it 0")
-    if config.rollout.max_staleness or config.rollout.parts > 1:
-        raise ConfigError("rollout: bare vLLM draws a step's completions at once; leave max_staleness and parts out")
+    for key, given in (("max_staleness", config.rollout.max_staleness), ("parts", config.rollout.parts - 1)):
+        if given:
+            raise ConfigError(f"rollout.{key}: bare vLLM draws a step's completions at once; leave it out")
     if config.algorithm.filter_groups or config.algorithm.advantage == "remax":
         raise ConfigError("algorithm: filter_groups and remax draw more than the step's prompts; leave them out")
 
@@ -61,9 +62,10 @@ def compared(
     """The table: a run's counted steps, and the same steps by bare vLLM."""
     import ray
 
+    from rlx.plan import plan
     from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT
 
-    resources = config.rollout.resources_per_engine
+    resources = plan(config).engines[0]
     on_gpu = resources.get("GPU", 0) > 0
     process: Any = ray.remote(bare.rollout).options(
         num_cpus=resources.get("CPU", 0),
@@ -111,13 +113,16 @@ def requests(
 
 def described(config: RunConfig) -> dict[str, Any]:
     """How both were set."""
+    from rlx.plan import plan
+
+    needed = plan(config)
     train, chosen = config.train, config.rollout
     return {
         "precision": config.model.dtype,
         "completions": f"{train.prompts_per_step} prompts x {train.samples_per_prompt}",
         "tokens of one": f"at most {config.data.max_prompt_tokens} + {chosen.max_tokens}",
         "at once": chosen.max_num_seqs,
-        "engine": f"{dict(chosen.resources_per_engine)}, the trainer {dict(config.scaling.resources_per_worker)}",
+        "engine": f"{needed.engines[0]}, the trainer {needed.workers[0]}",
     }
 
 

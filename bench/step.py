@@ -20,7 +20,7 @@ import table
 import workload
 
 from rlx.command_line import exit_code
-from rlx.config import RunConfig, from_tree, with_overrides
+from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
 
 _PARTS = ("rollout", "reward", "annotate", "update", "sync")
 
@@ -35,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def script() -> int:
         args, config = workload.read(options, argv)
-        if not args.skip:
-            stale(config, 1)  # refused before anything starts
+        check(config, overlap=not args.skip)
         if args.bare:
             rollout.check(config)
         load = os.getloadavg()[0]
@@ -48,10 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(script)
 
 
-def stale(config: RunConfig, k: int) -> RunConfig:
-    """The config with steps generated k steps ahead, and one step more: at the last nothing is generated."""
-    own = {"rollout.max_staleness": k, "train.steps": config.train.steps + 1}
-    return from_tree(with_overrides(config.model_dump(), own), "k")
+def check(config: RunConfig, overlap: bool) -> None:
+    """ConfigError for a config whose steps are not measured."""
+    if config.rollout.max_staleness:
+        raise ConfigError("rollout.max_staleness: 0 and 1 are measured; leave it out")
+    if overlap and config.rollout.placement == "shared":
+        raise ConfigError("rollout.placement shared: nothing overlaps where both take turns; add --skip overlap")
+    if overlap:
+        ahead(config)
+
+
+def ahead(config: RunConfig) -> RunConfig:
+    """The config with k = 1, and one step more: at the last nothing is generated."""
+    own = {"rollout.max_staleness": 1, "train.steps": config.train.steps + 1}
+    return from_tree(with_overrides(config.model_dump(), own), "k = 1")
 
 
 def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str, float]:
@@ -62,7 +71,7 @@ def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str
     now = workload.counted_steps(config, tables, "k0")
     figures = parts(now)
     if overlap:
-        figures |= compared(now, workload.counted_steps(stale(config, 1), tables, "k1")[:-1])
+        figures |= compared(now, workload.counted_steps(ahead(config), tables, "k1")[:-1])
     launch.release()
     return figures | (rollout.compared(config, path, tables, now) if bare else {})
 

@@ -44,7 +44,9 @@ _WARM, _ROUNDS = 2, 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--model.path", dest="path", help="Hugging Face folder; unset: random weights")
     options.add_argument("--rollout.transport", dest="transport", default="auto")
     options.add_argument("--placement", choices=("beside", "shared"), help="unset: beside if there are two GPUs")
@@ -54,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def script() -> int:
         given, gpus, load = options.parse_args(argv), workload.gpus(), os.getloadavg()[0]
         placement = given.placement or ("beside" if gpus != 1 else "shared")
-        model = given.path or ("qwen2-0.5b" if gpus else "qwen2-30m")
-        config = config_of(model, bool(gpus), placement, given.transport, given.storage)
-        with workload.prepared(config) as (ready, path):
-            figures, facts = measure(ready, path)
+        path = given.path or ("qwen2-0.5b" if gpus else "qwen2-30m")
+        config = config_of(path, bool(gpus), placement, given.transport, given.storage)
+        with workload.prepared(config) as (ready, folder):
+            figures, facts = measure(ready, folder)
             table.finish(f"sync-{placement}", figures, ready, given.out, load, facts)
         return 0
 

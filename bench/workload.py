@@ -19,6 +19,7 @@ from typing import Any
 from rlx.command_line import add_settings, parse
 from rlx.config import ConfigError, RunConfig, from_tree, nearest, with_overrides
 
+UNTRAINED = "tiny-random"
 WARM = 2
 """first steps and rounds that are not counted"""
 
@@ -35,9 +36,9 @@ _EVERYWHERE = {
     "checkpoint.best_by": None,
 }
 # The tiny model as it is before its warm start: trained, it says three tokens, and a step is hardly any rollout; from
-# random weights responses have 75 in the mean, about as many as prompts.
+# random weights responses have 75 in the mean.
 CPU: dict[str, Any] = _EVERYWHERE | {
-    "model.path": "tiny-random",
+    "model.path": UNTRAINED,
     "train.samples_per_prompt": 8,
     "rollout.max_tokens": 128,
 }
@@ -53,17 +54,8 @@ GPU: dict[str, Any] = _EVERYWHERE | {
     "rollout.max_num_seqs": 512,
     "scaling.use_gpu": True,
 }
-# Two small ones for CPUs, and Qwen2 0.5B's, arXiv 2407.10671, table 1, and its config.json; the weights are random.
+# A small one for CPUs, and Qwen2 0.5B's, arXiv 2407.10671, table 1, and its config.json; the weights are random.
 _SHAPES: dict[str, dict[str, Any]] = {
-    "tiny-random": {
-        "vocab_size": 106,
-        "hidden_size": 256,
-        "intermediate_size": 384,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
     "qwen2-30m": {
         "vocab_size": 16_000,
         "hidden_size": 512,
@@ -159,28 +151,37 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
 
 
 def model_folder(config: RunConfig) -> str:
-    """The model; one of a shape known here is made in the storage, once, with random weights."""
+    """The model; one that is known here is made in the storage, once, with random weights."""
     from rlx import inputs, warm_start
     from rlx.storage import local_folder
 
-    name = config.model.path
-    if name not in _SHAPES:
-        if nearest(name, list(_SHAPES)) and not Path(name).exists():
-            raise ConfigError(f"model.path {name}: no such model{nearest(name, list(_SHAPES))}")
+    name, known = config.model.path, [UNTRAINED, *_SHAPES]
+    if name not in known:
+        if name != "tiny" and "/" not in name and nearest(name, known):
+            raise ConfigError(f"model.path {name}: no such model{nearest(name, known)}")
         return inputs.model_folder(config)
     folder = local_folder(config.storage) / "models" / name
     if not folder.exists():
-        import torch
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-
         tokenizer = warm_start.build_tokenizer()
-        shape = Qwen2Config(**_SHAPES[name], eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
         with warm_start.private_torch_state(0):
-            model = Qwen2ForCausalLM(shape).to(torch.bfloat16)
+            model = random_model(name, tokenizer)
         with warm_start.whole_folder(folder) as unfinished, warm_start.no_progress_bars():
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
     return str(folder)
+
+
+def random_model(name: str, tokenizer: Any) -> Any:
+    """A model that is known here."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from rlx import warm_start
+
+    if name == UNTRAINED:
+        return warm_start.build_model(warm_start.WarmStart(), tokenizer)
+    shape = Qwen2Config(**_SHAPES[name], eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return Qwen2ForCausalLM(shape).to(torch.bfloat16)
 
 
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:

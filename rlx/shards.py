@@ -23,8 +23,8 @@ _ALIGNED = 16  # bytes: any dtype may begin there
 def gathered(weights: Sequence[Weight], dtype: torch.dtype) -> list[Tensor]:
     """The weights in full; all ranks call it with theirs, in the same order.
 
-    What is no more than a shard is cast to `dtype` before it travels. A tensor that no other rank has a part of is
-    neither copied nor cast: whoever copies it does both at once.
+    What FSDP2 has cut by rows is cast to `dtype` before it travels. All else keeps its own, and a tensor that no other
+    rank has a part of is not copied: whoever copies it casts it at once.
     """
     parts = [(part, part.dtype if weight.join else dtype) for weight in weights for part in weight.parts]
     full = iter(_full(parts))
@@ -36,7 +36,7 @@ def gathered(weights: Sequence[Weight], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _full(parts: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
-    """Each tensor in full, in its dtype if it has travelled."""
+    """Each tensor in full; those of the one all-gather are in their dtype here."""
     meshes = [_mesh(part) for part, _ in parts]
     mesh = next(filter(None, meshes), None)
     together = [i for i, own in enumerate(meshes) if own is not None and own == mesh]

@@ -90,7 +90,7 @@ def make_tiny_model(
     tokenizer = build_tokenizer()
     held_out = draw_questions(recipe, recipe.held_out_seed, recipe.held_out_size)
     with private_torch_state(recipe.seed):
-        model = _build_model(recipe, tokenizer)
+        model = build_model(recipe, tokenizer)
         _train(model, tokenizer, recipe, progress)
         accuracy = greedy_accuracy(model, tokenizer, held_out)
     report = {"accuracy": accuracy, "seconds": time.monotonic() - started}
@@ -183,7 +183,8 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return cast(list[int], tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
 
-def _build_model(recipe: WarmStart, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def build_model(recipe: WarmStart, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The model before its warm start, of random weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,

@@ -232,7 +232,8 @@ class Run:
         settings = self.config.rollout
         if settings.placement == "shared":
             torch.cuda.empty_cache()  # the engine wakes on the same GPU
-        keep = settings.partial and not starting  # at first it would be of a run before, on the same engines
+        # At first what is drawn is of a run before, on the same engines; later no engine was left to draw.
+        keep = settings.partial and not starting
         self.fleet.push(weights, self.step, timeout_s or settings.timeout_s, starting, keep)
 
     def update_average(self) -> None:

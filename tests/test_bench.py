@@ -15,6 +15,7 @@ import workload
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+from rlx.plan import plan
 
 MAINS = {"rollout": rollout.main, "update": update.main, "step": step.main, "scaling": scaling.main}
 SHAPE = LlamaConfig(
@@ -47,6 +48,9 @@ def settings(**given: object) -> RunConfig:
         ("rollout", ["--train.stepz", "3"], "unknown option --train.stepz; nearest: --train.steps"),
         ("rollout", ["--rollout.engines", "2"], "rollout.engines: bare vLLM is one engine"),
         ("rollout", ["--train.actor-lr", "0.1"], "leave it 0"),
+        ("rollout", ["--rollout.max-staleness", "1"], "error: rollout.max_staleness: bare vLLM"),
+        ("rollout", ["--rollout.parts", "2"], "error: rollout.parts: bare vLLM"),
+        ("step", ["--rollout.max-staleness", "1"], "0 and 1 are measured"),
         ("update", ["--scaling.num-workers", "2"], "bench/scaling.py takes more"),
         ("update", ["--model.lora-rank", "4"], "no LoRA"),
         ("update", ["--steps", "0"], "--steps 0: expected a whole number"),
@@ -73,8 +77,9 @@ def test_the_gpu_defaults_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_gpu_defaults_are_a_config(gpus: int, placement: str) -> None:
     defaults = workload.GPU | workload.gpu_shares(gpus, placement == "shared")
     config = from_tree(with_overrides({}, defaults | {"rollout.placement": placement}))
-    shares = config.rollout.resources_per_engine.get("GPU", 0), config.scaling.resources_per_worker.get("GPU", 0)
-    assert sum(shares) <= gpus and config.model.dtype == "bfloat16" and config.critic == config.reference == "none"
+    needed = plan(config)
+    assert needed.total()["GPU"] == gpus and needed.engines[0]["GPU"] == (1 if gpus > 1 else 0.5)
+    assert config.model.dtype == "bfloat16" and config.critic == config.reference == "none"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +177,7 @@ def test_a_step_ahead_is_compared_with_the_parts_of_one_that_is_not() -> None:
     assert figures["step with k = 1 / max(rollout, update)"] == pytest.approx(1.1)
     assert figures["step with k = 1 / step with k = 0"] == pytest.approx(0.55)
     assert figures["the least that could be"] == pytest.approx(0.5)
+    assert step.ahead(settings(train__steps=7)).train.steps == 8  # one of which generates nothing
     assert step.parts([now | {"time/step": 6.0}])["rollout / step"] == 0.5
 
 

@@ -393,7 +393,7 @@ def test_an_update_does_not_depend_on_micro_batches(
             assert (after - start).abs().max() > 1e-5, name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_update_does_not_depend_on_the_number_of_ranks(
     ranks: int, on_ranks: OnRanks, on_one_rank: list[dict[str, Tensor]], tiny_model: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_sweep_stops_bad_trials_and_leaves_nothing(tiny_model: Path, place: Pa
 BEFORE_UPDATE = ("reward/", "response/", "task/", "groups/", "mismatch/", "kl/ref", "policy/entropy", "value/explained")
 
 
+@pytest.mark.slow  # whole runs, of what test_schedulers and test_run hold together
 def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
     tiny_model: Path, place: Path, nothing_left: NothingLeft
 ) -> None:

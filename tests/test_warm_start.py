@@ -68,7 +68,7 @@ def test_same_recipe_same_weights_and_the_callers_state_is_kept(folder: Path, tm
 
 
 def test_the_real_recipe_has_a_million_parameters() -> None:
-    model = warm_start._build_model(WarmStart(), warm_start.build_tokenizer())
+    model = warm_start.build_model(WarmStart(), warm_start.build_tokenizer())
     assert 1_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_500_000
     assert model.config.head_dim in (32, 64, 80, 96, 112, 128)
 

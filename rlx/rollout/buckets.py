@@ -48,7 +48,7 @@ def size(layout: Layout) -> int:
 
 def fill(bucket: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> None:
     """Writes tensors and their checksum into a run of bytes, `[size(layout)]` uint8, on whichever device."""
-    # Three hundred small copies, as one call: a call for each takes longer than the GPU does.
+    # As one call: three hundred calls take longer than the GPU does.
     torch._foreach_copy_([view for _, view in views(bucket, layout)], list(tensors))
     bucket[-_CHECKSUM:].view(torch.int64)[0] = _checksum(bucket, layout)
 
@@ -71,7 +71,7 @@ def is_sound(bucket: Tensor, layout: Layout) -> Tensor:
 
 def _checksum(bucket: Tensor, layout: Layout) -> Tensor:
     """Over names, dtypes, shapes and bytes: rows of 8-byte words are summed, each sum taken times an odd number that
-    follows from where the row is. Whatever is changed in one word, or moved to another row, changes the result."""
+    follows from where the row is: any change of one word changes the result. Where in its row a word is does not."""
     words = bucket[:-_CHECKSUM].view(torch.int64)
     whole = len(words) // _ROW * _ROW
     rows = torch.cat([words[:whole].view(-1, _ROW).sum(1), words[whole:].sum(0, keepdim=True)])

@@ -145,7 +145,7 @@ class Call:
 class Rollouts:
     """One rank's way to the engines.
 
-    An engine that has failed gets no prompts until it holds the weights again; Ray meanwhile replaces its process.
+    An engine that is lost gets no prompts until it holds the weights again; Ray meanwhile replaces its process.
     """
 
     engines: Sequence[Any]
@@ -230,7 +230,8 @@ class Rollouts:
 
     def _answered(self, draw: Draw, version: int) -> Iterator[tuple[Call, list[Output] | None]]:
         """Waits for one of the calls at least and takes out those that are over, with what was drawn; None if the call
-        failed. The engine is lost then, unless it has been sent weights since: it may have been replaced."""
+        failed. The engine is lost then, unless it has been sent weights since and did not hang: it may have been
+        replaced, and what it is asked for next tells."""
         latest = min(call.deadline for call in draw.calls.values())
         ray.wait(list(draw.calls), timeout=max(0.0, latest - time.monotonic()))
         for pending in [pending for pending, call in draw.calls.items() if _is_over(pending, call.deadline)]:

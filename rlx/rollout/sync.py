@@ -166,9 +166,9 @@ class _Push:
 
 def pack(layout: Layout, tensors: Sequence[Tensor]) -> Bucket:
     """Tensors as one run of bytes with a checksum over names, shapes and bytes."""
-    data = torch.empty(buckets.size(layout), dtype=torch.uint8)
+    data = torch.empty(buckets.size(layout), dtype=torch.uint8, device=tensors[0].device)
     buckets.fill(data, layout, tensors)
-    return Bucket(layout, data.numpy())
+    return Bucket(layout, data.cpu().numpy())
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
