@@ -19,7 +19,7 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 _ALIGNED = 16  # bytes: any dtype may begin there
 _CHECKSUM = 16  # bytes behind the tensors, of which the first 8 are used
-_ROW = 256  # words
+_WIDTH = 1024  # words
 
 
 def grouped(weights: Sequence[Weight], dtype: torch.dtype, limit: int) -> list[list[Weight]]:
@@ -70,13 +70,17 @@ def is_sound(bucket: Tensor, layout: Layout) -> Tensor:
 
 
 def _checksum(bucket: Tensor, layout: Layout) -> Tensor:
-    """Over names, dtypes, shapes and bytes: rows of 8-byte words are summed, each sum taken times an odd number that
-    follows from where the row is: any change of one word changes the result. Where in its row a word is does not."""
+    """Over names, dtypes, shapes and bytes: a sum of 8-byte words, each times a number that follows from where it is.
+
+    Rows and columns of words are summed first, so nothing as large as the bucket is made. A word's factor is that of
+    its row, which is odd, plus that of its column, which is even: whatever is changed in one word changes the sum.
+    """
     words = bucket[:-_CHECKSUM].view(torch.int64)
-    whole = len(words) // _ROW * _ROW
-    rows = torch.cat([words[:whole].view(-1, _ROW).sum(1), words[whole:].sum(0, keepdim=True)])
-    factors = 2 * torch.arange(len(rows), device=bucket.device) + 1
-    return (rows * factors).sum() + zlib.crc32(repr(layout).encode())
+    words, rest = words[: len(words) // _WIDTH * _WIDTH].view(-1, _WIDTH), words[len(words) // _WIDTH * _WIDTH :]
+    place = torch.arange(max(len(words), _WIDTH) + 1, device=bucket.device)
+    rows = (words.sum(1) * (2 * place[: len(words)] + 1)).sum() + (words.sum(0) * 65536 * place[:_WIDTH]).sum()
+    last = (rest * (2 * len(words) + 1 + 65536 * place[: len(rest)])).sum()
+    return rows + last + zlib.crc32(repr(layout).encode())
 
 
 def _space(entry: tuple[str, str, tuple[int, ...]]) -> int:

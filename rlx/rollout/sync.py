@@ -62,8 +62,8 @@ def push(
         sender: whether this rank sends to engines that share no memory with another; it is rank 0.
         dtype: what the engines hold.
         timeout_s: the longest that an engine may take to open the update, to take a bucket, to finish.
-        bucket_bytes: that travel at a time; None: BUCKET_BYTES of the device the weights are on.
         keep: what the engines are drawing goes on with these weights; otherwise it is finished first.
+        bucket_bytes: that travel at a time; None: BUCKET_BYTES of the device the weights are on.
         direct: the direct ways, where there are such.
         there: where the engines are, for the direct ways.
 
