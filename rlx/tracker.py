@@ -49,6 +49,7 @@ class _Entry:
     kind: str
     content: dict[str, Any]
     file: Storage | None = None  # where it is kept, once it is
+    sent: bool = False
 
 
 class _NotYet(Exception):
@@ -152,7 +153,7 @@ class Tracker:
         with self._changed:
             self._changed.wait_for(lambda: self._stuck or not self._waiting, patience_s)
             for entry in self._waiting:
-                if entry.file is None:
+                if entry.file is None and not entry.sent:
                     file = self._outbox / f"{next(self._numbers):06d}.json"
                     text = json.dumps({"kind": entry.kind, "content": entry.content})
                     patiently(partial(file.write_text, text), f"writing {file.path}")
@@ -262,12 +263,15 @@ class Tracker:
         self._record = Record(self.uri, known)
 
     def _forget(self, entry: _Entry) -> None:
+        """Out of the outbox before anyone hears that nothing is left."""
         with self._changed:
-            self._waiting.popleft()
-            self._changed.notify_all()
+            entry.sent = True
         if entry.file:
             with suppress(StorageError):  # then it is sent again one day, which changes nothing
                 patiently(entry.file.delete, f"deleting {entry.file.path}")
+        with self._changed:
+            self._waiting.popleft()
+            self._changed.notify_all()
 
     def _wait(self) -> None:
         """Whoever waits for entries to be sent need not: that takes longer."""

@@ -412,6 +412,22 @@ def test_records_wait_on_any_storage_until_someone_sends_them(where: Where, data
     assert tracker.pending(folder) == 0
 
 
+def test_nothing_is_left_only_once_the_outbox_is_empty(
+    database: str, folder: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(one := Tracker(f"http://127.0.0.1:{s3.free_port()}", folder, "driver", Said().put))
+    log(one, 0)
+    assert one.close(0) == 3
+    delete = Storage.delete
+
+    def slowly(file: Storage) -> None:
+        time.sleep(0.2)
+        delete(file)
+
+    monkeypatch.setattr(Storage, "delete", slowly)
+    assert (tracker.send_pending(database, folder, patience_s=LONG_S), tracker.pending(folder)) == (0, 0)
+
+
 def test_without_a_writer_nothing_happens(database: str, folder: Storage) -> None:
     one = Tracker(database, folder, None)
     begin(one)
