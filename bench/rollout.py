@@ -2,9 +2,10 @@
 
     python bench/rollout.py [--gpu] [--steps N] [--SECTION.SETTING VALUE ...]
 
-A real run, prompts and completions travelling between worker and engine and weights after each step, then vLLM's own
-`LLM.generate` (bare.py) with the same engine options on the prompts of the same steps. The learning rate is 0, so both
-draw the same completions; the table says whether they did.
+A real run, prompts and completions travelling between worker and engine and weights after each step; before and after
+it vLLM's own `LLM.generate` (bare.py) with the same engine options on the prompts of the same steps, so that a machine
+that becomes slower meanwhile does not decide. The learning rate is 0, so both draw the same completions; the table
+says whether they did.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rlx import inputs, launch
 
             tables = inputs.prompt_tables(ready, path)
+            before = alone(ready, path, tables)
             steps = workload.counted_steps(ready, tables)
             launch.release()
-            figures = compared(ready, path, tables, steps)
+            figures = compared(steps, before, alone(ready, path, tables))
             table.finish("rollout", figures, ready, args.out, load, described(ready))
         return 0
 
@@ -57,9 +59,24 @@ def check(config: RunConfig) -> None:
 
 
 def compared(
-    config: RunConfig, path: str, tables: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]
+    steps: Sequence[Mapping[str, Any]], before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]]
 ) -> dict[str, float]:
-    """The table: a run's counted steps, and the same steps by bare vLLM."""
+    """The table: a run's counted steps, and the same steps by bare vLLM before and after the run."""
+    ours = statistics.median(step["tokens/rollout_per_s"] for step in steps)
+    first, last = (statistics.median(tokens / seconds for tokens, seconds in drawn) for drawn in (before, after))
+    total = sum(step["tokens/rollout_per_s"] * step["time/rollout"] for step in steps)
+    return {
+        "rollout tokens/s": ours,
+        "bare vLLM tokens/s": (first + last) / 2,
+        "bare vLLM, after / before": last / first,
+        "rollout / bare vLLM": 2 * ours / (first + last),
+        "tokens drawn / bare vLLM's": total / sum(tokens for tokens, _ in before),
+        "mean response, tokens": workload.median(steps, "response/length_mean"),
+    }
+
+
+def alone(config: RunConfig, path: str, tables: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """What bare vLLM, in a process with the resources of an engine, makes of a run's counted steps: tokens, seconds."""
     import ray
 
     from rlx.plan import plan
@@ -72,17 +89,8 @@ def compared(
         num_gpus=resources.get("GPU", 0),
         runtime_env={"env_vars": ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT},
     )
-    drawn = ray.get(process.remote(path, *requests(config, path, tables)))[workload.WARM :]
-    ours = [step["tokens/rollout_per_s"] for step in steps]
-    alone = [tokens / seconds for tokens, seconds in drawn]
-    total = sum(step["tokens/rollout_per_s"] * step["time/rollout"] for step in steps)
-    return {
-        "rollout tokens/s": statistics.median(ours),
-        "bare vLLM tokens/s": statistics.median(alone),
-        "rollout / bare vLLM": statistics.median(ours) / statistics.median(alone),
-        "tokens drawn / bare vLLM's": total / sum(tokens for tokens, _ in drawn),
-        "mean response, tokens": workload.median(steps, "response/length_mean"),
-    }
+    drawn: list[tuple[int, float]] = ray.get(process.remote(path, *requests(config, path, tables)))
+    return drawn[workload.WARM :]
 
 
 def requests(

@@ -64,16 +64,17 @@ def ahead(config: RunConfig) -> RunConfig:
 
 
 def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str, float]:
-    """The runs, one after the other with the same crew, and bare vLLM when they are over."""
+    """The runs, one after the other with the same crew, and bare vLLM before and after them."""
     from rlx import inputs, launch
 
     tables = inputs.prompt_tables(config, path)
+    before = rollout.alone(config, path, tables) if bare else []
     now = workload.counted_steps(config, tables, "k0")
     figures = parts(now)
     if overlap:
         figures |= compared(now, workload.counted_steps(ahead(config), tables, "k1")[:-1])
     launch.release()
-    return figures | (rollout.compared(config, path, tables, now) if bare else {})
+    return figures | (rollout.compared(now, before, rollout.alone(config, path, tables)) if bare else {})
 
 
 def parts(steps: Steps) -> dict[str, float]:

@@ -29,6 +29,7 @@ from rlx.types import Weight
 
 BUCKET = 100_000  # bytes: the tiny model's larger tensors alone, some together
 SECONDS = 60.0
+START_S = 300.0  # an engine that starts beside other work takes minutes
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Pair:
         return [*tied, replace(embedding, name="lm_head.weight")]
 
     def push(
-        self, timeout_s: float = SECONDS, patience_s: float = SECONDS, harm: Callable[[], None] | None = None
+        self, timeout_s: float = SECONDS, patience_s: float = START_S, harm: Callable[[], None] | None = None
     ) -> dict[int, str]:
         """Sends the weights; the harm is done when the engines have said that they are there."""
         self.version += 1
@@ -96,7 +97,7 @@ def process(engine: Any) -> int:
 
 
 def until_both_have_it(pair: Pair) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_S
     # Both are there before it is sent: one that comes up meanwhile would have been left out.
     while len(Rollouts(pair.engines, 0).present(10)) < 2 or pair.push():
         assert time.monotonic() < deadline
