@@ -21,10 +21,12 @@ from test_rollout import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
 from torch import Tensor
 
 from rlx import model
-from rlx.rollout import buckets, direct, sync
-from rlx.rollout.direct import Direct
+from rlx.rollout import buckets, direct, links, sync
+from rlx.rollout.direct import Course, Delivery, Direct
+from rlx.rollout.links import Incoming
 from rlx.rollout.pool import Rollouts
-from rlx.rollout.routes import Transport
+from rlx.rollout.receiver import Receiver
+from rlx.rollout.routes import Source, Transport
 from rlx.types import Weight
 
 BUCKET = 100_000  # bytes: the tiny model's larger tensors alone, some together
@@ -165,6 +167,38 @@ def test_an_engine_that_hangs_is_named_in_time_and_the_other_has_the_weights(pai
     assert failed[1].endswith("engine 1 did not answer in time")
     assert max(pair.gaps(pair.engines[:1])) < CLOSE
     until_both_have_it(pair)
+
+
+def test_a_rank_that_hears_no_answers_learns_at_once_that_a_reader_failed(engines: tuple[Any, Any]) -> None:
+    """Of several ranks that share memory with engines, the first alone gets what engines answer."""
+    tensors = [torch.randn(1000) for _ in range(4)]
+    groups = [[Weight(str(i), (1000,), (tensor,))] for i, tensor in enumerate(tensors)]
+    layouts = tuple(buckets.layout(group, torch.float32) for group in groups)
+    store, sources = links.kept("127.0.0.1", SECONDS), {0: (Source("shared", 1),)}
+    course = Course("update", ("127.0.0.1", store.port), "none", {"nccl": 1, "gloo": 1}, sources, {0: "process"})
+    second = Direct(1, 2, torch.device("cpu"), engines)
+    second.store = store
+    delivery = Delivery(second, course, layouts, 1, SECONDS, keep=False)
+
+    def load(arriving: Iterator[tuple[str, Tensor]]) -> None:
+        next(arriving)
+        raise MemoryError("no room")
+
+    def receive() -> None:
+        incoming = Incoming("update", "process", course.address, "none", course.world, sources[0], layouts, 60.0, False)
+        with pytest.raises(MemoryError):
+            Receiver(torch.device("cpu"), "process", 0).receive(incoming, load, keeps=False)
+
+    reader = threading.Thread(target=receive)
+    reader.start()
+    started = time.monotonic()
+    for tensor in tensors:
+        delivery.send([tensor])
+    delivery.finish()
+    reader.join()
+    assert delivery.failed == {0: "sending weight version 1: engine 0 failed: no room"}
+    assert time.monotonic() - started < SECONDS / 2
+    second.close()
 
 
 @pytest.mark.slow

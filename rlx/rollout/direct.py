@@ -250,10 +250,14 @@ class Delivery:
         return time.monotonic() + self._timeout_s
 
     def _expect(self, index: int) -> None:
-        """EngineLostError if an engine is not there any more."""
+        """EngineLostError if an engine is not there any more, or reads no more."""
         self._look()
         if index in self.failed:
             raise EngineLostError(self.failed[index])
+        process, store = self._course.processes[index], self._direct.store
+        for note in (links.failed(self._course.update, process, worker) for worker in self._readers[index]):
+            if store.check([note]):
+                raise EngineLostError(f"engine {index} failed: {store.get(note).decode()}")
         if time.monotonic() - self._looked > _LOOK_S:
             self._looked = time.monotonic()
             if not is_alive(self._direct.engines[index]):

@@ -76,6 +76,11 @@ def read(update: str, bucket: int, engine: str, worker: int) -> str:
     return f"{update}/{bucket}/{engine}/{worker}"
 
 
+def failed(update: str, engine: str, worker: int) -> str:
+    """The note that a worker reads no more of it, and why."""
+    return f"{update}/{engine}/{worker}/failed"
+
+
 def wait(is_done: Callable[[], bool], deadline: float, check: Callable[[], None]) -> None:
     """Returns once something is done; `check` is called now and then and may raise.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -52,11 +53,23 @@ class Receiver:
             except RuntimeError as error:  # torch.distributed's, of connections
                 failed.append(GivenUpError(f"it broke off: {error}"))
 
-        load(tensors())
-        if failed and self._group:
+        try:
+            load(tensors())
+        except Exception as error:
+            self._give_up(incoming, error)
+            raise
+        if failed:
+            self._give_up(incoming, failed[0])
+        return failed[0] if failed else None
+
+    def _give_up(self, incoming: Incoming, error: Exception) -> None:
+        """Tells the trainer whose memory it reads, which may not be the one that hears what the engine answers."""
+        if self._group:
             self._group.abandon()
             self._group = None
-        return failed[0] if failed else None
+        if not isinstance(error, GivenUpError):
+            with suppress(RuntimeError):  # the store is gone, and so is the trainer
+                self._store.set(links.failed(incoming.update, self._engine, self._worker), str(error))
 
     def _tensors(self, incoming: Incoming, keeps: bool) -> Iterator[tuple[str, Tensor]]:
         source = incoming.sources[self._worker]
