@@ -84,7 +84,7 @@ def alone(config: RunConfig, path: str, tables: Mapping[str, Any]) -> list[tuple
 
     resources = plan(config).engines[0]
     on_gpu = resources.get("GPU", 0) > 0
-    process: Any = ray.remote(bare.rollout).options(
+    process: Any = ray.remote(max_calls=1)(bare.rollout).options(  # what it leaves on a GPU goes with its process
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
         runtime_env={"env_vars": ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT},

@@ -231,7 +231,8 @@ class Run:
         starting = timeout_s is None
         settings = self.config.rollout
         if settings.placement == "shared":
-            torch.cuda.empty_cache()  # the engine wakes on the same GPU
+            torch.cuda.empty_cache()
+            dist.barrier()  # the engines wake on these GPUs, all of them once the first rank says so
         # At first what is drawn is of a run before, on the same engines; later no engine was left to draw.
         keep = settings.partial and not starting
         self.fleet.push(weights, self.step, timeout_s or settings.timeout_s, starting, keep)

@@ -104,19 +104,26 @@ def each_way(rank: int, ranks: int, path: str, tp: int, ways: list[dict[str, Any
     return [updated(rank, ranks, path, way | shape, 45) for way in ways]
 
 
-@pytest.mark.parametrize(("architecture", "ways"), [("tiny_model", UNCUT), ("qwen3", UNCUT[:2])])
+@pytest.mark.parametrize(
+    ("architecture", "ways", "ranks"),
+    [
+        ("tiny_model", UNCUT, 2),
+        ("tiny_model", UNCUT[:2], 4),
+        ("qwen3", UNCUT[:2], 2),
+        pytest.param("tiny_model", UNCUT, 4, marks=pytest.mark.slow),
+        pytest.param("qwen3", UNCUT, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_an_update_does_not_depend_on_how_layers_are_cut(
-    architecture: str, ways: list[dict[str, Any]], on_ranks: OnRanks, request: pytest.FixtureRequest
+    architecture: str, ways: list[dict[str, Any]], ranks: int, on_ranks: OnRanks, request: pytest.FixtureRequest
 ) -> None:
     path = str(request.getfixturevalue(architecture))
     (alone,) = on_ranks(1, each_way, path, 1, ways)
-    for ranks in (2, 4):
-        first, *others = on_ranks(ranks, each_way, path, 2, ways)
-        for way, found, expected in zip(ways, first, alone, strict=True):
-            where = f"{ranks} ranks, {way}"
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
-        for other in others:  # to the last bit: what neighbours hold alike must stay alike
-            torch.testing.assert_close(other, first, atol=0, rtol=0)
+    first, *others = on_ranks(ranks, each_way, path, 2, ways)
+    for way, found, expected in zip(ways, first, alone, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda m, w=way: f"{w}: {m}")
+    for other in others:  # to the last bit: what neighbours hold alike must stay alike
+        torch.testing.assert_close(other, first, atol=0, rtol=0)
 
 
 def told(rank: int, ranks: int) -> tuple[list[Any], list[float]]:

@@ -137,7 +137,7 @@ class Engine:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._update: _Update | None = None
-        self._asleep = False
+        self._asleep: bool = options.get("enable_sleep_mode", False)
         self._drawing: set[str] = set()  # requests that vLLM is at
         self._process = uuid.uuid4().hex
         self._count = 0
@@ -253,6 +253,8 @@ class Engine:
     def _run(self, model: str, options: dict[str, Any], ready: asyncio.Future[None]) -> None:
         try:
             self._llm = _build(model, options)
+            if self._asleep:  # one that is replaced would take the memory that the worker trains in
+                self._llm.sleep(level=2)
             self._gpus: list[str] = self._llm.collective_rpc("rlx_gpu")
         except BaseException as error:
             self._loop.call_soon_threadsafe(ready.set_exception, _plain(error))
@@ -348,57 +350,17 @@ class Engine:
         self._lora = LoRARequest("policy", 1, folder)  # what requests name: to be used as it is, not loaded again
 
 
-class WeightLoader:
-    """Extends vLLM's worker (worker_extension_cls): loads Hugging Face tensors into the running model."""
-
-    model_runner: Any
-    device: Any
-    rank: int
-    rlx_receiver: Any = None
-
-    def rlx_gpu(self) -> str:
-        """The UUID of its GPU; empty on CPU."""
-        import torch
-
-        return str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else ""
-
-    def rlx_receive(self, incoming: Incoming) -> WeightSyncError | None:
-        """Receives and loads a whole update; gives the error, which would end the process if it were raised."""
-        from rlx.rollout.receiver import Receiver
-
-        if self.rlx_receiver is None:
-            self.rlx_receiver = Receiver(self.device, incoming.engine, self.rank)
-        if self._rlx_loads_at_once():
-            return self.rlx_receiver.receive(incoming, self.model_runner.get_model().load_weights, keeps=False)
-        return self.rlx_receiver.receive(incoming, self.rlx_load_weights, keeps=True)
-
-    def rlx_load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        # One call per update: vLLM fuses q, k, v from what a single call brings.
-        self.model_runner.reload_weights(weights_iterator=tensors)
-        model = self.model_runner.get_model()
-        head = getattr(model, "lm_head", None)
-        tied = getattr(model.config, "tie_word_embeddings", False)
-        if tied and head is not None and next(model.parameters()).device.type == "cpu":
-            # On CPU the head's packed copy of the embedding is not refreshed by a reload: it stays silently stale.
-            head.quant_method.process_weights_after_loading(head)
-
-    def _rlx_loads_at_once(self) -> bool:
-        """Whether weights may be written right where they are used: on GPU, where no layer keeps them in a form of its
-        own. It takes an eighth of the time of a reload."""
-        model = self.model_runner.get_model()
-        methods = {type(m.quant_method).__name__ for m in model.modules() if getattr(m, "quant_method", None)}
-        plain = methods <= {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
-        return self.device.type == "cuda" and plain and not self.model_runner.model_config.use_mla
-
-
 def _build(model: str, options: dict[str, Any]) -> Any:
     warnings.filterwarnings("ignore")
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if 0 < ray.get_runtime_context().get_assigned_resources().get("GPU", 0) < 1:
-        options = options | {"kv_cache_memory_bytes": _cache_bytes(model, options["gpu_memory_utilization"])}
+    from rlx.rollout.receiver import WeightLoader
 
+    if 0 < ray.get_runtime_context().get_assigned_resources().get("GPU", 0) < 1:
+        cache = _cache_bytes(model, options["gpu_memory_utilization"])
+        # vLLM would want all of its share to be free, which a worker that trains may use: it asks for next to nothing.
+        options = options | {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.01}
     arguments = EngineArgs(
         model=model,
         worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",

@@ -1,4 +1,5 @@
-"""The receiving end, in each worker process of an engine: buckets come in, tensors go to vLLM's loader.
+"""The receiving end, in each worker process of an engine: vLLM's worker learns to take Hugging Face tensors, from
+buckets that come in.
 
 Two buffers take turns: while one is loaded the next fills. On a GPU nobody waits until the end: the order of the
 stream is the order of what happens, and the checksums are looked at once.
@@ -21,6 +22,45 @@ from rlx.rollout.links import GivenUpError, Group, Incoming
 from rlx.types import WeightSyncError
 
 Loader = Callable[[Iterator[tuple[str, Tensor]]], None]
+
+
+class WeightLoader:
+    """Extends vLLM's worker (worker_extension_cls): loads Hugging Face tensors into the running model."""
+
+    model_runner: Any
+    device: Any
+    rank: int
+    rlx_receiver: Receiver | None = None
+
+    def rlx_gpu(self) -> str:
+        """The UUID of its GPU; empty on CPU."""
+        return str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else ""
+
+    def rlx_receive(self, incoming: Incoming) -> WeightSyncError | None:
+        """Receives and loads a whole update; gives the error, which would end the process if it were raised."""
+        if self.rlx_receiver is None:
+            self.rlx_receiver = Receiver(self.device, incoming.engine, self.rank)
+        if self._rlx_loads_at_once():
+            return self.rlx_receiver.receive(incoming, self.model_runner.get_model().load_weights, keeps=False)
+        return self.rlx_receiver.receive(incoming, self.rlx_load_weights, keeps=True)
+
+    def rlx_load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        # One call per update: vLLM fuses q, k, v from what a single call brings.
+        self.model_runner.reload_weights(weights_iterator=tensors)
+        model = self.model_runner.get_model()
+        head = getattr(model, "lm_head", None)
+        tied = getattr(model.config, "tie_word_embeddings", False)
+        if tied and head is not None and next(model.parameters()).device.type == "cpu":
+            # On CPU the head's packed copy of the embedding is not refreshed by a reload: it stays silently stale.
+            head.quant_method.process_weights_after_loading(head)
+
+    def _rlx_loads_at_once(self) -> bool:
+        """Whether weights may be written right where they are used: on GPU, where no layer keeps them in a form of its
+        own. It takes an eighth of the time of a reload."""
+        model = self.model_runner.get_model()
+        methods = {type(m.quant_method).__name__ for m in model.modules() if getattr(m, "quant_method", None)}
+        plain = methods <= {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+        return self.device.type == "cuda" and plain and not self.model_runner.model_config.use_mla
 
 
 class Receiver:
@@ -67,7 +107,7 @@ class Receiver:
         if self._group:
             self._group.abandon()
             self._group = None
-        if not isinstance(error, GivenUpError):
+        if self._store is not None and not isinstance(error, GivenUpError):
             with suppress(RuntimeError):  # the store is gone, and so is the trainer
                 self._store.set(links.failed(incoming.update, self._engine, self._worker), str(error))
 
