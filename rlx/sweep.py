@@ -12,6 +12,8 @@ import logging
 import os
 import re
 import signal
+import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -251,6 +253,19 @@ def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
 # Tune's callback
 
 
+def _answer_interrupts() -> None:
+    """From now on Ctrl-C says that it was heard, and then does what Tune has put there, which takes ten seconds."""
+    on_interrupt = signal.getsignal(signal.SIGINT)
+
+    def heard(number: int, frame: types.FrameType | None) -> None:
+        _LOG.warning("interrupted: ending the trials, which takes some seconds; again does not wait for them")
+        if callable(on_interrupt):
+            on_interrupt(number, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, heard)
+
+
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
     """Makes an error a warning: Tune ends a sweep whose callback fails."""
 
@@ -275,6 +290,10 @@ class _Watcher(tune.Callback):
         self.ends: dict[str, str] = {}  # by trial, how its MLflow run is to end
         self.sweep, self.records = folder, Records(folder)
         self.steps, self.uri = sweep.config.train.steps, launch.tracking_uri(sweep.config)
+
+    def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        if iteration == 0:  # Tune has put its own there by now
+            _answer_interrupts()
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.ends[trial_name(trial)] = "KILLED"  # unless it comes to another end

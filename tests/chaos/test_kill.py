@@ -104,6 +104,7 @@ def test_ctrl_c_ends_a_sweep_that_can_go_on(tiny_model: Path, tmp_path: Path, sc
     sweep = script("ppo_sweep.py", *words(tmp_path, tiny_model, "stopped", 500), "--trials", "2")
     sweep.wait_for("step 2/500")
     sweep.interrupt()
+    sweep.wait_for("interrupted: ending the trials", 5)
     assert sweep.process.wait(30) == 130, sweep.output.read_text()
     assert_all_end(sweep, 5)
     assert sweep.output.read_text().endswith("interrupted: --resume continues the sweep\n")
