@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import against_trl
 import bare
 import pytest
 import rollout
@@ -17,7 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
 from rlx.plan import plan
 
-MAINS = {"rollout": rollout.main, "update": update.main, "step": step.main, "scaling": scaling.main}
+MAINS = {
+    "rollout": rollout.main,
+    "update": update.main,
+    "step": step.main,
+    "scaling": scaling.main,
+    "against_trl": against_trl.main,
+}
 SHAPE = LlamaConfig(
     vocab_size=40,
     hidden_size=16,
@@ -59,12 +66,39 @@ def settings(**given: object) -> RunConfig:
         ("step", ["--train.steps", "many", "--skip", "overlap"], "train.steps"),
         ("scaling", ["--ranks", "2,1"], "--ranks 2,1: expected ascending numbers"),
         ("scaling", ["--scaling.num-workers", "2"], "--ranks says how many"),
+        (
+            "against_trl",
+            ["--rollout.engines", "2"],
+            "TRL is one process here, on one GPU at most: 1 worker and 2 engines",
+        ),
+        (
+            "against_trl",
+            ["--algorithm.advantage", "rloo"],
+            "algorithm.advantage rloo: TRL does the same work only with",
+        ),
     ],
 )
 def test_bad_input_is_one_line(bench: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert MAINS[bench](words) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0]
+
+
+def test_without_trl_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(against_trl, "find_spec", lambda name: None)
+    assert against_trl.main([]) == 1
+    assert capsys.readouterr().err == "error: TRL is not installed here: pip install -e '.[bench]'\n"
+
+
+def test_trl_is_given_the_same_work() -> None:
+    train = {"train__prompts_per_step": 6, "train__samples_per_prompt": 4, "train__minibatches": 2, "train__steps": 7}
+    given = against_trl.arguments(settings(**train, train__micro_batch_tokens=850, data__max_prompt_tokens=32))
+    # 12 completions of at most 160 tokens to an optimizer step: 5 fit, 4 divide it.
+    assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (4, 3)
+    assert (given["steps_per_generation"], given["max_steps"]) == (6, 14)
+    assert (given["max_completion_length"], given["bf16"], given["use_cpu"]) == (128, False, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

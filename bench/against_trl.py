@@ -1,0 +1,201 @@
+"""Whole steps of rlx beside those of TRL's GRPOTrainer: response tokens per second of the same work on one machine.
+
+    python bench/against_trl.py [--gpu] [--steps N] [--SECTION.SETTING VALUE ...]
+
+The same model, prompts, completions for each, sampling, optimizer steps, precision and numbers of tokens at a time; the
+learning rate is 0. TRL, pinned by the extra `bench`, is one process that has all that engine and worker of rlx have
+together: on a GPU with its own vLLM in that process (`vllm_mode` colocate), on CPUs, where it has none, with
+transformers' generate. What it is given follows from rlx's settings in `arguments`. Left out: its data-parallel and
+server modes.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import step
+import table
+import workload
+from rollout import described, requests
+
+from rlx.command_line import exit_code
+from rlx.config import ConfigError, RunConfig
+
+Measured = list[tuple[int, float]]
+"""response tokens and seconds of each step"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = workload.parser(__doc__, steps=(5, 3))
+
+    def script() -> int:
+        args, config = workload.read(options, argv)
+        check(config)
+        load = os.getloadavg()[0]
+        with workload.prepared(config) as (ready, path):
+            figures = measure(ready, path)
+            table.finish("against_trl", figures, ready, args.out, load, described(ready))
+        return 0
+
+    return exit_code(script)
+
+
+def check(config: RunConfig) -> None:
+    """ConfigError for a config that TRL cannot run alike, and where TRL is not installed."""
+    from rlx.plan import plan
+
+    if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
+        raise ConfigError(f"TRL is one process here, on one GPU at most: {plan(config)} is more")
+    alike = {"algorithm.advantage": ("grpo",), "algorithm.kl_coef": (0.0,), "algorithm.loss": ("ppo",)}
+    alike |= {"model.lora_rank": (0,), "rollout.max_staleness": (0,), "rollout.parts": (1,)}
+    for key, allowed in alike.items():
+        section, name = key.split(".")
+        if (given := getattr(getattr(config, section), name)) not in allowed:
+            raise ConfigError(f"{key} {given}: TRL does the same work only with {allowed[0]}")
+    if not find_spec("trl"):
+        raise ConfigError("TRL is not installed here: pip install -e '.[bench]'")
+
+
+def gpus(config: RunConfig) -> float:
+    """That engine and worker have together."""
+    from rlx.plan import plan
+
+    return plan(config).total().get("GPU", 0.0)
+
+
+def measure(config: RunConfig, path: str) -> dict[str, float]:
+    """The table: rlx on policy, rlx one step ahead where engine and worker work at the same time, TRL."""
+    from rlx import inputs, launch
+
+    tables = inputs.prompt_tables(config, path)
+    sides = {"rlx": tokens_per_s(config, workload.counted_steps(config, tables, "k0"))}
+    if config.rollout.placement == "beside":
+        ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
+        sides["rlx with k = 1"] = tokens_per_s(config, ahead)
+    launch.release()
+    measured = by_trl(config, path, requests(config, path, tables)[2])
+    trl = statistics.median(tokens / seconds for tokens, seconds in measured)
+    return (
+        {f"{name}, tokens/s": value for name, value in sides.items()}
+        | {"TRL, tokens/s": trl, "TRL, s a step": statistics.median(seconds for _, seconds in measured)}
+        | {f"{name} / TRL": value / trl for name, value in sides.items()}
+    )
+
+
+def tokens_per_s(config: RunConfig, steps: Sequence[Mapping[str, Any]]) -> float:
+    """Response tokens per second of rlx's whole steps."""
+    completions = config.train.prompts_per_step * config.train.samples_per_prompt
+    return statistics.median(each["response/length_mean"] * completions / each["time/step"] for each in steps)
+
+
+def by_trl(config: RunConfig, path: str, rounds: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> Measured:
+    """TRL's counted steps, in a process with the resources of an engine and a worker."""
+    import ray
+
+    from rlx.plan import plan
+
+    cpus = int(plan(config).total().get("CPU", 1.0))
+    samples = config.train.samples_per_prompt
+    prompts = [[prompt for prompt, _ in requests[::samples]] for requests in rounds]
+    process: Any = ray.remote(max_calls=1)(trained).options(
+        num_cpus=cpus, num_gpus=gpus(config), runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
+    )
+    measured: Measured = ray.get(process.remote(path, arguments(config), prompts))
+    return measured[workload.WARM :]
+
+
+def arguments(config: RunConfig) -> dict[str, Any]:
+    """TRL's GRPOConfig for the same work.
+
+    As many completions at a time as fit rlx's micro-batches if all were as long as may be, so that they divide a
+    mini-batch; TRL pads each batch to its longest.
+    """
+    train, rollout, on_gpu = config.train, config.rollout, config.scaling.use_gpu
+    longest = config.data.max_prompt_tokens + rollout.max_tokens
+    completions = train.prompts_per_step * train.samples_per_prompt // train.minibatches
+    fitting = max(1, train.micro_batch_tokens // longest)
+    at_once = max(count for count in range(1, min(fitting, completions) + 1) if completions % count == 0)
+    given = {
+        "per_device_train_batch_size": at_once,
+        "gradient_accumulation_steps": completions // at_once,
+        "steps_per_generation": train.minibatches * completions // at_once,
+        "num_iterations": train.epochs,
+        "num_generations": train.samples_per_prompt,
+        "max_steps": train.steps * train.minibatches * train.epochs,
+        "max_completion_length": rollout.max_tokens,
+        "temperature": rollout.temperature,
+        "learning_rate": train.actor_lr,
+        "max_grad_norm": train.max_grad_norm,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "gradient_checkpointing": train.gradient_checkpointing,
+        "torch_compile": train.compile,
+        "optim": "adamw_torch_fused",
+        "use_cpu": not on_gpu,
+        "bf16": config.model.dtype == "bfloat16",
+        "model_init_kwargs": {"dtype": "float32"},  # the weights that are trained; bf16 computes in bfloat16
+        "shuffle_dataset": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": config.seed,
+    }
+    engine = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "vllm_enable_sleep_mode": rollout.placement == "shared",
+        "vllm_max_model_length": longest,
+        "vllm_importance_sampling_correction": False,
+    }
+    return given | (engine if on_gpu else {})
+
+
+def trained(path: str, arguments: Mapping[str, Any], prompts: Sequence[Sequence[tuple[int, ...]]]) -> Measured:
+    """Runs TRL in this process on each step's prompts."""
+    import tempfile
+    import time
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    whole = [ids for each in prompts for ids in each]
+    texts = [tokenizer.decode(ids) for ids in whole]
+    if any(len(tokenizer(text).input_ids) != len(ids) for text, ids in zip(texts, whole, strict=True)):
+        raise RuntimeError("the tokenizer makes other prompts of its own text: TRL would have other lengths")
+    tokens: list[int] = []
+    ends = [0.0]
+    updates = arguments["max_steps"] // len(prompts)
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        tokens.append(sum(map(len, completion_ids)))
+        return [float(len(ids)) for ids in completion_ids]
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            ends[0] = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % updates == 0:
+                ends.append(time.perf_counter())
+                print(f"TRL: step {len(tokens)} of {len(prompts)}: {ends[-1] - ends[-2]:.2f} s", file=sys.stderr)
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(output_dir=folder, **arguments)
+        rows = Dataset.from_dict({"prompt": texts})
+        trainer = GRPOTrainer(path, reward, config, rows, processing_class=tokenizer, callbacks=[Watch()])
+        trainer.train()
+    return [(count, after - before) for count, before, after in zip(tokens, ends, ends[1:], strict=False)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
