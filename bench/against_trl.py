@@ -3,10 +3,9 @@
     python bench/against_trl.py [--gpu] [--steps N] [--SECTION.SETTING VALUE ...]
 
 The same model, prompts, completions for each, sampling, optimizer steps, precision and numbers of tokens at a time; the
-learning rate is 0. TRL, pinned by the extra `bench`, is one process that has all that engine and worker of rlx have
-together: on a GPU with its own vLLM in that process (`vllm_mode` colocate), on CPUs, where it has none, with
-transformers' generate. What it is given follows from rlx's settings in `arguments`. Left out: its data-parallel and
-server modes.
+learning rate is 0. TRL, pinned by the extra `bench`, runs before and after, in one process that has all that engine and
+worker of rlx have together: on a GPU with vLLM in that process (`vllm_mode` colocate), on CPUs, where it takes no vLLM,
+with transformers' generate. What it is given follows from rlx's settings in `arguments`. Left out: TRL on several GPUs.
 """
 
 from __future__ import annotations
@@ -26,6 +25,9 @@ from rollout import described, requests
 from rlx.command_line import exit_code
 from rlx.config import ConfigError, RunConfig
 
+# Of two cores, as TRL has. The engine takes turns with the worker on policy, and more than a thread gains it nothing.
+ALL_CORES: dict[str, Any] = {"scaling.resources_per_worker": {"CPU": 1.9}, "rollout.resources_per_engine": {"CPU": 0.1}}
+
 Measured = list[tuple[int, float]]
 """response tokens and seconds of each step"""
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(5, 3))
 
     def script() -> int:
-        args, config = workload.read(options, argv)
+        args, config = workload.read(options, argv, workload.CPU | ALL_CORES)
         check(config)
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
@@ -69,21 +71,25 @@ def gpus(config: RunConfig) -> float:
 
 
 def measure(config: RunConfig, path: str) -> dict[str, float]:
-    """The table: rlx on policy, rlx one step ahead where engine and worker work at the same time, TRL."""
+    """The table: rlx on policy, rlx one step ahead where engine and worker can work at the same time, and TRL."""
     from rlx import inputs, launch
 
     tables = inputs.prompt_tables(config, path)
+    rounds = requests(config, path, tables)[2]
+    before = by_trl(config, path, rounds)
     sides = {"rlx": tokens_per_s(config, workload.counted_steps(config, tables, "k0"))}
     if config.rollout.placement == "beside":
         ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
         sides["rlx with k = 1"] = tokens_per_s(config, ahead)
     launch.release()
-    measured = by_trl(config, path, requests(config, path, tables)[2])
-    trl = statistics.median(tokens / seconds for tokens, seconds in measured)
+    first, last = (
+        statistics.median(tokens / seconds for tokens, seconds in drawn)
+        for drawn in (before, by_trl(config, path, rounds))
+    )
     return (
         {f"{name}, tokens/s": value for name, value in sides.items()}
-        | {"TRL, tokens/s": trl, "TRL, s a step": statistics.median(seconds for _, seconds in measured)}
-        | {f"{name} / TRL": value / trl for name, value in sides.items()}
+        | {"TRL, tokens/s": (first + last) / 2, "TRL, after / before": last / first}
+        | {f"{name} / TRL": 2 * value / (first + last) for name, value in sides.items()}
     )
 
 
@@ -99,7 +105,7 @@ def by_trl(config: RunConfig, path: str, rounds: Sequence[Sequence[tuple[tuple[i
 
     from rlx.plan import plan
 
-    cpus = int(plan(config).total().get("CPU", 1.0))
+    cpus = max(1, round(plan(config).total().get("CPU", 1.0)))
     samples = config.train.samples_per_prompt
     prompts = [[prompt for prompt, _ in requests[::samples]] for requests in rounds]
     process: Any = ray.remote(max_calls=1)(trained).options(

@@ -92,8 +92,10 @@ def parser(description: str | None, steps: tuple[int, int]) -> argparse.Argument
     return options
 
 
-def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, RunConfig]:
-    """The options and the run's config.
+def read(
+    options: argparse.ArgumentParser, argv: Sequence[str] | None, cpu: Mapping[str, Any] = CPU
+) -> tuple[argparse.Namespace, RunConfig]:
+    """The options and the run's config; `cpu` has the defaults without --gpu.
 
     Raises:
         ConfigError: an option or a setting cannot be used.
@@ -103,7 +105,7 @@ def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[
         raise ConfigError(f"--steps {args.steps}: expected a whole number of at least 1")
     steps = int(args.steps or args.counted[args.gpu])
     shares = gpu_shares(gpus(), given.get("rollout.placement") == "shared")
-    defaults = (GPU | shares if args.gpu else CPU) | {"train.steps": WARM + steps}
+    defaults = (GPU | shares if args.gpu else dict(cpu)) | {"train.steps": WARM + steps}
     if given.get("data.source"):
         defaults.pop("data.params", None)
     config = from_tree(with_overrides({}, defaults | given), "command line")

@@ -40,6 +40,8 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     if not setup.get("examine"):
         _check_shared(setup["folder"])
     device = ray.train.torch.get_device()
+    if device.type == "cpu":
+        torch.set_num_threads(threads(config))
     grid = Grid.of(device.type, config.parallel.tp)
     _forget_peak(device)
     trained, reference = roles.models(config, setup["model"], grid.mesh)
@@ -73,6 +75,12 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     )
     run.restore()
     return run
+
+
+def threads(config: RunConfig) -> int:
+    """That a worker on a CPU computes with: its share, rounded, where Ray would round down. What its engines have does not
+    count: sums depend on the number of threads, and engines may be others after a resume."""
+    return max(1, round(config.scaling.resources_per_worker.get("CPU", 1.0)))
 
 
 def _forget_peak(device: torch.device) -> None:

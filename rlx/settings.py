@@ -377,7 +377,7 @@ class ScalingConfig(Section):
     use_gpu: bool = False
     """train on GPUs, one per worker unless resources_per_worker says otherwise"""
     resources_per_worker: Resources = Field(default_factory=lambda: {"CPU": 0.5})
-    """what Ray reserves for each worker"""
+    """what Ray reserves for each worker; on CPUs it computes with as many threads, rounded, one at least"""
     accelerator_type: str | None = None
     """GPU model to ask for, as Ray names it, e.g. H200"""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
