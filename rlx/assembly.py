@@ -78,7 +78,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
 
 
 def threads(config: RunConfig) -> int:
-    """That a worker on a CPU computes with: its share, rounded, where Ray would round down. What its engines have does not
+    """That a worker on a CPU computes with: its share, rounded, where Ray would round down. What engines have does not
     count: sums depend on the number of threads, and engines may be others after a resume."""
     return max(1, round(config.scaling.resources_per_worker.get("CPU", 1.0)))
 
