@@ -2,10 +2,11 @@
 
     python bench/against_trl.py [--gpu] [--steps N] [--SECTION.SETTING VALUE ...]
 
-The same model, prompts, completions for each, sampling, optimizer steps, precision and numbers of tokens at a time; the
+The same model, prompts, completions for each, sampling, optimizer steps, precision and number of micro-batches; the
 learning rate is 0. TRL, pinned by the extra `bench`, runs before and after, in one process that has all that engine and
 worker of rlx have together: on a GPU with vLLM in that process (`vllm_mode` colocate), on CPUs, where it takes no vLLM,
-with transformers' generate. What it is given follows from rlx's settings in `arguments`. Left out: TRL on several GPUs.
+with transformers' generate. What it is given follows from rlx's settings in `arguments`. Its own habits stay: no seeds
+for requests, padding to the longest of a step. Not in rlx's time is the report of a step. Left out: TRL on several GPUs.
 """
 
 from __future__ import annotations
@@ -25,8 +26,17 @@ from rollout import described, requests
 from rlx.command_line import exit_code
 from rlx.config import ConfigError, RunConfig
 
-# Of two cores, as TRL has. The engine takes turns with the worker on policy, and more than a thread gains it nothing.
-ALL_CORES: dict[str, Any] = {"scaling.resources_per_worker": {"CPU": 1.9}, "rollout.resources_per_engine": {"CPU": 0.1}}
+# Two cores, as TRL has: the engine takes turns with the worker on policy, and more than a thread gains it nothing. All
+# completions at once, as TRL; micro-batches of which a mini-batch has two in both.
+CPU = workload.CPU | {
+    "scaling.resources_per_worker": {"CPU": 1.9},
+    "rollout.resources_per_engine": {"CPU": 0.1},
+    "rollout.max_num_seqs": 512,
+    "rollout.kv_cache_mib": 256,
+    "data.max_prompt_tokens": 32,
+    "train.micro_batch_tokens": 20_480,
+}
+GPU = workload.GPU | {"train.micro_batch_tokens": 49_152}
 
 Measured = list[tuple[int, float]]
 """response tokens and seconds of each step"""
@@ -36,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(5, 3))
 
     def script() -> int:
-        args, config = workload.read(options, argv, workload.CPU | ALL_CORES)
+        args, config = workload.read(options, argv, CPU, GPU)
         check(config)
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
@@ -54,7 +64,9 @@ def check(config: RunConfig) -> None:
     if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
         raise ConfigError(f"TRL is one process here, on one GPU at most: {plan(config)} is more")
     alike = {"algorithm.advantage": ("grpo",), "algorithm.kl_coef": (0.0,), "algorithm.loss": ("ppo",)}
-    alike |= {"model.lora_rank": (0,), "rollout.max_staleness": (0,), "rollout.parts": (1,)}
+    alike |= {"algorithm.filter_groups": (False,), "algorithm.entropy_coef": (0.0,), "train.actor_lr": (0.0,)}
+    alike |= {"model.lora_rank": (0,), "model.reference": ("none",), "train.ema_decay": (None,)}
+    alike |= {"rollout.max_staleness": (0,), "rollout.parts": (1,), "reward.model": (None,)}
     for key, allowed in alike.items():
         section, name = key.split(".")
         if (given := getattr(getattr(config, section), name)) not in allowed:
@@ -77,19 +89,21 @@ def measure(config: RunConfig, path: str) -> dict[str, float]:
     tables = inputs.prompt_tables(config, path)
     rounds = requests(config, path, tables)[2]
     before = by_trl(config, path, rounds)
-    sides = {"rlx": tokens_per_s(config, workload.counted_steps(config, tables, "k0"))}
+    now = workload.counted_steps(config, tables, "k0")
+    sides = {"rlx": tokens_per_s(config, now)}
     if config.rollout.placement == "beside":
         ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
         sides["rlx with k = 1"] = tokens_per_s(config, ahead)
     launch.release()
-    first, last = (
-        statistics.median(tokens / seconds for tokens, seconds in drawn)
-        for drawn in (before, by_trl(config, path, rounds))
-    )
+    after = by_trl(config, path, rounds)
+    first, last = (statistics.median(tokens / seconds for tokens, seconds in drawn) for drawn in (before, after))
+    completions = config.train.prompts_per_step * config.train.samples_per_prompt
     return (
         {f"{name}, tokens/s": value for name, value in sides.items()}
         | {"TRL, tokens/s": (first + last) / 2, "TRL, after / before": last / first}
         | {f"{name} / TRL": 2 * value / (first + last) for name, value in sides.items()}
+        | {"mean response, tokens": workload.median(now, "response/length_mean")}
+        | {"mean response of TRL, tokens": statistics.mean(tokens for tokens, _ in before) / completions}
     )
 
 
@@ -107,19 +121,19 @@ def by_trl(config: RunConfig, path: str, rounds: Sequence[Sequence[tuple[tuple[i
 
     cpus = max(1, round(plan(config).total().get("CPU", 1.0)))
     samples = config.train.samples_per_prompt
-    prompts = [[prompt for prompt, _ in requests[::samples]] for requests in rounds]
+    prompts = [[prompt for prompt, _ in drawn[::samples]] for drawn in rounds]
     process: Any = ray.remote(max_calls=1)(trained).options(
         num_cpus=cpus, num_gpus=gpus(config), runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
     )
     measured: Measured = ray.get(process.remote(path, arguments(config), prompts))
+    print("TRL: steps of", ", ".join(f"{seconds:.2f}" for _, seconds in measured), "s", file=sys.stderr, flush=True)
     return measured[workload.WARM :]
 
 
 def arguments(config: RunConfig) -> dict[str, Any]:
     """TRL's GRPOConfig for the same work.
 
-    As many completions at a time as fit rlx's micro-batches if all were as long as may be, so that they divide a
-    mini-batch; TRL pads each batch to its longest.
+    As many completions at a time as fit rlx's micro-batches if all were as long as may be, and divide a mini-batch.
     """
     train, rollout, on_gpu = config.train, config.rollout, config.scaling.use_gpu
     longest = config.data.max_prompt_tokens + rollout.max_tokens
@@ -135,6 +149,8 @@ def arguments(config: RunConfig) -> dict[str, Any]:
         "max_steps": train.steps * train.minibatches * train.epochs,
         "max_completion_length": rollout.max_tokens,
         "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": max(rollout.top_k, 0),
         "learning_rate": train.actor_lr,
         "max_grad_norm": train.max_grad_norm,
         "beta": 0.0,
@@ -162,7 +178,7 @@ def arguments(config: RunConfig) -> dict[str, Any]:
     return given | (engine if on_gpu else {})
 
 
-def trained(path: str, arguments: Mapping[str, Any], prompts: Sequence[Sequence[tuple[int, ...]]]) -> Measured:
+def trained(path: str, given: Mapping[str, Any], prompts: Sequence[Sequence[tuple[int, ...]]]) -> Measured:
     """Runs TRL in this process on each step's prompts."""
     import tempfile
     import time
@@ -180,7 +196,7 @@ def trained(path: str, arguments: Mapping[str, Any], prompts: Sequence[Sequence[
         raise RuntimeError("the tokenizer makes other prompts of its own text: TRL would have other lengths")
     tokens: list[int] = []
     ends = [0.0]
-    updates = arguments["max_steps"] // len(prompts)
+    updates = given["max_steps"] // len(prompts)
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         tokens.append(sum(map(len, completion_ids)))
@@ -193,10 +209,9 @@ def trained(path: str, arguments: Mapping[str, Any], prompts: Sequence[Sequence[
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % updates == 0:
                 ends.append(time.perf_counter())
-                print(f"TRL: step {len(tokens)} of {len(prompts)}: {ends[-1] - ends[-2]:.2f} s", file=sys.stderr)
 
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(output_dir=folder, **arguments)
+        config = GRPOConfig(output_dir=folder, **given)
         rows = Dataset.from_dict({"prompt": texts})
         trainer = GRPOTrainer(path, reward, config, rows, processing_class=tokenizer, callbacks=[Watch()])
         trainer.train()

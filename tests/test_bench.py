@@ -1,6 +1,7 @@
 """The benchmarks: what they refuse, what they tell, and that the bare loop does the work it is said to do."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import against_trl
@@ -92,10 +93,14 @@ def test_without_trl_it_says_what_to_install(
     assert capsys.readouterr().err == "error: TRL is not installed here: pip install -e '.[bench]'\n"
 
 
-def test_trl_is_given_the_same_work() -> None:
+def test_trl_is_given_the_same_work(tmp_path: Path) -> None:
     train = {"train__prompts_per_step": 6, "train__samples_per_prompt": 4, "train__minibatches": 2, "train__steps": 7}
     given = against_trl.arguments(settings(**train, train__micro_batch_tokens=850, data__max_prompt_tokens=32))
     # 12 completions of at most 160 tokens to an optimizer step: 5 fit, 4 divide it.
+    trl = pytest.importorskip("trl").GRPOConfig(output_dir=str(tmp_path), **given)
+    assert trl.generation_batch_size == 24
+    on_gpu = against_trl.arguments(from_tree(with_overrides({}, against_trl.GPU)))
+    assert on_gpu.keys() <= {field.name for field in fields(trl)}
     assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (4, 3)
     assert (given["steps_per_generation"], given["max_steps"]) == (6, 14)
     assert (given["max_completion_length"], given["bf16"], given["use_cpu"]) == (128, False, True)

@@ -124,7 +124,7 @@ class Engine:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, model: str, options: dict[str, Any], adapter: dict[str, Any] | None = None
     ) -> None:
-        """Starts the engine; returns once it can generate.
+        """Starts the engine; returns once it can take weights.
 
         Args:
             model: Hugging Face folder or name.
@@ -359,7 +359,7 @@ def _build(model: str, options: dict[str, Any]) -> Any:
 
     if 0 < ray.get_runtime_context().get_assigned_resources().get("GPU", 0) < 1:
         cache = _cache_bytes(model, options["gpu_memory_utilization"])
-        # vLLM would want all of its share to be free, which a worker that trains may use: it asks for next to nothing.
+        # vLLM would refuse to start unless all of that share was free, which others may use for a moment.
         options = options | {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.01}
     arguments = EngineArgs(
         model=model,

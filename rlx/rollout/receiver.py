@@ -107,7 +107,7 @@ class Receiver:
         if self._group:
             self._group.abandon()
             self._group = None
-        if self._store is not None and not isinstance(error, GivenUpError):
+        if self._store is not None and incoming.sources[self._worker].kind == "shared":
             with suppress(RuntimeError):  # the store is gone, and so is the trainer
                 self._store.set(links.failed(incoming.update, self._engine, self._worker), str(error))
 
