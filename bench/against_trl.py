@@ -6,7 +6,7 @@ The same model, prompts, completions for each, sampling, optimizer steps, precis
 learning rate is 0. TRL, pinned by the extra `bench`, runs before and after, in one process that has all that engine and
 worker of rlx have together: on a GPU with vLLM in that process (`vllm_mode` colocate), on CPUs, where it takes no vLLM,
 with transformers' generate. What it is given follows from rlx's settings in `arguments`. Its own habits stay: no seeds
-for requests, padding to the longest of a step. Not in rlx's time is the report of a step. Left out: TRL on several GPUs.
+for requests, padding to the longest of a step. Not in rlx's time is a step's report. Left out: TRL on several GPUs.
 """
 
 from __future__ import annotations

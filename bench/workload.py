@@ -190,8 +190,8 @@ def random_model(name: str, tokenizer: Any) -> Any:
 
 
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:
-    """The metrics of a real run's steps but the first, without the time of an evaluation, which the last has; engines and
-    workers stay for the next run."""
+    """The metrics of a real run's steps but the first, without the time of an evaluation, which the last has; engines
+    and workers stay for the next run."""
     from rlx import launch
     from rlx.storage import open_storage
 
