@@ -90,6 +90,7 @@ def alone(config: RunConfig, path: str, tables: Mapping[str, Any]) -> list[tuple
         runtime_env={"env_vars": ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT},
     )
     drawn: list[tuple[int, float]] = ray.get(process.remote(path, *requests(config, path, tables)))
+    workload.say("bare vLLM: " + ", ".join(f"{tokens} tokens in {seconds:.2f} s" for tokens, seconds in drawn))
     return drawn[workload.WARM :]
 
 

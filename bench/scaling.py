@@ -86,7 +86,9 @@ def fits(config: RunConfig) -> bool:
 def updated(config: RunConfig, path: str) -> float:
     """Tokens per second and rank in rlx's update."""
     result = update.on_ranks(config, path)
-    return float(result["tokens"] / statistics.median(result["seconds"][workload.WARM :]))
+    rate = float(result["tokens"] / statistics.median(result["seconds"][workload.WARM :]))
+    workload.say(f"{config.scaling.num_workers} ranks: {rate:,.0f} tokens/s per rank in updates")
+    return rate
 
 
 def stepped(config: RunConfig, path: str) -> float:

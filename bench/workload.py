@@ -11,6 +11,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from rlx.command_line import add_settings, parse
 from rlx.config import ConfigError, RunConfig, from_tree, nearest, with_overrides
 
+_BEGUN = time.monotonic()
 UNTRAINED = "tiny-random"
 WARM = 2
 """first steps and rounds that are not counted"""
@@ -202,12 +204,17 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
             return
         steps.append(metrics | {"time/step": metrics["time/step"] - metrics.get("time/eval", 0.0)})
         seconds = ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", "rollout", "update"))
-        print(f"{name}: step {metrics['step']} of {config.train.steps}: {seconds}", file=sys.stderr, flush=True)
+        say(f"{name}: step {metrics['step']} of {config.train.steps}: {seconds}")
 
     config = config.model_copy(update={"name": name})
     place = open_storage(config.storage) / name
     launch.run(config, place, tables=tables, on_report=report, keep=True)
     return [metrics for metrics in steps if metrics["step"] > WARM]
+
+
+def say(words: str) -> None:
+    """Progress, after so many seconds: what is measured is known even if the rest fails."""
+    print(f"[{time.monotonic() - _BEGUN:.0f} s] {words}", file=sys.stderr, flush=True)
 
 
 def median(steps: Sequence[Mapping[str, Any]], metric: str) -> float:
