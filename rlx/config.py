@@ -243,6 +243,14 @@ class RunConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _old_logprobs_are_known(self) -> Self:
+        needs = {f"algorithm.importance {self.importance}": self.importance != "none"}
+        needs["a critic that is a head of the policy"] = self.critic == "head"
+        for key in (key for key, given in needs.items() if given and self.algorithm.old_logprobs == "rollout"):
+            raise ValueError(f"algorithm.old_logprobs rollout: {key} needs the trainer's own; set it to recomputed")
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _truncated_sampling_is_corrected(self) -> Self:
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and self.importance == "none":
@@ -298,7 +306,7 @@ class RunConfig(Section):
         """What algorithm.importance comes to."""
         if self.algorithm.importance != "auto":
             return self.algorithm.importance
-        return "tis" if self.rollout.max_staleness else "none"
+        return "tis" if self.rollout.max_staleness and self.algorithm.old_logprobs == "recomputed" else "none"
 
     @property
     def reference(self) -> Literal["copy", "lora_off", "none"]:

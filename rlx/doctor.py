@@ -41,9 +41,10 @@ class Verdict:
 
 
 def rest(config: RunConfig) -> RunConfig:
-    """The config with all learning rates 0, so that a step changes nothing."""
+    """The config with all learning rates 0, so that a step changes nothing, and with the trainer's own logprobs."""
     train = config.train.model_copy(update={"actor_lr": 0.0, "critic_lr": 0.0, "critic_warmup": 0})
-    return config.model_copy(update={"train": train})
+    algorithm = config.algorithm.model_copy(update={"old_logprobs": "recomputed"})
+    return config.model_copy(update={"train": train, "algorithm": algorithm})
 
 
 def examine(setup: dict[str, Any]) -> None:

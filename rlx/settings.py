@@ -277,6 +277,8 @@ class AlgorithmConfig(Section):
     """a step's epochs end early, the critic's too, once a mini-batch's mean KL(old || current) exceeds this"""
     ptx_coef: NonNegativeFloat = 0.0
     """weight of the supervised loss on data.ptx_source, per answer token"""
+    old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
+    """what PPO's ratio is to: the trainer's own logprobs before the update, or the engines', which spares a pass"""
     importance: Literal["auto", "none", "tis", "mask"] = "auto"
     """correct for the gap between the policy that drew a token and the one before the update: truncate or mask their
     probability ratio; auto: none, but tis with rollout.max_staleness"""

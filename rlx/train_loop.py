@@ -79,7 +79,7 @@ def annotate(run: Run, batch: Experience) -> Experience:
     """
     columns = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values", "entropy")}
     for micro in run.cut([batch])[0]:
-        scored = run.policy(*micro.inputs, run.sampling.temperature, True)
+        scored = run.before_update(micro)
         reference = run.reference_logprobs(micro)
         values = scored.values if run.critic is None else run.critic(*micro.inputs)
         grids = (scored.logprobs, scored.logprobs if reference is None else reference, values, scored.entropy)

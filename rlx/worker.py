@@ -38,6 +38,7 @@ from rlx.checkpoint import Trained
 from rlx.config import RunConfig
 from rlx.experience import Selection
 from rlx.fleet import Fleet
+from rlx.model import Scored
 from rlx.parallel import Grid
 from rlx.rounds import Rounds
 from rlx.saver import Saver
@@ -183,6 +184,13 @@ class Run:
             ids = tuple([*ids, self.tokenizer.eos_token_id][:limit])
             rows.append(Judged(Completion(prompt, 0, ids, (0.0,) * len(ids), True, self.step), 0.0, True, {}))
         return self.experiences(rows)[0]
+
+    def before_update(self, batch: Experience) -> Scored:
+        """What the old policy says of its responses, or what the engines said of each token when they drew it."""
+        if self.config.algorithm.old_logprobs == "rollout":
+            return Scored(batch.rollout_logprobs, -batch.rollout_logprobs, None)  # entropy is the mean of -log p
+        scored: Scored = self.policy(*batch.inputs, self.sampling.temperature, True)
+        return scored
 
     def reference_logprobs(self, batch: Experience) -> Tensor | None:
         """What the reference gives these responses; None without one."""

@@ -106,6 +106,8 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             {"parallel": {"tp": 2}, "scaling": {"num_workers": 2}, "model": {"lora_rank": 4}},
             r"parallel.tp \(2\) does not go with model.lora_rank",
         ),
+        ({"algorithm": {"old_logprobs": "rollout", "importance": "tis"}}, "importance tis needs the trainer's own"),
+        ({"algorithm": {"old_logprobs": "rollout"}, "model": {"critic": "head"}}, "a head of the policy needs the"),
         ({"rollout": {"top_p": 0.9}}, "set algorithm.importance to tis or mask"),
         ({"rollout": {"top_k": 5}}, "set algorithm.importance to tis or mask"),
         ({"data": {"source": "a.csv", "params": {"x": 1}}}, "data.params are for reasoning_gym:DATASET"),

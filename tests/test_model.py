@@ -363,6 +363,28 @@ def updated(
     return result | {name: torch.tensor(value) for name, value in shares.items()}
 
 
+def old_ones(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
+    """A step whose old logprobs are recomputed, and one whose are the engines', which here say the very same."""
+    results = []
+    start = experience.build([Judged(c, float(c.sample), True, {}) for c in completions()], PAD)
+    for way in ("recomputed", "rollout"):
+        run = run_of(path, {"algorithm.old_logprobs": way, "model.reference": "none", "algorithm.kl_coef": 0}, 60)
+        batch = train_loop.annotate(run, start)
+        start = replace(start, rollout_logprobs=batch.logprobs)
+        sums = update.update(run, train_loop.estimate(run, batch)[0])
+        asked = {"logprobs": batch.logprobs, "entropy": batch.entropy, "values": batch.values}
+        weights = {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}
+        results.append(asked | weights | {name: torch.as_tensor(value).detach() for name, value in sums.items()})
+    return results
+
+
+def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model: Path) -> None:
+    own, theirs = on_ranks(1, old_ones, str(tiny_model))[0]
+    torch.testing.assert_close(theirs["entropy"], -own["logprobs"])
+    assert not torch.equal(own.pop("entropy"), theirs.pop("entropy"))
+    torch.testing.assert_close(theirs, own)
+
+
 def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
     """In each way, all of a mini-batch at once and then a few completions, and of these a few tokens, at a time."""
     results = []

@@ -59,11 +59,15 @@ def test_the_last_step_may_have_nothing_but_what_was_drawn_before(tiny_model: Pa
 
 
 def test_completions_in_progress_go_on_with_new_weights(tiny_model: Path, storage: Path) -> None:
-    """Two steps ahead, and what is being drawn waits for no update."""
-    done = train(small(tiny_model, storage, "partial", rollout__max_staleness=2, rollout__partial=True))
+    """Two steps ahead, and what is being drawn waits for no update; ratios are to the policies that drew each token."""
+    chosen = {"rollout__max_staleness": 2, "rollout__partial": True, "algorithm__old_logprobs": "rollout"}
+    done = train(small(tiny_model, storage, "partial", **chosen))
     ages = {step: values[0] for step, values in done.history["staleness/mean"].items()}
     assert ages == {1: 0, 2: 1, 3: 2, 4: 2}
     assert len(done.history["reward/mean"]) == STEPS
+    assert not any(name.startswith("mismatch/") for name in done.history)  # nothing to compare the engines' with
+    assert done.history["policy/approx_kl"][4][0] > done.history["policy/approx_kl"][1][0]
+    assert all(0 < values[0] < 5 for values in done.history["policy/entropy"].values())
 
 
 def test_scoring_part_by_part_changes_nothing_but_rounding(tiny_model: Path, storage: Path) -> None:
