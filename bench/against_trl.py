@@ -65,6 +65,7 @@ def check(config: RunConfig) -> None:
     if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
         raise ConfigError(f"TRL is one process here, on one GPU at most: {plan(config)} is more")
     alike = {"algorithm.advantage": ("grpo",), "algorithm.kl_coef": (0.0,), "algorithm.loss": ("ppo",)}
+    alike |= {"algorithm.old_logprobs": ("recomputed",)}
     alike |= {"algorithm.filter_groups": (False,), "algorithm.entropy_coef": (0.0,), "train.actor_lr": (0.0,)}
     alike |= {"model.lora_rank": (0,), "model.reference": ("none",), "train.ema_decay": (None,)}
     alike |= {"rollout.max_staleness": (0,), "rollout.parts": (1,), "reward.model": (None,)}

@@ -243,20 +243,23 @@ class RunConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _old_logprobs_are_known(self) -> Self:
-        needs = {f"algorithm.importance {self.importance}": self.importance != "none"}
-        needs["a critic that is a head of the policy"] = self.critic == "head"
-        for key in (key for key, given in needs.items() if given and self.algorithm.old_logprobs == "rollout"):
-            raise ValueError(f"algorithm.old_logprobs rollout: {key} needs the trainer's own; set it to recomputed")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _truncated_sampling_is_corrected(self) -> Self:
+    def _ratios_are_sound(self) -> Self:
+        recomputed = self.algorithm.old_logprobs == "recomputed"
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
-        if truncated and self.importance == "none":
+        if truncated and not (recomputed and self.importance != "none"):
             raise ValueError(
                 "rollout.top_p/top_k draw from a truncated distribution, which biases PPO's ratio: "
-                "set algorithm.importance to tis or mask"
+                "set algorithm.importance to tis or mask, and leave algorithm.old_logprobs at recomputed"
+            )
+        if not recomputed and self.importance != "none":
+            raise ValueError(
+                "algorithm.importance corrects towards the trainer's own logprobs: "
+                "set it to none, or algorithm.old_logprobs to recomputed"
+            )
+        if not recomputed and self.critic == "head":
+            raise ValueError(
+                "model.critic head, which LoRA has by default, takes its values from the pass that is to be spared: "
+                "set it to separate, or algorithm.old_logprobs to recomputed"
             )
         return self
 

@@ -168,8 +168,9 @@ def _of_values(run: Run, s: Mapping[str, float]) -> dict[str, float]:
 
 
 def _of_mismatch(run: Run, batch: Experience, s: Mapping[str, float]) -> dict[str, float]:
-    if run.config.algorithm.old_logprobs == "rollout":
-        return {}
+    if run.config.algorithm.old_logprobs == "rollout":  # the first ratios are those of engine and trainer
+        known = "first/policy/approx_kl" in s
+        return {"mismatch/kl": s["first/policy/approx_kl"] / s["first/updated"]} if known else {}
     gap = ((batch.logprobs - batch.rollout_logprobs) * batch.mask).abs().max()
     heaviest = (run.importance(batch, cut=False) * batch.mask).max()
     widest_gap, heaviest_weight = run.largest([float(gap), float(heaviest)])

@@ -1,6 +1,6 @@
 """The trained models: policy, critic and frozen reference, sharded with FSDP2, scoring responses token by token.
 
-Everything is evaluated without dropout: the ratio of PPO is then exactly 1 before the first update. Padding is on the
+Everything is evaluated without dropout: scored twice, a token has the same log-probability. Padding is on the
 right and attention is causal, so no attention mask is needed.
 """
 

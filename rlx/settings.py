@@ -278,10 +278,10 @@ class AlgorithmConfig(Section):
     ptx_coef: NonNegativeFloat = 0.0
     """weight of the supervised loss on data.ptx_source, per answer token"""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
-    """what PPO's ratio is to: the trainer's own logprobs before the update, or the engines', which spares a pass"""
+    """what ratios are to and KLs are from: the trainer's logprobs before the update, or the engines', a pass less"""
     importance: Literal["auto", "none", "tis", "mask"] = "auto"
     """correct for the gap between the policy that drew a token and the one before the update: truncate or mask their
-    probability ratio; auto: none, but tis with rollout.max_staleness"""
+    probability ratio; auto: none, but tis with rollout.max_staleness unless old_logprobs is rollout"""
     importance_level: Literal["token", "sequence"] = "token"
     """whose ratio that is: each token's, or the whole response's"""
     importance_low: float = Field(default=0.5, ge=0, lt=1)

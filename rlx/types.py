@@ -110,7 +110,7 @@ class Experience:
     groups: Tensor  # [B] int64, the same for completions of the same prompt
     scores: Tensor  # [B] reward of the whole completion
     greedy: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator asks for none
-    logprobs: Tensor  # [B, T] the policy's before the update ("old")
+    logprobs: Tensor  # [B, T] the policy's before the update ("old"), as algorithm.old_logprobs has them
     ref_logprobs: Tensor  # [B, T]
     values: Tensor  # [B, T] the critic's before the update ("old")
     entropy: Tensor  # [B, T] the policy's before the update, in nats

@@ -25,6 +25,8 @@ def update(run: Run, batch: Experience) -> Sums:
     sums: Sums = {"positions": sum(micro.ids.numel() for micros in cut for micro in micros)}
     for number, (micros, size) in enumerate(list(zip(cut, sizes, strict=True)) * run.config.train.epochs):
         done = accumulate(run, micros, size, number)
+        if number == 0:  # nothing has changed yet
+            sums |= {f"first/{name}": value for name, value in done.items()}
         _add(sums, done)
         if number > 0 and too_far(run, done, size):
             discard_gradients(run)

@@ -106,8 +106,15 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             {"parallel": {"tp": 2}, "scaling": {"num_workers": 2}, "model": {"lora_rank": 4}},
             r"parallel.tp \(2\) does not go with model.lora_rank",
         ),
-        ({"algorithm": {"old_logprobs": "rollout", "importance": "tis"}}, "importance tis needs the trainer's own"),
-        ({"algorithm": {"old_logprobs": "rollout"}, "model": {"critic": "head"}}, "a head of the policy needs the"),
+        (
+            {"algorithm": {"old_logprobs": "rollout", "importance": "tis"}},
+            "set it to none, or algorithm.old_logprobs to",
+        ),
+        ({"algorithm": {"old_logprobs": "rollout"}, "model": {"critic": "head"}}, "model.critic head, .* to separate"),
+        (
+            {"algorithm": {"old_logprobs": "rollout"}, "rollout": {"top_k": 5}},
+            "leave algorithm.old_logprobs at recomputed",
+        ),
         ({"rollout": {"top_p": 0.9}}, "set algorithm.importance to tis or mask"),
         ({"rollout": {"top_k": 5}}, "set algorithm.importance to tis or mask"),
         ({"data": {"source": "a.csv", "params": {"x": 1}}}, "data.params are for reasoning_gym:DATASET"),
@@ -474,4 +481,5 @@ def test_generation_ahead_is_corrected_for_unless_told_otherwise() -> None:
         return from_tree({"rollout": rollout}).importance
 
     assert (importance(), importance(max_staleness=1)) == ("none", "tis")
-    assert from_tree({"rollout": {"max_staleness": 1}, "algorithm": {"importance": "none"}}).importance == "none"
+    for algorithm in ({"importance": "none"}, {"old_logprobs": "rollout"}):
+        assert from_tree({"rollout": {"max_staleness": 1}, "algorithm": algorithm}).importance == "none"

@@ -3,7 +3,7 @@
 import pytest
 
 from rlx import doctor
-from rlx.config import RunConfig
+from rlx.config import RunConfig, from_tree
 
 SOUND = {
     "ratio": 0.0,
@@ -42,3 +42,8 @@ def test_the_doctor_sees_each_fault(figure: str, value: float) -> None:
 def test_no_gradient_is_no_fault_where_all_scores_are_equal() -> None:
     assert all(line.passed for line in doctor.verdicts(SOUND | {"grad_norm/policy": 0.0, "signal": 0.0}, RunConfig()))
     assert all(line.passed for line in doctor.verdicts(SOUND | {"grad_norm/critic": 0.0}, RunConfig()))
+
+
+def test_engine_and_trainer_are_compared_whatever_the_ratio_is_to() -> None:
+    config = from_tree({"algorithm": {"old_logprobs": "rollout"}})
+    assert doctor.rest(config).algorithm.old_logprobs == "recomputed"

@@ -1,5 +1,6 @@
 """Policy and critic against transformers' own forward pass; one PPO update against itself on more ranks."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
 from rlx.parallel import Grid
-from rlx.types import Completion, Judged, Prompt, Sampling
+from rlx.types import Completion, Experience, Judged, Prompt, Sampling
 
 PAD = 0
 PROMPTS = (3, 9, 5, 6)  # tokens each
@@ -363,26 +364,29 @@ def updated(
     return result | {name: torch.tensor(value) for name, value in shares.items()}
 
 
-def old_ones(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
-    """A step whose old logprobs are recomputed, and one whose are the engines', which here say the very same."""
-    results = []
+def refuse(*_: object) -> None:
+    raise AssertionError("the policy was asked")
+
+
+def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience, dict[str, float]]:
+    """What the policy says of completions; what annotate adds if engines said something else; a step on that."""
+    ways = ({}, {"algorithm.old_logprobs": "rollout", "model.reference": "none", "algorithm.kl_coef": 0})
+    runs = [run_of(path, way | {"train.minibatches": 1}, 60) for way in ways]
     start = experience.build([Judged(c, float(c.sample), True, {}) for c in completions()], PAD)
-    for way in ("recomputed", "rollout"):
-        run = run_of(path, {"algorithm.old_logprobs": way, "model.reference": "none", "algorithm.kl_coef": 0}, 60)
-        batch = train_loop.annotate(run, start)
-        start = replace(start, rollout_logprobs=batch.logprobs)
-        sums = update.update(run, train_loop.estimate(run, batch)[0])
-        asked = {"logprobs": batch.logprobs, "entropy": batch.entropy, "values": batch.values}
-        weights = {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}
-        results.append(asked | weights | {name: torch.as_tensor(value).detach() for name, value in sums.items()})
-    return results
+    own = train_loop.annotate(runs[0], start)
+    runs[1].policy.forward = refuse
+    theirs = train_loop.annotate(runs[1], replace(start, rollout_logprobs=own.logprobs - 0.1 * own.mask))
+    del runs[1].policy.forward
+    return own, theirs, runs[1].summed(update.update(runs[1], train_loop.estimate(runs[1], theirs)[0]))
 
 
 def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model: Path) -> None:
-    own, theirs = on_ranks(1, old_ones, str(tiny_model))[0]
-    torch.testing.assert_close(theirs["entropy"], -own["logprobs"])
-    assert not torch.equal(own.pop("entropy"), theirs.pop("entropy"))
-    torch.testing.assert_close(theirs, own)
+    own, theirs, sums = on_ranks(1, by_engines, str(tiny_model))[0]
+    torch.testing.assert_close(theirs.logprobs, own.logprobs - 0.1 * own.mask)
+    torch.testing.assert_close(theirs.entropy, -theirs.logprobs)
+    assert sums["policy/ratio"] / sums["updated"] == pytest.approx(math.exp(0.1), abs=1e-5)
+    gap = math.exp(0.1) - 1 - 0.1  # k3: r - 1 - log r
+    assert sums["first/policy/approx_kl"] / sums["first/updated"] == pytest.approx(gap, abs=1e-5)
 
 
 def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
