@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK = 2**27
 """logits at a time: 512 MiB in float32, of which a few copies"""
+KEPT = 2**30
+"""logits, or their entropies, that wait for the backward pass: 4 GiB in float32"""
 
 Scores = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 """(logits, targets, temperature, whether entropy is wanted) -> log-probabilities, entropy"""
@@ -24,7 +26,8 @@ def logit_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: b
     if temperature != 1.0:
         scaled = scaled / temperature
     every = torch.log_softmax(scaled, dim=-1)
-    logprobs = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    # Not `gather`: its gradient is a table as large as the logits, which compiled code then adds to with atomics.
+    logprobs = -nn.functional.nll_loss(every, targets, reduction="none")
     return logprobs, -(every.exp() * every).sum(-1) if entropy else None
 
 
@@ -39,7 +42,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each of N tokens, `[N]`, and if asked for the entropy in nats of what it is drawn from, `[N]`.
 
-    More than one chunk of them is computed again in the backward pass, which costs one more pass of the head.
+    Of several chunks, those beyond KEPT are computed again in the backward pass, which costs one more pass of the head.
 
     Args:
         head: from hidden states to logits.
@@ -56,9 +59,12 @@ def token_logprobs(
 
     if len(hidden) <= size:
         return scored(hidden, targets)
+    kept = KEPT // (2 if entropy else 1) // (size * vocabulary)  # chunks
     parts = [
-        checkpoint(scored, states, tokens, use_reentrant=False, preserve_rng_state=False)
-        for states, tokens in zip(hidden.split(size), targets.split(size), strict=True)
+        scored(states, tokens)
+        if number < kept
+        else checkpoint(scored, states, tokens, use_reentrant=False, preserve_rng_state=False)
+        for number, (states, tokens) in enumerate(zip(hidden.split(size), targets.split(size), strict=True))
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None

@@ -193,7 +193,7 @@ def compile_layers(part: nn.Module) -> None:
     if shutil.which(compiler) is None:
         raise ConfigError(f"train.compile: this machine has no C++ compiler {compiler}")
     for layer in decoder_layers(part):
-        layer.compile(dynamic=True)
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # not `layer.compile`: FSDP's hooks stay outside
     if isinstance(part, Policy):
         part.scores = torch.compile(logit_scores)
 
@@ -247,8 +247,9 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_gradients(model: nn.Module, limit: float) -> float:
-    """Scales gradients down to a global norm of at most `limit`; gives the norm before. All ranks call it."""
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Scales gradients down to a global norm of at most `limit`; gives the norm before, a scalar on its device, so that
+    nobody has to wait for it. All ranks call it."""
     meshes: dict[Any, list[Tensor]] = {}  # layers that are cut lie on one of two dimensions; torch takes one at a time
     for weight in model.parameters():
         if weight.grad is not None:
@@ -257,7 +258,7 @@ def clip_gradients(model: nn.Module, limit: float) -> float:
     norm = nn.utils.get_total_norm([gathered(nn.utils.get_total_norm(of_one)) for of_one in gradients])
     for weights in meshes.values():
         nn.utils.clip_grads_with_norm_(weights, limit, norm)
-    return float(norm)
+    return norm
 
 
 @contextmanager

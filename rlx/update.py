@@ -26,12 +26,13 @@ def update(run: Run, batch: Experience) -> Sums:
     for number, (micros, size) in enumerate(list(zip(cut, sizes, strict=True)) * run.config.train.epochs):
         done = accumulate(run, micros, size, number)
         if number == 0:  # nothing has changed yet
-            sums |= {f"first/{name}": value for name, value in done.items()}
+            sums |= {f"first/{name}": done[name] for name in ("policy/approx_kl", "updated") if name in done}
         _add(sums, done)
         if number > 0 and too_far(run, done, size):
             discard_gradients(run)
             break
         _add(sums, optimizer_step(run, number))
+    check_norms(run, sums)
     return sums
 
 
@@ -135,17 +136,10 @@ def backward_supervised(run: Run, number: int) -> Tensor:
 
 
 def optimizer_step(run: Run, number: int) -> Sums:
-    """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping.
-
-    Raises:
-        RuntimeError: a norm is not finite; nothing has been applied then.
-    """
+    """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping."""
     norms: Sums = {"updates": 1.0}
     for name in run.learning:
-        limit = run.config.train.max_grad_norm
-        norm = model.clip_gradients(run.trained[name].model, limit)
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"step {run.step + 1}: the gradient norm of the {name} is {norm}")
+        norm = model.clip_gradients(run.trained[name].model, run.config.train.max_grad_norm)
         norms |= {f"grad_norm/{name}": norm, f"updates/{name}": 1.0}
     for name in run.learning:
         optimizer = run.trained[name].optimizer
@@ -155,6 +149,18 @@ def optimizer_step(run: Run, number: int) -> Sums:
         optimizer.zero_grad()
     run.update_average()
     return norms
+
+
+def check_norms(run: Run, sums: Sums) -> None:
+    """Looks at all of a step's norms at once: to wait for each would leave the GPU idle between optimizer steps.
+
+    Raises:
+        FloatingPointError: one is not finite. The weights are spoilt then, and no checkpoint has them.
+    """
+    for name in run.learning:
+        norm = float(sums.get(f"grad_norm/{name}", 0.0))  # the sum of them: none is negative
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"step {run.step + 1}: the gradient norm of the {name} is {norm}")
 
 
 def lr_scale(run: Run, name: str, number: int) -> float:

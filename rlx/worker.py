@@ -248,7 +248,7 @@ class Run:
     def update_average(self) -> None:
         """Moves the average of the policy's weights towards them, after an optimizer step."""
         decay = self.config.train.ema_decay or 0.0
-        for name, weight in self.policy.named_parameters():
+        for name, weight in self.policy.named_parameters() if self.average else ():
             if name in self.average:
                 self.average[name].mul_(decay).add_(weight.detach(), alpha=1 - decay)
 

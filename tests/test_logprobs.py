@@ -56,16 +56,18 @@ def found(head: nn.Module, temperature: float, entropy: bool, whole: bool) -> di
     return gradients | {"logprobs": chosen} | ({"entropy": spread} if entropy else {})
 
 
+@pytest.mark.parametrize("kept", [0, 14 * VOCABULARY, 2**30])
 @pytest.mark.parametrize("chunk", [1, 7 * VOCABULARY, 37 * VOCABULARY, 2**26])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", HEADS)
 def test_chunks_are_the_whole(
-    kind: str, temperature: float, entropy: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, temperature: float, entropy: bool, chunk: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(1)
     head = HEADS[kind]()
     monkeypatch.setattr(logprobs, "CHUNK", chunk)
+    monkeypatch.setattr(logprobs, "KEPT", kept)
     expected, results = (found(head, temperature, entropy, whole) for whole in (True, False))
     assert results.keys() == expected.keys()
     for name, value in expected.items():
@@ -122,6 +124,11 @@ def test_no_tensor_is_as_large_as_all_logits(entropy: bool, monkeypatch: pytest.
     whole, all_kept = largest(entropy)
     assert whole == TOKENS * VOCABULARY
     monkeypatch.setattr(logprobs, "CHUNK", 4 * VOCABULARY)
-    chunk, kept = largest(entropy)
-    assert chunk == HIDDEN * VOCABULARY  # the gradient of the weights; a chunk has 4 x VOCABULARY
-    assert kept < 0.5 * all_kept
+    bytes_kept = []
+    for kept in (0, 8 * VOCABULARY):  # no chunk, and two, or with entropy one
+        monkeypatch.setattr(logprobs, "KEPT", kept)
+        chunk, nbytes = largest(entropy)
+        assert chunk == HIDDEN * VOCABULARY  # the gradient of the weights; a chunk has 4 x VOCABULARY
+        bytes_kept.append(nbytes)
+    assert bytes_kept[0] < 0.5 * all_kept
+    assert 8 * VOCABULARY * 4 <= bytes_kept[1] - bytes_kept[0] <= 0.5 * all_kept

@@ -512,7 +512,7 @@ def stepped(rank: int, ranks: int, path: str, gradient: float) -> list[list[floa
         for trained in run.trained.values():
             for parameter in trained.model.parameters():
                 parameter.grad = torch.full_like(parameter, gradient)
-        update.optimizer_step(run, number)
+        update.check_norms(run, update.optimizer_step(run, number))
         rates.append([run.trained[name].optimizer.param_groups[0]["lr"] for name in ("policy", "critic")])
     return rates
 
@@ -525,7 +525,7 @@ def test_learning_rates_follow_the_schedule_of_each_model(on_ranks: OnRanks, tin
     assert critic == pytest.approx([0.1 * (1 - place / 6) for place in (1, 2, 3, 4, 5)])  # 8, and 2 of warm-up
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_applied(on_ranks: OnRanks, tiny_model: Path) -> None:
+def test_a_gradient_that_is_not_finite_ends_the_run(on_ranks: OnRanks, tiny_model: Path) -> None:
     with pytest.raises(Exception, match="step 2: the gradient norm of the critic is nan"):
         on_ranks(1, stepped, str(tiny_model), float("nan"))
 

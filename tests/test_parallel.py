@@ -61,7 +61,7 @@ def learnt(policy: Any, weights: Tensor) -> dict[str, Any]:
     norm = model.clip_gradients(policy, 0.5)
     clipped = {name: model.gathered(p.grad).clone() for name, p in policy.named_parameters()}
     found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach(), "gradients": gradients}
-    return found | {"loss": loss.detach(), "norm": torch.tensor(norm), "clipped": clipped}
+    return found | {"loss": loss.detach(), "norm": norm, "clipped": clipped}
 
 
 def weights_of_tokens() -> Tensor:

@@ -57,7 +57,7 @@ def stepped(rank: int, ranks: int, folder: str, path: str, results: str) -> None
         if number == 0:
             found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach()}
             found |= {f"gradient {name}": model.gathered(p.grad).clone() for name, p in policy.named_parameters()}
-        found[f"norm {number}"] = torch.tensor(model.clip_gradients(policy, 1.0))
+        found[f"norm {number}"] = model.clip_gradients(policy, 1.0)
         trained["policy"].optimizer.step()
         trained["policy"].optimizer.zero_grad()
     found |= {f"weight {name}": model.gathered(p.detach()).clone() for name, p in policy.named_parameters()}
