@@ -6,6 +6,7 @@ Left out: losses that are fused with the output layer; some need all tokens of a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 CHUNK = 2**27
 """logits at a time: 512 MiB in float32, of which a few copies"""
 KEPT = 2**30
-"""logits, or their entropies, that wait for the backward pass: 4 GiB in float32"""
+"""logits that may wait for the backward pass instead of being computed again: 4 GiB in float32"""
 
 Scores = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 """(logits, targets, temperature, whether entropy is wanted) -> log-probabilities, entropy"""
@@ -26,7 +27,7 @@ def logit_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: b
     if temperature != 1.0:
         scaled = scaled / temperature
     every = torch.log_softmax(scaled, dim=-1)
-    # Not `gather`: its gradient is a table as large as the logits, which compiled code then adds to with atomics.
+    # Not `gather`: compiled, its gradient is a table that is filled by atomics; this one's is fused away.
     logprobs = -nn.functional.nll_loss(every, targets, reduction="none")
     return logprobs, -(every.exp() * every).sum(-1) if entropy else None
 
@@ -39,10 +40,11 @@ def token_logprobs(
     temperature: float,
     entropy: bool,
     scores: Scores = logit_scores,
+    kept: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each of N tokens, `[N]`, and if asked for the entropy in nats of what it is drawn from, `[N]`.
 
-    Of several chunks, those beyond KEPT are computed again in the backward pass, which costs one more pass of the head.
+    Of several chunks all but the last few are computed again in the backward pass: one more pass of the head.
 
     Args:
         head: from hidden states to logits.
@@ -51,6 +53,7 @@ def token_logprobs(
         targets: `[N]`, the tokens.
         temperature: logits are divided by it.
         scores: what to do with logits; this, or the same compiled.
+        kept: logits at most, or logits and as many of their entropies, that are not computed again.
     """
     size = max(1, CHUNK // vocabulary)
 
@@ -59,12 +62,10 @@ def token_logprobs(
 
     if len(hidden) <= size:
         return scored(hidden, targets)
-    kept = KEPT // (2 if entropy else 1) // (size * vocabulary)  # chunks
-    parts = [
-        scored(states, tokens)
-        if number < kept
-        else checkpoint(scored, states, tokens, use_reentrant=False, preserve_rng_state=False)
-        for number, (states, tokens) in enumerate(zip(hidden.split(size), targets.split(size), strict=True))
-    ]
+    again = partial(checkpoint, scored, use_reentrant=False, preserve_rng_state=False)
+    chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
+    # The last ones: they are the first that the backward pass is done with.
+    recomputed = len(chunks) - kept // (2 if entropy else 1) // (size * vocabulary)
+    parts = [(again if number < recomputed else scored)(*chunk) for number, chunk in enumerate(chunks)]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None

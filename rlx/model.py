@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlx.config import ConfigError
-from rlx.logprobs import Scores, logit_scores, token_logprobs
+from rlx.logprobs import KEPT, Scores, logit_scores, token_logprobs
 from rlx.settings import ALL_LAYERS
 from rlx.types import Weight
 
@@ -76,6 +76,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.value_head = value_head
         self.scores: Scores = logit_scores  # or the same, compiled
+        self.kept = KEPT  # or 0, where memory counts more than time
 
     def forward(
         self,
@@ -100,7 +101,8 @@ class Policy(nn.Module):
         tokens = Tokens(ids, prompt_lengths, mask, places)
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
         vocabulary, targets = head.weight.shape[0], tokens.targets
-        logprobs, entropies = token_logprobs(head, vocabulary, hidden, targets, temperature, entropy, self.scores)
+        given = (hidden, targets, temperature, entropy, self.scores, self.kept)
+        logprobs, entropies = token_logprobs(head, vocabulary, *given)
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
         spread = None if entropies is None else tokens.grid(entropies)
         return Scored(tokens.grid(logprobs), spread, None if values is None else tokens.grid(values))
@@ -168,7 +170,9 @@ def load_reference(path: str, *, trust_remote_code: bool = False) -> Policy:
 
 
 def checkpoint_gradients(part: nn.Module) -> None:
-    """Has decoder layers forget their activations and compute them again in the backward pass."""
+    """Has decoder layers and the output layer forget activations and compute them again in the backward pass."""
+    if isinstance(part, Policy):
+        part.kept = 0
     for module in list(part.modules()):
         if isinstance(module, PreTrainedModel) and module.supports_gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -192,6 +196,8 @@ def compile_layers(part: nn.Module) -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ConfigError(f"train.compile: this machine has no C++ compiler {compiler}")
+    # All layers of policy, critic and reference share one function's code: with and without gradients, adapters, ...
+    torch._dynamo.config.recompile_limit = 32
     for layer in decoder_layers(part):
         layer.forward = torch.compile(layer.forward, dynamic=True)  # not `layer.compile`: FSDP's hooks stay outside
     if isinstance(part, Policy):

@@ -49,7 +49,7 @@ METRICS = {
     "value/clip_fraction": "fraction of tokens whose value was clipped",
     "value/grad_norm": "mean gradient norm of the critic before clipping",
     "value/explained_variance": "1 - var(returns - values) / var(returns), before the update",
-    "mismatch/kl": "mean KL estimate (k3) between engine and trainer on the same weights",
+    "mismatch/kl": "mean KL estimate (k3) between engine and trainer before the update",
     "mismatch/max_abs": "largest difference of a token's log-probability between engine and trainer",
     "mismatch/clipped_fraction": "fraction of tokens whose importance weight was cut or masked",
     "mismatch/weight_max": "largest importance weight before it is cut",

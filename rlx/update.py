@@ -19,7 +19,7 @@ from rlx.worker import Run, Sums
 
 
 def update(run: Run, batch: Experience) -> Sums:
-    """All epochs of optimizer steps on a batch; the losses' statistics, summed over them."""
+    """All epochs of optimizer steps on a batch; the losses' statistics, summed over them. Raises: see `check_norms`."""
     batches = experience.minibatches(batch, run.config.train.minibatches)
     cut, sizes = run.cut(batches), denominators(run, batches)
     sums: Sums = {"positions": sum(micro.ids.numel() for micros in cut for micro in micros)}
@@ -41,7 +41,7 @@ def too_far(run: Run, done: Sums, size: Size) -> bool:
     limit = run.config.algorithm.stop_kl
     if limit is None or "policy" not in run.learning:
         return False
-    return run.summed(done)["policy/approx_kl"] > limit * size.tokens
+    return not run.summed(done)["policy/approx_kl"] <= limit * size.tokens  # nor if it is no number
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +155,14 @@ def check_norms(run: Run, sums: Sums) -> None:
     """Looks at all of a step's norms at once: to wait for each would leave the GPU idle between optimizer steps.
 
     Raises:
-        FloatingPointError: one is not finite. The weights are spoilt then, and no checkpoint has them.
+        FloatingPointError: one is not finite. The weights are spoilt then, and are neither sent nor saved.
     """
     for name in run.learning:
-        norm = float(sums.get(f"grad_norm/{name}", 0.0))  # the sum of them: none is negative
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"step {run.step + 1}: the gradient norm of the {name} is {norm}")
+        if not math.isfinite(sums[f"grad_norm/{name}"]):  # the sum of them: none is negative
+            raise FloatingPointError(
+                f"step {run.step + 1}: a gradient norm of the {name} is not finite; its weights are spoilt, and "
+                f"neither sent nor saved; a lower learning rate may help"
+            )
 
 
 def lr_scale(run: Run, name: str, number: int) -> float:

@@ -247,8 +247,10 @@ class Run:
 
     def update_average(self) -> None:
         """Moves the average of the policy's weights towards them, after an optimizer step."""
+        if not self.average:
+            return
         decay = self.config.train.ema_decay or 0.0
-        for name, weight in self.policy.named_parameters() if self.average else ():
+        for name, weight in self.policy.named_parameters():
             if name in self.average:
                 self.average[name].mul_(decay).add_(weight.detach(), alpha=1 - decay)
 

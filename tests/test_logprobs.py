@@ -39,14 +39,14 @@ def inputs() -> tuple[Tensor, Tensor]:
     return hidden.requires_grad_(), torch.randint(VOCABULARY, (TOKENS,), generator=generator)
 
 
-def found(head: nn.Module, temperature: float, entropy: bool, whole: bool) -> dict[str, Tensor]:
+def found(head: nn.Module, temperature: float, entropy: bool, whole: bool, kept: int = 0) -> dict[str, Tensor]:
     """Values, and the gradients of a sum in which each token has a weight of its own."""
     hidden, targets = inputs()
     if whole:
         distribution = torch.distributions.Categorical(logits=head(hidden) / temperature)
         chosen, spread = distribution.log_prob(targets), distribution.entropy()
     else:
-        chosen, spread = token_logprobs(head, VOCABULARY, hidden, targets, temperature, entropy)
+        chosen, spread = token_logprobs(head, VOCABULARY, hidden, targets, temperature, entropy, kept=kept)
     weights = torch.linspace(-1, 1, TOKENS)
     total = (weights * chosen).sum()
     if entropy:
@@ -67,8 +67,7 @@ def test_chunks_are_the_whole(
     torch.manual_seed(1)
     head = HEADS[kind]()
     monkeypatch.setattr(logprobs, "CHUNK", chunk)
-    monkeypatch.setattr(logprobs, "KEPT", kept)
-    expected, results = (found(head, temperature, entropy, whole) for whole in (True, False))
+    expected, results = (found(head, temperature, entropy, whole, kept) for whole in (True, False))
     assert results.keys() == expected.keys()
     for name, value in expected.items():
         assert value.count_nonzero() > 0, name
@@ -102,33 +101,32 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def largest(entropy: bool) -> tuple[int, int]:
-    """The most elements that a tensor has, and the bytes that are kept for the backward pass, over both passes."""
+def largest(entropy: bool, may_keep: int = 0) -> tuple[int, int]:
+    """The most elements that a tensor has over both passes, and the numbers kept in between in tables of the logits'
+    width."""
     head, (hidden, targets) = HEADS["bias"](), inputs()
-    kept: list[int] = []
+    kept: dict[int, int] = {}  # by where they are
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.nbytes)
+        if tensor.ndim == 2 and tensor.shape[1] == VOCABULARY and len(tensor) != HIDDEN:
+            kept[tensor.data_ptr()] = tensor.numel()
         return tensor
 
     with Largest() as seen:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            chosen, spread = token_logprobs(head, VOCABULARY, hidden, targets, 0.7, entropy)
-            kept_in_forward = sum(kept)
+            chosen, spread = token_logprobs(head, VOCABULARY, hidden, targets, 0.7, entropy, kept=may_keep)
+            kept_in_forward = sum(kept.values())
         (chosen.sum() if spread is None else (chosen + spread).sum()).backward()
     return seen.elements, kept_in_forward
 
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_no_tensor_is_as_large_as_all_logits(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, all_kept = largest(entropy)
-    assert whole == TOKENS * VOCABULARY
+    tables = 2 if entropy else 1
+    assert largest(entropy) == (TOKENS * VOCABULARY, tables * TOKENS * VOCABULARY)
     monkeypatch.setattr(logprobs, "CHUNK", 4 * VOCABULARY)
-    bytes_kept = []
-    for kept in (0, 8 * VOCABULARY):  # no chunk, and two, or with entropy one
-        monkeypatch.setattr(logprobs, "KEPT", kept)
-        chunk, nbytes = largest(entropy)
-        assert chunk == HIDDEN * VOCABULARY  # the gradient of the weights; a chunk has 4 x VOCABULARY
-        bytes_kept.append(nbytes)
-    assert bytes_kept[0] < 0.5 * all_kept
-    assert 8 * VOCABULARY * 4 <= bytes_kept[1] - bytes_kept[0] <= 0.5 * all_kept
+    # Of no chunk, or of the last two, or with entropy the last one, which has a single token.
+    for may_keep, tokens in ((0, 0), (8 * VOCABULARY, 1 if entropy else 5)):
+        most, kept = largest(entropy, may_keep)
+        assert most == HIDDEN * VOCABULARY  # the gradient of the weights; a chunk has 4 x VOCABULARY
+        assert kept == tables * tokens * VOCABULARY <= may_keep

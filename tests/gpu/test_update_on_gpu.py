@@ -56,7 +56,6 @@ def test_what_is_offloaded_takes_no_gpu_memory(on_ranks: OnRanks, tiny_model: Pa
 def peak(chunk: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[Tensor]]:
     """GPU memory that both passes need beside their inputs, and the results, of a vocabulary of today's size."""
     monkeypatch.setattr(logprobs, "CHUNK", chunk)
-    monkeypatch.setattr(logprobs, "KEPT", 0)
     vocabulary, tokens, hidden = 151_936, 4096, 256
     generator = torch.Generator("cuda").manual_seed(0)
     head = nn.Linear(hidden, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
