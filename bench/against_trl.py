@@ -98,7 +98,7 @@ def measure(config: RunConfig, path: str) -> dict[str, float]:
         sides["rlx with k = 1"] = tokens_per_s(config, ahead)
     launch.release()
     after = by_trl(config, path, rounds)
-    first, last = (statistics.median(tokens / seconds for tokens, seconds in drawn) for drawn in (before, after))
+    first, last = workload.median_rates(before, after)
     completions = config.train.prompts_per_step * config.train.samples_per_prompt
     return (
         {f"{name}, tokens/s": value for name, value in sides.items()}
@@ -128,7 +128,7 @@ def by_trl(config: RunConfig, path: str, rounds: Sequence[Sequence[tuple[tuple[i
         num_cpus=cpus, num_gpus=gpus(config), runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
     )
     measured: Measured = ray.get(process.remote(path, arguments(config), prompts))
-    workload.say("TRL: " + ", ".join(f"{tokens} tokens in {seconds:.2f} s" for tokens, seconds in measured))
+    workload.say_drawn("TRL", measured)
     return measured[workload.WARM :]
 
 

@@ -63,7 +63,7 @@ def compared(
 ) -> dict[str, float]:
     """The table: a run's counted steps, and the same steps by bare vLLM before and after the run."""
     ours = statistics.median(step["tokens/rollout_per_s"] for step in steps)
-    first, last = (statistics.median(tokens / seconds for tokens, seconds in drawn) for drawn in (before, after))
+    first, last = workload.median_rates(before, after)
     total = sum(step["tokens/rollout_per_s"] * step["time/rollout"] for step in steps)
     return {
         "rollout tokens/s": ours,
@@ -90,7 +90,7 @@ def alone(config: RunConfig, path: str, tables: Mapping[str, Any]) -> list[tuple
         runtime_env={"env_vars": ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT},
     )
     drawn: list[tuple[int, float]] = ray.get(process.remote(path, *requests(config, path, tables)))
-    workload.say("bare vLLM: " + ", ".join(f"{tokens} tokens in {seconds:.2f} s" for tokens, seconds in drawn))
+    workload.say_drawn("bare vLLM", drawn)
     return drawn[workload.WARM :]
 
 

@@ -217,6 +217,16 @@ def say(words: str) -> None:
     print(f"[{time.monotonic() - _BEGUN:.0f} s] {words}", file=sys.stderr, flush=True)
 
 
+def say_drawn(by: str, drawn: Sequence[tuple[int, float]]) -> None:
+    """The tokens and seconds of each round that a baseline has drawn."""
+    say(f"{by}: " + ", ".join(f"{tokens} tokens in {seconds:.2f} s" for tokens, seconds in drawn))
+
+
+def median_rates(*rounds: Sequence[tuple[int, float]]) -> list[float]:
+    """The median tokens per second of each of these runs of a baseline."""
+    return [statistics.median(tokens / seconds for tokens, seconds in drawn) for drawn in rounds]
+
+
 def median(steps: Sequence[Mapping[str, Any]], metric: str) -> float:
     """Of a metric over steps."""
     return float(statistics.median(step[metric] for step in steps))

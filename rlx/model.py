@@ -101,8 +101,9 @@ class Policy(nn.Module):
         tokens = Tokens(ids, prompt_lengths, mask, places)
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
         vocabulary, targets = head.weight.shape[0], tokens.targets
-        given = (hidden, targets, temperature, entropy, self.scores, self.kept)
-        logprobs, entropies = token_logprobs(head, vocabulary, *given)
+        logprobs, entropies = token_logprobs(
+            head, vocabulary, hidden, targets, temperature, entropy, self.scores, self.kept
+        )
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
         spread = None if entropies is None else tokens.grid(entropies)
         return Scored(tokens.grid(logprobs), spread, None if values is None else tokens.grid(values))

@@ -504,7 +504,7 @@ def test_the_average_of_the_weights_by_hand(on_ranks: OnRanks, tiny_model: Path)
     torch.testing.assert_close(found["pushed"], torch.stack([expected, found["after"]]), atol=1e-7, rtol=0)
 
 
-def stepped(rank: int, ranks: int, path: str, gradient: float) -> list[list[float]]:
+def stepped(rank: int, ranks: int, path: str) -> list[list[float]]:
     """The learning rates of policy and critic in optimizer steps around the end of the critic's warm-up."""
     way = {"train.critic_warmup": 2, "train.warmup_steps": 2, "train.steps": 4, "train.lr_schedule": "linear"}
     run = run_of(path, way, 100_000)
@@ -512,14 +512,14 @@ def stepped(rank: int, ranks: int, path: str, gradient: float) -> list[list[floa
     for run.step, number in ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1)):
         for trained in run.trained.values():
             for parameter in trained.model.parameters():
-                parameter.grad = torch.full_like(parameter, gradient)
+                parameter.grad = torch.full_like(parameter, 1e-3)
         update.optimizer_step(run, number)
         rates.append([run.trained[name].optimizer.param_groups[0]["lr"] for name in ("policy", "critic")])
     return rates
 
 
 def test_learning_rates_follow_the_schedule_of_each_model(on_ranks: OnRanks, tiny_model: Path) -> None:
-    (rates,) = on_ranks(1, stepped, str(tiny_model), 1e-3)
+    (rates,) = on_ranks(1, stepped, str(tiny_model))
     policy, critic = zip(*rates, strict=True)
     assert policy[0] == pytest.approx(1e-3)  # SGD's own: the policy has not stepped
     assert policy[1:] == pytest.approx([0.05, 0.1, 0.1, 0.05])  # 4 optimizer steps, 2 of them warm-up
@@ -527,14 +527,15 @@ def test_learning_rates_follow_the_schedule_of_each_model(on_ranks: OnRanks, tin
 
 
 def spoilt(rank: int, ranks: int, path: str) -> list[str]:
-    """What updates say whose advantages are no numbers."""
+    """What updates say whose advantages, or returns, are no numbers."""
     said = []
-    for way in ({}, {"algorithm.stop_kl": 1.0, "train.epochs": 3}):
+    stopping = {"algorithm.stop_kl": 1.0, "train.epochs": 3}
+    for way, column in (({}, "advantages"), (stopping, "advantages"), ({}, "returns")):
         run = run_of(path, way, 60)
         batch = train_loop.annotate(run, experience.build([Judged(c, 1.0, True, {}) for c in completions()], PAD))
         batch = train_loop.estimate(run, batch)[0]
         try:
-            update.update(run, replace(batch, advantages=math.nan * batch.advantages))
+            update.update(run, replace(batch, **{column: math.nan * getattr(batch, column)}))
         except FloatingPointError as error:
             said.append(str(error))
     return said
@@ -542,8 +543,9 @@ def spoilt(rank: int, ranks: int, path: str) -> list[str]:
 
 def test_a_gradient_that_is_not_finite_ends_the_run(on_ranks: OnRanks, tiny_model: Path) -> None:
     (said,) = on_ranks(1, spoilt, str(tiny_model))
-    assert said == [said[0]] * 2
-    assert said[0].startswith("step 1: a gradient norm of the policy is not finite; its weights are spoilt")
+    words = "step 1: a gradient norm of the {} is not finite; its weights are spoilt, and neither sent nor saved"
+    models = ("policy", "policy", "critic")
+    assert [line.partition("; a lower")[0] for line in said] == [words.format(name) for name in models]
 
 
 def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
