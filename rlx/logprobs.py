@@ -5,8 +5,9 @@ Left out: losses that are fused with the output layer; some need all tokens of a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK = 2**27
 """logits at a time: 512 MiB in float32, of which a few copies"""
-KEPT = 2**30
-"""logits that may wait for the backward pass instead of being computed again: 4 GiB in float32"""
+_SHARE = 16
+"""part of the device's memory that logits may take, in float32, which wait for the backward pass"""
 
 Scores = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 """(logits, targets, temperature, whether entropy is wanted) -> log-probabilities, entropy"""
@@ -30,6 +31,16 @@ def logit_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: b
     # Not `gather`: compiled, its gradient is a table that is filled by atomics; this one's is fused away.
     logprobs = -nn.functional.nll_loss(every, targets, reduction="none")
     return logprobs, -(every.exp() * every).sum(-1) if entropy else None
+
+
+@cache
+def room(device: torch.device) -> int:
+    """How many logits may wait on this device for the backward pass instead of being computed again."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(memory) // _SHARE // 4
 
 
 def token_logprobs(

@@ -47,6 +47,19 @@ ENVIRONMENT = {
 }
 
 
+def prefer_newer_runner() -> None:
+    """Has vLLM run every model by its newer runner on a GPU, unless VLLM_USE_V2_MODEL_RUNNER is set.
+
+    The older one draws each seeded sample by a call of its own: 512 at once then take almost twice as long. vLLM 0.32
+    prefers the newer by itself, and the older where a model needs it; 0.24 does for some models only.
+    """
+    import torch
+    import vllm
+
+    if torch.cuda.is_available() and vllm.__version_tuple__[:2] < (0, 32):
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One completion to draw."""
@@ -353,10 +366,12 @@ class Engine:
 def _build(model: str, options: dict[str, Any]) -> Any:
     warnings.filterwarnings("ignore")
     from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rlx.rollout.receiver import WeightLoader
 
+    prefer_newer_runner()
     if 0 < ray.get_runtime_context().get_assigned_resources().get("GPU", 0) < 1:
         cache = _cache_bytes(model, options["gpu_memory_utilization"])
         # vLLM would refuse to start unless all of that share was free, which others may use for a moment.
@@ -371,7 +386,8 @@ def _build(model: str, options: dict[str, Any]) -> Any:
         seed=0,
         **options,
     )
-    return LLMEngine.from_engine_args(arguments)
+    # For who waits for many completions: prompts are read by up to 16384 tokens at a time. Unnamed it is 2048.
+    return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
 
 def _cache_bytes(model: str, utilization: float) -> int:
