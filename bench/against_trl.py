@@ -60,10 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(config: RunConfig) -> None:
     """ConfigError for a config that TRL cannot run alike, and where TRL is not installed."""
+    check_alike(config, "TRL")
+    if not find_spec("trl"):
+        raise ConfigError("TRL is not installed here: pip install -e '.[bench]'")
+
+
+def check_alike(config: RunConfig, other: str) -> None:
+    """ConfigError for a config of which another library would not do the same work."""
     from rlx.plan import plan
 
     if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
-        raise ConfigError(f"TRL is one process here, on one GPU at most: {plan(config)} is more")
+        raise ConfigError(f"{other} is one process here, on one GPU at most: {plan(config)} is more")
     alike = {"algorithm.advantage": ("grpo",), "algorithm.kl_coef": (0.0,), "algorithm.loss": ("ppo",)}
     alike |= {"algorithm.old_logprobs": ("recomputed",)}
     alike |= {"algorithm.filter_groups": (False,), "algorithm.entropy_coef": (0.0,), "train.actor_lr": (0.0,)}
@@ -72,9 +79,7 @@ def check(config: RunConfig) -> None:
     for key, allowed in alike.items():
         section, name = key.split(".")
         if (given := getattr(getattr(config, section), name)) not in allowed:
-            raise ConfigError(f"{key} {given}: TRL does the same work only with {allowed[0]}")
-    if not find_spec("trl"):
-        raise ConfigError("TRL is not installed here: pip install -e '.[bench]'")
+            raise ConfigError(f"{key} {given}: {other} does the same work only with {allowed[0]}")
 
 
 def gpus(config: RunConfig) -> float:
@@ -191,11 +196,6 @@ def trained(path: str, given: Mapping[str, Any], prompts: Sequence[Sequence[tupl
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    whole = [ids for each in prompts for ids in each]
-    texts = [tokenizer.decode(ids) for ids in whole]
-    if any(len(tokenizer(text).input_ids) != len(ids) for text, ids in zip(texts, whole, strict=True)):
-        raise RuntimeError("the tokenizer makes other prompts of its own text: TRL would have other lengths")
     tokens: list[int] = []
     ends = [0.0]
     updates = given["max_steps"] // len(prompts)
@@ -214,7 +214,10 @@ def trained(path: str, given: Mapping[str, Any], prompts: Sequence[Sequence[tupl
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(output_dir=folder, **given)
-        rows = Dataset.from_dict({"prompt": texts})
+        tokenizer, rows = (
+            AutoTokenizer.from_pretrained(path),
+            Dataset.from_dict({"prompt": workload.texts(path, prompts)}),
+        )
         trainer = GRPOTrainer(path, reward, config, rows, processing_class=tokenizer, callbacks=[Watch()])
         trainer.train()
     return [(count, after - before) for count, before, after in zip(tokens, ends, ends[1:], strict=False)]

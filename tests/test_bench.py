@@ -1,10 +1,12 @@
 """The benchmarks: what they refuse, what they tell, and that the bare loop does the work it is said to do."""
 
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 
 import against_trl
+import against_verl
 import bare
 import pytest
 import rollout
@@ -16,6 +18,7 @@ import update
 import workload
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from rlx import warm_start
 from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
 from rlx.plan import plan
 
@@ -25,6 +28,7 @@ MAINS = {
     "step": step.main,
     "scaling": scaling.main,
     "against_trl": against_trl.main,
+    "against_verl": against_verl.main,
 }
 SHAPE = LlamaConfig(
     vocab_size=40,
@@ -43,6 +47,13 @@ def small_model(tmp_path: Path) -> str:
     torch.manual_seed(0)
     LlamaForCausalLM(SHAPE).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
+
+
+@pytest.fixture
+def small_tokenizer(small_model: str) -> str:
+    """The small model with rlx's tokenizer."""
+    warm_start.build_tokenizer().save_pretrained(small_model)
+    return small_model
 
 
 def settings(**given: object) -> RunConfig:
@@ -77,6 +88,7 @@ def settings(**given: object) -> RunConfig:
             ["--algorithm.advantage", "rloo"],
             "algorithm.advantage rloo: TRL does the same work only with",
         ),
+        ("against_verl", [], "veRL needs a GPU: add --gpu"),
     ],
 )
 def test_bad_input_is_one_line(bench: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +116,72 @@ def test_trl_is_given_the_same_work(tmp_path: Path) -> None:
     assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (4, 3)
     assert (given["steps_per_generation"], given["max_steps"]) == (6, 14)
     assert (given["max_completion_length"], given["bf16"], given["use_cpu"]) == (128, False, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "said"),
+    [
+        ({"rollout.engines": 2}, None, "veRL is one process here"),
+        ({"algorithm.aggregation": "constant"}, None, "aggregation constant: veRL has token_mean, sequence_mean"),
+        ({}, "/nowhere", "--verl /nowhere: there is no veRL in it"),
+        ({}, None, "veRL is not installed here: pip install --target FOLDER verl==0.9.1"),
+    ],
+)
+def test_what_verl_cannot_do_is_refused(given: dict[str, object], folder: str | None, said: str) -> None:
+    config = from_tree(with_overrides({}, workload.GPU | workload.gpu_shares(1) | given))
+    with pytest.raises(ConfigError, match=said):
+        against_verl.check(config, folder)
+
+
+def test_verl_is_given_the_same_work(tmp_path: Path) -> None:
+    train = {"train.prompts_per_step": 6, "train.samples_per_prompt": 4, "train.minibatches": 2, "train.steps": 7}
+    given = against_verl.overrides(from_tree(with_overrides({}, workload.GPU | train)))
+    assert not given.keys() & against_verl.HABITS.keys()
+    assert given["data.train_batch_size"] == 6 and given["actor_rollout_ref.rollout.n"] == 4
+    assert given["actor_rollout_ref.actor.ppo_mini_batch_size"] == 3 and given["trainer.total_training_steps"] == 7
+    assert given["actor_rollout_ref.actor.loss_agg_mode"] == "seq-mean-token-mean"
+    assert given["actor_rollout_ref.rollout.max_model_len"] == 128 + 256
+
+
+def test_verls_steps_are_read_from_what_it_prints() -> None:
+    line = (
+        "(TaskRunner pid=7) step:3 - response_length/mean:np.float64(256.0) - timing_s/gen:2.5 - timing_s/step:8.0e+00"
+    )
+    found = against_verl.metrics(line, completions=512)
+    assert found["tokens/s"] == 512 * 256 / 8 and found["timing_s/gen"] == 2.5
+    assert against_verl.metrics("(TaskRunner pid=7) Training Progress: 3/5 step:3", 512) == {}
+
+
+def test_verls_steps_are_counted_and_nothing_of_it_is_left(
+    tmp_path: Path, small_tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for veRL's command: it prints three steps, or two, and goes on with nothing to say."""
+    package = tmp_path / "verl" / "trainer"
+    package.mkdir(parents=True)
+    command = """
+import os, pathlib, sys, time
+pathlib.Path(os.environ["PYTHONPATH"].split(":")[0], "pid").write_text(str(os.getpid()))
+steps = int(next(word for word in sys.argv if word.startswith("trainer.total_training_steps=")).split("=")[1])
+for step in range(steps if steps == 3 else 2):
+    print(f"step:{step} - response_length/mean:4.0 - timing_s/step:{step + 1}.0", flush=True)
+if steps != 3:
+    print("EngineDeadError", flush=True)
+    time.sleep(600)
+"""
+    (package / "main_ppo.py").write_text(command)
+    prompts = [[(5, 6, 7)]] * 4
+    config = from_tree(with_overrides({}, workload.GPU | {"train.prompts_per_step": 2, "train.samples_per_prompt": 4}))
+
+    def steps(count: int) -> list[dict[str, float]]:
+        run = config.model_copy(update={"train": config.train.model_copy(update={"steps": count})})
+        return against_verl.by_verl(run, small_tokenizer, prompts, str(tmp_path), tmp_path / "out")
+
+    assert [step["tokens/s"] for step in steps(3)] == [8 * 4 / 3]
+    with pytest.raises(RuntimeError, match=r"veRL ended after 2 of 4 steps; .*verl\.log"):
+        steps(4)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert "EngineDeadError" in (tmp_path / "out" / "verl.log").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

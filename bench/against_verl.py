@@ -1,0 +1,279 @@
+"""Whole steps of rlx beside those of veRL's PPO trainer: response tokens per second of the same work on one GPU.
+
+    python bench/against_verl.py --gpu [--verl FOLDER] [--steps N] [--SECTION.SETTING VALUE ...]
+
+The same model, prompts, completions for each, sampling, optimizer steps, precision and micro-batch budget; the learning
+rate is 0. veRL 0.9.1 runs after rlx, by its own command in processes of its own; its engine and its trainer take turns
+on the GPU. It asks for other versions than rlx and trips over TRL 1.16, so it may lie in a folder of its own, which
+`--verl` names and which comes first. What it is given is in `HABITS`, and what follows from rlx's settings in
+`overrides`. Its own ways stay: no seeds for requests, entropies with the old log-probabilities. Left out: how it
+removes padding, which needs flash-attn, and how it waits for completions, see verl_sampler.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import against_trl
+import step
+import table
+import workload
+from rollout import described, requests
+
+from rlx.command_line import exit_code
+from rlx.config import ConfigError, RunConfig
+
+Prompts = list[list[tuple[int, ...]]]
+"""the token ids of each step's prompts"""
+
+_REWARD = (
+    "def score(data_source, solution_str, ground_truth, extra_info=None, **_):\n    return float(len(solution_str))\n"
+)
+_AGGREGATIONS = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
+HABITS: dict[str, Any] = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.actor.strategy": "fsdp2",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
+    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": False,
+    "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "actor_rollout_ref.actor.entropy_coeff": 0,
+    "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+    "actor_rollout_ref.model.use_remove_padding": False,
+    # Without flash-attn it takes log-probabilities one token at a time, but for these.
+    "actor_rollout_ref.model.use_fused_kernels": True,
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend": "triton",
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "actor_rollout_ref.rollout.max_num_batched_tokens": 16_384,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
+    # It forbids tokens that the tokenizer does not have; among the few left the end would come often.
+    "actor_rollout_ref.rollout.ignore_eos": True,
+    "data.shuffle": False,
+    "data.dataloader_num_workers": 0,
+    "reward.custom_reward_function.name": "score",
+    "trainer.n_gpus_per_node": 1,
+    "trainer.logger": "[console]",
+    "trainer.val_before_train": False,
+    "trainer.test_freq": -1,
+    "trainer.save_freq": -1,
+    "trainer.resume_mode": "disable",
+    "trainer.total_epochs": 1,
+    "trainer.v1.sampler.custom_sampler.path": Path(__file__).parent / "verl_sampler.py",
+    "trainer.v1.sampler.custom_sampler.name": "Attentive",
+    "ray_kwargs.ray_init.num_cpus": 32,  # it reserves 20, more than some machines have
+    "hydra.output_subdir": "null",
+}
+"""veRL's settings that no setting of rlx decides"""
+_NUMBER = re.compile(r"(\S+):(?:np\.\w+\()?(-?\d[\d.]*(?:e[+-]?\d+)?)")
+_LOST = ("EngineDeadError", "hit an exception")  # after which veRL waits for ever
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = workload.parser(__doc__, steps=(3, 3))
+    options.add_argument("--verl", help="folder that veRL is installed to, if it is not beside rlx")
+
+    def script() -> int:
+        args, config = workload.read(options, argv)
+        check(config, args.verl)
+        load = os.getloadavg()[0]
+        with workload.prepared(config) as (ready, path):
+            figures, prompts = by_rlx(ready, path)
+        rates = by_verl(ready, path, prompts, args.verl, Path(args.out))
+        figures |= compared(figures, rates)
+        table.finish("against_verl", figures, ready, args.out, load, described(ready))
+        return 0
+
+    return exit_code(script)
+
+
+def check(config: RunConfig, folder: str | None) -> None:
+    """ConfigError for a config that veRL cannot run alike here, and where there is no veRL."""
+    if not config.scaling.use_gpu:
+        raise ConfigError("veRL needs a GPU: add --gpu")
+    against_trl.check_alike(config, "veRL")
+    if config.algorithm.aggregation not in _AGGREGATIONS:
+        raise ConfigError(f"algorithm.aggregation {config.algorithm.aggregation}: veRL has {', '.join(_AGGREGATIONS)}")
+    if folder and not Path(folder, "verl").is_dir():
+        raise ConfigError(f"--verl {folder}: there is no veRL in it: pip install --target {folder} verl==0.9.1")
+    if not folder and not find_spec("verl"):
+        raise ConfigError("veRL is not installed here: pip install --target FOLDER verl==0.9.1, and --verl FOLDER")
+
+
+def by_rlx(config: RunConfig, path: str) -> tuple[dict[str, float], Prompts]:
+    """Tokens per second on policy, and one step ahead where both can work at once; and the prompts of each step."""
+    from rlx import inputs, launch
+
+    tables = inputs.prompt_tables(config, path)
+    rounds = requests(config, path, tables)[2]
+    prompts = [[prompt for prompt, _ in drawn[:: config.train.samples_per_prompt]] for drawn in rounds]
+    sides = {"rlx": against_trl.tokens_per_s(config, workload.counted_steps(config, tables, "k0"))}
+    if config.rollout.placement == "beside":
+        ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
+        sides["rlx with k = 1"] = against_trl.tokens_per_s(config, ahead)
+    launch.release()
+    return {f"{name}, tokens/s": rate for name, rate in sides.items()}, prompts
+
+
+def compared(ours: Mapping[str, float], theirs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """veRL's figures, medians of the counted steps, and rlx's by them."""
+    rate = statistics.median(each["tokens/s"] for each in theirs)
+    parts = ("gen", "old_log_prob", "update_actor", "update_weights", "step")
+    return (
+        {"veRL, tokens/s": rate}
+        | {
+            f"veRL, {part}, s": statistics.median(each.get(f"timing_s/{part}", 0.0) for each in theirs)
+            for part in parts
+        }
+        | {"mean response of veRL, tokens": statistics.median(each["response_length/mean"] for each in theirs)}
+        | {f"{name.removesuffix(', tokens/s')} / veRL": value / rate for name, value in ours.items()}
+    )
+
+
+def by_verl(config: RunConfig, path: str, prompts: Prompts, folder: str | None, out: Path) -> list[dict[str, float]]:
+    """The metrics of veRL's counted steps; all that it prints goes to OUT/verl.log.
+
+    Raises:
+        RuntimeError: it ended early.
+    """
+    steps = []
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place, open(out / "verl.log", "w", buffering=1) as log:
+        given = HABITS | overrides(config) | files(Path(place), path, prompts)
+        for line in printed([f"{key}={value}" for key, value in given.items()], folder):
+            log.write(line)
+            if found := metrics(line, config.train.prompts_per_step * config.train.samples_per_prompt):
+                steps.append(found)
+                workload.say(
+                    f"veRL: step {len(steps)}: {found['timing_s/step']:.2f} s, {found['tokens/s']:,.0f} tokens/s"
+                )
+            if any(word in line for word in _LOST):
+                break
+    if len(steps) < config.train.steps:
+        raise RuntimeError(
+            f"veRL ended after {len(steps)} of {config.train.steps} steps; what it printed is in {log.name}"
+        )
+    return steps[workload.WARM :]
+
+
+def metrics(line: str, completions: int) -> dict[str, float]:
+    """Of a step, from the line that veRL prints of it; empty for any other line."""
+    found = {name: float(value) for name, value in _NUMBER.findall(line)}
+    if "timing_s/step" not in found:
+        return {}
+    return found | {"tokens/s": found["response_length/mean"] * completions / found["timing_s/step"]}
+
+
+def printed(given: Sequence[str], folder: str | None) -> Iterator[str]:
+    """Runs veRL and gives its lines as they come; nothing of it is left when this ends."""
+    paths = [*filter(None, [folder]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "VLLM_DISABLE_COMPILE_CACHE": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *given],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | environment,
+        start_new_session=True,
+    )
+    try:
+        yield from process.stdout or ()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # Ray's processes too
+        process.wait()
+
+
+def files(place: Path, path: str, prompts: Prompts) -> dict[str, Path]:
+    """The model, the prompts and the reward function as veRL wants them, by the names of their settings."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = workload.texts(path, [*prompts, prompts[-1]])  # it may look for a step after the last
+    columns = {
+        "data_source": ["bench"] * len(texts),
+        "prompt": [[{"role": "user", "content": text}] for text in texts],
+        "reward_model": [{"style": "rule", "ground_truth": ""}] * len(texts),
+        "extra_info": [{"index": index} for index in range(len(texts))],
+    }
+    pq.write_table(pa.table(columns), place / "prompts.parquet")
+    (place / "reward.py").write_text(_REWARD)
+    return {
+        "actor_rollout_ref.model.path": model_folder(place / "model", path),
+        "data.train_files": place / "prompts.parquet",
+        "data.val_files": place / "prompts.parquet",
+        "reward.custom_reward_function.path": place / "reward.py",
+        "trainer.default_local_dir": place / "checkpoints",
+        "hydra.run.dir": place,
+    }
+
+
+def model_folder(folder: Path, path: str) -> Path:
+    """The same model, whose tokenizer has a chat template that leaves a prompt as it is, and two tokens that veRL looks
+    up for every Qwen2 and that no prompt has."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    missing = [text for text in ("<|im_end|>", "\n") if len(tokenizer.encode(text, add_special_tokens=False)) != 1]
+    tokenizer.add_tokens(missing, special_tokens=True)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    for each in Path(path).iterdir():
+        if not (folder / each.name).exists():
+            (folder / each.name).symlink_to(each.resolve())
+    return folder
+
+
+def overrides(config: RunConfig) -> dict[str, Any]:
+    """veRL's settings that follow from rlx's, for the same work."""
+    train, chosen, tokens = config.train, config.rollout, config.train.micro_batch_tokens
+    actor = {
+        "fsdp_config.use_torch_compile": train.compile,
+        "use_torch_compile": train.compile,
+        "optim.lr": train.actor_lr,
+        "optim.weight_decay": train.weight_decay,
+        "optim.betas": json.dumps(train.adam_betas),
+        "grad_clip": train.max_grad_norm,
+        "ppo_mini_batch_size": train.prompts_per_step // train.minibatches,
+        "ppo_epochs": train.epochs,
+        "ppo_max_token_len_per_gpu": tokens,
+        "loss_agg_mode": _AGGREGATIONS[config.algorithm.aggregation],
+    }
+    rollout = {
+        "n": train.samples_per_prompt,
+        "temperature": chosen.temperature,
+        "top_p": chosen.top_p,
+        "top_k": chosen.top_k,
+        "dtype": config.model.dtype,
+        "gpu_memory_utilization": chosen.gpu_memory_utilization,
+        "max_num_seqs": chosen.max_num_seqs,
+        "max_model_len": config.data.max_prompt_tokens + chosen.max_tokens,
+        "log_prob_max_token_len_per_gpu": tokens,
+    }
+    return (
+        {f"actor_rollout_ref.actor.{key}": value for key, value in actor.items()}
+        | {f"actor_rollout_ref.rollout.{key}": value for key, value in rollout.items()}
+        | {
+            "actor_rollout_ref.model.enable_gradient_checkpointing": train.gradient_checkpointing,
+            "data.train_batch_size": train.prompts_per_step,
+            "data.max_prompt_length": config.data.max_prompt_tokens,
+            "data.max_response_length": chosen.max_tokens,
+            "trainer.total_training_steps": train.steps,
+            "+trainer.v1.sampler.sampler_kwargs.prompts": train.prompts_per_step,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
