@@ -153,6 +153,7 @@ def test_an_engine_that_dies_during_a_push_is_named_and_the_other_has_the_weight
     until_both_have_it(pair)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_named_in_time_and_the_other_has_the_weights(pair: Pair) -> None:
     assert pair.push() == {}
     pair.change()

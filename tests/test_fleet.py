@@ -65,6 +65,7 @@ def killed_soon(engine: Any, seconds: float = 0.3) -> None:
     threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)).start()
 
 
+@pytest.mark.slow
 def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
     engines: tuple[Any, Any], weights: list[Weight], said: list[str]
 ) -> None:

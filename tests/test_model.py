@@ -441,13 +441,13 @@ def test_shards_in_host_memory_change_nothing(on_ranks: OnRanks, tiny_model: Pat
         torch.testing.assert_close(other, plain, atol=0, rtol=0)
 
 
-def compiled(rank: int, ranks: int, path: str) -> tuple[list[dict[str, Tensor]], int]:
+def compiled(rank: int, ranks: int, path: str, adapters: model.Adapters | None) -> tuple[list[dict[str, Tensor]], int]:
     """Log-probabilities and gradients by the names of the weights, without and with; and how many graphs there are."""
     from torch._dynamo.utils import counters
 
     results = []
     for prepare in (lambda part: None, model.compile_layers):
-        policy = model.load_policy(path, head=None)
+        policy = model.load_policy(path, head=None, adapters=adapters)
         model.checkpoint_gradients(policy)
         prepare(policy)
         policy.scores = logprobs.logit_scores  # only the layers are compiled: graphs are theirs
@@ -460,11 +460,14 @@ def compiled(rank: int, ranks: int, path: str) -> tuple[list[dict[str, Tensor]],
 
 
 @pytest.mark.slow
-def test_compiled_layers_change_neither_results_nor_names(on_ranks: OnRanks, tiny_model: Path) -> None:
-    (((plain, other), graphs),) = on_ranks(1, compiled, str(tiny_model))
+@pytest.mark.parametrize("adapters", [None, model.Adapters(4, 8.0, (), 0)], ids=["whole", "adapters"])
+def test_compiled_layers_change_neither_results_nor_names(
+    on_ranks: OnRanks, tiny_model: Path, adapters: model.Adapters | None
+) -> None:
+    (((plain, other), graphs),) = on_ranks(1, compiled, str(tiny_model), adapters)
     assert graphs > 0
-    names = [name for name, _ in model.load_policy(str(tiny_model), head=None).named_parameters()]
-    assert [*plain] == [*other] == [*names, "logprobs"]
+    policy = model.load_policy(str(tiny_model), head=None, adapters=adapters)
+    assert [*plain] == [*other] == [*(name for name, p in policy.named_parameters() if p.requires_grad), "logprobs"]
     torch.testing.assert_close(other, plain, atol=1e-5, rtol=1e-4)
 
 

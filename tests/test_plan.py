@@ -178,6 +178,7 @@ NODES: list[dict[str, float]] = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 2
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 
 
+@pytest.mark.slow
 def test_ray_places_as_many_plans_as_fit() -> None:
     draws = random.Random(0)
     plans = [replace(random_plan(draws), strategy=strategy) for strategy in STRATEGIES for _ in range(50)]

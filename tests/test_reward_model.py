@@ -212,6 +212,7 @@ def test_a_failing_replica_is_named_with_the_reason(replicas: list[Any]) -> None
         ModelReward(replicas, PATIENCE)(responses([*PAIRS, ("q", "half a character: \ud800")]))
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_start_or_is_gone_is_named(ray_cluster: None, decoder: Path, tiny_model: Path) -> None:
     for model, reason in ((decoder, r".+"), (tiny_model, r".*reward\.model .*tied: no sequence classifier.*")):
         for actors in started(str(model), 1):

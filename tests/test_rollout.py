@@ -437,6 +437,7 @@ def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
     assert tied.gap(tied.generate()) < CLOSE
 
 
+@pytest.mark.slow
 def test_an_engine_that_vllm_leaves_broken_is_started_afresh(untied: Side) -> None:
     nonsense = [weight("nonsense", torch.zeros(3))]
     failed = sync.push(nonsense, {0: untied.engine}, untied.version + 1, sender=True)
