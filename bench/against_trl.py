@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-import step
+import alike
 import table
 import workload
-from rollout import described, requests
+from rollout import described
 
 from rlx.command_line import exit_code
 from rlx.config import ConfigError, RunConfig
@@ -60,77 +60,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(config: RunConfig) -> None:
     """ConfigError for a config that TRL cannot run alike, and where TRL is not installed."""
-    check_alike(config, "TRL")
+    alike.check(config, "TRL")
     if not find_spec("trl"):
         raise ConfigError("TRL is not installed here: pip install -e '.[bench]'")
 
 
-def check_alike(config: RunConfig, other: str) -> None:
-    """ConfigError for a config of which another library would not do the same work."""
-    from rlx.plan import plan
-
-    if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
-        raise ConfigError(f"{other} is one process here, on one GPU at most: {plan(config)} is more")
-    alike = {"algorithm.advantage": ("grpo",), "algorithm.kl_coef": (0.0,), "algorithm.loss": ("ppo",)}
-    alike |= {"algorithm.old_logprobs": ("recomputed",)}
-    alike |= {"algorithm.filter_groups": (False,), "algorithm.entropy_coef": (0.0,), "train.actor_lr": (0.0,)}
-    alike |= {"model.lora_rank": (0,), "model.reference": ("none",), "train.ema_decay": (None,)}
-    alike |= {"rollout.max_staleness": (0,), "rollout.parts": (1,), "reward.model": (None,)}
-    for key, allowed in alike.items():
-        section, name = key.split(".")
-        if (given := getattr(getattr(config, section), name)) not in allowed:
-            raise ConfigError(f"{key} {given}: {other} does the same work only with {allowed[0]}")
-
-
-def gpus(config: RunConfig) -> float:
-    """That engine and worker have together."""
-    from rlx.plan import plan
-
-    return plan(config).total().get("GPU", 0.0)
-
-
 def measure(config: RunConfig, path: str) -> dict[str, float]:
-    """The table: rlx on policy, rlx one step ahead where engine and worker can work at the same time, and TRL."""
-    from rlx import inputs, launch
+    """The table: rlx's figures, and TRL's before and after."""
+    from rlx import inputs
 
     tables = inputs.prompt_tables(config, path)
-    rounds = requests(config, path, tables)[2]
-    before = by_trl(config, path, rounds)
-    now = workload.counted_steps(config, tables, "k0")
-    sides = {"rlx": tokens_per_s(config, now)}
-    if config.rollout.placement == "beside":
-        ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
-        sides["rlx with k = 1"] = tokens_per_s(config, ahead)
-    launch.release()
-    after = by_trl(config, path, rounds)
+    prompts = alike.prompts(config, path, tables)
+    before = by_trl(config, path, prompts)
+    ours = alike.by_rlx(config, tables)
+    after = by_trl(config, path, prompts)
     first, last = workload.median_rates(before, after)
-    completions = config.train.prompts_per_step * config.train.samples_per_prompt
     return (
-        {f"{name}, tokens/s": value for name, value in sides.items()}
+        ours
         | {"TRL, tokens/s": (first + last) / 2, "TRL, after / before": last / first}
-        | {f"{name} / TRL": 2 * value / (first + last) for name, value in sides.items()}
-        | {"mean response, tokens": workload.median(now, "response/length_mean")}
-        | {"mean response of TRL, tokens": statistics.mean(tokens for tokens, _ in before) / completions}
+        | alike.ratios(ours, "TRL", (first + last) / 2)
+        | {"mean response of TRL, tokens": statistics.mean(tokens for tokens, _ in before) / alike.completions(config)}
     )
 
 
-def tokens_per_s(config: RunConfig, steps: Sequence[Mapping[str, Any]]) -> float:
-    """Response tokens per second of rlx's whole steps."""
-    completions = config.train.prompts_per_step * config.train.samples_per_prompt
-    return statistics.median(each["response/length_mean"] * completions / each["time/step"] for each in steps)
-
-
-def by_trl(config: RunConfig, path: str, rounds: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> Measured:
+def by_trl(config: RunConfig, path: str, prompts: alike.Prompts) -> Measured:
     """TRL's counted steps, in a process with the resources of an engine and a worker."""
     import ray
 
     from rlx.plan import plan
 
     cpus = max(1, round(plan(config).total().get("CPU", 1.0)))
-    samples = config.train.samples_per_prompt
-    prompts = [[prompt for prompt, _ in drawn[::samples]] for drawn in rounds]
     process: Any = ray.remote(max_calls=1)(trained).options(
-        num_cpus=cpus, num_gpus=gpus(config), runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
+        num_cpus=cpus, num_gpus=alike.gpus(config), runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
     )
     measured: Measured = ray.get(process.remote(path, arguments(config), prompts))
     workload.say_drawn("TRL", measured)
@@ -144,7 +105,7 @@ def arguments(config: RunConfig) -> dict[str, Any]:
     """
     train, rollout, on_gpu = config.train, config.rollout, config.scaling.use_gpu
     longest = config.data.max_prompt_tokens + rollout.max_tokens
-    completions = train.prompts_per_step * train.samples_per_prompt // train.minibatches
+    completions = alike.completions(config) // train.minibatches
     fitting = max(1, train.micro_batch_tokens // longest)
     at_once = max(count for count in range(1, min(fitting, completions) + 1) if completions % count == 0)
     given = {
@@ -185,7 +146,7 @@ def arguments(config: RunConfig) -> dict[str, Any]:
     return given | (engine if on_gpu else {})
 
 
-def trained(path: str, given: Mapping[str, Any], prompts: Sequence[Sequence[tuple[int, ...]]]) -> Measured:
+def trained(path: str, given: Mapping[str, Any], prompts: alike.Prompts) -> Measured:
     """Runs TRL in this process on each step's prompts."""
     import tempfile
     import time
@@ -214,10 +175,8 @@ def trained(path: str, given: Mapping[str, Any], prompts: Sequence[Sequence[tupl
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(output_dir=folder, **given)
-        tokenizer, rows = (
-            AutoTokenizer.from_pretrained(path),
-            Dataset.from_dict({"prompt": workload.texts(path, prompts)}),
-        )
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        rows = Dataset.from_dict({"prompt": alike.texts(path, prompts)})
         trainer = GRPOTrainer(path, reward, config, rows, processing_class=tokenizer, callbacks=[Watch()])
         trainer.train()
     return [(count, after - before) for count, before, after in zip(tokens, ends, ends[1:], strict=False)]

@@ -4,10 +4,11 @@
 
 The same model, prompts, completions for each, sampling, optimizer steps, precision and micro-batch budget; the learning
 rate is 0. veRL 0.9.1 runs after rlx, by its own command in processes of its own; its engine and its trainer take turns
-on the GPU. It asks for other versions than rlx and trips over TRL 1.16, so it may lie in a folder of its own, which
-`--verl` names and which comes first. What it is given is in `HABITS`, and what follows from rlx's settings in
-`overrides`. Its own ways stay: no seeds for requests, entropies with the old log-probabilities. Left out: how it
-removes padding, which needs flash-attn, and how it waits for completions, see verl_sampler.py.
+on the GPU. It asks for other versions than rlx, so it lies in a folder of its own with what only it needs
+(docs/performance.md), which `--verl` names. What it is given is in `FIXED`, and what follows from rlx's settings in
+`overrides`. Its own ways stay: no seeds for requests, entropies with the old log-probabilities, vLLM's model runner as
+vLLM chooses. Changed are how it waits for completions (verl_sampler.py) and that it looks for TRL
+(verl_without_trl.py). Left out: how it removes padding, which needs flash-attn.
 """
 
 from __future__ import annotations
@@ -20,28 +21,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import against_trl
-import step
+import alike
 import table
 import workload
-from rollout import described, requests
+from rollout import described
 
+from rlx import inputs
 from rlx.command_line import exit_code
 from rlx.config import ConfigError, RunConfig
-
-Prompts = list[list[tuple[int, ...]]]
-"""the token ids of each step's prompts"""
 
 _REWARD = (
     "def score(data_source, solution_str, ground_truth, extra_info=None, **_):\n    return float(len(solution_str))\n"
 )
 _AGGREGATIONS = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
-HABITS: dict[str, Any] = {
+FIXED: dict[str, Any] = {
     "algorithm.adv_estimator": "grpo",
     "actor_rollout_ref.actor.strategy": "fsdp2",
     "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
@@ -51,9 +51,10 @@ HABITS: dict[str, Any] = {
     "actor_rollout_ref.actor.entropy_coeff": 0,
     "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
     "actor_rollout_ref.model.use_remove_padding": False,
-    # Without flash-attn it takes log-probabilities one token at a time, but for these.
+    # Without flash-attn it takes log-probabilities one token at a time but for these; Triton's fail with padding.
     "actor_rollout_ref.model.use_fused_kernels": True,
-    "actor_rollout_ref.model.fused_kernel_options.impl_backend": "triton",
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend": "torch",
+    "+actor_rollout_ref.actor.optim.override_optimizer_config.fused": True,
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "actor_rollout_ref.rollout.max_num_batched_tokens": 16_384,
@@ -75,9 +76,11 @@ HABITS: dict[str, Any] = {
     "ray_kwargs.ray_init.num_cpus": 32,  # it reserves 20, more than some machines have
     "hydra.output_subdir": "null",
 }
-"""veRL's settings that no setting of rlx decides"""
+"""veRL's settings that no setting of rlx decides: for the same work, and for nothing but the work"""
 _NUMBER = re.compile(r"(\S+):(?:np\.\w+\()?(-?\d[\d.]*(?:e[+-]?\d+)?)")
-_LOST = ("EngineDeadError", "hit an exception")  # after which veRL waits for ever
+_LOST = ("EngineDeadError", "hit an exception")
+_PATIENCE_S = 5.0
+"""for the rest of its words after one of these, after which it would wait for ever"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,12 +90,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     def script() -> int:
         args, config = workload.read(options, argv)
         check(config, args.verl)
-        load = os.getloadavg()[0]
+        load, out = os.getloadavg()[0], Path(args.out)
         with workload.prepared(config) as (ready, path):
-            figures, prompts = by_rlx(ready, path)
-        rates = by_verl(ready, path, prompts, args.verl, Path(args.out))
-        figures |= compared(figures, rates)
-        table.finish("against_verl", figures, ready, args.out, load, described(ready))
+            tables = inputs.prompt_tables(ready, path)
+            prompts = alike.prompts(ready, path, tables)
+            figures = alike.by_rlx(ready, tables)
+        try:
+            figures |= compared(figures, by_verl(ready, path, prompts, args.verl, out))
+        finally:
+            facts = described(ready) | {"veRL": version(args.verl)}
+            table.finish("against_verl", figures, ready, args.out, load, facts)
         return 0
 
     return exit_code(script)
@@ -102,28 +109,19 @@ def check(config: RunConfig, folder: str | None) -> None:
     """ConfigError for a config that veRL cannot run alike here, and where there is no veRL."""
     if not config.scaling.use_gpu:
         raise ConfigError("veRL needs a GPU: add --gpu")
-    against_trl.check_alike(config, "veRL")
+    alike.check(config, "veRL")
+    if config.model.dtype != "bfloat16":
+        raise ConfigError(f"model.dtype {config.model.dtype}: veRL's trainer computes in bfloat16")
     if config.algorithm.aggregation not in _AGGREGATIONS:
         raise ConfigError(f"algorithm.aggregation {config.algorithm.aggregation}: veRL has {', '.join(_AGGREGATIONS)}")
-    if folder and not Path(folder, "verl").is_dir():
-        raise ConfigError(f"--verl {folder}: there is no veRL in it: pip install --target {folder} verl==0.9.1")
-    if not folder and not find_spec("verl"):
-        raise ConfigError("veRL is not installed here: pip install --target FOLDER verl==0.9.1, and --verl FOLDER")
+    if not version(folder):
+        raise ConfigError(f"--verl {folder}: there is no veRL in it; docs/performance.md says how to install it")
 
 
-def by_rlx(config: RunConfig, path: str) -> tuple[dict[str, float], Prompts]:
-    """Tokens per second on policy, and one step ahead where both can work at once; and the prompts of each step."""
-    from rlx import inputs, launch
-
-    tables = inputs.prompt_tables(config, path)
-    rounds = requests(config, path, tables)[2]
-    prompts = [[prompt for prompt, _ in drawn[:: config.train.samples_per_prompt]] for drawn in rounds]
-    sides = {"rlx": against_trl.tokens_per_s(config, workload.counted_steps(config, tables, "k0"))}
-    if config.rollout.placement == "beside":
-        ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
-        sides["rlx with k = 1"] = against_trl.tokens_per_s(config, ahead)
-    launch.release()
-    return {f"{name}, tokens/s": rate for name, rate in sides.items()}, prompts
+def version(folder: str | None) -> str | None:
+    """Of veRL, in the folder or beside rlx."""
+    found = metadata.distributions(name="verl", path=[folder] if folder else sys.path)
+    return next((one.version for one in found), None)
 
 
 def compared(ours: Mapping[str, float], theirs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -137,33 +135,31 @@ def compared(ours: Mapping[str, float], theirs: Sequence[Mapping[str, float]]) -
             for part in parts
         }
         | {"mean response of veRL, tokens": statistics.median(each["response_length/mean"] for each in theirs)}
-        | {f"{name.removesuffix(', tokens/s')} / veRL": value / rate for name, value in ours.items()}
+        | alike.ratios(ours, "veRL", rate)
     )
 
 
-def by_verl(config: RunConfig, path: str, prompts: Prompts, folder: str | None, out: Path) -> list[dict[str, float]]:
+def by_verl(
+    config: RunConfig, path: str, prompts: alike.Prompts, folder: str | None, out: Path
+) -> list[dict[str, float]]:
     """The metrics of veRL's counted steps; all that it prints goes to OUT/verl.log.
 
     Raises:
         RuntimeError: it ended early.
     """
-    steps = []
+    wanted, steps = config.train.steps, list[dict[str, float]]()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place, open(out / "verl.log", "w", buffering=1) as log:
-        given = HABITS | overrides(config) | files(Path(place), path, prompts)
-        for line in printed([f"{key}={value}" for key, value in given.items()], folder):
-            log.write(line)
-            if found := metrics(line, config.train.prompts_per_step * config.train.samples_per_prompt):
-                steps.append(found)
-                workload.say(
-                    f"veRL: step {len(steps)}: {found['timing_s/step']:.2f} s, {found['tokens/s']:,.0f} tokens/s"
-                )
-            if any(word in line for word in _LOST):
-                break
-    if len(steps) < config.train.steps:
-        raise RuntimeError(
-            f"veRL ended after {len(steps)} of {config.train.steps} steps; what it printed is in {log.name}"
-        )
+        given = FIXED | overrides(config) | files(Path(place), path, prompts)
+        with closing(printed([f"{key}={value}" for key, value in given.items()], folder)) as lines:
+            while len(steps) < wanted and (line := next(lines, "")):
+                log.write(line)
+                if found := metrics(line, alike.completions(config)):
+                    steps.append(found)
+                    rate = f"{found['timing_s/step']:.2f} s, {found['tokens/s']:,.0f} tokens/s"
+                    workload.say(f"veRL: step {len(steps)} of {wanted}: {rate}")
+    if len(steps) < wanted:
+        raise RuntimeError(f"veRL ended after {len(steps)} of {wanted} steps; what it printed is in {log.name}")
     return steps[workload.WARM :]
 
 
@@ -175,32 +171,45 @@ def metrics(line: str, completions: int) -> dict[str, float]:
     return found | {"tokens/s": found["response_length/mean"] * completions / found["timing_s/step"]}
 
 
-def printed(given: Sequence[str], folder: str | None) -> Iterator[str]:
+def printed(given: Sequence[str], folder: str | None) -> Generator[str, None, None]:
     """Runs veRL and gives its lines as they come; nothing of it is left when this ends."""
-    paths = [*filter(None, [folder]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "VLLM_DISABLE_COMPILE_CACHE": "0"}
     process = subprocess.Popen(
         [sys.executable, "-m", "verl.trainer.main_ppo", *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=os.environ | environment,
+        env=environment(folder),
         start_new_session=True,
     )
+    end = threading.Timer(_PATIENCE_S, os.killpg, (process.pid, signal.SIGKILL))
     try:
-        yield from process.stdout or ()
+        for line in process.stdout or ():
+            if any(word in line for word in _LOST) and not end.is_alive():
+                end.start()
+            yield line
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # Ray's processes too
+        end.cancel()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # Ray's processes too
         process.wait()
 
 
-def files(place: Path, path: str, prompts: Prompts) -> dict[str, Path]:
+def environment(folder: str | None) -> dict[str, str]:
+    """What this process was started with, without what rlx has set since and any Ray that runs, and where veRL is."""
+    lines = Path("/proc/self/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    given = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("RAY_ADDRESS="))
+    paths = [*filter(None, [folder]), Path(__file__).parent, *filter(None, [given.get("PYTHONPATH")])]
+    own = {"VERL_USE_EXTERNAL_MODULES": "verl_without_trl", "PYTHONUNBUFFERED": "1"}
+    return given | own | {"PYTHONPATH": os.pathsep.join(str(path) for path in paths)}
+
+
+def files(place: Path, path: str, prompts: alike.Prompts) -> dict[str, Path]:
     """The model, the prompts and the reward function as veRL wants them, by the names of their settings."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    texts = workload.texts(path, [*prompts, prompts[-1]])  # it may look for a step after the last
+    model, texts = model_folder(place / "model", path), alike.texts(path, prompts)
     columns = {
         "data_source": ["bench"] * len(texts),
         "prompt": [[{"role": "user", "content": text}] for text in texts],
@@ -210,7 +219,7 @@ def files(place: Path, path: str, prompts: Prompts) -> dict[str, Path]:
     pq.write_table(pa.table(columns), place / "prompts.parquet")
     (place / "reward.py").write_text(_REWARD)
     return {
-        "actor_rollout_ref.model.path": model_folder(place / "model", path),
+        "actor_rollout_ref.model.path": model,
         "data.train_files": place / "prompts.parquet",
         "data.val_files": place / "prompts.parquet",
         "reward.custom_reward_function.path": place / "reward.py",
@@ -270,7 +279,6 @@ def overrides(config: RunConfig) -> dict[str, Any]:
             "data.max_prompt_length": config.data.max_prompt_tokens,
             "data.max_response_length": chosen.max_tokens,
             "trainer.total_training_steps": train.steps,
-            "+trainer.v1.sampler.sampler_kwargs.prompts": train.prompts_per_step,
         }
     )
 

@@ -18,7 +18,7 @@ from measure import Memory, now
 from torch import Tensor, nn
 
 from rlx.config import RunConfig
-from rlx.rollout.engine import prefer_newer_runner
+from rlx.rollout.engine import by_newer_runner
 from rlx.types import Sampling
 
 _CHUNK = 1024  # tokens whose logits are held at a time
@@ -39,8 +39,7 @@ def rollout(
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    prefer_newer_runner()
-    llm = LLM(model=path, skip_tokenizer_init=True, disable_log_stats=True, seed=0, **options)
+    llm = by_newer_runner(lambda: LLM(model=path, skip_tokenizer_init=True, disable_log_stats=True, seed=0, **options))
     results = []
     for requests in rounds:
         prompts = [{"prompt_token_ids": list(prompt)} for prompt, _ in requests]

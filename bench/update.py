@@ -23,8 +23,10 @@ import table
 import workload
 
 from rlx.command_line import exit_code
-from rlx.config import ConfigError, RunConfig
+from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
 
+NO_ENGINES = {"rollout.engines": 1, "rollout.resources_per_engine": {"CPU": 0.5}}
+"""none is started: no GPU is kept for one"""
 _PEAK_FLOPS = 989e12
 """of an H200 in dense bf16, NVIDIA's data sheet; what utilisation is counted against"""
 
@@ -39,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("scaling.num_workers: the bare loop is one process; bench/scaling.py takes more")
         if config.critic == "head" or config.model.lora_rank:
             raise ConfigError("model: the bare loop knows no value head on the policy, and no LoRA")
+        if config.scaling.use_gpu:
+            whole = NO_ENGINES | {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}}
+            config = from_tree(with_overrides(config.model_dump(), whole), "one GPU")
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
             figures = measure(ready, path, args.profile)
@@ -52,9 +57,10 @@ def measure(config: RunConfig, path: str, profile: str | None = None) -> dict[st
     """The table: medians over the counted rounds."""
     import ray
 
-    # Both hold their memory while the other works: without room lost to fragments they fit on an H200.
-    own = {"env_vars": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
-    options: Any = {"num_cpus": config.scaling.resources_per_worker.get("CPU", 0), "num_gpus": 0, "runtime_env": own}
+    options: Any = {"num_cpus": config.scaling.resources_per_worker.get("CPU", 0), "num_gpus": 0}
+    if config.scaling.use_gpu:
+        # Both sides hold what they have taken while the other works: with fewer fragments here they fit on an H200.
+        options["runtime_env"] = {"env_vars": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
     loop = ray.remote(bare.Loop).options(**options).remote(config, path)
     result = on_ranks(config, path, loop, bool(profile))
     if profile:

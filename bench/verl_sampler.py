@@ -12,5 +12,4 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 class Attentive(ReplayBuffer):
     def __init__(self, **given: Any) -> None:
-        prompts = given["sampler_kwargs"]["prompts"]  # a step's; veRL gives them to its own replay buffer alone
-        super().__init__(**given, train_batch_size=prompts, gen_batch_size=prompts, poll_interval=0.05)
+        super().__init__(**given, poll_interval=0.05)

@@ -212,24 +212,6 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
     return [metrics for metrics in steps if metrics["step"] > WARM]
 
 
-def texts(path: str, prompts: Sequence[Sequence[Sequence[int]]]) -> list[str]:
-    """The text of each step's prompts, for a library that wants text.
-
-    Raises:
-        RuntimeError: the tokenizer makes other prompts of it.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    whole = [ids for each in prompts for ids in each]
-    found = [tokenizer.decode(ids) for ids in whole]
-    if any(len(tokenizer(text).input_ids) != len(ids) for text, ids in zip(found, whole, strict=True)):
-        raise RuntimeError(
-            "the tokenizer makes prompts of other lengths of its own text: the work would not be the same"
-        )
-    return found
-
-
 def say(words: str) -> None:
     """Progress, after so many seconds: what is measured is known even if the rest fails."""
     print(f"[{time.monotonic() - _BEGUN:.0f} s] {words}", file=sys.stderr, flush=True)

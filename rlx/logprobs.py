@@ -5,9 +5,8 @@ Left out: losses that are fused with the output layer; some need all tokens of a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK = 2**27
 """logits at a time: 512 MiB in float32, of which a few copies"""
-_SHARE = 16
-"""part of the device's memory that logits may take, in float32, which wait for the backward pass"""
+KEPT = 2**30
+"""logits that may wait for the backward pass instead of being computed again: 4 GiB in float32"""
 
 Scores = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 """(logits, targets, temperature, whether entropy is wanted) -> log-probabilities, entropy"""
@@ -33,14 +32,10 @@ def logit_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: b
     return logprobs, -(every.exp() * every).sum(-1) if entropy else None
 
 
-@cache
-def room(device: torch.device) -> int:
-    """How many logits may wait on this device for the backward pass instead of being computed again."""
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(memory) // _SHARE // 4
+def kept_on_gpu(share: float) -> int:
+    """As KEPT, for a process that has such a share of its GPU: a sixteenth of that memory in float32."""
+    memory: int = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return int(memory * min(1.0, share)) // 16 // 4
 
 
 def token_logprobs(

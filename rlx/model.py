@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlx.config import ConfigError
-from rlx.logprobs import Scores, logit_scores, room, token_logprobs
+from rlx.logprobs import KEPT, Scores, logit_scores, token_logprobs
 from rlx.settings import ALL_LAYERS
 from rlx.types import Weight
 
@@ -76,7 +76,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.value_head = value_head
         self.scores: Scores = logit_scores  # or the same, compiled
-        self.keeps_logits = True  # or not, where memory counts more than time
+        self.kept = KEPT  # as many as the GPU has room for, or 0 where memory counts more than time
 
     def forward(
         self,
@@ -100,8 +100,10 @@ class Policy(nn.Module):
         lm: Any = self.lm
         tokens = Tokens(ids, prompt_lengths, mask, places)
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
-        vocabulary, targets, kept = head.weight.shape[0], tokens.targets, room(ids.device) if self.keeps_logits else 0
-        logprobs, entropies = token_logprobs(head, vocabulary, hidden, targets, temperature, entropy, self.scores, kept)
+        vocabulary, targets = head.weight.shape[0], tokens.targets
+        logprobs, entropies = token_logprobs(
+            head, vocabulary, hidden, targets, temperature, entropy, self.scores, self.kept
+        )
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
         spread = None if entropies is None else tokens.grid(entropies)
         return Scored(tokens.grid(logprobs), spread, None if values is None else tokens.grid(values))
@@ -171,7 +173,7 @@ def load_reference(path: str, *, trust_remote_code: bool = False) -> Policy:
 def checkpoint_gradients(part: nn.Module) -> None:
     """Has decoder layers and the output layer forget activations and compute them again in the backward pass."""
     if isinstance(part, Policy):
-        part.keeps_logits = False
+        part.kept = 0
     for module in list(part.modules()):
         if isinstance(module, PreTrainedModel) and module.supports_gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx import model, parallel
+from rlx import logprobs, model, parallel
 from rlx.checkpoint import Trained
 from rlx.config import RunConfig
 
@@ -24,6 +24,8 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained],
     parts: dict[str, Any] = {
         "policy": model.load_policy(path, head=own, seed=seed, adapters=adapters(config), trust_remote_code=trust)
     }
+    if mesh.device_type == "cuda":
+        parts["policy"].kept = logprobs.kept_on_gpu(config.scaling.resources_per_worker.get("GPU", 1.0))
     if config.critic == "separate":
         parts["critic"] = model.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
     trained = {}

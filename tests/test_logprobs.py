@@ -1,6 +1,7 @@
 """Log-probabilities and entropy in chunks against the whole at once: values, gradients, and what is ever held."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx import logprobs
-from rlx.logprobs import token_logprobs
+from rlx.logprobs import kept_on_gpu, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 50
 
@@ -54,6 +55,15 @@ def found(head: nn.Module, temperature: float, entropy: bool, whole: bool, kept:
     trained = {name: p for name, p in head.named_parameters() if p.requires_grad} | {"hidden": hidden}
     gradients = dict(zip(trained, torch.autograd.grad(total, list(trained.values())), strict=True))
     return gradients | {"logprobs": chosen} | ({"entropy": spread} if entropy else {})
+
+
+@pytest.mark.parametrize(("share", "kept"), [(1.0, 2**31), (0.25, 2**29), (2.0, 2**31)])
+def test_a_sixteenth_of_a_processs_part_of_a_gpu_is_for_logits(
+    share: float, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=128 << 30))
+    assert kept_on_gpu(share) == kept
 
 
 @pytest.mark.parametrize("kept", [0, 14 * VOCABULARY, 2**30])

@@ -5,11 +5,13 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from rlx import experience, model
 from rlx.rollout import buckets, sync
+from rlx.rollout.engine import by_newer_runner
 from rlx.rollout.pool import EngineLostError, RolloutError, Rollouts, request_seed
 from rlx.shards import gathered
 from rlx.types import Completion, Judged, Prompt, Sampling, Weight, WeightSyncError
@@ -47,6 +50,37 @@ def drawn_by(
     if not draw.is_whole:
         raise EngineLostError("; ".join(rollouts.lost.values()))
     return draw.completions
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+@pytest.mark.parametrize("knows_some_by_name", [True, False])
+@pytest.mark.parametrize("refusal", [None, "Model Runner V2 does not yet support: hybrid models", "no such model"])
+def test_the_newer_runner_is_asked_for_and_left_again(
+    given: str | None, knows_some_by_name: bool, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for vLLM 0.24 on a GPU, as far as the choice is concerned."""
+    choice = SimpleNamespace(**{"DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES": ()} if knows_some_by_name else {})
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(vllm=choice))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given or "")
+    if given is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    tried: list[str | None] = []
+
+    def build() -> int:
+        tried.append(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+        if refusal and tried[-1] == "1":
+            raise ValueError(refusal)
+        return len(tried)
+
+    asks = given is None and knows_some_by_name
+    if asks and refusal == "no such model":
+        with pytest.raises(ValueError, match=refusal):
+            by_newer_runner(build)
+        return
+    assert by_newer_runner(build) == len(tried)
+    assert tried == ([given] if not asks else ["1", None] if refusal else ["1"])
 
 
 @dataclass

@@ -45,19 +45,29 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+_RUNNER, _BY_NAME = "VLLM_USE_V2_MODEL_RUNNER", "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
 
 
-def prefer_newer_runner() -> None:
-    """Has vLLM run every model by its newer runner on a GPU, unless VLLM_USE_V2_MODEL_RUNNER is set.
+def by_newer_runner(build: Callable[[], Any]) -> Any:
+    """The engine that `build` makes, on a GPU by vLLM's newer model runner, if that can run the model.
 
-    The older one draws each seeded sample by a call of its own: 512 at once then take almost twice as long. vLLM 0.32
-    prefers the newer by itself, and the older where a model needs it; 0.24 does for some models only.
+    The older one draws each seeded sample by a call of its own, so that many at once take half as long again. A vLLM
+    that knows some models by name for which it takes the newer, as 0.24 does, is told to take it for any; a later one
+    chooses by itself. What VLLM_USE_V2_MODEL_RUNNER in the environment says is left as it is.
     """
     import torch
-    import vllm
+    from vllm.config import vllm as choice
 
-    if torch.cuda.is_available() and vllm.__version_tuple__[:2] < (0, 32):
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if _RUNNER in os.environ or not (torch.cuda.is_available() and hasattr(choice, _BY_NAME)):
+        return build()
+    os.environ[_RUNNER] = "1"
+    try:
+        return build()
+    except ValueError as error:  # before anything was loaded
+        if "Model Runner V2" not in str(error):
+            raise
+        del os.environ[_RUNNER]
+        return build()
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +381,6 @@ def _build(model: str, options: dict[str, Any]) -> Any:
 
     from rlx.rollout.receiver import WeightLoader
 
-    prefer_newer_runner()
     if 0 < ray.get_runtime_context().get_assigned_resources().get("GPU", 0) < 1:
         cache = _cache_bytes(model, options["gpu_memory_utilization"])
         # vLLM would refuse to start unless all of that share was free, which others may use for a moment.
@@ -386,8 +395,8 @@ def _build(model: str, options: dict[str, Any]) -> Any:
         seed=0,
         **options,
     )
-    # For who waits for many completions: prompts are read by up to 16384 tokens at a time. Unnamed it is 2048.
-    return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+    # As LLM's engine it reads prompts by 8192 or 16384 tokens at a time, as the GPU has memory; unnamed by 2048.
+    return by_newer_runner(lambda: LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS))
 
 
 def _cache_bytes(model: str, utilization: float) -> int:

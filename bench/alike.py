@@ -1,0 +1,105 @@
+"""What rlx makes of work that another library does too: which configs are alike for both, and rlx's whole steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import step
+import workload
+from rollout import requests
+
+from rlx.config import ConfigError, RunConfig
+
+Prompts = list[list[tuple[int, ...]]]
+"""the token ids of each step's prompts"""
+
+_RATE = ", tokens/s"
+_ALIKE: dict[str, tuple[Any, ...]] = {
+    "algorithm.advantage": ("grpo",),
+    "algorithm.kl_coef": (0.0,),
+    "algorithm.loss": ("ppo",),
+    "algorithm.old_logprobs": ("recomputed",),
+    "algorithm.filter_groups": (False,),
+    "algorithm.entropy_coef": (0.0,),
+    "train.actor_lr": (0.0,),
+    "train.ema_decay": (None,),
+    "model.lora_rank": (0,),
+    "model.reference": ("none",),
+    "rollout.max_staleness": (0,),
+    "rollout.parts": (1,),
+    "reward.model": (None,),
+}
+
+
+def check(config: RunConfig, other: str) -> None:
+    """ConfigError for a config of which another library would not do the same work."""
+    from rlx.plan import plan
+
+    if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
+        hint = "; CUDA_VISIBLE_DEVICES=0 shows rlx one of them" if gpus(config) > 1 else ""
+        raise ConfigError(f"{other} is measured on one GPU at most: {plan(config)} is more{hint}")
+    for key, allowed in _ALIKE.items():
+        section, name = key.split(".")
+        if (given := getattr(getattr(config, section), name)) not in allowed:
+            raise ConfigError(f"{key} {given}: {other} does the same work only with {allowed[0]}")
+
+
+def gpus(config: RunConfig) -> float:
+    """That engine and worker have together."""
+    from rlx.plan import plan
+
+    return plan(config).total().get("GPU", 0.0)
+
+
+def prompts(config: RunConfig, path: str, tables: Mapping[str, Any]) -> Prompts:
+    """Those that a run draws completions of."""
+    drawn = requests(config, path, tables)[2]
+    return [[prompt for prompt, _ in each[:: config.train.samples_per_prompt]] for each in drawn]
+
+
+def texts(path: str, prompts: Prompts) -> list[str]:
+    """The text of all prompts, for a library that wants text.
+
+    Raises:
+        RuntimeError: the tokenizer makes other tokens of it.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    whole = [list(ids) for each in prompts for ids in each]
+    found = [tokenizer.decode(ids) for ids in whole]
+    if [tokenizer(text).input_ids for text in found] != whole:
+        raise RuntimeError("the tokenizer makes other tokens of its own text: the work would not be the same")
+    return found
+
+
+def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
+    """Response tokens per second on policy, and one step ahead where engine and worker can work at the same time."""
+    from rlx import launch
+
+    now = workload.counted_steps(config, tables, "k0")
+    figures = {f"rlx{_RATE}": tokens_per_s(config, now)}
+    if config.rollout.placement == "beside":
+        ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
+        figures[f"rlx with k = 1{_RATE}"] = tokens_per_s(config, ahead)
+    launch.release()
+    return figures | {"mean response, tokens": workload.median(now, "response/length_mean")}
+
+
+def tokens_per_s(config: RunConfig, steps: Sequence[Mapping[str, Any]]) -> float:
+    """Response tokens per second of rlx's whole steps."""
+    count = completions(config)
+    return statistics.median(each["response/length_mean"] * count / each["time/step"] for each in steps)
+
+
+def completions(config: RunConfig) -> int:
+    """Of a step."""
+    return config.train.prompts_per_step * config.train.samples_per_prompt
+
+
+def ratios(figures: Mapping[str, float], other: str, rate: float) -> dict[str, float]:
+    """rlx's tokens per second by another library's."""
+    rates = {name.removesuffix(_RATE): value for name, value in figures.items() if name.endswith(_RATE)}
+    return {f"{name} / {other}": value / rate for name, value in rates.items()}
