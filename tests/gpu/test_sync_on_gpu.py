@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from test_rollout import drawn_by
+from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlx import experience, launch, model
@@ -28,12 +30,13 @@ from rlx.parallel import Grid
 from rlx.rollout import pool, sync
 from rlx.rollout.direct import Direct
 from rlx.rollout.pool import Rollouts
-from rlx.types import Judged, Prompt, Sampling
+from rlx.types import Completion, Judged, Prompt, Sampling
 
 pytestmark = pytest.mark.gpu
 CLOSE, FAR = 0.02, 0.05  # mean |difference of log-probabilities|, bfloat16
 CACHE_GIB = 5.0  # that an engine's keys and values take at least, of a fifth of a GPU
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=64, stop_token_ids=())
+LONG = 192  # tokens, with a prompt as many as an engine takes
 PROMPTS = [Prompt(i, tuple(range(100 + i, 164 + i)), "question", "answer") for i in range(16)]
 
 
@@ -80,11 +83,11 @@ class Trainer:
         self.version = 0
         self.is_smaller = False
 
-    def push(self, starting: bool = False) -> tuple[dict[int, str], float]:
+    def push(self, starting: bool = False, keep: bool = False) -> tuple[dict[int, str], float]:
         """The engines that are lost after it, and the seconds it took."""
         self.version += 1
         started = time.monotonic()
-        self.fleet.push(model.engine_weights(self.policy), self.version, 100.0, starting)
+        self.fleet.push(model.engine_weights(self.policy), self.version, 100.0, starting, keep)
         return dict(self.fleet.rollouts.lost), time.monotonic() - started
 
     def kill_during_push(self, pid: int) -> None:
@@ -118,17 +121,31 @@ class Trainer:
         for p in self.policy.parameters():
             p.mul_(1 / 1.2 if self.is_smaller else 1.2)
 
-    @torch.no_grad()
     def gap(self, index: int) -> float:
         """Mean difference between an engine's log-probabilities and the policy's; all ranks call it."""
         engine = self.fleet.rollouts.engines[index]
-        completions = drawn_by(Rollouts([engine], 0), PROMPTS, SAMPLING, 1, self.version)
+        return float(self.gaps(drawn_by(Rollouts([engine], 0), PROMPTS, SAMPLING, 1, self.version)).mean())
+
+    def gaps_around_push(self) -> tuple[float, float]:
+        """The same of the first and the last eight tokens of completions that were half drawn when new weights came."""
+        rollouts = Rollouts(self.fleet.rollouts.engines, 0)
+        draw = rollouts.begin(PROMPTS, [replace(SAMPLING, max_tokens=LONG)], self.version)
+        time.sleep(0.5)
+        self.change()
+        self.push(keep=True)
+        rollouts.finish(draw, self.version)
+        gaps = self.gaps(draw.completions)
+        return float(gaps[:, :8].mean()), float(gaps[:, -8:].mean())
+
+    @torch.no_grad()
+    def gaps(self, completions: list[Completion]) -> Tensor:
+        """Of each token, `[B, T]`: all completions are as long as may be."""
         drawn = [Judged(completion, 0.0, False, {}) for completion in completions]
         batch = experience.build(drawn, 0).to(self.device)
+        assert batch.mask.all()
         scored = self.policy(*batch.inputs, 1.0)
         model.reshard(self.policy)
-        gaps = (scored.logprobs - batch.rollout_logprobs) * batch.mask
-        return float(gaps.abs().sum() / batch.mask.sum())
+        return (scored.logprobs - batch.rollout_logprobs).abs()
 
 
 Started = tuple[list[Any], list[Any]]
@@ -227,6 +244,14 @@ def test_an_engine_that_sleeps_leaves_its_memory_to_the_trainer_also_after_it_wa
 def test_an_engine_on_another_gpu_is_sent_to_by_nccl(start: Start) -> None:
     ranks, _ = start([1.0], [1.0])
     assert_pushes_arrive(ranks, 1, {0: ["nccl"]})
+
+
+def test_completions_go_on_with_weights_that_come_meanwhile(start: Start) -> None:
+    ranks, _ = start([0.5], [0.5])
+    on_all(ranks, "push", True)
+    ((before, after),) = on_all(ranks, "gaps_around_push")
+    assert before > FAR
+    assert after <= CLOSE
 
 
 def test_every_rank_serves_the_engine_on_its_gpu(start: Start) -> None:
