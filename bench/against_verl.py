@@ -77,7 +77,7 @@ FIXED: dict[str, Any] = {
     "hydra.output_subdir": "null",
 }
 """veRL's settings that no setting of rlx decides: for the same work, and for nothing but the work"""
-_NUMBER = re.compile(r"(\S+):(?:np\.\w+\()?(-?\d[\d.]*(?:e[+-]?\d+)?)")
+_NUMBER = re.compile(r"(\S+):(?:np\.\w+\()?(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)")
 _LOST = ("EngineDeadError", "hit an exception")
 _PATIENCE_S = 5.0
 """for the rest of its words after one of these, after which it would wait for ever"""
@@ -165,9 +165,9 @@ def by_verl(
 
 def metrics(line: str, completions: int) -> dict[str, float]:
     """Of a step, from the line that veRL prints of it; empty for any other line."""
-    found = {name: float(value) for name, value in _NUMBER.findall(line)}
-    if "timing_s/step" not in found:
+    if " - timing_s/step:" not in line:
         return {}
+    found = {name: float(value) for name, value in _NUMBER.findall(line)}
     return found | {"tokens/s": found["response_length/mean"] * completions / found["timing_s/step"]}
 
 
@@ -182,10 +182,11 @@ def printed(given: Sequence[str], folder: str | None) -> Generator[str, None, No
         env=environment(folder),
         start_new_session=True,
     )
-    end = threading.Timer(_PATIENCE_S, os.killpg, (process.pid, signal.SIGKILL))
+    end, is_lost = threading.Timer(_PATIENCE_S, os.killpg, (process.pid, signal.SIGKILL)), False
     try:
         for line in process.stdout or ():
-            if any(word in line for word in _LOST) and not end.is_alive():
+            if not is_lost and any(word in line for word in _LOST):
+                is_lost = True
                 end.start()
             yield line
     finally:

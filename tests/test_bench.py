@@ -154,7 +154,7 @@ def test_verls_steps_are_read_from_what_it_prints() -> None:
     )
     found = against_verl.metrics(line, completions=512)
     assert found["tokens/s"] == 512 * 256 / 8 and found["timing_s/gen"] == 2.5
-    assert against_verl.metrics("(TaskRunner pid=7) Training Progress: 3/5 step:3", 512) == {}
+    assert against_verl.metrics("(TaskRunner pid=7) Training Progress: 3/5 step:3, version:0.9.1", 512) == {}
 
 
 def test_verls_steps_are_counted_and_nothing_of_it_is_left(
@@ -173,7 +173,7 @@ steps = int(next(word for word in sys.argv if word.startswith("trainer.total_tra
 for step in range(steps if steps == 3 else 2):
     print(f"step:{step} - response_length/mean:4.0 - timing_s/step:{step + 1}.0", flush=True)
 if steps != 3:
-    print("EngineDeadError\\nand why", flush=True)
+    print("EngineDeadError\\nand why\\nEngineDeadError", flush=True)
 time.sleep(600)
 """
     (package / "main_ppo.py").write_text(command)
