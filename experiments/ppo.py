@@ -94,7 +94,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
             shown.step(metrics, checkpoint)
 
         shown.console.print(f"run {name}: {config.train.steps} steps, in {folder.path}")
-        inputs.check(config, inputs.model_folder(config, shown.warm_start))
+        inputs.ready(config, shown.warm_start)
         shown.say("starting")
         launch.connect(config)
         end_on_sigterm()
@@ -111,7 +111,7 @@ def check(base: dict[str, Any], given: dict[str, Any]) -> int:
     config = from_tree(with_overrides(base, given))
     config = from_tree(with_overrides(config.model_dump(), inputs.absolute_paths(config)))
     with progress.RunProgress(1) as shown:
-        inputs.check(config, inputs.model_folder(config, shown.warm_start))
+        inputs.ready(config, shown.warm_start)
         shown.say("a few steps at learning rate 0")
         launch.connect(config)
         verdicts = launch.examine(config)

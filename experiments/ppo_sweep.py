@@ -78,7 +78,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     uri = launch.tracking_uri(config)
     with progress.SweepProgress(config.train.steps) as shown:
         with progress.RunProgress(config.train.steps, shown.console) as making:
-            inputs.check(config, inputs.model_folder(config, making.warm_start))
+            inputs.ready(config, making.warm_start)
         launch.connect(config)
         end_on_sigterm()
         if args.resume is None:

@@ -34,6 +34,18 @@ from rlx.types import Prompt
 _LOG = logging.getLogger("rlx")
 
 
+def check_file(path: str, setting: str) -> None:
+    """ConfigError for what can be no prompt file, as far as that can be told without reading it; `setting` is what the
+    error names as the origin of the path."""
+    file = Path(path)
+    if file.suffix not in _PARSERS:
+        raise ConfigError(f"{setting} {path}: expected reasoning_gym:DATASET or a file ending in {', '.join(_PARSERS)}")
+    if not file.is_file():
+        raise ConfigError(f"{setting} {path}: no such file")
+    if not file.stat().st_size:
+        raise ConfigError(f"{setting} {path}: there are no rows in it")
+
+
 def read_file(path: str, config: DataConfig, setting: str = "data.source") -> ray.data.Dataset:
     """The rows {question, answer} of a prompt file, all of them text, in file order.
 
@@ -43,16 +55,12 @@ def read_file(path: str, config: DataConfig, setting: str = "data.source") -> ra
     Raises:
         ConfigError: the file or a row cannot be used; of a .jsonl file it names the line.
     """
-    file = Path(path)
-    if file.suffix not in _PARSERS:
-        raise ConfigError(f"{setting} {path}: expected reasoning_gym:DATASET or a file ending in {', '.join(_PARSERS)}")
-    if not file.is_file():
-        raise ConfigError(f"{setting} {path}: no such file")
+    check_file(path, setting)
     names = {"question": config.prompt_column, "answer": config.answer_column}
     _quiet()
     try:
         # Not Ray's own readers: they take texts that look like dates for dates, and hide which line is malformed.
-        contents = ray.data.read_binary_files(str(file.resolve()), num_cpus=0)
+        contents = ray.data.read_binary_files(str(Path(path).resolve()), num_cpus=0)
         rows = contents.map_batches(
             _parse, fn_kwargs=names | {"path": path}, batch_format="pyarrow", batch_size=None, num_cpus=0
         ).materialize()

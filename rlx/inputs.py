@@ -13,6 +13,21 @@ from rlx.config import ConfigError, RunConfig, flatten, one_line
 from rlx.storage import local_folder, resolved
 
 
+def ready(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
+    """The model to start from, see `model_folder`, once all input is known to be usable as far as needs no cluster.
+
+    Raises:
+        ConfigError: see `check`; a prompt file that is not there, or empty, is told of before a model is made.
+    """
+    sources = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
+    for setting, source in (sources | {"eval.source": config.eval.source}).items():
+        if source and not tasks.is_generated(source):
+            data.check_file(source, setting)
+    path = model_folder(config, progress)
+    check(config, path)
+    return path
+
+
 def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
     """The model to start from; makes rlx's own tiny one if that is asked for and not there yet."""
     if config.model.path != "tiny":

@@ -106,8 +106,7 @@ def run(
         RunError: training failed.
         RunStopped: `stop` was called meanwhile.
     """
-    path = inputs.model_folder(config)
-    inputs.check(config, path)
+    path = inputs.ready(config)
     check_writable(folder)
     if config.checkpoint.start_from and not (resume and archive.whole(folder)):
         run_folder.check_start(config)
@@ -159,8 +158,7 @@ def examine(config: RunConfig) -> list[Verdict]:
     """
     from rlx import doctor
 
-    path = inputs.model_folder(config)
-    inputs.check(config, path)
+    path = inputs.ready(config)
     crew = _hired(config, path)
     try:
         with tempfile.TemporaryDirectory(prefix="rlx-check-") as folder:

@@ -483,3 +483,13 @@ def test_generation_ahead_is_corrected_for_unless_told_otherwise() -> None:
     assert (importance(), importance(max_staleness=1)) == ("none", "tis")
     for algorithm in ({"importance": "none"}, {"old_logprobs": "rollout"}):
         assert from_tree({"rollout": {"max_staleness": 1}, "algorithm": algorithm}).importance == "none"
+
+
+@pytest.mark.parametrize("setting", ["data.source", "data.ptx_source", "eval.source"])
+def test_a_prompt_file_is_missed_before_a_model_is_made(setting: str, tmp_path: Path) -> None:
+    (tmp_path / "there.jsonl").write_text("{}")
+    given = {"storage": str(tmp_path / "storage"), "data.source": str(tmp_path / "there.jsonl"), "data.params": {}}
+    given |= {setting: str(tmp_path / "p.jsonl")} | ({"algorithm.ptx_coef": 0.1} if "ptx" in setting else {})
+    with pytest.raises(ConfigError, match=rf"^{setting} .*p\.jsonl: no such file$"):
+        inputs.ready(from_tree(with_overrides({}, given)))
+    assert not (tmp_path / "storage").exists()

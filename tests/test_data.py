@@ -114,7 +114,7 @@ GOOD = '{"question": "q", "answer": "a"}\n'
     [
         ("p.txt", "x", ": expected reasoning_gym:DATASET or a file ending in .jsonl, .parquet, .csv"),
         ("p.csv", None, ": no such file"),
-        ("p.csv", "", ": Empty CSV file"),
+        ("p.csv", "", ": there are no rows in it"),
         ("p.csv", "question,answer\n", ": there are no rows in it"),
         ("p.jsonl", "", ": there are no rows in it"),
         ("p.jsonl", "\n \n", ": there are no rows in it"),

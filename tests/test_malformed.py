@@ -203,7 +203,7 @@ BAD_PROMPTS = [
     (".jsonl", b'{"question": "a", "answer": ' + b"[" * 100_000, "prompts.jsonl:1: malformed JSON"),
     (".jsonl", b'\n{"question": "\\ud800", "answer": 1}', "prompts.jsonl:2: half a character"),
     (".jsonl", b'{"quest\\nion": 1}', "no column 'question', it has quest"),
-    (".csv", b"", "Empty CSV file"),
+    (".csv", b"\n", "Empty CSV file"),
     (".csv", b'question,answer\n1,"a\nb",3\n', "CSV parse error: Row #2"),
     (".csv", b"question,answer,\xff\n1,2,3\n", "can't decode byte 0xff"),
     (".parquet", PARQUET[:-1], "Parquet magic bytes not found"),
