@@ -8,7 +8,8 @@ on the GPU. It asks for other versions than rlx, so it lies in a folder of its o
 (docs/performance.md), which `--verl` names. What it is given is in `FIXED`, and what follows from rlx's settings in
 `overrides`. Its own ways stay: no seeds for requests, entropies with the old log-probabilities, vLLM's model runner as
 vLLM chooses. Changed are how it waits for completions (verl_sampler.py) and that it looks for TRL
-(verl_without_trl.py). Left out: how it removes padding, which needs flash-attn.
+(verl_without_trl.py). Left out: how it removes padding, which needs flash-attn; and models that end a response by
+themselves, as veRL's are as long as may be.
 """
 
 from __future__ import annotations
@@ -94,12 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with workload.prepared(config) as (ready, path):
             tables = inputs.prompt_tables(ready, path)
             prompts = alike.prompts(ready, path, tables)
-            figures = alike.by_rlx(ready, tables)
-        try:
-            figures |= compared(figures, by_verl(ready, path, prompts, args.verl, out))
-        finally:
-            facts = described(ready) | {"veRL": version(args.verl)}
-            table.finish("against_verl", figures, ready, args.out, load, facts)
+            ours = alike.by_rlx(ready, tables)
+        figures = ours | compared(ours, by_verl(ready, path, prompts, args.verl, out))
+        facts = described(ready) | {"veRL": version(args.verl)}
+        table.finish("against_verl", figures, ready, args.out, load, facts)
         return 0
 
     return exit_code(script)
@@ -115,7 +114,8 @@ def check(config: RunConfig, folder: str | None) -> None:
     if config.algorithm.aggregation not in _AGGREGATIONS:
         raise ConfigError(f"algorithm.aggregation {config.algorithm.aggregation}: veRL has {', '.join(_AGGREGATIONS)}")
     if not version(folder):
-        raise ConfigError(f"--verl {folder}: there is no veRL in it; docs/performance.md says how to install it")
+        missing = f"--verl {folder}: there is no veRL in it" if folder else "veRL is not installed here"
+        raise ConfigError(f"{missing}; docs/performance.md says how, and --verl where it is")
 
 
 def version(folder: str | None) -> str | None:
@@ -200,9 +200,10 @@ def environment(folder: str | None) -> dict[str, str]:
     """What this process was started with, without what rlx has set since and any Ray that runs, and where veRL is."""
     lines = Path("/proc/self/environ").read_bytes().decode(errors="surrogateescape").split("\0")
     given = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("RAY_ADDRESS="))
-    paths = [*filter(None, [folder]), Path(__file__).parent, *filter(None, [given.get("PYTHONPATH")])]
+    paths = [Path(folder).resolve()] if folder else []
+    paths += [Path(__file__).parent, *map(Path, filter(None, given.get("PYTHONPATH", "").split(os.pathsep)))]
     own = {"VERL_USE_EXTERNAL_MODULES": "verl_without_trl", "PYTHONUNBUFFERED": "1"}
-    return given | own | {"PYTHONPATH": os.pathsep.join(str(path) for path in paths)}
+    return given | own | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
 def files(place: Path, path: str, prompts: alike.Prompts) -> dict[str, Path]:
@@ -268,6 +269,7 @@ def overrides(config: RunConfig) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "gpu_memory_utilization": chosen.gpu_memory_utilization,
         "max_num_seqs": chosen.max_num_seqs,
+        "enforce_eager": chosen.enforce_eager,
         "max_model_len": config.data.max_prompt_tokens + chosen.max_tokens,
         "log_prob_max_token_len_per_gpu": tokens,
     }

@@ -38,7 +38,8 @@ def check(config: RunConfig, other: str) -> None:
     from rlx.plan import plan
 
     if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
-        hint = "; CUDA_VISIBLE_DEVICES=0 shows rlx one of them" if gpus(config) > 1 else ""
+        one_each = config.rollout.engines == config.scaling.num_workers == 1
+        hint = "; CUDA_VISIBLE_DEVICES=0 shows rlx one of them" if one_each else ""
         raise ConfigError(f"{other} is measured on one GPU at most: {plan(config)} is more{hint}")
     for key, allowed in _ALIKE.items():
         section, name = key.split(".")
@@ -85,7 +86,9 @@ def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
         ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
         figures[f"rlx with k = 1{_RATE}"] = tokens_per_s(config, ahead)
     launch.release()
-    return figures | {"mean response, tokens": workload.median(now, "response/length_mean")}
+    figures["mean response, tokens"] = workload.median(now, "response/length_mean")
+    workload.say(", ".join(f"{name} {value:,.0f}" for name, value in figures.items()))
+    return figures
 
 
 def tokens_per_s(config: RunConfig, steps: Sequence[Mapping[str, Any]]) -> float:

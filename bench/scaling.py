@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.scaling.use_gpu:
             config = scaled(config, 1, {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}})
         counts = ranks(args.ranks, workload.gpus() if config.scaling.use_gpu else None)
-        alone = {count: scaled(config, count, update.NO_ENGINES) for count in counts}
+        alone = {count: scaled(config, count, workload.NO_ENGINES) for count in counts}
         load = os.getloadavg()[0]
         with workload.prepared(alone[counts[-1]]) as (ready, path):
             here = {"storage": ready.storage, "model.path": path}

@@ -23,10 +23,8 @@ import table
 import workload
 
 from rlx.command_line import exit_code
-from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+from rlx.config import ConfigError, RunConfig
 
-NO_ENGINES = {"rollout.engines": 1, "rollout.resources_per_engine": {"CPU": 0.5}}
-"""none is started: no GPU is kept for one"""
 _PEAK_FLOPS = 989e12
 """of an H200 in dense bf16, NVIDIA's data sheet; what utilisation is counted against"""
 
@@ -36,14 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--profile", help="file for a table of where the time of one more round goes")
 
     def script() -> int:
-        args, config = workload.read(options, argv)
+        args, config = workload.read(options, argv, engines=False)
         if config.scaling.num_workers > 1:
             raise ConfigError("scaling.num_workers: the bare loop is one process; bench/scaling.py takes more")
         if config.critic == "head" or config.model.lora_rank:
             raise ConfigError("model: the bare loop knows no value head on the policy, and no LoRA")
-        if config.scaling.use_gpu:
-            whole = NO_ENGINES | {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}}
-            config = from_tree(with_overrides(config.model_dump(), whole), "one GPU")
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
             figures = measure(ready, path, args.profile)

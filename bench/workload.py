@@ -56,6 +56,8 @@ GPU: dict[str, Any] = _EVERYWHERE | {
     "rollout.max_num_seqs": 512,
     "scaling.use_gpu": True,
 }
+NO_ENGINES: dict[str, Any] = {"rollout.engines": 1, "rollout.resources_per_engine": {"CPU": 0.5}}
+"""where none is started, so that no GPU is kept for one"""
 # A small one for CPUs, and Qwen2 0.5B's, arXiv 2407.10671, table 1, and its config.json; the weights are random.
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-30m": {
@@ -99,8 +101,10 @@ def read(
     argv: Sequence[str] | None,
     cpu: Mapping[str, Any] = CPU,
     gpu: Mapping[str, Any] = GPU,
+    engines: bool = True,
 ) -> tuple[argparse.Namespace, RunConfig]:
-    """The options and the run's config; `gpu` has the defaults with --gpu, `cpu` those without.
+    """The options and the run's config; `gpu` has the defaults with --gpu, `cpu` those without. Without `engines` a
+    worker has a GPU of its own even where there is one.
 
     Raises:
         ConfigError: an option or a setting cannot be used.
@@ -110,6 +114,8 @@ def read(
         raise ConfigError(f"--steps {args.steps}: expected a whole number of at least 1")
     steps = int(args.steps or args.counted[args.gpu])
     shares = gpu_shares(gpus(), given.get("rollout.placement") == "shared")
+    if not engines:
+        shares = NO_ENGINES | {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}}
     defaults = ({**gpu, **shares} if args.gpu else dict(cpu)) | {"train.steps": WARM + steps}
     if given.get("data.source"):
         defaults.pop("data.params", None)
@@ -146,6 +152,7 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     from rlx import inputs, launch
 
     with tempfile.TemporaryDirectory() as folder:
+        inputs.check_named(config)
         path = model_folder(config)
         inputs.check(config, path)
         config = config.model_copy(update={"storage": folder, "model": config.model.model_copy(update={"path": path})})

@@ -14,18 +14,25 @@ from rlx.storage import local_folder, resolved
 
 
 def ready(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
-    """The model to start from, see `model_folder`, once all input is known to be usable as far as needs no cluster.
+    """The model to start from, as `model_folder`; what needs no cluster is checked, as much as can be before a model is
+    made.
 
     Raises:
-        ConfigError: see `check`; a prompt file that is not there, or empty, is told of before a model is made.
+        ConfigError: see `check_named` and `check`.
     """
+    check_named(config)
+    path = model_folder(config, progress)
+    check(config, path)
+    return path
+
+
+def check_named(config: RunConfig) -> None:
+    """ConfigError for a prompt file, a reward function or a reward model that is not there or cannot work."""
     sources = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
     for setting, source in (sources | {"eval.source": config.eval.source}).items():
         if source and not tasks.is_generated(source):
             data.check_file(source, setting)
-    path = model_folder(config, progress)
-    check(config, path)
-    return path
+    _check_rewards(config)
 
 
 def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
@@ -42,8 +49,7 @@ def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] 
 
 
 def check(config: RunConfig, path: str) -> None:
-    """ConfigError for a model, a context length or a reward function that cannot work; needs no cluster."""
-    _check_rewards(config)
+    """ConfigError for a model or a context length that cannot work; needs no cluster."""
     _check_layers(config, path)
     needed = config.data.max_prompt_tokens + config.rollout.max_tokens
     if not _is_folder(path, "model.path"):

@@ -76,7 +76,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.value_head = value_head
         self.scores: Scores = logit_scores  # or the same, compiled
-        self.kept = KEPT  # as many as the GPU has room for, or 0 where memory counts more than time
+        self.kept = KEPT  # roles.py gives a GPU's number; 0 where memory counts more than time
 
     def forward(
         self,

@@ -49,11 +49,11 @@ _RUNNER, _BY_NAME = "VLLM_USE_V2_MODEL_RUNNER", "DEFAULT_V2_MODEL_RUNNER_ARCHITE
 
 
 def by_newer_runner(build: Callable[[], Any]) -> Any:
-    """The engine that `build` makes, on a GPU by vLLM's newer model runner, if that can run the model.
+    """The engine that `build` makes, on a GPU by vLLM's newer model runner, unless vLLM refuses that for its settings.
 
-    The older one draws each seeded sample by a call of its own, so that many at once take half as long again. A vLLM
-    that knows some models by name for which it takes the newer, as 0.24 does, is told to take it for any; a later one
-    chooses by itself. What VLLM_USE_V2_MODEL_RUNNER in the environment says is left as it is.
+    The older one draws each seeded sample by a call of its own, so that many at once take longer. A vLLM that knows
+    some models by name for which it takes the newer, as 0.24 does, is told to take it for any; a later one chooses by
+    itself. What VLLM_USE_V2_MODEL_RUNNER in the environment says is left as it is: 0 where the newer fails.
     """
     import torch
     from vllm.config import vllm as choice

@@ -128,12 +128,17 @@ class Trainer:
 
     def gaps_around_push(self) -> tuple[float, float]:
         """The same of the first and the last eight tokens of completions that were half drawn when new weights came."""
-        rollouts = Rollouts(self.fleet.rollouts.engines, 0)
-        draw = rollouts.begin(PROMPTS, [replace(SAMPLING, max_tokens=LONG)], self.version)
-        time.sleep(0.5)
+        rollouts, long = Rollouts(self.fleet.rollouts.engines, 0), replace(SAMPLING, max_tokens=LONG)
+        drawn_by(rollouts, PROMPTS, long, 1, self.version)  # whatever takes longer at first
+        started = time.monotonic()
+        drawn_by(rollouts, PROMPTS, long, 1, self.version)
+        seconds = time.monotonic() - started
+        draw = rollouts.begin(PROMPTS, [long], self.version)
+        time.sleep(seconds / 3)
         self.change()
         self.push(keep=True)
         rollouts.finish(draw, self.version)
+        assert draw.is_whole, rollouts.lost
         gaps = self.gaps(draw.completions)
         return float(gaps[:, :8].mean()), float(gaps[:, -8:].mean())
 
