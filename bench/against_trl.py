@@ -176,7 +176,7 @@ def trained(path: str, given: Mapping[str, Any], prompts: alike.Prompts) -> Meas
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(output_dir=folder, **given)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        rows = Dataset.from_dict({"prompt": alike.texts(path, prompts)})
+        rows = Dataset.from_dict({"prompt": alike.texts(tokenizer, prompts)})
         trainer = GRPOTrainer(path, reward, config, rows, processing_class=tokenizer, callbacks=[Watch()])
         trainer.train()
     return [(count, after - before) for count, before, after in zip(tokens, ends, ends[1:], strict=False)]

@@ -200,18 +200,20 @@ def environment(folder: str | None) -> dict[str, str]:
     """What this process was started with, without what rlx has set since and any Ray that runs, and where veRL is."""
     lines = Path("/proc/self/environ").read_bytes().decode(errors="surrogateescape").split("\0")
     given = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("RAY_ADDRESS="))
-    paths = [Path(folder).resolve()] if folder else []
-    paths += [Path(__file__).parent, *map(Path, filter(None, given.get("PYTHONPATH", "").split(os.pathsep)))]
+    paths = [folder and os.path.abspath(folder), str(Path(__file__).parent), given.get("PYTHONPATH")]
     own = {"VERL_USE_EXTERNAL_MODULES": "verl_without_trl", "PYTHONUNBUFFERED": "1"}
-    return given | own | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return given | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def files(place: Path, path: str, prompts: alike.Prompts) -> dict[str, Path]:
     """The model, the prompts and the reward function as veRL wants them, by the names of their settings."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
 
-    model, texts = model_folder(place / "model", path), alike.texts(path, prompts)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = model_folder(place / "model", path, tokenizer)
+    texts = alike.texts(tokenizer, prompts)
     columns = {
         "data_source": ["bench"] * len(texts),
         "prompt": [[{"role": "user", "content": text}] for text in texts],
@@ -230,12 +232,9 @@ def files(place: Path, path: str, prompts: alike.Prompts) -> dict[str, Path]:
     }
 
 
-def model_folder(folder: Path, path: str) -> Path:
-    """The same model, whose tokenizer has a chat template that leaves a prompt as it is, and two tokens that veRL looks
-    up for every Qwen2 and that no prompt has."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
+def model_folder(folder: Path, path: str, tokenizer: Any) -> Path:
+    """The same model, with its tokenizer, which gets a chat template that leaves a prompt as it is, and two tokens that
+    veRL looks up for every Qwen2 and that no prompt has."""
     missing = [text for text in ("<|im_end|>", "\n") if len(tokenizer.encode(text, add_special_tokens=False)) != 1]
     tokenizer.add_tokens(missing, special_tokens=True)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -16,20 +16,20 @@ Prompts = list[list[tuple[int, ...]]]
 """the token ids of each step's prompts"""
 
 _RATE = ", tokens/s"
-_ALIKE: dict[str, tuple[Any, ...]] = {
-    "algorithm.advantage": ("grpo",),
-    "algorithm.kl_coef": (0.0,),
-    "algorithm.loss": ("ppo",),
-    "algorithm.old_logprobs": ("recomputed",),
-    "algorithm.filter_groups": (False,),
-    "algorithm.entropy_coef": (0.0,),
-    "train.actor_lr": (0.0,),
-    "train.ema_decay": (None,),
-    "model.lora_rank": (0,),
-    "model.reference": ("none",),
-    "rollout.max_staleness": (0,),
-    "rollout.parts": (1,),
-    "reward.model": (None,),
+_ALIKE: dict[str, Any] = {
+    "algorithm.advantage": "grpo",
+    "algorithm.kl_coef": 0.0,
+    "algorithm.loss": "ppo",
+    "algorithm.old_logprobs": "recomputed",
+    "algorithm.filter_groups": False,
+    "algorithm.entropy_coef": 0.0,
+    "train.actor_lr": 0.0,
+    "train.ema_decay": None,
+    "model.lora_rank": 0,
+    "model.reference": "none",
+    "rollout.max_staleness": 0,
+    "rollout.parts": 1,
+    "reward.model": None,
 }
 
 
@@ -41,10 +41,10 @@ def check(config: RunConfig, other: str) -> None:
         one_each = config.rollout.engines == config.scaling.num_workers == 1
         hint = "; CUDA_VISIBLE_DEVICES=0 shows rlx one of them" if one_each else ""
         raise ConfigError(f"{other} is measured on one GPU at most: {plan(config)} is more{hint}")
-    for key, allowed in _ALIKE.items():
+    for key, wanted in _ALIKE.items():
         section, name = key.split(".")
-        if (given := getattr(getattr(config, section), name)) not in allowed:
-            raise ConfigError(f"{key} {given}: {other} does the same work only with {allowed[0]}")
+        if (given := getattr(getattr(config, section), name)) != wanted:
+            raise ConfigError(f"{key} {given}: {other} does the same work only with {wanted}")
 
 
 def gpus(config: RunConfig) -> float:
@@ -60,15 +60,12 @@ def prompts(config: RunConfig, path: str, tables: Mapping[str, Any]) -> Prompts:
     return [[prompt for prompt, _ in each[:: config.train.samples_per_prompt]] for each in drawn]
 
 
-def texts(path: str, prompts: Prompts) -> list[str]:
+def texts(tokenizer: Any, prompts: Prompts) -> list[str]:
     """The text of all prompts, for a library that wants text.
 
     Raises:
-        RuntimeError: the tokenizer makes other tokens of it.
+        RuntimeError: its tokenizer makes other tokens of it.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
     whole = [list(ids) for each in prompts for ids in each]
     found = [tokenizer.decode(ids) for ids in whole]
     if [tokenizer(text).input_ids for text in found] != whole:

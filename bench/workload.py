@@ -103,8 +103,8 @@ def read(
     gpu: Mapping[str, Any] = GPU,
     engines: bool = True,
 ) -> tuple[argparse.Namespace, RunConfig]:
-    """The options and the run's config; `gpu` has the defaults with --gpu, `cpu` those without. Without `engines` a
-    worker has a GPU of its own even where there is one.
+    """The options and the run's config; `gpu` has the defaults with --gpu, `cpu` those without; `engines`: see
+    `gpu_shares`.
 
     Raises:
         ConfigError: an option or a setting cannot be used.
@@ -113,9 +113,7 @@ def read(
     if args.steps is not None and not (args.steps.isdecimal() and int(args.steps)):
         raise ConfigError(f"--steps {args.steps}: expected a whole number of at least 1")
     steps = int(args.steps or args.counted[args.gpu])
-    shares = gpu_shares(gpus(), given.get("rollout.placement") == "shared")
-    if not engines:
-        shares = NO_ENGINES | {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}}
+    shares = gpu_shares(gpus(), given.get("rollout.placement") == "shared", engines)
     defaults = ({**gpu, **shares} if args.gpu else dict(cpu)) | {"train.steps": WARM + steps}
     if given.get("data.source"):
         defaults.pop("data.params", None)
@@ -132,8 +130,11 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def gpu_shares(count: int, shared: bool = False) -> dict[str, Any]:
-    """What an engine and a worker take: a GPU each, or half of the only one, or one in turns."""
+def gpu_shares(count: int, shared: bool = False, engines: bool = True) -> dict[str, Any]:
+    """What an engine and a worker take: a GPU each, or half of the only one, or one in turns; without `engines` a
+    worker has even the only one to itself."""
+    if not engines:
+        return NO_ENGINES | {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}}
     alone = count > 1 and not shared
     one = {"CPU": 1} | ({} if shared else {"GPU": 1 if alone else 0.5})
     memory = {"rollout.gpu_memory_utilization": 0.8 if alone else 0.4}
@@ -152,7 +153,8 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     from rlx import inputs, launch
 
     with tempfile.TemporaryDirectory() as folder:
-        inputs.check_named(config)
+        inputs.check_files(config)
+        inputs.check_rewards(config)
         path = model_folder(config)
         inputs.check(config, path)
         config = config.model_copy(update={"storage": folder, "model": config.model.model_copy(update={"path": path})})

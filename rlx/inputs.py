@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,31 @@ from rlx.config import ConfigError, RunConfig, flatten, one_line
 from rlx.storage import local_folder, resolved
 
 
-def ready(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
+def ready(
+    config: RunConfig,
+    progress: Callable[[int, int, float], None] | None = None,
+    tables: Mapping[str, Any] | None = None,
+) -> str:
     """The model to start from, as `model_folder`; what needs no cluster is checked, as much as can be before a model is
-    made.
+    made. Where there are `tables` of the prompts already, nobody needs their files, nor may they be on this machine.
 
     Raises:
-        ConfigError: see `check_named` and `check`.
+        ConfigError: see `check_files`, `check_rewards` and `check`.
     """
-    check_named(config)
+    if not tables:
+        check_files(config)
+    check_rewards(config)
     path = model_folder(config, progress)
     check(config, path)
     return path
 
 
-def check_named(config: RunConfig) -> None:
-    """ConfigError for a prompt file, a reward function or a reward model that is not there or cannot work."""
+def check_files(config: RunConfig) -> None:
+    """ConfigError for a prompt file that is not there, or is none."""
     sources = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
     for setting, source in (sources | {"eval.source": config.eval.source}).items():
         if source and not tasks.is_generated(source):
             data.check_file(source, setting)
-    _check_rewards(config)
 
 
 def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
@@ -134,8 +139,8 @@ def absolute_paths(config: RunConfig) -> dict[str, str]:
     return {key: str(Path(path).resolve()) for key, path in there.items()} | {"storage": resolved(config.storage)}
 
 
-def _check_rewards(config: RunConfig) -> None:
-    """Loads the functions of one's own, reads the remote scorer's key."""
+def check_rewards(config: RunConfig) -> None:
+    """Loads the functions of one's own, reads the remote scorer's key: ConfigError if one cannot work."""
     rewards.scorers(config.reward, lambda given, expected, entry: 0.0)
     if config.reward.model:
         _is_folder(config.reward.model, "reward.model")

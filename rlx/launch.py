@@ -106,7 +106,7 @@ def run(
         RunError: training failed.
         RunStopped: `stop` was called meanwhile.
     """
-    path = inputs.ready(config)
+    path = inputs.ready(config, tables=tables)
     check_writable(folder)
     if config.checkpoint.start_from and not (resume and archive.whole(folder)):
         run_folder.check_start(config)

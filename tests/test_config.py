@@ -493,3 +493,9 @@ def test_a_prompt_file_is_missed_before_a_model_is_made(setting: str, tmp_path: 
     with pytest.raises(ConfigError, match=rf"^{setting} .*p\.jsonl: no such file$"):
         inputs.ready(from_tree(with_overrides({}, given)))
     assert not (tmp_path / "storage").exists()
+
+
+def test_a_trial_on_another_machine_needs_no_prompt_file(tiny_model: Path, tmp_path: Path) -> None:
+    given = {"storage": str(tmp_path), "data.source": str(tmp_path / "p.jsonl"), "data.params": {}}
+    config = from_tree(with_overrides({}, given | {"model.path": str(tiny_model)}))
+    assert inputs.ready(config, tables={"train": None}) == str(tiny_model)
