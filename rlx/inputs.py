@@ -19,7 +19,7 @@ def ready(
     tables: Mapping[str, Any] | None = None,
 ) -> str:
     """The model to start from, as `model_folder`; what needs no cluster is checked, as much as can be before a model is
-    made. Where there are `tables` of the prompts already, nobody needs their files, nor may they be on this machine.
+    made. Where there are `tables` of the prompts already, their files need not be on this machine.
 
     Raises:
         ConfigError: see `check_files`, `check_rewards` and `check`.
