@@ -169,10 +169,11 @@ def rank(job: dict[str, Any]) -> None:
         if loop:
             result["bare"].append(ray.get(loop.round.remote()))
         started = now(run.device)
-        batch, _ = estimate(run, annotate(run, *run.experiences(judged)))
+        (drawn,) = run.experiences(judged)
+        batch, _ = estimate(run, annotate(run, drawn, run.scores_late))
         memory.forget()
         between = now(run.device)
-        update(run, batch)
+        update(run, batch, run.scores_late)
         ended = now(run.device)
         peak = memory.peak() if round_ >= workload.WARM - 1 else 0
         slowest = run.largest([between - started, ended - between, peak])
@@ -183,7 +184,7 @@ def rank(job: dict[str, Any]) -> None:
     if loop:
         result["bare memory"] = ray.get(loop.peak_memory.remote())
         if job["profile"]:
-            result["profile"] = profiled(lambda: update(run, batch))
+            result["profile"] = profiled(lambda: update(run, batch, run.scores_late))
     run.close()
     if run.grid.rank == 0:
         _result(run.config).write_text(json.dumps(result))

@@ -89,7 +89,8 @@ def drawn(run: Run) -> Experience:
     for completions in run.rounds.next(run.step, run.step + 1, run.push):  # none ahead: the weights change in between
         selection.add(run.penalized(run.judge(completions, run.scorers)))
     run.rest()
-    return annotate(run, *run.experiences(selection.take(last=True)))
+    (batch,) = run.experiences(selection.take(last=True))
+    return annotate(run, batch)
 
 
 def gap(run: Run, batch: Experience) -> float:

@@ -43,10 +43,11 @@ def train_loop(setup: dict[str, Any]) -> None:
             parts += draw(run, selection, clock)  # 1 to 5
         with clock("annotate"):
             run.rest()
-            parts += [annotate(run, part) for part in run.experiences(selection.take(last=True))]
+            rest = run.experiences(selection.take(last=True))
+            parts += [annotate(run, part, run.scores_late) for part in rest]
             batch, kl = estimate(run, joined(parts))  # 6 advantages and returns
         with clock("update"):
-            sums = update(run, batch)  # 7 losses, backward, clip, step
+            sums = update(run, batch, run.scores_late)  # 7 losses, backward, clip, step
         with clock("rollout"):
             run.settle()
         run.step += 1
@@ -72,13 +73,16 @@ def draw(run: Run, selection: Selection, clock: Clock) -> list[Experience]:
 
 
 @torch.no_grad()
-def annotate(run: Run, batch: Experience) -> Experience:
+def annotate(run: Run, batch: Experience, late: bool = False) -> Experience:
     """Adds the old policy's logprobs and entropy, the reference's logprobs and the values.
 
-    Without a reference its logprobs are the policy's own, and without a critic the values are 0.
+    Without a reference its logprobs are the policy's own, and without a critic the values are 0. With `late` the first
+    mini-batch is left to the update.
     """
     columns = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values", "entropy")}
-    for micro in run.cut([batch])[0]:
+    rows = len(batch.scores)
+    first = rows // run.config.train.minibatches if late else 0
+    for micro in run.cut([batch.rows(slice(first, None))])[0] if first < rows else ():
         scored = run.before_update(micro)
         reference = run.reference_logprobs(micro)
         values = scored.values if run.critic is None else run.critic(*micro.inputs)

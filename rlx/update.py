@@ -18,15 +18,23 @@ from rlx.types import Experience
 from rlx.worker import Run, Sums
 
 
-def update(run: Run, batch: Experience) -> Sums:
-    """All epochs of optimizer steps on a batch; the losses' statistics, summed over them. Raises: see `check_norms`."""
+def update(run: Run, batch: Experience, late: bool = False) -> Sums:
+    """All epochs of optimizer steps on a batch; the losses' statistics, summed over them.
+
+    Args:
+        late: the batch has no old logprobs of its first mini-batch yet, and gets those of the first pass over it.
+
+    Raises: see `check_norms`.
+    """
     batches = experience.minibatches(batch, run.config.train.minibatches)
     cut, sizes = run.cut(batches), denominators(run, batches)
     sums: Sums = {"positions": sum(micro.ids.numel() for micros in cut for micro in micros)}
     for number, (micros, size) in enumerate(list(zip(cut, sizes, strict=True)) * run.config.train.epochs):
-        done = accumulate(run, micros, size, number)
+        done = accumulate(run, micros, size, number, late and number == 0)
         if number == 0:  # nothing has changed yet
             sums |= {f"first/{name}": done[name] for name in ("policy/approx_kl", "updated") if name in done}
+            if late:
+                fill_in(batch, micros)
         _add(sums, done)
         if number > 0 and too_far(run, done, size):
             discard_gradients(run)
@@ -34,6 +42,13 @@ def update(run: Run, batch: Experience) -> Sums:
         _add(sums, optimizer_step(run, number))
     check_norms(run, sums)
     return sums
+
+
+def fill_in(batch: Experience, micros: Sequence[Experience]) -> None:
+    """The old logprobs of some of a batch's completions, and minus these for an entropy, of which they are the mean."""
+    for micro in micros:
+        place = micro.place, slice(micro.mask.shape[1])
+        batch.logprobs[place], batch.entropy[place] = micro.logprobs, -micro.logprobs
 
 
 def too_far(run: Run, done: Sums, size: Size) -> bool:
@@ -61,25 +76,29 @@ def denominators(run: Run, batches: Sequence[Experience]) -> list[Size]:
     return [Size(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(batches))]
 
 
-def accumulate(run: Run, micros: Sequence[Experience], size: Size, number: int) -> Sums:
-    """Gradients of the step's optimizer step `number`: of its micro-batches, and of the supervised rows beside them."""
+def accumulate(run: Run, micros: Sequence[Experience], size: Size, number: int, late: bool) -> Sums:
+    """Gradients of the step's optimizer step `number`: of its micro-batches, and of the supervised rows beside them;
+    with `late` the micro-batches get this pass's logprobs as their old ones."""
     sums: Sums = {"passes": 1.0}
     run.reduce_gradients(False)
     if run.supervised and "policy" in run.learning:
         sums["ptx/loss"] = backward_supervised(run, number)
     for i, micro in enumerate(micros):
         run.reduce_gradients(i == len(micros) - 1)
-        _add(sums, backward(run, micro, size))
+        _add(sums, backward(run, micro, size, late))
     return sums
 
 
-def backward(run: Run, micro: Experience, size: Size) -> Sums:
-    """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks."""
+def backward(run: Run, micro: Experience, size: Size, late: bool) -> Sums:
+    """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks; for `late` see
+    `accumulate`."""
     settings, mask = run.config.algorithm, micro.mask
     stats: Sums = {"updated": mask.sum()}
     loss, values = torch.zeros((), device=run.device), None
     if "policy" in run.learning:
         scored = run.policy(*micro.inputs, run.sampling.temperature, settings.entropy_coef > 0)
+        if late:
+            micro.logprobs.copy_(scored.logprobs.detach())
         policy_loss, policy_stats = policy_losses(run, scored, micro, size.policy)
         loss, values = loss + policy_loss, scored.values
         stats |= policy_stats

@@ -98,6 +98,15 @@ class Run:
         warming = self.step < self.config.train.critic_warmup
         return [name for name in self.trained if not (warming and name == "policy")]
 
+    @property
+    def scores_late(self) -> bool:
+        """Whether the old logprobs of a step's first mini-batch are those of its own pass in the update, as the policy
+        is still the old one then, and nothing asks for them before: no KL to a reference, no values that come with
+        them, no parts of a step that are scored while others are drawn."""
+        config = self.config
+        alone = config.reference == "none" and config.critic == "none" and config.rollout.parts == 1
+        return alone and config.algorithm.old_logprobs == "recomputed"
+
     def is_due(self, every: int) -> bool:
         """Whether something done every so many steps, and after the last, is to be done now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)

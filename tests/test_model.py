@@ -389,6 +389,42 @@ def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model:
     assert sums["first/policy/approx_kl"] / sums["first/updated"] == pytest.approx(gap, abs=1e-5)
 
 
+def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: bool) -> tuple[Experience, dict[str, Any]]:
+    """The same completions through steps 4 to 7 of the loop: the batch after them; weights and statistics."""
+    run = run_of(path, way, 60)
+    assert run.scores_late
+    own = [c for c in completions() if c.prompt.id % ranks == rank]
+    start = experience.build([Judged(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own], PAD)
+    said = train_loop.annotate(run, start).logprobs
+    start = replace(start, rollout_logprobs=said - 0.3 * torch.sin(torch.arange(said.shape[1])) * start.mask)
+    forward = run.policy.forward
+    if late and run.config.train.minibatches == 1:
+        run.policy.forward = refuse
+    batch = train_loop.annotate(run, start, late)
+    run.policy.forward = forward
+    batch, _ = train_loop.estimate(run, batch)
+    sums: dict[str, Any] = run.summed(update.update(run, batch, late))
+    return batch, sums | {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("importance", ["none", "tis"])
+def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
+    on_ranks: OnRanks, tiny_model: Path, minibatches: int, importance: str
+) -> None:
+    way = {"train.minibatches": minibatches, "train.epochs": 2, "algorithm.importance": importance}
+    way |= {"algorithm.advantage": "grpo", "model.reference": "none", "algorithm.kl_coef": 0.0}
+    (before, expected), (late, found) = (
+        on_ranks(2, late_or_not, str(tiny_model), way, late)[0] for late in (False, True)
+    )
+    torch.testing.assert_close(late.logprobs, before.logprobs, atol=1e-5, rtol=0)
+    first = len(late.scores) // minibatches
+    torch.testing.assert_close(late.entropy[:first], -late.logprobs[:first])
+    torch.testing.assert_close(late.entropy[first:], before.entropy[first:])
+    assert expected["updates"] == 2 * 2 * minibatches  # on two ranks
+    torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5)
+
+
 def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
     """In each way, all of a mini-batch at once and then a few completions, and of these a few tokens, at a time."""
     results = []
