@@ -156,6 +156,7 @@ def rank(job: dict[str, Any]) -> None:
     from rlx.update import update
 
     run = assemble(job)
+    late = run.scores_late
     memory = Memory(run.device)
     judged = made_up(run.config, run.tokenizer, run.grid.dp_rank, run.grid.dp_size)
     sequences = [(len(c.prompt.token_ids), [*c.prompt.token_ids, *c.token_ids]) for c in (j.completion for j in judged)]
@@ -170,10 +171,10 @@ def rank(job: dict[str, Any]) -> None:
             result["bare"].append(ray.get(loop.round.remote()))
         started = now(run.device)
         (drawn,) = run.experiences(judged)
-        batch, _ = estimate(run, annotate(run, drawn, run.scores_late))
+        batch, _ = estimate(run, annotate(run, drawn, late))
         memory.forget()
         between = now(run.device)
-        update(run, batch, run.scores_late)
+        update(run, batch, late)
         ended = now(run.device)
         peak = memory.peak() if round_ >= workload.WARM - 1 else 0
         slowest = run.largest([between - started, ended - between, peak])
@@ -184,7 +185,7 @@ def rank(job: dict[str, Any]) -> None:
     if loop:
         result["bare memory"] = ray.get(loop.peak_memory.remote())
         if job["profile"]:
-            result["profile"] = profiled(lambda: update(run, batch, run.scores_late))
+            result["profile"] = profiled(lambda: update(run, batch, late))
     run.close()
     if run.grid.rank == 0:
         _result(run.config).write_text(json.dumps(result))

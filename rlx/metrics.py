@@ -64,8 +64,10 @@ def over_ranks(run: Run, judged: Sequence[Judged], prefix: str) -> dict[str, flo
 
 
 def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
-    """What a step's metrics need to know of all that was drawn and of what was trained on, before the update."""
-    drawn, mask = selection.drawn, batch.mask
+    """What a step's metrics need to know of all that was drawn and of what was trained on, as it was before the update,
+    which has to be done: some of it is known by then only."""
+    drawn, mask, count = selection.drawn, batch.mask, run.config.train.minibatches
+    exact = slice(len(mask) // count if run.scores_late and count > 1 else 0, None)  # whose entropy is no estimate
     mismatch = algorithms.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
     weights = run.importance(batch, cut=False)
     sums: Sums = {
@@ -80,7 +82,8 @@ def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
         "prompt_tokens": batch.prompt_lengths.sum(),
         "truncated": sum(not one.completion.finished for one in drawn),
         "age": sum(run.step - 1 - one.completion.version for one in drawn),
-        "entropy": algorithms.masked_sum(batch.entropy, mask),
+        "entropy": algorithms.masked_sum(batch.entropy[exact], mask[exact]),
+        "exact": mask[exact].sum(),
         "mismatch": algorithms.masked_sum(mismatch, mask),
         "weight": algorithms.masked_sum(weights, mask),
         "weight_squared": algorithms.masked_sum(weights.square(), mask),
@@ -137,7 +140,7 @@ def _of_scores(run: Run, s: Mapping[str, float]) -> dict[str, float]:
 
 def _of_policy(run: Run, s: Mapping[str, float]) -> dict[str, float]:
     metrics = {
-        "policy/entropy": s["entropy"] / s["tokens"],
+        "policy/entropy": s["entropy"] / s["exact"],
         "policy/lr": run.trained["policy"].optimizer.param_groups[0]["lr"],
     }
     if run.config.reference != "none":

@@ -123,6 +123,7 @@ def train(
 
     Raises:
         ConfigError: the folder exists, or the model cannot be used.
+        RuntimeError: a gradient is not finite.
     """
     check_new(folder)
     started, report = time.monotonic(), progress or (lambda done, metrics: None)
@@ -164,13 +165,14 @@ def _steps(classifier: Classifier, pairs: Sequence[Pair], recipe: Recipe) -> Ite
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     rising = max(1.0, recipe.warmup * steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / rising, 1 - step / steps))
-    for batch in _batches(_rows(classifier, pairs), recipe):
+    for number, batch in enumerate(_batches(_rows(classifier, pairs), recipe), start=1):
         started = time.perf_counter()
         chosen, rejected = _scores(classifier, batch)
         loss = bradley_terry_loss(chosen, rejected)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        if not torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm).isfinite():
+            raise RuntimeError(f"step {number}: the gradients are not finite; nothing is saved; a lower --lr may help")
         optimizer.step()
         schedule.step()
         speed = len(batch) / (time.perf_counter() - started)

@@ -38,7 +38,7 @@ METRICS = {
     "kl/loss": "mean of that KL as a loss, over the step's optimizer steps (algorithm.kl_in loss)",
     "ptx/loss": "supervised loss per answer token (algorithm.ptx_coef)",
     "policy/loss": "surrogate loss, mean over the step's optimizer steps",
-    "policy/entropy": "mean entropy of the policy per token, in nats; where only the update scores, mean -log p",
+    "policy/entropy": "mean entropy of the policy per token, in nats; if nothing but the update scores, mean -log p",
     "policy/clip_fraction": "fraction of tokens whose ratio was clipped",
     "policy/approx_kl": "mean KL(old || current) per token during the update",
     "policy/ratio": "mean ratio current / old per token during the update",

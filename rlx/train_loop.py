@@ -30,7 +30,7 @@ def train_loop(setup: dict[str, Any]) -> None:
         setup: what launch made for all ranks; see `assembly.assemble`.
     """
     run = assemble(setup)
-    config = run.config
+    config, late = run.config, run.scores_late
     run.push()  # the engines may still be starting
     if run.step == 0:
         run.report(*evaluate(run))
@@ -43,11 +43,10 @@ def train_loop(setup: dict[str, Any]) -> None:
             parts += draw(run, selection, clock)  # 1 to 5
         with clock("annotate"):
             run.rest()
-            rest = run.experiences(selection.take(last=True))
-            parts += [annotate(run, part, run.scores_late) for part in rest]
+            parts += [annotate(run, part, late) for part in run.experiences(selection.take(last=True))]
             batch, kl = estimate(run, joined(parts))  # 6 advantages and returns
         with clock("update"):
-            sums = update(run, batch, run.scores_late)  # 7 losses, backward, clip, step
+            sums = update(run, batch, late)  # 7 losses, backward, clip, step
         with clock("rollout"):
             run.settle()
         run.step += 1
@@ -77,7 +76,7 @@ def annotate(run: Run, batch: Experience, late: bool = False) -> Experience:
     """Adds the old policy's logprobs and entropy, the reference's logprobs and the values.
 
     Without a reference its logprobs are the policy's own, and without a critic the values are 0. With `late` the first
-    mini-batch is left to the update.
+    mini-batch is left to `update`, and all of it stays 0.
     """
     columns = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values", "entropy")}
     rows = len(batch.scores)

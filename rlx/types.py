@@ -113,7 +113,7 @@ class Experience:
     logprobs: Tensor  # [B, T] the policy's before the update ("old"), as algorithm.old_logprobs has them
     ref_logprobs: Tensor  # [B, T]
     values: Tensor  # [B, T] the critic's before the update ("old")
-    entropy: Tensor  # [B, T] the policy's before the update, in nats
+    entropy: Tensor  # [B, T] the policy's before the update, in nats, or minus the logprobs, of which it is the mean
     advantages: Tensor  # [B, T]
     returns: Tensor  # [B, T]
 

@@ -22,7 +22,7 @@ def update(run: Run, batch: Experience, late: bool = False) -> Sums:
     """All epochs of optimizer steps on a batch; the losses' statistics, summed over them.
 
     Args:
-        late: the batch has no old logprobs of its first mini-batch yet, and gets those of the first pass over it.
+        late: `annotate` has left out the first mini-batch; the batch gets its columns here, from the first pass.
 
     Raises: see `check_norms`.
     """
@@ -45,10 +45,11 @@ def update(run: Run, batch: Experience, late: bool = False) -> Sums:
 
 
 def fill_in(batch: Experience, micros: Sequence[Experience]) -> None:
-    """The old logprobs of some of a batch's completions, and minus these for an entropy, of which they are the mean."""
+    """Gives a batch what a first pass over some of its completions has said of them."""
     for micro in micros:
         place = micro.place, slice(micro.mask.shape[1])
-        batch.logprobs[place], batch.entropy[place] = micro.logprobs, -micro.logprobs
+        batch.logprobs[place] = batch.ref_logprobs[place] = micro.logprobs
+        batch.entropy[place] = micro.entropy
 
 
 def too_far(run: Run, done: Sums, size: Size) -> bool:
@@ -78,7 +79,8 @@ def denominators(run: Run, batches: Sequence[Experience]) -> list[Size]:
 
 def accumulate(run: Run, micros: Sequence[Experience], size: Size, number: int, late: bool) -> Sums:
     """Gradients of the step's optimizer step `number`: of its micro-batches, and of the supervised rows beside them;
-    with `late` the micro-batches get this pass's logprobs as their old ones."""
+    with `late` this pass gives the micro-batches their old logprobs, and minus these for an entropy that is not asked
+    for: an exact one takes as long as the loss does."""
     sums: Sums = {"passes": 1.0}
     run.reduce_gradients(False)
     if run.supervised and "policy" in run.learning:
@@ -99,6 +101,7 @@ def backward(run: Run, micro: Experience, size: Size, late: bool) -> Sums:
         scored = run.policy(*micro.inputs, run.sampling.temperature, settings.entropy_coef > 0)
         if late:
             micro.logprobs.copy_(scored.logprobs.detach())
+            micro.entropy.copy_(-micro.logprobs if scored.entropy is None else scored.entropy.detach())
         policy_loss, policy_stats = policy_losses(run, scored, micro, size.policy)
         loss, values = loss + policy_loss, scored.values
         stats |= policy_stats

@@ -100,9 +100,8 @@ class Run:
 
     @property
     def scores_late(self) -> bool:
-        """Whether the old logprobs of a step's first mini-batch are those of its own pass in the update, as the policy
-        is still the old one then, and nothing asks for them before: no KL to a reference, no values that come with
-        them, no parts of a step that are scored while others are drawn."""
+        """Whether the old logprobs of a step's first mini-batch are those of its own pass in the update: the policy is
+        still the old one then. Without a reference, a critic, or parts that are scored while others are drawn."""
         config = self.config
         alone = config.reference == "none" and config.critic == "none" and config.rollout.parts == 1
         return alone and config.algorithm.old_logprobs == "recomputed"

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rlx import config, data, experience, logprobs, model, roles, shards, train_loop, update, worker
+from rlx import config, data, experience, logprobs, metrics, model, roles, shards, train_loop, update, worker
 from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
@@ -275,6 +275,7 @@ def completions() -> list[Completion]:
     return [Completion(prompt, k, ids, (-2.0,) * len(ids), True, 0) for prompt, k, ids in drawn]
 
 
+ALONE = {"model.reference": "none", "algorithm.kl_coef": 0.0}
 # Every estimator, loss, aggregation, place of the KL, kind and level of importance, role and optional loss.
 WAYS: list[dict[str, Any]] = [
     {"algorithm.importance": "tis", "algorithm.whiten": False},
@@ -286,7 +287,9 @@ WAYS: list[dict[str, Any]] = [
     {"algorithm.advantage": "rloo", "algorithm.aggregation": "sequence_mean", "algorithm.normalize_scores": True},
     {"algorithm.advantage": "reinforce++", "algorithm.importance": "tis", "algorithm.importance_level": "sequence"},
     {"algorithm.advantage": "reinforce++_baseline", "train.gradient_checkpointing": True, "train.ema_decay": 0.5},
-    {"algorithm.advantage": "remax", "algorithm.dual_clip": 1.5, "model.reference": "none", "algorithm.kl_coef": 0.0},
+    {"algorithm.advantage": "remax", "algorithm.dual_clip": 1.5, **ALONE},
+    {"algorithm.advantage": "rloo", "algorithm.importance": "mask", "algorithm.importance_level": "sequence", **ALONE},
+    {"algorithm.advantage": "grpo", "algorithm.entropy_coef": 0.1, "train.epochs": 2, "model.lora_rank": 4, **ALONE},
     {"model.lora_rank": 4, "algorithm.kl_in": "loss", "algorithm.kl_kind": "abs+", "algorithm.score_clip": 1.5},
     {"algorithm.ptx_coef": 0.5, "data.ptx_source": "x.csv", "data.ptx_batch": 8, "algorithm.stop_kl": 1e-9},
 ]
@@ -347,13 +350,13 @@ def updated(
     judged = [Judged(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy=0.5) for c in own]
     start = experience.build(judged, PAD).to(run.device)
     for _ in range(2):  # in the second round the policy is no longer the reference
-        batch = train_loop.annotate(run, start)
-        wave = torch.sin(batch.groups[:, None] + torch.arange(batch.mask.shape[1], device=device))
-        gap = 0.3 * wave * batch.mask
-        batch = replace(batch, rollout_logprobs=batch.logprobs + gap)
+        wave = torch.sin(start.groups[:, None] + torch.arange(start.mask.shape[1], device=device))
+        said = train_loop.annotate(run, start).logprobs
+        batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
+        batch = train_loop.annotate(run, batch, run.scores_late)
         batch, kl = train_loop.estimate(run, batch)
-        entropy = (batch.entropy * batch.mask).sum()
-        sums = run.summed(update.update(run, batch) | {"kl": kl, "entropy": entropy})
+        sums = update.update(run, batch, run.scores_late)
+        sums = run.summed(sums | {"kl": kl, "entropy": (batch.entropy * batch.mask).sum()})
     state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
     state |= {f"average.{name}": p for name, p in run.average.items()}
     result = {name: p.full_tensor().detach().cpu() for name, p in state.items()}
@@ -370,7 +373,7 @@ def refuse(*_: object) -> None:
 
 def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience, dict[str, float]]:
     """What the policy says of completions; what annotate adds if engines said something else; a step on that."""
-    ways = ({}, {"algorithm.old_logprobs": "rollout", "model.reference": "none", "algorithm.kl_coef": 0})
+    ways = ({}, {"algorithm.old_logprobs": "rollout", **ALONE})
     runs = [run_of(path, way | {"train.minibatches": 1}, 60) for way in ways]
     start = experience.build([Judged(c, float(c.sample), True, {}) for c in completions()], PAD)
     own = train_loop.annotate(runs[0], start)
@@ -394,7 +397,8 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     run = run_of(path, way, 60)
     assert run.scores_late
     own = [c for c in completions() if c.prompt.id % ranks == rank]
-    start = experience.build([Judged(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own], PAD)
+    judged = [Judged(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
+    start = experience.build(judged, PAD)
     said = train_loop.annotate(run, start).logprobs
     start = replace(start, rollout_logprobs=said - 0.3 * torch.sin(torch.arange(said.shape[1])) * start.mask)
     forward = run.policy.forward
@@ -402,8 +406,14 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
         run.policy.forward = refuse
     batch = train_loop.annotate(run, start, late)
     run.policy.forward = forward
+    first, *others = experience.minibatches(batch, run.config.train.minibatches)
+    assert bool(first.logprobs.any()) != late
+    assert all(other.logprobs.any() for other in others)
     batch, _ = train_loop.estimate(run, batch)
     sums: dict[str, Any] = run.summed(update.update(run, batch, late))
+    selection = run.selection()
+    selection.add(judged)
+    sums |= run.summed(metrics.rollout_sums(run, batch, selection))
     return batch, sums | {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}
 
 
@@ -413,16 +423,30 @@ def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
     on_ranks: OnRanks, tiny_model: Path, minibatches: int, importance: str
 ) -> None:
     way = {"train.minibatches": minibatches, "train.epochs": 2, "algorithm.importance": importance}
-    way |= {"algorithm.advantage": "grpo", "model.reference": "none", "algorithm.kl_coef": 0.0}
+    way |= {"algorithm.advantage": "grpo", **ALONE}
     (before, expected), (late, found) = (
         on_ranks(2, late_or_not, str(tiny_model), way, late)[0] for late in (False, True)
     )
     torch.testing.assert_close(late.logprobs, before.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(late.ref_logprobs, before.ref_logprobs, atol=1e-5, rtol=0)
     first = len(late.scores) // minibatches
     torch.testing.assert_close(late.entropy[:first], -late.logprobs[:first])
     torch.testing.assert_close(late.entropy[first:], before.entropy[first:])
     assert expected["updates"] == 2 * 2 * minibatches  # on two ranks
+    if minibatches == 1:  # nothing has an exact one
+        del found["entropy"], expected["entropy"]
     torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5)
+
+
+def scores_late(rank: int, ranks: int, path: str) -> list[bool]:
+    grpo = {"algorithm.advantage": "grpo", **ALONE}
+    others = ({"algorithm.advantage": "gae"}, {"model.reference": "auto"}, {"rollout.parts": 2})
+    ways = (grpo, *(grpo | other for other in others), grpo | {"algorithm.old_logprobs": "rollout"})
+    return [run_of(path, way, 60).scores_late for way in ways]
+
+
+def test_nothing_is_scored_late_that_is_asked_for_before(on_ranks: OnRanks, tiny_model: Path) -> None:
+    assert on_ranks(1, scores_late, str(tiny_model))[0] == [True, False, False, False, False]
 
 
 def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,12 @@ def test_training_learns_either_preference(trained: Trained, tiny_model: Path, t
     results = [trained[1], train(tiny_model, tmp_path / "swapped", RECIPE, swapped)[1]]
     assert sum(result["before"] for result in results) == pytest.approx(1.0)  # the same scores, judged in two ways
     assert [result["after"] for result in results] == [1.0, 1.0]
+
+
+def test_gradients_that_are_not_finite_end_it_with_nothing_saved(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"step [23]: the gradients are not finite; nothing is saved"):
+        train(tiny_model, tmp_path / "spoilt", replace(RECIPE, learning_rate=1e30, warmup=0.0))
+    assert not list(tmp_path.iterdir())
 
 
 def test_training_reports_each_step(trained: Trained) -> None:
