@@ -117,14 +117,14 @@ def here(device: torch.device) -> Place:
 
 class Delivery:
     """One update on its way from one rank; `failed` has the engines that did not take it, `again` those that could not
-    because others failed."""
+    because others failed, or the way to them broke; and why."""
 
     def __init__(
         self, direct: Direct, course: Course, layouts: Sequence[Layout], version: int, timeout_s: float, keep: bool
     ) -> None:
         """Tells the engines, on rank 0, and joins them in the process groups."""
         self.failed: dict[int, str] = {}
-        self.again: set[int] = set()
+        self.again: dict[int, str] = {}
         self._direct, self._course, self._layouts, self._version = direct, course, layouts, version
         self._timeout_s, self._keep = timeout_s, keep
         self._looked = time.monotonic()
@@ -218,7 +218,7 @@ class Delivery:
 
     def _expect_all(self, kind: str) -> None:
         self._look()
-        if any(source.kind == kind for index in self.failed for source in self._course.sources[index]):
+        if any(source.kind == kind for index in (*self.failed, *self.again) for source in self._course.sources[index]):
             raise EngineLostError("one of the group is lost")
 
     def _free(self, number: int) -> None:
@@ -240,11 +240,15 @@ class Delivery:
             process, update = self._course.processes[index], self._course.update
             notes = [links.read(update, number, process, worker) for worker in workers]
             try:
-                links.wait(partial(self._direct.store.check, notes), deadline, partial(self._expect, index))
+                links.wait(partial(self._is_read, index, notes), deadline, partial(self._expect, index))
             except TimeoutError:
                 self._lose(index, f"engine {index} {HUNG}")
             except EngineLostError as error:
                 self._lose(index, str(error))
+
+    def _is_read(self, index: int, notes: list[str]) -> bool:
+        """Whether an engine has read a bucket, or is not waited for any more."""
+        return index not in self._readers or self._direct.store.check(notes)
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
@@ -252,8 +256,8 @@ class Delivery:
     def _expect(self, index: int) -> None:
         """EngineLostError if an engine is not there any more, or reads no more."""
         self._look()
-        if index in self.failed:
-            raise EngineLostError(self.failed[index])
+        if index not in self._readers:
+            return
         process, store = self._course.processes[index], self._direct.store
         for note in (links.failed(self._course.update, process, worker) for worker in self._readers[index]):
             if store.check([note]):
@@ -273,15 +277,20 @@ class Delivery:
     def _take(self, call: Any, index: int) -> None:
         self._calls.pop(call, None)
         try:
-            if not answer(call, index, time.monotonic()):
-                self.again.add(index)
+            if words := answer(call, index, time.monotonic()):
+                self.again[index] = self._words(f"engine {index}: {words}")
+                self._leave(index)
         except RolloutError as error:
             self._lose(index, str(error))
 
     def _lose(self, index: int, words: str) -> None:
         self.failed.setdefault(index, self._words(words))
-        self._readers.pop(index, None)
         self._calls = {call: i for call, i in self._calls.items() if i != index}
+        self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        """Waits no more for an engine that takes no more."""
+        self._readers.pop(index, None)
         for kind in {source.kind for source in self._course.sources[index]}:
             self._break(kind)
 

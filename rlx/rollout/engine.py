@@ -195,8 +195,8 @@ class Engine:
         self.version = None
         await self._submit(self._sleep)
 
-    async def update(self, incoming: Incoming, version: int) -> bool:
-        """A whole weight update that the workers receive by themselves; false if its sender gave it up.
+    async def update(self, incoming: Incoming, version: int) -> str:
+        """A whole weight update that the workers receive by themselves; why it was given up, empty if it was not.
 
         Raises:
             WeightSyncError: see `finish_update`.
@@ -206,9 +206,9 @@ class Engine:
         await self.start_update(incoming.update, 0, incoming.timeout_s, incoming.keep, incoming)
         try:
             await self.finish_update(incoming.update, version)
-        except GivenUpError:
-            return False
-        return True
+        except GivenUpError as error:
+            return str(error)
+        return ""
 
     async def start_update(
         self, update: str, tensors: int, timeout_s: float, keep: bool = False, incoming: Incoming | None = None
@@ -329,6 +329,8 @@ class Engine:
         self._report(name, None)
 
     def _load(self, name: str, update: _Update) -> None:
+        from rlx.rollout.links import GivenUpError
+
         if not update.keep:
             self._finish_requests()
         # The cached keys and values belong to the old weights; requests that go on compute theirs again.
@@ -337,8 +339,9 @@ class Engine:
         if self._asleep:
             self._llm.wake_up(tags=["weights"])
         if update.incoming:
-            errors = self._llm.collective_rpc("rlx_receive", args=(update.incoming,))
-            update.error = next(filter(None, errors), None)
+            errors = filter(None, self._llm.collective_rpc("rlx_receive", args=(update.incoming,)))
+            # Of several workers, the one whose own fault it is.
+            update.error = min(errors, key=lambda error: isinstance(error, GivenUpError), default=None)
         elif self._adapter is None:
             self._llm.collective_rpc("rlx_load_weights", args=(update.tensors(),))
         else:

@@ -30,7 +30,8 @@ _FAST_S, _SLOW_S = 1e-4, 0.02  # between looks at what is waited for, and at whe
 
 
 class GivenUpError(WeightSyncError):
-    """The sender gave the update up, as another engine was lost: nothing is wrong with the one that was to get it."""
+    """The sender gave the update up, or the way to it broke: nothing is known to be wrong with the one that was to get
+    it."""
 
 
 @dataclass(frozen=True, slots=True)

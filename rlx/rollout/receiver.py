@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -90,8 +90,8 @@ class Receiver:
                 failed.append(error)
             except TimeoutError:
                 failed.append(WeightSyncError(f"waited {incoming.timeout_s:.0f} s for the weights"))
-            except RuntimeError as error:  # torch.distributed's, of connections
-                failed.append(GivenUpError(f"it broke off: {error}"))
+            except RuntimeError as error:  # no memory, say
+                failed.append(WeightSyncError(str(error)))
 
         try:
             load(tensors())
@@ -138,7 +138,8 @@ class Receiver:
         if source.kind != "shared" and not self._group:
             check = partial(self._check, incoming)
             check()
-            self._group = Group(source.kind, incoming, source.rank, self._device, _deadline(incoming), check)
+            with _others_errors():
+                self._group = Group(source.kind, incoming, source.rank, self._device, _deadline(incoming), check)
 
     def _check(self, incoming: Incoming) -> None:
         if self._store.check([links.given_up(incoming.group)]):
@@ -152,11 +153,14 @@ class Receiver:
             self._buffers.clear()
             self._buffers += [torch.empty(max(sizes), dtype=torch.uint8, device=self._device) for _ in range(2)]
         buckets = [self._buffers[i % 2][:nbytes] for i, nbytes in enumerate(sizes)]
-        works = [group.broadcast(bucket) for bucket in buckets[:2]]
+        with _others_errors():
+            works = [group.broadcast(bucket) for bucket in buckets[:2]]
         for i, bucket in enumerate(buckets):
-            group.settle(works[i], _deadline(incoming), partial(self._check, incoming))
+            with _others_errors():
+                group.settle(works[i], _deadline(incoming), partial(self._check, incoming))
             yield bucket
-            works += [group.broadcast(bucket) for bucket in buckets[i + 2 : i + 3]]
+            with _others_errors():
+                works += [group.broadcast(bucket) for bucket in buckets[i + 2 : i + 3]]
 
     def _shared(self, incoming: Incoming) -> Iterator[Tensor]:
         """Each bucket in the memory of the trainer on this device. Asking for the next says that it has been read."""
@@ -176,6 +180,17 @@ class Receiver:
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             store.set(links.read(incoming.update, i, self._engine, self._worker), "")
+
+
+@contextmanager
+def _others_errors() -> Iterator[None]:
+    """What a process group raises here is of its connections, and so as a rule another's fault."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except RuntimeError as error:
+        raise GivenUpError(f"the {type(error).__name__} of a process group: {error}") from None
 
 
 def _deadline(incoming: Incoming) -> float:

@@ -77,7 +77,7 @@ def push(
     while True:
         lost, again = _sent(groups, left, version, sender, dtype, timeout_s, keep, direct, there or {})
         if again and not lost:  # nobody is to blame, and so they would only fail again
-            lost, again = dict.fromkeys(again, f"sending weight version {version}: the way to it broke"), set()
+            lost, again = again, {}
         failed |= lost
         if not again:
             return failed
@@ -94,8 +94,8 @@ def _sent(
     keep: bool,
     direct: Direct | None,
     there: Mapping[int, Whereabouts],
-) -> tuple[dict[int, str], set[int]]:
-    """Sends once; the engines that failed, and those that are to be sent to again, the same on all ranks."""
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Sends once; the engines that failed, and those that are to be sent to again, and why; the same on all ranks."""
     layouts = [buckets.layout(group, dtype) for group in groups]
     course = direct.agreed({index: there[index] for index in engines}, timeout_s) if direct else None
     reached = course.sources if course else {}
@@ -116,16 +116,16 @@ def _sent(
         update.finish()
     if delivery:
         delivery.finish()
-    failed, again = update.failed if update else {}, set[int]()
-    return _together(failed | delivery.failed, delivery.again) if delivery else (failed, again)
+    failed = update.failed if update else {}
+    return _together(failed | delivery.failed, delivery.again) if delivery else (failed, {})
 
 
-def _together(failed: dict[int, str], again: set[int]) -> tuple[dict[int, str], set[int]]:
+def _together(failed: dict[int, str], again: dict[int, str]) -> tuple[dict[int, str], dict[int, str]]:
     """What any rank has seen fail; what none has is sent to again."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (failed, again))
     failed = {index: words for own, _ in reversed(everyone) for index, words in own.items()}
-    return failed, {index for _, own in everyone for index in own} - failed.keys()
+    return failed, {i: words for _, own in everyone for i, words in own.items() if i not in failed}
 
 
 class _Push:

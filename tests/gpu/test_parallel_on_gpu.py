@@ -1,7 +1,10 @@
-"""Layers cut over two GPUs against the whole model on one, in bfloat16; run it with `pytest -m gpu tests/gpu`."""
+"""Rows on several GPUs, layers cut over several, and both, against one GPU, in bfloat16; run it with `pytest -m gpu
+tests/gpu`."""
 
+import functools
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +35,30 @@ SIZES: dict[str, Any] = {
 }
 
 
-def stepped(rank: int, ranks: int, folder: str, path: str, results: str) -> None:
-    """On `ranks` GPUs, all of them neighbours: scores, their gradients, and all weights after three optimizer steps."""
+def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str) -> None:
+    """On `ranks` GPUs, each `tp` of them neighbours: scores of their rows, gradients, and all weights after three
+    optimizer steps."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0"}
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     settings = config.from_tree(
         {
             "model": {"dtype": "bfloat16", "critic": "head", "value_head_init": "normal", "reference": "none"},
             "algorithm": {"kl_coef": 0},
-            "parallel": {"tp": ranks},
+            "parallel": {"tp": tp},
             "scaling": {"num_workers": ranks},
         }
     )
-    trained, _ = roles.models(settings, path, Grid.of("cuda", ranks).mesh)
+    grid = Grid.of("cuda", tp)
+    trained, _ = roles.models(settings, path, grid.mesh)
     policy: Any = trained["policy"].model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (ROWS, PROMPT + WIDTH), generator=generator).cuda()
+    ids = ids[grid.dp_rank :: grid.dp_size]
     found: dict[str, Tensor] = {}
     for number in range(3):
-        mask = torch.ones(ROWS, WIDTH).cuda()
-        scored = policy(ids, torch.full((ROWS,), PROMPT).cuda(), mask, mask.nonzero(as_tuple=True), 1.0)
+        mask = torch.ones(len(ids), WIDTH).cuda()
+        scored = policy(ids, torch.full((len(ids),), PROMPT).cuda(), mask, mask.nonzero(as_tuple=True), 1.0)
         (scored.values.square().mean() - scored.logprobs.mean()).backward()
         if number == 0:
             found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach()}
@@ -61,27 +67,45 @@ def stepped(rank: int, ranks: int, folder: str, path: str, results: str) -> None
         trained["policy"].optimizer.step()
         trained["policy"].optimizer.zero_grad()
     found |= {f"weight {name}": model.gathered(p.detach()).clone() for name, p in policy.named_parameters()}
-    torch.save({name: tensor.cpu() for name, tensor in found.items()}, Path(results, f"{ranks}-{rank}"))
+    torch.save({name: tensor.cpu() for name, tensor in found.items()}, Path(results, f"{ranks}-{tp}-{rank}"))
     dist.destroy_process_group()
 
 
-def test_two_gpus_score_and_learn_as_one(tmp_path: Path) -> None:
+Results = Callable[[int, int], list[dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each of so many GPUs, of which so many are neighbours, has found."""
+    place = tmp_path_factory.mktemp("parallel")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(tmp_path / "model")
-    for ranks in (1, 2):
+        Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(place / "model")
+
+    @functools.cache
+    def run(ranks: int, tp: int) -> list[dict[str, Tensor]]:
         with tempfile.TemporaryDirectory() as folder:
-            given = (ranks, folder, str(tmp_path / "model"), str(tmp_path))
-            torch.multiprocessing.spawn(stepped, given, nprocs=ranks)
-    alone, first, second = (torch.load(tmp_path / name) for name in ("1-0", "2-0", "2-1"))
-    gap = (first["logprobs"] - alone["logprobs"]).abs()
+            torch.multiprocessing.spawn(stepped, (ranks, tp, folder, str(place / "model"), str(place)), nprocs=ranks)
+        return [torch.load(place / f"{ranks}-{tp}-{rank}") for rank in range(ranks)]
+
+    return run
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (2, 2), (4, 2)])
+def test_several_gpus_score_and_learn_as_one(ranks: int, tp: int, on_gpus: Results) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    (alone,), (first, *others) = on_gpus(1, 1), on_gpus(ranks, tp)
+    gap = (first["logprobs"] - alone["logprobs"][:: ranks // tp]).abs()
     print(f"mean |delta logprob| {gap.mean():.4f}, largest {gap.max():.4f}")
-    assert 0 < gap.mean() <= 0.02
+    assert gap.mean() <= 0.02
+    assert tp == 1 or gap.mean() > 0  # else nothing was cut
     for name, expected in alone.items():
         if name.startswith("gradient"):
             apart = (first[name] - expected).norm() / expected.norm()
             assert apart <= 0.1, (name, float(apart))
         if name == "norm 0":  # later ones follow an optimizer step, where AdamW makes tiny differences large
             assert float(first[name]) == pytest.approx(float(expected), rel=0.02)
-    unlike = [name for name in first if not torch.equal(first[name], second[name])]
-    assert unlike == []  # what neighbours hold alike stays alike, to the last bit
+    alike = set(first) - (set() if ranks == tp else {"logprobs", "values"})  # of other rows
+    unlike = {name for name in alike for other in others if not torch.equal(first[name], other[name])}
+    assert unlike == set()  # what all hold alike stays alike, to the last bit

@@ -24,7 +24,7 @@ from test_rollout import drawn_by
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlx import experience, launch, model
+from rlx import config, experience, launch, model, roles
 from rlx.fleet import Fleet
 from rlx.parallel import Grid
 from rlx.rollout import pool, sync
@@ -70,16 +70,26 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Trainer:
     """Rank 0 of one or more with a policy of bfloat16 on a GPU, as a worker has it."""
 
-    def __init__(self, rank: int, ranks: int, path: str, store: str, engines: list[Any], gpu: str | None) -> None:
+    def __init__(
+        self, rank: int, ranks: int, path: str, store: str, engines: list[Any], gpu: str | None, tp: int
+    ) -> None:
         if gpu is not None:  # one that Ray has given to an engine
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         sync.BUCKET_BYTES["cuda"] = 64 << 20  # several buckets, as of a larger model
         self.device, self.rank = torch.device("cuda", 0), rank
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        grid = Grid.of("cuda", 1)
-        self.policy: Any = model.shard(model.load_policy(path, head=None), grid.mesh, torch.bfloat16)
+        settings = config.from_tree(
+            {
+                "model": {"dtype": "bfloat16", "reference": "none"},
+                "algorithm": {"advantage": "grpo", "kl_coef": 0},
+                "parallel": {"tp": tp},
+                "scaling": {"num_workers": ranks},
+            }
+        )
+        self.grid = Grid.of("cuda", tp)
+        self.policy: Any = roles.models(settings, path, self.grid.mesh)[0]["policy"].model
         self.ways = Direct(rank, ranks, self.device, engines)
-        self.fleet = Fleet(Rollouts(engines, 0), grid, torch.bfloat16, 0, lambda _: None, self.ways)
+        self.fleet = Fleet(Rollouts(engines, 0), self.grid, torch.bfloat16, 0, lambda _: None, self.ways)
         self.version = 0
         self.is_smaller = False
 
@@ -123,8 +133,10 @@ class Trainer:
 
     def gap(self, index: int) -> float:
         """Mean difference between an engine's log-probabilities and the policy's; all ranks call it."""
-        engine = self.fleet.rollouts.engines[index]
-        return float(self.gaps(drawn_by(Rollouts([engine], 0), PROMPTS, SAMPLING, 1, self.version)).mean())
+        rollouts = Rollouts([self.fleet.rollouts.engines[index]], 0)
+        # Neighbours score the same: what is drawn twice at once may differ in the last bits, and so in tokens.
+        drawn = drawn_by(rollouts, PROMPTS, SAMPLING, 1, self.version) if self.grid.leads else None
+        return float(self.gaps(self.grid.shared(drawn)).mean())
 
     def gaps_around_push(self) -> tuple[float, float]:
         """The same of the first and the last eight tokens of completions that were half drawn when new weights came."""
@@ -163,7 +175,9 @@ def start(cluster: int, qwen: Path) -> Iterator[Start]:
     """Starts trainers and engines on these GPUs or parts of GPUs; ends them after the test."""
     made: list[Any] = []
 
-    def begin(trainers: list[float], engines: list[float], gpu: str | None = None, sleeps: bool = False) -> Started:
+    def begin(
+        trainers: list[float], engines: list[float], gpu: str | None = None, sleeps: bool = False, tp: int = 1
+    ) -> Started:
         needed = sum(trainers) + sum(engines)
         if cluster < needed:
             pytest.skip(f"needs {needed:g} GPUs, there are {cluster}")
@@ -187,7 +201,7 @@ def start(cluster: int, qwen: Path) -> Iterator[Start]:
         ranks = [
             ray.remote(Trainer)
             .options(num_gpus=part, num_cpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank))
-            .remote(rank, len(trainers), str(qwen), store, actors, gpu)
+            .remote(rank, len(trainers), str(qwen), store, actors, gpu, tp)
             for rank, part in enumerate(trainers)
         ]
         made.extend([*ranks, *actors, group])
@@ -261,6 +275,11 @@ def test_completions_go_on_with_weights_that_come_meanwhile(start: Start) -> Non
 
 def test_every_rank_serves_the_engine_on_its_gpu(start: Start) -> None:
     ranks, _ = start([0.6, 0.6], [0.4, 0.4])
+    assert_pushes_arrive(ranks, 2, {0: ["shared"], 1: ["shared"]})
+
+
+def test_a_policy_whose_layers_are_cut_over_gpus_is_sent_whole(start: Start) -> None:
+    ranks, _ = start([0.6, 0.6], [0.4, 0.4], tp=2)
     assert_pushes_arrive(ranks, 2, {0: ["shared"], 1: ["shared"]})
 
 
