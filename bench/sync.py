@@ -14,7 +14,6 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,13 +100,13 @@ class Trainer:
 
     def __init__(self, config: RunConfig, path: str, engine: Any) -> None:
         self.device = torch.device("cuda", 0) if config.scaling.use_gpu else torch.device("cpu")
-        folder = tempfile.mkdtemp()
         backend = "nccl" if config.scaling.use_gpu else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self.dtype = getattr(torch, config.model.dtype)
         grid = Grid.of(self.device.type, 1)
         self.policy: Any = model.shard(model.load_policy(path, head=None), grid.mesh, self.dtype)
         self.engine = engine
+        self.on_one_gpu = config.rollout.resources_per_engine.get("GPU", 1.0) < 1
         self.ways = Direct(0, 1, self.device, [engine], config.rollout.transport)
         self.fleet = Fleet(Rollouts([engine], 0), grid, self.dtype, 0, print, self.ways)
 
@@ -140,7 +139,7 @@ class Trainer:
             source, memory = np.ones(nbytes, np.uint8), links.shared(nbytes, self.device)[0].numpy()
             return "memcpy into shared memory", seconds(lambda _: np.copyto(memory, source))
         buffer = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
-        if way == "shared":
+        if self.on_one_gpu:
             target = torch.empty_like(buffer)
             return "device to device", seconds(lambda _: synchronised(lambda: target.copy_(buffer)))
         store = links.kept(ray.util.get_node_ip_address(), 60)

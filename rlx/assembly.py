@@ -72,6 +72,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         box=setup["box"],
         kl=adaptive.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
         scores=adaptive.RunningScores(),
+        scattered=roles.scattered(config, trained),
     )
     run.restore()
     return run

@@ -67,7 +67,8 @@ def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
     """What a step's metrics need to know of all that was drawn and of what was trained on, as it was before the update,
     which has to be done: some of it is known by then only."""
     drawn, mask, count = selection.drawn, batch.mask, run.config.train.minibatches
-    exact = slice(len(mask) // count if run.scores_late and count > 1 else 0, None)  # whose entropy is no estimate
+    estimated = run.scores_late and run.config.algorithm.entropy_coef == 0 and count > 1
+    exact = slice(len(mask) // count if estimated else 0, None)  # whose entropies are, or all that there are
     mismatch = algorithms.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
     weights = run.importance(batch, cut=False)
     sums: Sums = {

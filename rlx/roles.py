@@ -25,7 +25,7 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained],
         "policy": model.load_policy(path, head=own, seed=seed, adapters=adapters(config), trust_remote_code=trust)
     }
     if mesh.device_type == "cuda":
-        parts["policy"].kept = logprobs.kept_on_gpu(config.scaling.resources_per_worker.get("GPU", 1.0))
+        parts["policy"].kept = _kept(config)
     if config.critic == "separate":
         parts["critic"] = model.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
     trained = {}
@@ -46,6 +46,20 @@ def _sharded(config: RunConfig, name: str, part: Any, mesh: Any) -> Any:
         parallel.split_layers(part, mesh[parallel.TENSOR])
         mesh = mesh[parallel.DATA]
     return model.shard(part, mesh, getattr(torch, config.model.dtype), offload=name in config.model.offload)
+
+
+def scattered(config: RunConfig, trained: Mapping[str, Trained]) -> frozenset[str]:
+    """The models whose gradients in full, float32 on every rank while micro-batches add up, are more than a sixteenth
+    of a worker's GPU memory."""
+    if not config.scaling.use_gpu:
+        return frozenset()
+    sizes = {name: sum(p.numel() for p in t.model.parameters() if p.requires_grad) for name, t in trained.items()}
+    return frozenset(name for name, size in sizes.items() if size // config.parallel.tp > _kept(config))
+
+
+def _kept(config: RunConfig) -> int:
+    """How many numbers of float32 may be kept of what could also be had again."""
+    return logprobs.kept_on_gpu(config.scaling.resources_per_worker.get("GPU", 1.0))
 
 
 def adapters(config: RunConfig) -> model.Adapters | None:

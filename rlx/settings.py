@@ -278,7 +278,7 @@ class AlgorithmConfig(Section):
     ptx_coef: NonNegativeFloat = 0.0
     """weight of the supervised loss on data.ptx_source, per answer token"""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
-    """what ratios are to and KLs are from: the trainer's logprobs before the update, or the engines', with no pass"""
+    """what ratios are to and KLs are from: the trainer's logprobs before the update, or the engines', a pass less"""
     importance: Literal["auto", "none", "tis", "mask"] = "auto"
     """correct for the gap between the policy that drew a token and the one before the update: truncate or mask their
     probability ratio; auto: none, but tis with rollout.max_staleness unless old_logprobs is rollout"""

@@ -76,6 +76,7 @@ class Run:
     box: str  # where the driver listens
     kl: adaptive.AdaptiveKL
     scores: adaptive.RunningScores
+    scattered: frozenset[str] = frozenset()  # models of which a rank never has all gradients, see `reduce_gradients`
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
     evaluation: dict[str, float] = field(default_factory=dict)  # the newest
@@ -226,13 +227,14 @@ class Run:
                 model.reshard(part)
 
     def reduce_gradients(self, now: bool) -> None:
-        """Whether the next backward pass is the last before an optimizer step and reduces gradients over ranks.
+        """Whether the next backward pass is the last before an optimizer step and reduces gradients over ranks; of a
+        `scattered` model each pass does.
 
         Weights that come from no other rank are gathered, that is cast, once for all passes up to it.
         """
         for name, trained in self.trained.items():
             part = cast(FSDPModule, trained.model)
-            part.set_requires_gradient_sync(now)
+            part.set_requires_gradient_sync(now or name in self.scattered)
             if self.grid.dp_size == 1 and name not in self.config.model.offload:
                 part.set_reshard_after_backward(now)
 

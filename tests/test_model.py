@@ -489,6 +489,41 @@ def test_an_update_does_not_depend_on_the_number_of_ranks(
             torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
 
 
+def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
+    """Whether a first micro-batch leaves gradients in shards, and the weights after both, without and with."""
+    found = []
+    for run in (run_of(path, {"train.minibatches": 1}, 60) for _ in range(2)):
+        run.scattered = frozenset({"policy", "critic"} if found else ())
+        own = [c for c in completions() if c.prompt.id % ranks == rank]
+        start = experience.build([Judged(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
+        batch, _ = train_loop.estimate(run, train_loop.annotate(run, start))
+        (micros,), (size,) = run.cut([batch]), update.denominators(run, [batch])
+        assert len(micros) > 1
+        run.reduce_gradients(False)
+        update.backward(run, micros[0], size, False)
+        reduced = [p.grad is not None for t in run.trained.values() for p in t.model.parameters()]
+        update.accumulate(run, micros[1:], size, 0, False)
+        update.optimizer_step(run, 0)
+        weights = {f"{n} {k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
+        found.append((reduced, {name: p.full_tensor().detach() for name, p in weights.items()}))
+    return found
+
+
+def test_gradients_that_a_rank_never_has_in_full_are_the_same(on_ranks: OnRanks, tiny_model: Path) -> None:
+    for (whole, expected), (reduced, weights) in on_ranks(2, scattered, str(tiny_model)):
+        assert not any(whole)
+        assert all(reduced)
+        torch.testing.assert_close(weights, expected, atol=3e-6, rtol=1e-5)
+
+
+def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (Trained(torch.nn.Linear(10, size, bias=False), None) for size in (10, 11))
+    monkeypatch.setattr(logprobs, "kept_on_gpu", lambda share: int(share * 200))
+    on_gpu = {"scaling": {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}}
+    for tree, expected in ((on_gpu, {"large"}), ({}, set())):
+        assert roles.scattered(config.from_tree(tree), {"small": small, "large": large}) == expected
+
+
 OFFLOAD: dict[str, Any] = {"model.offload": ["critic", "reference"], "scaling.use_gpu": True}
 
 

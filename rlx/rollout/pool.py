@@ -232,8 +232,8 @@ class Rollouts:
         """Waits for one of the calls at least and takes out those that are over, with what was drawn; None if the call
         failed. The engine is lost then, unless it has been sent weights since and did not hang: it may have been
         replaced, and what it is asked for next tells."""
-        latest = min(call.deadline for call in draw.calls.values())
-        ray.wait(list(draw.calls), timeout=max(0.0, latest - time.monotonic()))
+        first = min(call.deadline for call in draw.calls.values())
+        ray.wait(list(draw.calls), timeout=max(0.0, first - time.monotonic()))
         for pending in [pending for pending, call in draw.calls.items() if _is_over(pending, call.deadline)]:
             call = draw.calls.pop(pending)
             self._loads[call.engine] -= call.tokens
