@@ -58,7 +58,7 @@ GPU: dict[str, Any] = _EVERYWHERE | {
 }
 NO_ENGINES: dict[str, Any] = {"rollout.engines": 1, "rollout.resources_per_engine": {"CPU": 0.5}}
 """where none is started, so that no GPU is kept for one"""
-# A small one for CPUs, and Qwen2 0.5B's, arXiv 2407.10671, table 1, and its config.json; the weights are random.
+# A small one for CPUs, and Qwen2's, arXiv 2407.10671, table 1, and their config.json; the weights are random.
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-30m": {
         "vocab_size": 16_000,
@@ -79,6 +79,17 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": True,
+    },
+    "qwen2-7b": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
     },
 }
 
