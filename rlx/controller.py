@@ -60,7 +60,9 @@ def jobs(box: str) -> Iterator[dict[str, Any]]:
         if posted:  # not taken back meanwhile
             job = cloudpickle.loads(posted)
             yield job
-            _internal_kv_put(f"{job[_BOX]}/ended".encode(), b"1")
+            ray.train.collective.barrier()  # another rank may still be closing what it holds
+            if first:
+                _internal_kv_put(f"{job[_BOX]}/ended".encode(), b"1")
         done = number
 
 
@@ -202,7 +204,7 @@ def ask_to_stop(box: str) -> None:
 
 
 def has_ended(box: str) -> bool:
-    """Whether the workers are done with a job, and free for another."""
+    """Whether all workers are done with a job, and free for another."""
     return _internal_kv_get(f"{box}/ended".encode()) is not None
 
 

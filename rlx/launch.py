@@ -206,7 +206,8 @@ def _trained(
         raise
     finally:
         record.end(status)
-        record.close(_PATIENCE_S)
+        if not record.close(_PATIENCE_S):  # MLflow takes records: also those for which a worker had no more time
+            tracker.send_pending(record.uri, folder, say, _PATIENCE_S)
         if left := tracker.pending(folder):
             say(f"{left} records for MLflow wait in {folder.path}/outbox: --resume {config.name} sends them")
     return metrics

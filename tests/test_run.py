@@ -19,9 +19,10 @@ import yaml
 from conftest import NothingLeft, Script
 from runs import STEPS, Done, comparable, small, train
 
-from rlx import archive, launch, report, run_folder, tasks
+from rlx import archive, launch, report, run_folder, tasks, tracker
 from rlx.config import flatten, from_tree
-from rlx.storage import open_storage
+from rlx.storage import Storage, open_storage
+from rlx.tracker import Tracker
 
 ONLY_WHEN_ASKED_FOR = {
     "reward/running_mean",
@@ -89,7 +90,16 @@ def head(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
     """One rank and one engine, the critic a head on the policy, one optimizer step per round of rollouts. Nothing of it
     is to be left."""
     one = {"scaling__num_workers": 1, "rollout__engines": 1, "train__epochs": 1, "train__minibatches": 1}
-    return train(small(tiny_model, storage, "head", model__critic="head", train__steps=1, **one), keep=False)
+    config = small(tiny_model, storage, "head", model__critic="head", train__steps=1, **one)
+    folder = open_storage(config.storage) / "runs" / "head"
+    return train(config, keep=False, on_report=lambda metrics, _: leave(folder) if metrics["step"] else None)
+
+
+def leave(folder: Storage) -> None:
+    """A record, as a process leaves it that has ended before MLflow took it."""
+    process = Tracker(f"http://127.0.0.1:{s3.free_port()}", folder, "ended")
+    process.log_text("late.txt", "at last")
+    assert process.close(0) == 1
 
 
 def sample_rows(done: Done, step: int) -> list[dict[str, Any]]:
@@ -237,6 +247,11 @@ def test_one_optimizer_step_starts_at_ratio_one(head: Done) -> None:
     assert first["value/loss"] > 0
     assert first["mismatch/max_abs"] <= 1e-4
     assert "value/grad_norm" not in first  # a head has no optimizer of its own
+
+
+def test_at_the_end_of_a_run_what_its_processes_have_left_is_sent(head: Done) -> None:
+    assert artifact(head, "late.txt").read_text() == "at last"
+    assert tracker.pending(open_storage(head.result.folder)) == 0
 
 
 def test_nothing_is_left_of_these_runs(run: Done, head: Done, nothing_left: NothingLeft) -> None:

@@ -1,0 +1,56 @@
+"""What the driver and the workers of a group leave for each other, with Ray Train's own workers."""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import ray.train
+from ray.train import RunConfig, ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from rlx import controller
+
+
+def workers(box: str, done: Path, may_go_on: Path) -> Callable[[], None]:
+    """What each of them runs: the first rank is done with its first job only once it may be; another is at once."""
+
+    def work() -> None:
+        jobs = controller.jobs(box)
+        next(jobs)
+        if ray.train.get_context().get_world_rank():
+            done.touch()
+        else:
+            while not may_go_on.exists():
+                time.sleep(0.05)
+        next(jobs)
+
+    return work  # a function within another travels whole: workers cannot import this file
+
+
+def comes(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return what()
+
+
+def test_a_job_has_ended_once_every_worker_is_done_with_it(ray_cluster: None, tmp_path: Path) -> None:
+    box, done, may_go_on = controller.new_box(), tmp_path / "done", tmp_path / "go on"
+    trainer = DataParallelTrainer(
+        workers(box, done, may_go_on),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.1}),
+        run_config=RunConfig(name="jobs", storage_path=str(tmp_path)),
+    )
+    group = threading.Thread(target=trainer.fit, daemon=True)
+    group.start()
+    ended = partial(controller.has_ended, controller.post_job(box, 1, {}))
+    assert comes(done.exists)
+    time.sleep(0.5)  # in which the rank that is done would say so for all
+    assert not ended()
+    may_go_on.touch()
+    assert comes(ended)
+    controller.post_job(box, 2, {})  # which lets the workers go
+    assert comes(lambda: not group.is_alive())
+    controller.clear(box)
