@@ -29,7 +29,7 @@ from rlx.config import one_line
 Report = Callable[[dict[str, Any], str | None], None]
 """(a step's metrics, the path of the checkpoint that has become whole since the last one)"""
 Say = Callable[[str], None]
-"""what a person should know and no metric says, e.g. that an engine died and is being replaced"""
+"""what a person should know and no metric says, e.g. that an engine died and is left out until it is back"""
 
 LAST = "last"  # among a report's metrics: whether it is its job's last
 _BOX, _CHECKPOINT = "box", "checkpoint"  # whose it is, and the path of what has become whole

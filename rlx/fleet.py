@@ -134,7 +134,7 @@ class Fleet:
         """Says which engines are lost and which are back, once for all ranks."""
         if self.grid.rank == 0:
             for index in self.rollouts.lost.keys() - self._told.keys():
-                self.say(f"{self.rollouts.lost[index]} - it is being replaced")
+                self.say(f"{self.rollouts.lost[index]} - left out until it is back")
             for index in self._told.keys() - self.rollouts.lost.keys():
                 self.say(f"engine {index} is back")
         self._told = dict(self.rollouts.lost)

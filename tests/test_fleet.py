@@ -80,7 +80,7 @@ def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
     started = time.monotonic()
     assert generated(fleet, version, send_weights) == expected
     assert list(fleet.rollouts.lost) == [0]
-    assert said == ["engine 0 died: its process ended - it is being replaced"]
+    assert said == ["engine 0 died: its process ended - left out until it is back"]
     # Weights go to the other one while it is away, and to both once it is back.
     fleet.push(weights, version + 1, 120)
     while 0 in fleet.rollouts.lost:
@@ -105,7 +105,7 @@ def test_when_all_engines_die_they_are_waited_for_and_the_completions_are_the_sa
     for engine in engines:
         killed_soon(engine)
     assert generated(fleet, version, send_weights) == expected
-    assert sorted(said[:2]) == [f"engine {i} died: its process ended - it is being replaced" for i in range(2)]
+    assert sorted(said[:2]) == [f"engine {i} died: its process ended - left out until it is back" for i in range(2)]
     assert sorted(said[2:]) == ["engine 0 is back", "engine 1 is back"]
 
 

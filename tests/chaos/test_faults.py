@@ -74,7 +74,7 @@ def test_what_dies_in_a_run_is_replaced_and_nothing_differs(
     finish(run)
     assert place.history(name) == expected
     if victims == [ENGINE]:  # where the workers die too, they wait for all engines anyway and have nothing to say
-        assert "it is being replaced" in run.output.read_text()
+        assert "left out until it is back" in run.output.read_text()
     assert_all_end(run, 10)
 
 
@@ -96,7 +96,7 @@ def test_a_hung_engine_is_replaced(place: Place, expected: History, script: Star
     finish(run)
     assert place.history("hung") == expected
     output = run.output.read_text()
-    assert "it is being replaced" in output and "is back" in output
+    assert "left out until it is back" in output and "is back" in output
     assert_all_end(run, 10)
 
 
@@ -119,5 +119,5 @@ def test_a_node_dies_with_the_engine_on_it(cluster: Cluster, place: Place, expec
     cluster.add_node(num_cpus=1, resources={"seat": 1})
     finish(run)
     assert place.history("node") == expected
-    assert "it is being replaced" in run.output.read_text()
+    assert "left out until it is back" in run.output.read_text()
     assert_all_end(run, 30)
