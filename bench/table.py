@@ -31,12 +31,16 @@ TARGETS: dict[str, tuple[str, float | None, float | None]] = {
 
 def line(name: str, value: float, on_gpu: bool) -> str:
     """A figure, its target and whether it is met."""
-    sense, *targets = TARGETS.get(name, ("", None, None))
-    target = targets[on_gpu]
+    sense, target = _target(name, on_gpu)
     if target is None:
         return f"{name:<44} {_number(value):>12}"
     met = value >= target if sense == ">=" else value <= target
     return f"{name:<44} {_number(value):>12}   {sense} {target:<5} {'met' if met else 'missed'}"
+
+
+def _target(name: str, on_gpu: bool) -> tuple[str, float | None]:
+    sense, *targets = TARGETS.get(name, ("", None, None))
+    return sense, targets[on_gpu]
 
 
 def _number(value: float) -> str:
@@ -61,7 +65,7 @@ def finish(
     folder.mkdir(parents=True, exist_ok=True)
     whole = {
         "figures": dict(figures),
-        "targets": {key: TARGETS[key][0] + str(TARGETS[key][1 + on_gpu]) for key in figures if key in TARGETS},
+        "targets": {key: f"{sense}{target}" for key in figures for sense, target in [_target(key, on_gpu)] if target},
         "machine": known,
         "measured": told,
         "settings": flatten(config),

@@ -29,6 +29,7 @@ from rlx.storage import Storage
 
 _ABORT_S = 30.0  # a controller that takes longer to end is killed
 _START_S = 30.0  # a controller that has not started by then never will
+_END_S = 60.0  # in which the workers are done after their last report
 _STOP_S = 10.0  # in which a run that is stopped ends by itself
 _ROOM_S = 60.0  # in which there must be room on the cluster
 _POLL_S = 0.1  # how often reports are looked for
@@ -114,9 +115,7 @@ class Crew:
         self._job = controller.post_job(self._box, self._number, {**job, **actors})
         try:
             metrics = self._watched(config.scaling.max_failures, on_report, say, grace_s)
-            while not (controller.has_ended(self._job) or controller.failure(self._box, self._failures + 1)):
-                if self._gone.wait(_POLL_S):  # meanwhile the last records are on their way to MLflow
-                    break
+            self._await_end()
             return metrics
         except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
             self.stop()
@@ -170,6 +169,17 @@ class Crew:
                     on_report(metrics, checkpoint)
             raise
         return metrics
+
+    def _await_end(self) -> None:
+        """Returns once the workers are done with what follows the last report, their last records for MLflow above all;
+        a crew that takes too long for it is closed."""
+        deadline = time.monotonic() + _END_S
+        while not (controller.has_ended(self._job) or controller.failure(self._box, self._failures + 1)):
+            if self._gone.wait(_POLL_S):
+                return
+            if time.monotonic() > deadline:
+                self.close()
+                return
 
     def _reports(
         self, max_failures: int, say: Say, until: float = math.inf

@@ -54,9 +54,8 @@ def examine(setup: dict[str, Any]) -> None:
     before = fingerprint(run)
     figures = {"ratio": 0.0, "clipped": 0.0, "kl": 0.0, "gap": 0.0}
     for _ in range(ROUNDS):
-        batch = drawn(run)
-        own, kl = estimate(run, batch)
-        sums = update(run, own)
+        batch, kl = estimate(run, drawn(run, run.scores_late))
+        sums = update(run, batch, run.scores_late)
         s = run.summed(sums | {"kl": kl, "tokens": batch.mask.sum()})
         worst = {
             "ratio": abs(s["policy/ratio"] / s["updated"] - 1),
@@ -67,7 +66,7 @@ def examine(setup: dict[str, Any]) -> None:
         figures = {name: max(figures[name], value) for name, value in worst.items()}
         norms = {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
         figures |= {name: max(figures.get(name, 0.0), norm) for name, norm in norms.items()}
-        figures["signal"] = max(figures.get("signal", 0.0), *run.largest([float(own.advantages.abs().max())]))
+        figures["signal"] = max(figures.get("signal", 0.0), *run.largest([float(batch.advantages.abs().max())]))
         run.push(run.config.rollout.sync_timeout_s)
     figures["moved"] = run.largest([float(fingerprint(run) != before)])[0]
     controller.report(run.box, figures | sync_figures(run), last=True)
@@ -83,14 +82,15 @@ def sync_figures(run: Run) -> dict[str, float]:
     return {"sync_gap": sent, "stale_gap": gap(run, annotate(run, batch))}
 
 
-def drawn(run: Run) -> Experience:
-    """Completions of the next prompts with the logprobs that the policy gives them, of this rank."""
+def drawn(run: Run, late: bool = False) -> Experience:
+    """Completions of the next prompts with the logprobs that the policy gives them, of this rank; `late`: see
+    `annotate`."""
     selection = run.selection()
     for completions in run.rounds.next(run.step, run.step + 1, run.push):  # none ahead: the weights change in between
         selection.add(run.penalized(run.judge(completions, run.scorers)))
     run.rest()
     (batch,) = run.experiences(selection.take(last=True))
-    return annotate(run, batch)
+    return annotate(run, batch, late)
 
 
 def gap(run: Run, batch: Experience) -> float:

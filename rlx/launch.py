@@ -25,7 +25,7 @@ from rlx.config import ConfigError, RunConfig, flatten, one_line
 from rlx.controller import Report, RunStopped, Say
 from rlx.crew import Crew
 from rlx.plan import check_room, plan
-from rlx.storage import Storage, check_writable, local_folder, open_storage
+from rlx.storage import Storage, StorageError, check_writable, local_folder, open_storage
 from rlx.tracker import Tracker
 
 if TYPE_CHECKING:  # it imports torch and transformers
@@ -206,11 +206,21 @@ def _trained(
         raise
     finally:
         record.end(status)
-        if not record.close(_PATIENCE_S):  # MLflow takes records: also those for which a worker had no more time
+        _close(record, folder, say, config)
+    return metrics
+
+
+def _close(record: Tracker, folder: Storage, say: Say, config: RunConfig) -> None:
+    """Sends MLflow what it has not yet, also what a worker had no more time for; says what is left."""
+    where = f"{folder.path}/outbox: --resume {config.name} sends them"
+    taken = record.close(_PATIENCE_S) == 0
+    try:
+        if taken:
             tracker.send_pending(record.uri, folder, say, _PATIENCE_S)
         if left := tracker.pending(folder):
-            say(f"{left} records for MLflow wait in {folder.path}/outbox: --resume {config.name} sends them")
-    return metrics
+            say(f"{left} records for MLflow wait in {where}")
+    except (StorageError, OSError) as error:  # the run is as it is
+        say(f"records for MLflow may wait in {where} ({one_line(error)})")
 
 
 def _job(config: RunConfig, folder: Storage, uri: str) -> dict[str, Any]:

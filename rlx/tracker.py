@@ -188,7 +188,9 @@ class Tracker:
         for name in patiently(partial(_entry_names, self._outbox), f"reading {self._outbox.path}"):
             file = self._outbox / name
             try:
-                kept = patiently(file.read_json, f"reading {file.path}")
+                kept = patiently(partial(_entry, file), f"reading {file.path}")
+                if kept is None:
+                    continue
                 if kept["kind"] not in {_OPEN, *_SENT_WITH}:
                     raise KeyError(kept["kind"])
                 self._waiting.append(_Entry(kept["kind"], dict(kept["content"]), file))
@@ -324,13 +326,26 @@ def send_pending(uri: str, folder: Storage, say: Say = _LOG.warning, patience_s:
         StorageError: the outbox cannot be read.
     """
     writers = [writer for writer in (folder / "outbox").names() if _entry_names(folder / "outbox" / writer)]
-    trackers = [Tracker(uri, folder, writer, say) for writer in writers]  # all at once: one may wait for another's run
     deadline = time.monotonic() + patience_s
-    return sum(tracker.close(max(deadline - time.monotonic(), 0.0)) for tracker in trackers)
+    trackers: list[Tracker] = []
+    try:
+        for writer in writers:  # all at once: one may wait for another's run
+            trackers.append(Tracker(uri, folder, writer, say))
+    finally:
+        left = sum(tracker.close(max(deadline - time.monotonic(), 0.0)) for tracker in trackers)
+    return left
 
 
 def _entry_names(outbox: Storage) -> list[str]:
     return [name for name in outbox.names() if name.removesuffix(".json").isdecimal()]
+
+
+def _entry(file: Storage) -> Any:
+    """What a file of an outbox says; None if it is gone: whoever wrote it has sent it after all."""
+    try:
+        return file.read_json()
+    except FileNotFoundError:
+        return None
 
 
 def _run_record(folder: Storage) -> dict[str, Any]:

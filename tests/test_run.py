@@ -19,7 +19,7 @@ import yaml
 from conftest import NothingLeft, Script
 from runs import STEPS, Done, comparable, small, train
 
-from rlx import archive, launch, report, run_folder, tasks, tracker
+from rlx import archive, crew, launch, report, run_folder, tasks, tracker
 from rlx.config import flatten, from_tree
 from rlx.storage import Storage, open_storage
 from rlx.tracker import Tracker
@@ -247,6 +247,22 @@ def test_one_optimizer_step_starts_at_ratio_one(head: Done) -> None:
     assert first["value/loss"] > 0
     assert first["mismatch/max_abs"] <= 1e-4
     assert "value/grad_norm" not in first  # a head has no optimizer of its own
+
+
+@pytest.mark.slow  # a process that stands still is killed only after half a minute
+def test_a_run_whose_worker_hangs_after_the_last_report_is_over_all_the_same(
+    run: Done, nothing_left: NothingLeft, tiny_model: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "_END_S", 2.0)
+
+    def hang(metrics: dict[str, Any], checkpoint: str | None) -> None:
+        if metrics["step"] == 1:
+            newest_process("ray::RayTrainWorker").suspend()
+
+    done = train(small(tiny_model, storage, "hangs", train__steps=1), on_report=hang)
+    assert done.result.metrics["step"] == 1
+    launch.release()
+    nothing_left(15)
 
 
 def test_at_the_end_of_a_run_what_its_processes_have_left_is_sent(head: Done) -> None:

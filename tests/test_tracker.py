@@ -412,6 +412,17 @@ def test_records_wait_on_any_storage_until_someone_sends_them(where: Where, data
     assert tracker.pending(folder) == 0
 
 
+def test_what_its_writer_sends_after_all_is_not_missed(
+    database: str, folder: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(one := Tracker(f"http://127.0.0.1:{s3.free_port()}", folder, "driver", Said().put))
+    assert one.close(0) == 1
+    there = tracker._entry_names
+    monkeypatch.setattr(tracker, "_entry_names", lambda outbox: [*there(outbox), "000009.json"])  # gone since
+    again = Tracker(database, folder, "driver", Said().put)
+    assert again.close(LONG_S) == 0 and again.run_id
+
+
 def test_nothing_is_left_only_once_the_outbox_is_empty(
     database: str, folder: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
