@@ -23,12 +23,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich import box
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from rlx.config import ConfigError, nearest
+from rlx.progress import plain_console
 from rlx.records import METRIC, Setting, Sweep, Trial, check_metric
 
 Mode = Literal["max", "min"]
@@ -270,7 +270,7 @@ def format_table(shown: pd.DataFrame, width: int | None = None) -> str:
         shown = shown.drop(columns=spare.pop(0))
     fitting = min(width or 10_000, _measured(shown).maximum)
     stream = io.StringIO()
-    Console(file=stream, width=max(fitting, _measured(shown).minimum)).print(_drawn(shown))
+    plain_console(stream, max(fitting, _measured(shown).minimum)).print(_drawn(shown))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
 
 
@@ -286,7 +286,7 @@ def _drawn(shown: pd.DataFrame) -> Table:
 
 def _measured(shown: pd.DataFrame) -> Measurement:
     """How narrow and how wide a table can be."""
-    console = Console(width=10_000)
+    console = plain_console(width=10_000)
     return Measurement.get(console, console.options, _drawn(shown))
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from pyarrow import fs  # type: ignore[import-untyped]
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from rlx import archive, run_folder
 from rlx.archive import Entry
 from rlx.config import ConfigError, RunConfig, from_tree
+from rlx.progress import plain_console
 from rlx.storage import Storage, below, open_storage, resolved
 
 WATCHED = ("reward/mean", "eval/accuracy", "kl/ref")
@@ -215,5 +215,5 @@ def _table(rows: Sequence[dict[str, Any]], width: int | None) -> str:
     for row in rows:
         shown.add_row(*(row[name] for name in columns))
     stream = io.StringIO()
-    Console(file=stream, width=width or 10_000, markup=False, emoji=False, highlight=False).print(shown)
+    plain_console(stream, width or 10_000).print(shown)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())

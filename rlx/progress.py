@@ -8,7 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
@@ -42,11 +42,16 @@ def time_left(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def plain_console(file: IO[str] | None = None, width: int | None = None) -> Console:
+    """One that shows texts as they are: an error's, a path or a setting may look like rich's markup, "[/tmp]" say."""
+    return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+
+
 class RunProgress:
     """The live line of one run. Steps with an evaluation stay on the screen; off a terminal every step is a line."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or plain_console()
         self.steps = steps
         self._first: tuple[int, float] | None = None
         self._live = Live(console=self.console, transient=True, refresh_per_second=4)
@@ -94,7 +99,7 @@ class SweepProgress:
     """The live table of a sweep: one row per trial. Off a terminal, a line when a trial starts, evaluates or ends."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or plain_console()
         self.steps = steps
         self._rows: dict[str, dict[str, Any]] = {}
         self._began, self._over = time.monotonic(), False

@@ -232,6 +232,11 @@ def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:
     assert cells[:6] == ["1", "0.0003", "gae", "1", "0.9", "-"]
 
 
+def test_what_looks_like_markup_stays_in_the_table() -> None:
+    shown = comparison.format_table(pd.DataFrame({"answer_pattern": ["[/a]", "[b] :smile:"]}))
+    assert "| [/a] " in shown and "| [b] :smile: |" in shown
+
+
 @pytest.mark.parametrize(
     ("width", "left_out"),
     [

@@ -1,11 +1,12 @@
-"""The live table of a sweep, rendered for screens of several sizes."""
+"""What a run says, and the live table of a sweep, rendered for screens of several sizes."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from rlx.progress import SweepProgress
+from rlx.progress import RunProgress, SweepProgress
 
 SETTINGS = {
     "train.actor_lr": 0.0001711779,
@@ -74,3 +75,15 @@ def test_before_the_first_step_and_with_changed_settings() -> None:
     progress.watch("trial_00000", SETTINGS | {"train.epochs": 4, "train.actor_lr": 0.5}, {"step": 1}, "running")
     last = lines(progress, text)[-1].split()
     assert last == ["trial_00000", "0.5", "0.000368", "0.0161", "4", "1/120", "running"]
+
+
+@pytest.mark.parametrize("text", ["worker 0: [/__w/gloo/pair.cc:537] closed", "[Rank 0] no :smile: [bold]", "[/]"])
+def test_what_looks_like_markup_is_shown_as_it_is(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunProgress(4) as run:
+        run.say(text)
+        run.note(text)
+    with SweepProgress(4) as sweep:
+        sweep.watch("trial_00000", {"reward.answer_pattern": text}, {}, "running")
+        sweep.console.print(sweep._shown(), soft_wrap=True)
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert shown.count(text) == 4
