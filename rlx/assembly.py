@@ -72,7 +72,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         box=setup["box"],
         kl=adaptive.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
         scores=adaptive.RunningScores(),
-        scattered=roles.scattered(config, trained) if grid.dp_size > 1 else frozenset(),  # alone it saves nothing
+        scattered=roles.scattered(config, trained),
     )
     run.restore()
     return run

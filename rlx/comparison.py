@@ -10,7 +10,6 @@ picked; no interval here corrects for that.
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ from rich.table import Table
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from rlx.config import ConfigError, nearest
-from rlx.progress import plain_console
+from rlx.progress import plain_console, printed
 from rlx.records import METRIC, Setting, Sweep, Trial, check_metric
 
 Mode = Literal["max", "min"]
@@ -269,9 +268,7 @@ def format_table(shown: pd.DataFrame, width: int | None = None) -> str:
     while width and spare and _measured(shown).maximum > width:
         shown = shown.drop(columns=spare.pop(0))
     fitting = min(width or 10_000, _measured(shown).maximum)
-    stream = io.StringIO()
-    plain_console(stream, max(fitting, _measured(shown).minimum)).print(_drawn(shown))
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
+    return printed(_drawn(shown), max(fitting, _measured(shown).minimum))
 
 
 def _drawn(shown: pd.DataFrame) -> Table:

@@ -6,7 +6,6 @@ whole here if its manifest is, and its files have the sizes that this says; thei
 
 from __future__ import annotations
 
-import io
 import shlex
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from rich.table import Table
 from rlx import archive, run_folder
 from rlx.archive import Entry
 from rlx.config import ConfigError, RunConfig, from_tree
-from rlx.progress import plain_console
+from rlx.progress import printed
 from rlx.storage import Storage, below, open_storage, resolved
 
 WATCHED = ("reward/mean", "eval/accuracy", "kl/ref")
@@ -214,6 +213,4 @@ def _table(rows: Sequence[dict[str, Any]], width: int | None) -> str:
         shown.add_column(name, justify="right" if number else "left", overflow="fold")
     for row in rows:
         shown.add_row(*(row[name] for name in columns))
-    stream = io.StringIO()
-    plain_console(stream, width or 10_000).print(shown)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
+    return printed(shown, width or 10_000)

@@ -4,6 +4,7 @@ terminal, plain lines elsewhere.
 
 from __future__ import annotations
 
+import io
 import re
 import time
 from collections import Counter
@@ -45,6 +46,13 @@ def time_left(seconds: float) -> str:
 def plain_console(file: IO[str] | None = None, width: int | None = None) -> Console:
     """One that shows texts as they are: an error's, a path or a setting may look like rich's markup, "[/tmp]" say."""
     return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+
+
+def printed(table: Table, width: int) -> str:
+    """A table as text, as a screen so wide shows it."""
+    stream = io.StringIO()
+    plain_console(stream, width).print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
 
 
 class RunProgress:

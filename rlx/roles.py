@@ -50,8 +50,8 @@ def _sharded(config: RunConfig, name: str, part: Any, mesh: Any) -> Any:
 
 def scattered(config: RunConfig, trained: Mapping[str, Trained]) -> frozenset[str]:
     """The models whose gradients in full, float32 on every rank while micro-batches add up, are more than a sixteenth
-    of a worker's GPU memory."""
-    if not config.scaling.use_gpu:
+    of a worker's GPU memory; none where no other rank could have the rest."""
+    if not config.scaling.use_gpu or config.replicas == 1:
         return frozenset()
     sizes = {name: sum(p.numel() for p in t.model.parameters() if p.requires_grad) for name, t in trained.items()}
     return frozenset(name for name, size in sizes.items() if size // config.parallel.tp > _kept(config))

@@ -422,10 +422,11 @@ def both(rank: int, ranks: int, path: str, way: dict[str, Any]) -> list[tuple[Ex
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("importance", ["none", "tis"])
 def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
-    on_ranks: OnRanks, tiny_model: Path, minibatches: int
+    on_ranks: OnRanks, tiny_model: Path, minibatches: int, importance: str
 ) -> None:
-    way = {"train.minibatches": minibatches, "train.epochs": 2, "algorithm.importance": "tis"}
+    way = {"train.minibatches": minibatches, "train.epochs": 2, "algorithm.importance": importance}
     (before, expected), (late, found) = on_ranks(
         2, both, str(tiny_model), way | {"algorithm.advantage": "grpo", **ALONE}
     )[0]
@@ -521,9 +522,10 @@ def test_gradients_that_a_rank_never_has_in_full_are_the_same(on_ranks: OnRanks,
 def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (Trained(torch.nn.Linear(10, size, bias=False), None) for size in (10, 11))
     monkeypatch.setattr(logprobs, "kept_on_gpu", lambda share: int(share * 200))
-    on_gpu = {"scaling": {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}}
-    for tree, expected in ((on_gpu, {"large"}), ({}, set())):
-        assert roles.scattered(config.from_tree(tree), {"small": small, "large": large}) == expected
+    alone = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}
+    two = alone | {"num_workers": 2}
+    for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
+        assert roles.scattered(config.from_tree({"scaling": scaling}), {"small": small, "large": large}) == expected
 
 
 OFFLOAD: dict[str, Any] = {"model.offload": ["critic", "reference"], "scaling.use_gpu": True}
