@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from test_parallel_on_gpu import SHARES_GPUS
 from test_rollout import drawn_by
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -280,6 +281,12 @@ def test_every_rank_serves_the_engine_on_its_gpu(start: Start) -> None:
 
 def test_a_policy_whose_layers_are_cut_over_gpus_is_sent_whole(start: Start) -> None:
     ranks, _ = start([0.6, 0.6], [0.4, 0.4], tp=2)
+    assert_pushes_arrive(ranks, 2, {0: ["shared"], 1: ["shared"]})
+
+
+def test_a_policy_whose_rows_and_layers_are_cut_is_sent_whole(start: Start) -> None:
+    trainer, engine = (0.4, 0.2) if SHARES_GPUS else (0.6, 0.4)
+    ranks, _ = start([trainer] * 4, [engine] * 2, tp=2)
     assert_pushes_arrive(ranks, 2, {0: ["shared"], 1: ["shared"]})
 
 

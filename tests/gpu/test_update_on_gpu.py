@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rlx import logprobs
 from rlx.logprobs import token_logprobs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 OFFLOAD: dict[str, Any] = {"model.offload": ["critic", "reference"], "scaling.use_gpu": True}
 WAYS: list[dict[str, Any]] = [OFFLOAD, {"train.compile": True, "train.gradient_checkpointing": True}]
