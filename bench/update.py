@@ -152,6 +152,7 @@ def rank(job: dict[str, Any]) -> None:
     from measure import Memory, now
 
     from rlx.assembly import assemble
+    from rlx.balance import balanced
     from rlx.train_loop import annotate, estimate
     from rlx.update import update
 
@@ -174,6 +175,7 @@ def rank(job: dict[str, Any]) -> None:
         batch, _ = estimate(run, annotate(run, drawn, late))
         memory.forget()
         between = now(run.device)
+        batch = balanced(batch, run.config.train.minibatches, run.grid)
         update(run, batch, late)
         ended = now(run.device)
         peak = memory.peak() if round_ >= workload.WARM - 1 else 0

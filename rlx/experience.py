@@ -92,15 +92,18 @@ def joined(parts: Sequence[Experience]) -> Experience:
     if len(parts) == 1:
         return parts[0]
     length, width = max(part.ids.shape[1] for part in parts), max(part.mask.shape[1] for part in parts)
-
-    def column(name: str) -> Tensor:
-        grids = [getattr(part, name) for part in parts]
-        if grids[0].ndim == 1:
-            return torch.cat(grids)
-        return torch.cat([pad(grid, (0, (length if name == "ids" else width) - grid.shape[1])) for grid in grids])
-
-    whole = Experience(**{field.name: column(field.name) for field in fields(Experience)})
+    alike = [widened(part, length, width) for part in parts]
+    whole = Experience(**{f.name: torch.cat([getattr(part, f.name) for part in alike]) for f in fields(Experience)})
     return replace(whole, place=torch.arange(len(whole.scores), device=whole.scores.device))
+
+
+def widened(part: Experience, length: int, width: int) -> Experience:
+    """The same with `ids` padded to `[B, length]` and the rest to `[B, width]`."""
+
+    def column(name: str, grid: Tensor) -> Tensor:
+        return pad(grid, (0, (length if name == "ids" else width) - grid.shape[1])) if grid.ndim == 2 else grid
+
+    return Experience(**{f.name: column(f.name, getattr(part, f.name)) for f in fields(Experience)})
 
 
 def minibatches(experience: Experience, count: int) -> list[Experience]:
@@ -113,6 +116,20 @@ def minibatches(experience: Experience, count: int) -> list[Experience]:
     if rows % count:
         raise ValueError(f"{rows} completions do not make {count} equal mini-batches")
     return [experience.rows(slice(i, i + rows // count)) for i in range(0, rows, rows // count)]
+
+
+def dealt(lengths: Tensor, count: int) -> Tensor:
+    """Which replica is to train on each completion, `[R, B]` from the lengths `[R, B]` of those that each has.
+
+    Those of each of `count` mini-batches are dealt by themselves, the longest first, to and fro: to replicas 0, 1, 1,
+    0, 0, 1, ... of two. So all get as many, of like lengths, and their micro-batches can be alike.
+    """
+    replicas, rows = lengths.shape
+    together = lengths.view(replicas, count, -1).transpose(0, 1).reshape(count, -1)
+    order = together.argsort(dim=1, descending=True, stable=True)
+    turn = torch.arange(order.shape[1]) % (2 * replicas)
+    owners = torch.empty_like(order).scatter_(1, order, turn.minimum(2 * replicas - 1 - turn).expand_as(order))
+    return owners.view(count, replicas, -1).transpose(0, 1).reshape(replicas, rows)
 
 
 def micro_batch_count(experience: Experience, token_budget: int) -> int:

@@ -60,6 +60,11 @@ class Grid:
         return self.ranks // self.tp
 
     @property
+    def replicas(self) -> Any:
+        """The process group of those, one of each replica, that hold the same part of it."""
+        return self.mesh.get_group(0)
+
+    @property
     def leads(self) -> bool:
         """Whether this is its replica's first process, the one that draws and scores completions."""
         return self.rank % self.tp == 0

@@ -5,6 +5,7 @@ One by one, three hundred of them take longer to ask for than to send.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -48,18 +49,24 @@ def _mesh(part: Tensor) -> DeviceMesh | None:
     """The ranks over which a tensor is cut by rows, as FSDP2 cuts over one dimension of several ranks; else None."""
     if not isinstance(part, DTensor) or part.device_mesh.ndim > 1 or part.placements != (Shard(0),):
         return None
-    return part.device_mesh if part.device_mesh.size() > 1 else None
+    return part.device_mesh if _ranks(part.device_mesh) > 1 else None
 
 
 def _alone(part: Tensor) -> Tensor:
     if not isinstance(part, DTensor):
         return part.detach()
-    return part.to_local() if part.device_mesh.size() == 1 else part.full_tensor()
+    return part.to_local() if _ranks(part.device_mesh) == 1 else part.full_tensor()
+
+
+@functools.cache
+def _ranks(mesh: DeviceMesh) -> int:
+    """Counted once: asked for each of three hundred tensors, a mesh takes a fifth of a sync to count."""
+    return int(mesh.size())  # type: ignore[no-untyped-call]
 
 
 def _all_gathered(parts: Sequence[tuple[Tensor, torch.dtype]], mesh: DeviceMesh) -> list[Tensor]:
     """Tensors of which each rank has as many rows, the last ones fewer or none."""
-    ranks, shards = mesh.size(), [part.to_local() for part, _ in parts]  # type: ignore[attr-defined]
+    ranks, shards = _ranks(mesh), [part.to_local() for part, _ in parts]  # type: ignore[attr-defined]
     sizes = [
         math.ceil(part.shape[0] / ranks) * math.prod(part.shape[1:]) * dtype.itemsize for part, dtype in parts
     ]  # of a rank's rows, in bytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlx.experience import Selection, build, joined, micro_batch_count, micro_batches, minibatches
+from rlx.experience import Selection, build, dealt, joined, micro_batch_count, micro_batches, minibatches
 from rlx.types import Completion, Experience, Judged, Prompt
 
 PAD = 9
@@ -249,3 +249,22 @@ def test_ranks_can_agree_on_more_micro_batches_than_one_needs() -> None:
     assert packed([12, 3, 3, 3, 3], 2) == [[12], [3, 3, 3, 3]]
     with pytest.raises(ValueError, match="5 completions do not fill 6 micro-batches"):
         packed([5] * 5, 6)
+
+
+# --- replicas
+
+
+def test_completions_are_dealt_the_longest_first_to_and_fro() -> None:
+    assert dealt(torch.tensor([[5, 4, 3], [2, 6, 1]]), 1).tolist() == [[1, 1, 0], [0, 0, 1]]
+    assert dealt(torch.tensor([[5, 1], [1, 7]]), 2).tolist() == [[0, 1], [1, 0]]  # each mini-batch by itself
+    assert dealt(torch.tensor([[9], [9], [9]]), 1).tolist() == [[0], [1], [2]]  # equally long: none travels
+
+
+@pytest.mark.parametrize(("replicas", "count"), [(2, 1), (3, 2), (8, 4)])
+def test_dealt_completions_make_alike_micro_batches(replicas: int, count: int) -> None:
+    lengths = torch.randint(10, 500, (replicas, 16 * count), generator=torch.Generator().manual_seed(replicas))
+    owners = dealt(lengths, count)
+    for part, owner in zip(lengths.chunk(count, 1), owners.chunk(count, 1), strict=True):
+        shares = torch.stack([part[owner == i].sort().values for i in range(replicas)])  # as many each, or it raises
+        assert (shares.amax(0)[:-1] <= shares.amin(0)[1:]).all()  # the i-th of any is no longer than the next of any
+        assert shares.sum(1).max() - shares.sum(1).min() < part.sum(1).max() - part.sum(1).min()

@@ -14,7 +14,7 @@ LAYERS = [
     {"config", "math_judge", "shards"},  # what a person writes becomes settings
     {"command_line", "logprobs"},
     PARTS | {"adaptive", "parallel", "reward_model", "clock", "controller", "plan", "report", "progress", "warm_start"},
-    {"remote_reward", "preferences", "archive", "checkpoint", "tracker"},
+    {"remote_reward", "preferences", "balance", "archive", "checkpoint", "tracker"},
     {"saver", "fleet"},
     {"rounds"},
     {"roles"},

@@ -21,7 +21,20 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rlx import config, data, experience, logprobs, metrics, model, roles, shards, train_loop, update, worker
+from rlx import (
+    balance,
+    config,
+    data,
+    experience,
+    logprobs,
+    metrics,
+    model,
+    roles,
+    shards,
+    train_loop,
+    update,
+    worker,
+)
 from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
@@ -355,6 +368,7 @@ def updated(
         batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
         batch = train_loop.annotate(run, batch, run.scores_late)
         batch, kl = train_loop.estimate(run, batch)
+        batch = balance.balanced(batch, run.config.train.minibatches, run.grid)
         sums = update.update(run, batch, run.scores_late)
         sums = run.summed(sums | {"kl": kl, "entropy": (batch.entropy * batch.mask).sum()})
     state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
