@@ -152,7 +152,6 @@ def rank(job: dict[str, Any]) -> None:
     from measure import Memory, now
 
     from rlx.assembly import assemble
-    from rlx.balance import balanced
     from rlx.train_loop import annotate, estimate
     from rlx.update import update
 
@@ -161,7 +160,8 @@ def rank(job: dict[str, Any]) -> None:
     memory = Memory(run.device)
     judged = made_up(run.config, run.tokenizer, run.grid.dp_rank, run.grid.dp_size)
     sequences = [(len(c.prompt.token_ids), [*c.prompt.token_ids, *c.token_ids]) for c in (j.completion for j in judged)]
-    tokens = run.config.train.epochs * sum(len(all_) for _, all_ in sequences)
+    drawn = run.summed({"tokens": sum(len(all_) for _, all_ in sequences)})["tokens"]  # ranks train on each other's
+    tokens = run.config.train.epochs * drawn / run.grid.dp_size
     result: dict[str, Any] = {"tokens": tokens, "annotate": [], "seconds": [], "bare": [], "memory": 0}
     if loop := job["loop"]:
         result["bare tokens"] = ray.get(loop.load.remote(sequences))
@@ -171,11 +171,10 @@ def rank(job: dict[str, Any]) -> None:
         if loop:
             result["bare"].append(ray.get(loop.round.remote()))
         started = now(run.device)
-        (drawn,) = run.experiences(judged)
-        batch, _ = estimate(run, annotate(run, drawn, late))
+        (made,) = run.experiences(judged)
+        batch, _ = estimate(run, annotate(run, made, late))
         memory.forget()
         between = now(run.device)
-        batch = balanced(batch, run.config.train.minibatches, run.grid)
         update(run, batch, late)
         ended = now(run.device)
         peak = memory.peak() if round_ >= workload.WARM - 1 else 0

@@ -55,7 +55,7 @@ def examine(setup: dict[str, Any]) -> None:
     figures = {"ratio": 0.0, "clipped": 0.0, "kl": 0.0, "gap": 0.0}
     for _ in range(ROUNDS):
         batch, kl = estimate(run, drawn(run, run.scores_late))
-        sums = update(run, batch, run.scores_late)
+        batch, sums = update(run, batch, run.scores_late)
         s = run.summed(sums | {"kl": kl, "tokens": batch.mask.sum()})
         worst = {
             "ratio": abs(s["policy/ratio"] / s["updated"] - 1),

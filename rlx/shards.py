@@ -58,7 +58,7 @@ def _alone(part: Tensor) -> Tensor:
     return part.to_local() if _ranks(part.device_mesh) == 1 else part.full_tensor()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _ranks(mesh: DeviceMesh) -> int:
     """Counted once: asked for each of three hundred tensors, a mesh takes a fifth of a sync to count."""
     return int(mesh.size())  # type: ignore[no-untyped-call]

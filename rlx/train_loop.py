@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rlx import algorithms
 from rlx.assembly import assemble
-from rlx.balance import balanced
 from rlx.clock import Clock
 from rlx.experience import Selection, joined
 from rlx.metrics import evaluate, rollout_sums, summarize
@@ -47,8 +46,7 @@ def train_loop(setup: dict[str, Any]) -> None:
             parts += [annotate(run, part, late) for part in run.experiences(selection.take(last=True))]
             batch, kl = estimate(run, joined(parts))  # 6 advantages and returns
         with clock("update"):
-            batch = balanced(batch, config.train.minibatches, run.grid)
-            sums = update(run, batch, late)  # 7 losses, backward, clip, step
+            batch, sums = update(run, batch, late)  # 7 losses, backward, clip, step
         with clock("rollout"):
             run.settle()
         run.step += 1

@@ -13,19 +13,25 @@ import torch
 from torch import Tensor
 
 from rlx import adaptive, algorithms, experience, model
+from rlx.balance import balanced
 from rlx.model import Scored
 from rlx.types import Experience
 from rlx.worker import Run, Sums
 
 
-def update(run: Run, batch: Experience, late: bool = False) -> Sums:
-    """All epochs of optimizer steps on a batch; the losses' statistics, summed over them.
+def update(run: Run, batch: Experience, late: bool = False) -> tuple[Experience, Sums]:
+    """All epochs of optimizer steps on a batch.
 
     Args:
-        late: `annotate` has left out the first mini-batch; the batch gets its columns here, from the first pass.
+        late: `annotate` has left out the first mini-batch; it gets its columns here, from the first pass.
+
+    Returns:
+        The batch that this rank has trained on, dealt anew over replicas and with all columns; and the losses'
+        statistics, summed over optimizer steps.
 
     Raises: see `check_norms`.
     """
+    batch = balanced(batch, run.config.train.minibatches, run.grid)
     batches = experience.minibatches(batch, run.config.train.minibatches)
     cut, sizes = run.cut(batches), denominators(run, batches)
     sums: Sums = {"positions": sum(micro.ids.numel() for micros in cut for micro in micros)}
@@ -41,7 +47,7 @@ def update(run: Run, batch: Experience, late: bool = False) -> Sums:
             break
         _add(sums, optimizer_step(run, number))
     check_norms(run, sums)
-    return sums
+    return batch, sums
 
 
 def fill_in(batch: Experience, micros: Sequence[Experience]) -> None:

@@ -1,5 +1,6 @@
-"""Completions that travel between replicas, over gloo."""
+"""Completions that travel between replicas, over gloo; tests/gpu has them travel over NCCL."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -45,23 +46,28 @@ def kept(batch: Experience) -> list[list[Any]]:
     return found
 
 
-def dealt_out(rank: int, ranks: int, tp: int) -> tuple[list[list[Any]], Tensor, tuple[int, ...], Tensor]:
-    grid = Grid.of("cpu", tp)
-    batch = balanced(drawn(grid.dp_rank), COUNT, grid)
-    return kept(batch), batch.prompt_lengths + batch.widths, tuple(batch.mask.shape), batch.place
+def dealt_out(rank: int, ranks: int, tp: int, device: str) -> tuple[list[list[Any]], Tensor, int, Tensor]:
+    grid = Grid.of(device, tp)
+    batch = balanced(drawn(grid.dp_rank).to(torch.device(device)), COUNT, grid)
+    assert {getattr(batch, field.name).device.type for field in fields(batch)} == {device}
+    batch = batch.to(torch.device("cpu"))
+    return kept(batch), batch.prompt_lengths + batch.widths, batch.mask.shape[1], batch.place
 
 
 @pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (2, 1), (3, 1), (4, 2)])
 def test_mini_batches_hold_the_same_completions_dealt_evenly(ranks: int, tp: int, on_ranks: OnRanks) -> None:
-    found = on_ranks(ranks, dealt_out, tp)
+    assert_dealt(on_ranks(ranks, dealt_out, tp, "cpu"), ranks, tp)
+
+
+def assert_dealt(found: list[Any], ranks: int, tp: int) -> None:
     before = [kept(drawn(replica)) for replica in range(ranks // tp)]
     for m in range(COUNT):
         expected = sorted(row for replica in before for row in replica[m])
         assert sorted(row for rows, *_ in found[::tp] for row in rows[m]) == expected
         assert {len(rows[m]) for rows, *_ in found} == {ROWS // COUNT}
-    for rows, lengths, shape, place in found:
+    for rows, lengths, width, place in found:
         assert place.tolist() == list(range(ROWS))
-        assert shape[1] == max(len(row[2]) for part in rows for row in part)  # cut to the replica's own longest
+        assert width == max(len(row[2]) for part in rows for row in part)  # cut to the replica's own longest
         assert len(lengths) == ROWS
     for i, (rows, *_) in enumerate(found):
         assert rows == found[i // tp * tp][0]  # neighbours train on the same

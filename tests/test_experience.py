@@ -260,8 +260,33 @@ def test_completions_are_dealt_the_longest_first_to_and_fro() -> None:
     assert dealt(torch.tensor([[9], [9], [9]]), 1).tolist() == [[0], [1], [2]]  # equally long: none travels
 
 
+def waiting(lengths: Sequence[Tensor], budget: int) -> float:
+    """The positions of each micro-batch's largest on any replica, by those of the mean replica."""
+    batches = [numbered([(1, length - 1) for length in own.tolist()]) for own in lengths]
+    count = max(micro_batch_count(batch, budget) for batch in batches)
+    sizes = torch.tensor([[float(micro.ids.numel()) for micro in micro_batches(batch, count)] for batch in batches])
+    return float(sizes.amax(0).sum() / sizes.sum(1).mean())
+
+
+@pytest.mark.parametrize(("replicas", "before", "after"), [(2, 1.08, 1.06), (4, 1.15, 1.08), (8, 1.18, 1.08)])
+def test_replicas_whose_completions_are_dealt_wait_less_for_each_other(
+    replicas: int, before: float, after: float
+) -> None:
+    """64 completions each of log-normal lengths, 100 tokens in the median, sigma 0.8, five times."""
+    generator = torch.Generator().manual_seed(0)
+    own, now = 0.0, 0.0
+    for _ in range(5):
+        drawn = (100 * (0.8 * torch.randn(replicas, 64, generator=generator)).exp()).long().clamp(4, 1000)
+        owners = dealt(drawn, 1)
+        own += waiting(list(drawn), 4096) / 5
+        now += waiting([drawn[owners == i] for i in range(replicas)], 4096) / 5
+    print(f"{replicas} replicas: {own:.3f} as drawn, {now:.3f} dealt")
+    assert own > before
+    assert now < after
+
+
 @pytest.mark.parametrize(("replicas", "count"), [(2, 1), (3, 2), (8, 4)])
-def test_dealt_completions_make_alike_micro_batches(replicas: int, count: int) -> None:
+def test_dealt_completions_are_of_like_lengths(replicas: int, count: int) -> None:
     lengths = torch.randint(10, 500, (replicas, 16 * count), generator=torch.Generator().manual_seed(replicas))
     owners = dealt(lengths, count)
     for part, owner in zip(lengths.chunk(count, 1), owners.chunk(count, 1), strict=True):

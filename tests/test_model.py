@@ -21,20 +21,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rlx import (
-    balance,
-    config,
-    data,
-    experience,
-    logprobs,
-    metrics,
-    model,
-    roles,
-    shards,
-    train_loop,
-    update,
-    worker,
-)
+from rlx import config, data, experience, logprobs, metrics, model, roles, shards, train_loop, update, worker
 from rlx.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
 from rlx.config import ConfigError
@@ -368,8 +355,7 @@ def updated(
         batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
         batch = train_loop.annotate(run, batch, run.scores_late)
         batch, kl = train_loop.estimate(run, batch)
-        batch = balance.balanced(batch, run.config.train.minibatches, run.grid)
-        sums = update.update(run, batch, run.scores_late)
+        batch, sums = update.update(run, batch, run.scores_late)
         sums = run.summed(sums | {"kl": kl, "entropy": (batch.entropy * batch.mask).sum()})
     state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
     state |= {f"average.{name}": p for name, p in run.average.items()}
@@ -394,7 +380,7 @@ def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience
     runs[1].policy.forward = refuse
     theirs = train_loop.annotate(runs[1], replace(start, rollout_logprobs=own.logprobs - 0.1 * own.mask))
     del runs[1].policy.forward
-    return own, theirs, runs[1].summed(update.update(runs[1], train_loop.estimate(runs[1], theirs)[0]))
+    return own, theirs, runs[1].summed(update.update(runs[1], train_loop.estimate(runs[1], theirs)[0])[1])
 
 
 def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model: Path) -> None:
@@ -424,7 +410,8 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     assert bool(first.logprobs.any()) != late
     assert all(other.logprobs.any() for other in others)
     batch, _ = train_loop.estimate(run, batch)
-    sums: dict[str, Any] = run.summed(update.update(run, batch, late))
+    batch, own_sums = update.update(run, batch, late)
+    sums: dict[str, Any] = run.summed(own_sums)
     selection = run.selection()
     selection.add(judged)
     sums |= run.summed(metrics.rollout_sums(run, batch, selection))
@@ -444,6 +431,7 @@ def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
     (before, expected), (late, found) = on_ranks(
         2, both, str(tiny_model), way | {"algorithm.advantage": "grpo", **ALONE}
     )[0]
+    assert set((late.groups % 2).tolist()) == {0, 1}  # completions were dealt over both ranks
     torch.testing.assert_close(late.logprobs, before.logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(late.ref_logprobs, before.ref_logprobs, atol=1e-5, rtol=0)
     first = len(late.scores) // minibatches

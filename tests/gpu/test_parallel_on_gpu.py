@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import OnRanks
+from test_balance import assert_dealt, dealt_out
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -114,3 +116,10 @@ def test_several_gpus_score_and_learn_as_one(ranks: int, tp: int, on_gpus: Resul
     alike = set(first) - (set() if ranks == tp else {"logprobs", "values"})  # of other rows
     unlike = {name for name in alike for other in others if not torch.equal(first[name], other[name])}
     assert unlike == set()  # what all hold alike stays alike, to the last bit
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (4, 2)])
+def test_completions_travel_between_gpus(ranks: int, tp: int, on_ranks: OnRanks) -> None:
+    if torch.cuda.device_count() < ranks and not SHARES_GPUS:
+        pytest.skip(f"needs {ranks} GPUs")
+    assert_dealt(on_ranks(ranks, dealt_out, tp, "cuda"), ranks, tp)
