@@ -233,6 +233,10 @@ class Script:
             return False
 
 
+KILLED_S = 90.0
+"""until a killed driver's processes are gone: Ray's agents may wait 60 s to tell a store of it that has ended too"""
+
+
 def assert_all_end(script: Script, seconds: float) -> None:
     """All of a script's processes are gone in so many seconds."""
     deadline = time.monotonic() + seconds

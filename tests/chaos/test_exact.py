@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import History, Script, assert_all_end, mlflow_history
+from conftest import KILLED_S, History, Script, assert_all_end, mlflow_history
 from runs import MEASURED
 
 from rlx import archive, run_folder
@@ -73,7 +73,7 @@ def killed_at_random(run: Script, moments: random.Random) -> bool:
         assert run.process.returncode == 0, run.output.read_text()
         return False
     run.kill()
-    assert_all_end(run, 30)
+    assert_all_end(run, KILLED_S)
     return True
 
 

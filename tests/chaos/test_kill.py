@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import History, Script, assert_all_end, mlflow_history
+from conftest import KILLED_S, History, Script, assert_all_end, mlflow_history
 from runs import MEASURED
 
 from rlx import archive, report, run_folder
@@ -48,7 +48,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(tiny_model: Path, tmp_path:
     killed = script("ppo.py", *words(tmp_path, tiny_model, "killed", 6))
     killed.wait_for("step 3/6")
     killed.kill()
-    assert_all_end(killed, 30)
+    assert_all_end(killed, KILLED_S)
 
     resumed = script("ppo.py", "--storage", str(tmp_path), "--resume", "killed")
     assert resumed.process.wait(300) == 0, resumed.output.read_text()

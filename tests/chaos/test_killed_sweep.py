@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Script, assert_all_end, mlflow_history
+from conftest import KILLED_S, Script, assert_all_end, mlflow_history
 from runs import comparable
 
 from rlx import run_folder
@@ -51,7 +51,7 @@ def killed_within(run: Script, seconds: float) -> bool:
     if run.process.poll() is not None:
         return False
     run.kill()
-    assert_all_end(run, 30)
+    assert_all_end(run, KILLED_S)
     return True
 
 
