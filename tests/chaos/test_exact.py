@@ -59,14 +59,16 @@ def finish(script: Script) -> None:
     assert script.process.wait(600) == 0, script.output.read_text()
 
 
-def killed_at_random(run: Script, moments: random.Random) -> bool:
-    """Kills the driver in its start-up (one time in four) or while it steps; False if it had ended before."""
+def killed_at_random(run: Script, moments: random.Random, kept: int) -> bool:
+    """Kills the driver in its start-up (one time in four) or up to three steps after the checkpoint that it goes on
+    from; False if it had ended before."""
     if moments.random() < 0.25:
         deadline = time.monotonic() + moments.uniform(0, 25)
         while run.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
     else:
-        while run.process.poll() is None and "\nstep " not in run.output.read_text():
+        reached = f"\nstep {min(STEPS, kept + moments.randrange(4))}/"
+        while run.process.poll() is None and reached not in run.output.read_text():
             time.sleep(0.05)
         time.sleep(moments.uniform(0, 2.5))
     if run.process.poll() is not None:
@@ -86,8 +88,8 @@ def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(ranks: in
     while kills < KILLS:
         name = f"killed-{lives}"
         lives += 1
-        run = script("ppo.py", *place.words(name, ranks))
-        while kills < KILLS and killed_at_random(run, moments):
+        run, kept = script("ppo.py", *place.words(name, ranks)), 0
+        while kills < KILLS and killed_at_random(run, moments, kept):
             kills += 1
             kept = place.newest(name)
             begun = run_folder.exists(open_storage(place.address) / "runs" / name)
