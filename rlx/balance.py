@@ -6,7 +6,7 @@ completions those are is experience's choice; here they travel.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,6 @@ def balanced(batch: Experience, count: int, grid: Grid) -> Experience:
         return received
 
     whole = widened(batch, length, width)
-    found = Experience(**{field.name: exchanged(getattr(whole, field.name)) for field in fields(Experience)})
+    found = Experience(**{name: exchanged(column) for name, column in whole.columns.items()})
     by_minibatch = (here.nonzero()[:, 1] // (len(mine) // count)).argsort(stable=True)
     return replace(found.rows(by_minibatch.to(own.device)), place=torch.arange(len(mine), device=own.device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -92,8 +92,8 @@ def joined(parts: Sequence[Experience]) -> Experience:
     if len(parts) == 1:
         return parts[0]
     length, width = max(part.ids.shape[1] for part in parts), max(part.mask.shape[1] for part in parts)
-    alike = [widened(part, length, width) for part in parts]
-    whole = Experience(**{f.name: torch.cat([getattr(part, f.name) for part in alike]) for f in fields(Experience)})
+    alike = [widened(part, length, width).columns for part in parts]
+    whole = Experience(**{name: torch.cat([columns[name] for columns in alike]) for name in alike[0]})
     return replace(whole, place=torch.arange(len(whole.scores), device=whole.scores.device))
 
 
@@ -103,7 +103,7 @@ def widened(part: Experience, length: int, width: int) -> Experience:
     def column(name: str, grid: Tensor) -> Tensor:
         return pad(grid, (0, (length if name == "ids" else width) - grid.shape[1])) if grid.ndim == 2 else grid
 
-    return Experience(**{f.name: column(f.name, getattr(part, f.name)) for f in fields(Experience)})
+    return Experience(**{name: column(name, grid) for name, grid in part.columns.items()})
 
 
 def minibatches(experience: Experience, count: int) -> list[Experience]:

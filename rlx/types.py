@@ -118,6 +118,11 @@ class Experience:
     returns: Tensor  # [B, T]
 
     @property
+    def columns(self) -> dict[str, Tensor]:
+        """All of the above by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
         """What the models score: `ids`, `prompt_lengths`, `mask`, `places`."""
         return self.ids, self.prompt_lengths, self.mask, self.places
@@ -135,11 +140,11 @@ class Experience:
 
     def rows(self, chosen: slice | Tensor) -> Experience:
         """Some of the completions, cut to the longest among them."""
-        cut = {f.name: getattr(self, f.name)[chosen] for f in fields(self)}
+        cut = {name: column[chosen] for name, column in self.columns.items()}
         widths = self.widths[chosen]
         width, length = int(widths.max()), int((cut["prompt_lengths"] + widths).max())
         grids = {name: part[:, :width] for name, part in cut.items() if part.ndim == 2}
         return replace(self, **(cut | grids | {"ids": cut["ids"][:, :length]}))
 
     def to(self, device: torch.device) -> Experience:
-        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return replace(self, **{name: column.to(device) for name, column in self.columns.items()})

@@ -78,6 +78,11 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
     dist.destroy_process_group()
 
 
+def check_room(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks and not SHARES_GPUS:
+        pytest.skip(f"needs {ranks} GPUs")
+
+
 Results = Callable[[int, int], list[dict[str, Tensor]]]
 
 
@@ -100,8 +105,7 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (2, 2), (4, 2)])
 def test_several_gpus_score_and_learn_as_one(ranks: int, tp: int, on_gpus: Results) -> None:
-    if torch.cuda.device_count() < ranks and not SHARES_GPUS:
-        pytest.skip(f"needs {ranks} GPUs")
+    check_room(ranks)
     (alone,), (first, *others) = on_gpus(1, 1), on_gpus(ranks, tp)
     gap = (first["logprobs"] - alone["logprobs"][:: ranks // tp]).abs()
     print(f"mean |delta logprob| {gap.mean():.4f}, largest {gap.max():.4f}")
@@ -120,6 +124,5 @@ def test_several_gpus_score_and_learn_as_one(ranks: int, tp: int, on_gpus: Resul
 
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (4, 2)])
 def test_completions_travel_between_gpus(ranks: int, tp: int, on_ranks: OnRanks) -> None:
-    if torch.cuda.device_count() < ranks and not SHARES_GPUS:
-        pytest.skip(f"needs {ranks} GPUs")
+    check_room(ranks)
     assert_dealt(on_ranks(ranks, dealt_out, tp, "cuda"), ranks, tp)
