@@ -24,7 +24,8 @@ import workload
 from rollout import described
 
 from rlx.command_line import exit_code
-from rlx.config import ConfigError, RunConfig
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
 
 # Two cores, as TRL has: the engine takes turns with the worker on policy, and more than a thread gains it nothing. All
 # completions at once, as TRL; micro-batches of which a mini-batch has two in both.

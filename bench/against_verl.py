@@ -36,7 +36,8 @@ from rollout import described
 
 from rlx import inputs
 from rlx.command_line import exit_code
-from rlx.config import ConfigError, RunConfig
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
 
 _REWARD = (
     "def score(data_source, solution_str, ground_truth, extra_info=None, **_):\n    return float(len(solution_str))\n"

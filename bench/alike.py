@@ -10,7 +10,8 @@ import step
 import workload
 from rollout import requests
 
-from rlx.config import ConfigError, RunConfig
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
 
 Prompts = list[list[tuple[int, ...]]]
 """the token ids of each step's prompts"""

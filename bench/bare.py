@@ -17,7 +17,7 @@ import torch
 from measure import Memory, now
 from torch import Tensor, nn
 
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 from rlx.rollout.engine import by_newer_runner
 from rlx.types import Sampling
 

@@ -21,7 +21,8 @@ import table
 import workload
 
 from rlx.command_line import exit_code
-from rlx.config import ConfigError, RunConfig
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:

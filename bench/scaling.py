@@ -21,7 +21,9 @@ import update
 import workload
 
 from rlx.command_line import exit_code
-from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:

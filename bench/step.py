@@ -20,7 +20,9 @@ import table
 import workload
 
 from rlx.command_line import exit_code
-from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
 
 _PARTS = ("rollout", "reward", "annotate", "update", "sync")
 

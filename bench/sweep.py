@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx import inputs, report, run_folder
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 from rlx.storage import Storage, open_storage
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -30,7 +30,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlx import crew, model
 from rlx.command_line import exit_code
-from rlx.config import RunConfig, from_tree
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
 from rlx.fleet import Fleet
 from rlx.parallel import Grid
 from rlx.rollout import links, pool

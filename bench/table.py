@@ -11,7 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rlx.config import RunConfig, flatten
+from rlx.config.run import RunConfig
+from rlx.config.sections import flatten
 
 TARGETS: dict[str, tuple[str, float | None, float | None]] = {
     "rollout / bare vLLM": (">=", 0.90, 0.95),

@@ -23,7 +23,8 @@ import table
 import workload
 
 from rlx.command_line import exit_code
-from rlx.config import ConfigError, RunConfig
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
 
 _PEAK_FLOPS = 989e12
 """of an H200 in dense bf16, NVIDIA's data sheet; what utilisation is counted against"""

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from rlx.command_line import add_settings, parse
-from rlx.config import ConfigError, RunConfig, from_tree, nearest, with_overrides
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
 
 _BEGUN = time.monotonic()
 UNTRAINED = "tiny-random"

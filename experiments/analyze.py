@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlx import report
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.storage import local_folder
 
 
@@ -41,23 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def analyze(args: argparse.Namespace) -> int:
     """Shows the sweep and writes its files."""
-    from rlx import analysis
+    from rlx import analysis, comparison, records
 
     storage = local_folder(args.storage)
     uri = args.tracking_uri or default_uri(storage)
-    names = analysis.sweep_names(uri, args.experiment)
-    sweep = analysis.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
-    against = analysis.load_sweep(uri, args.experiment, args.against, [args.metric]) if args.against else None
+    names = records.sweep_names(uri, args.experiment)
+    sweep = records.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
+    against = records.load_sweep(uri, args.experiment, args.against, [args.metric]) if args.against else None
     if not args.sweep and len(names) > 1:
         print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
     print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {args.metric}\n")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     shown = analysis.compared(sweep, args.metric, args.mode, args.by, against)
     for found in shown.values():
-        print(f"{analysis.format_table(analysis.table(found), width)}\n")
-    print(f"{analysis.answer(shown['settings'], args.metric)}\n")
+        print(f"{comparison.format_table(comparison.table(found), width)}\n")
+    print(f"{comparison.answer(shown['settings'], args.metric)}\n")
     if against:
-        print(f"{analysis.apart(*shown[f'against {against.name}'])}\n")
+        print(f"{comparison.apart(*shown[f'against {against.name}'])}\n")
     if (best := shown["settings"][0]).ended:
         run = report.client(uri).get_run(best.trials[0].runs[-1]).data.tags.get("rlx.folder", "RUN")
         print(f"its model: python experiments/export.py {run} --checkpoint best --register NAME\n")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rlx import listing
 from rlx.command_line import exit_code
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 from rlx.storage import resolved
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from rlx import archive, listing, report, run_folder
 from rlx.command_line import exit_code
-from rlx.config import ConfigError, RunConfig, from_tree
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
 from rlx.storage import local_folder
 
 SHOWN = (*listing.WATCHED, "eval/ema/accuracy")

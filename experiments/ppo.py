@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlx.command_line import add_settings, end_on_sigterm, exit_code, parse
-from rlx.config import ConfigError, RunConfig, from_tree, read_yaml, with_overrides
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.run import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:

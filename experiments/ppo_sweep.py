@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.command_line import add_settings, end_on_sigterm, exit_code, parse
-from rlx.config import ConfigError, from_tree, one_line, read_yaml, with_overrides
+from rlx.config.errors import ConfigError, one_line
+from rlx.config.loading import from_tree, read_yaml, with_overrides
 
 HERE = Path(__file__).resolve().parent
 # Ray takes seconds to import: the names of what rlx.search and rlx.schedulers have, for --help and bad input.
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
-    from rlx import analysis, inputs, launch, progress, report, sweep, tracker
+    from rlx import analysis, comparison, inputs, launch, progress, records, report, sweep, tracker
     from rlx.storage import local_folder, open_storage
     from rlx.trials import Sweep
 
@@ -94,10 +95,10 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
     try:
         own = tracker.run_id(storage / "sweeps" / plan.name)  # a server may know other sweeps of that name
-        loaded = analysis.load_sweep(uri, config.tracking.experiment, own or plan.name)
+        loaded = records.load_sweep(uri, config.tracking.experiment, own or plan.name)
         paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(analysis.format_table(analysis.rank(loaded), width))
+        print(comparison.format_table(comparison.rank(loaded), width))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own
         print(f"no analysis: {one_line(error, 300)}; later: analyze.py --sweep {plan.name}", file=sys.stderr)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.command_line import exit_code
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 
 DRAWN = 16_384  # questions drawn for the generated pairs; a quarter of them are different
 LINES = 20  # off a terminal, a line every so many steps

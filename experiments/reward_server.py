@@ -20,8 +20,9 @@ from threading import Lock
 from typing import Any
 
 from rlx import rewards
-from rlx.config import ConfigError, from_tree
-from rlx.settings import RewardConfig
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.sections import RewardConfig
 from rlx.types import Prompt, Response
 
 MOST_BYTES = 64 << 20

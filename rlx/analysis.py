@@ -14,16 +14,12 @@ from typing import Any
 import yaml
 
 from rlx import comparison, records, report
-from rlx.comparison import Group, Mode, best_first, groups
-from rlx.comparison import answer as answer
-from rlx.comparison import apart as apart
-from rlx.comparison import format_table as format_table
-from rlx.comparison import rank as rank
-from rlx.comparison import table as table
-from rlx.config import ConfigError, RunConfig, flatten, from_tree, with_overrides
+from rlx.comparison import Group, Mode, answer, best_first, format_table, groups, table
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
+from rlx.config.sections import flatten
 from rlx.records import METRIC, Setting, Sweep
-from rlx.records import load_sweep as load_sweep
-from rlx.records import sweep_names as sweep_names
 
 _PLACE = ("name", "storage")  # settings that say where a run is kept, not what it does
 

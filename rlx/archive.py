@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pyarrow import fs  # type: ignore[import-untyped]
+from pyarrow import fs
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from rlx.config import nearest
+from rlx.config.errors import nearest
 from rlx.storage import Storage, StorageError
 
 MANIFEST = "manifest.json"

@@ -15,8 +15,10 @@ import ray.train
 import ray.train.torch
 import torch
 
-from rlx import adaptive, controller, data, remote_reward, reward_model, rewards, roles, tasks
-from rlx.config import ConfigError, RunConfig
+from rlx import controller, data, remote_reward, reward_model, rewards, roles, tasks
+from rlx.algorithms import adaptive
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
 from rlx.fleet import Fleet
 from rlx.parallel import Grid
 from rlx.rollout.direct import Direct

@@ -13,7 +13,10 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from rlx.config import ConfigError, RunConfig, flatten, is_setting, nearest, parse_yaml, sections, settings
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.loading import parse_yaml
+from rlx.config.run import RunConfig, is_setting, sections, settings
+from rlx.config.sections import flatten
 
 _ended: list[int] = []  # signals that asked this process to end
 

@@ -24,9 +24,9 @@ from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.measure import Measurement
 from rich.table import Table
-from scipy.special import stdtrit  # type: ignore[import-untyped]
+from scipy.special import stdtrit
 
-from rlx.config import ConfigError, nearest
+from rlx.config.errors import ConfigError, nearest
 from rlx.progress import plain_console, printed
 from rlx.records import METRIC, Setting, Sweep, Trial, check_metric
 

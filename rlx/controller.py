@@ -24,7 +24,7 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.util.placement_group import PlacementGroup
 
-from rlx.config import one_line
+from rlx.config.errors import one_line
 
 Report = Callable[[dict[str, Any], str | None], None]
 """(a step's metrics, the path of the checkpoint that has become whole since the last one)"""

@@ -20,11 +20,12 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlx import controller, reward_model
-from rlx.config import ConfigError, RunConfig, flatten
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
+from rlx.config.sections import ALL_LAYERS, flatten
 from rlx.controller import LAST, Report, RunError, RunStopped, Say
 from rlx.plan import Plan, plan
 from rlx.rollout import pool
-from rlx.settings import ALL_LAYERS
 from rlx.storage import Storage
 
 _ABORT_S = 30.0  # a controller that takes longer to end is killed

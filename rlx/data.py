@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.csv  # type: ignore[import-untyped]
-import pyarrow.parquet  # type: ignore[import-untyped]
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import ray.data
 import ray.exceptions
 import ray.train
 
-from rlx.config import ConfigError, nearest
-from rlx.settings import DataConfig
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.sections import DataConfig
 from rlx.types import Prompt
 
 _LOG = logging.getLogger("rlx")

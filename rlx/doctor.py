@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from rlx import algorithms, controller
+from rlx import controller
+from rlx.algorithms import masking
 from rlx.assembly import assemble
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 from rlx.train_loop import annotate, estimate
 from rlx.types import Experience
 from rlx.update import update
@@ -95,7 +96,7 @@ def drawn(run: Run, late: bool = False) -> Experience:
 
 def gap(run: Run, batch: Experience) -> float:
     """Mean difference of a token's logprob between engine and trainer, over all ranks."""
-    apart = algorithms.masked_sum((batch.logprobs - batch.rollout_logprobs).abs(), batch.mask)
+    apart = masking.masked_sum((batch.logprobs - batch.rollout_logprobs).abs(), batch.mask)
     s = run.summed({"apart": apart, "tokens": batch.mask.sum()})
     return s["apart"] / s["tokens"]
 

@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from rlx import archive, checkpoint, data, experience, inputs, model, roles, shards, tasks
 from rlx.archive import Entry
-from rlx.config import ConfigError, RunConfig, one_line
+from rlx.config.errors import ConfigError, one_line
+from rlx.config.run import RunConfig
+from rlx.config.sections import ALL_LAYERS, DataConfig
 from rlx.model import Policy
-from rlx.settings import ALL_LAYERS, DataConfig
 from rlx.storage import patiently
 from rlx.types import Completion, Judged, Prompt
 from rlx.warm_start import no_progress_bars, whole_folder

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlx.comparison import Group, Mode, as_text
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.records import Setting
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+
 
 FEWEST = 12
 """settings with a value, below which there is no saying"""

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlx import data, remote_reward, rewards, tasks
-from rlx.config import ConfigError, RunConfig, flatten, one_line
+from rlx.config.errors import ConfigError, one_line
+from rlx.config.run import RunConfig
+from rlx.config.sections import flatten
 from rlx.storage import local_folder, resolved
 
 

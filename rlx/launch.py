@@ -21,15 +21,18 @@ import ray.train
 import yaml
 
 from rlx import archive, inputs, report, run_folder, tracker
-from rlx.config import ConfigError, RunConfig, flatten, one_line
+from rlx.config.errors import ConfigError, one_line
+from rlx.config.run import RunConfig
+from rlx.config.sections import flatten
 from rlx.controller import Report, RunStopped, Say
 from rlx.crew import Crew
 from rlx.plan import check_room, plan
 from rlx.storage import Storage, StorageError, check_writable, local_folder, open_storage
 from rlx.tracker import Tracker
 
-if TYPE_CHECKING:  # it imports torch and transformers
+if TYPE_CHECKING:
     from rlx.doctor import Verdict
+
 
 # Nobody preempts or scrapes a cluster that lives in this process: no actors for that.
 _OWN_CLUSTER = {

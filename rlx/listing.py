@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyarrow import fs  # type: ignore[import-untyped]
+from pyarrow import fs
 from rich import box
 from rich.table import Table
 
 from rlx import archive, run_folder
 from rlx.archive import Entry
-from rlx.config import ConfigError, RunConfig, from_tree
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
 from rlx.progress import printed
 from rlx.storage import Storage, below, open_storage, resolved
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torchmetrics import MeanMetric
 
-from rlx import algorithms
+from rlx.algorithms import kl, masking
 from rlx.experience import Selection
 from rlx.types import Experience, Judged
 from rlx.worker import Run, Sums
@@ -69,7 +69,7 @@ def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
     drawn, mask, count = selection.drawn, batch.mask, run.config.train.minibatches
     estimated = run.scores_late and run.config.algorithm.entropy_coef == 0 and count > 1
     exact = slice(len(mask) // count if estimated else 0, None)  # whose entropies are, or all that there are
-    mismatch = algorithms.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
+    mismatch = kl.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
     weights = run.importance(batch, cut=False)
     sums: Sums = {
         "drawn": len(drawn),
@@ -83,16 +83,16 @@ def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
         "prompt_tokens": batch.prompt_lengths.sum(),
         "truncated": sum(not one.completion.finished for one in drawn),
         "age": sum(run.step - 1 - one.completion.version for one in drawn),
-        "entropy": algorithms.masked_sum(batch.entropy[exact], mask[exact]),
+        "entropy": masking.masked_sum(batch.entropy[exact], mask[exact]),
         "exact": mask[exact].sum(),
-        "mismatch": algorithms.masked_sum(mismatch, mask),
-        "weight": algorithms.masked_sum(weights, mask),
-        "weight_squared": algorithms.masked_sum(weights.square(), mask),
+        "mismatch": masking.masked_sum(mismatch, mask),
+        "weight": masking.masked_sum(weights, mask),
+        "weight_squared": masking.masked_sum(weights.square(), mask),
         "reweighted": (run.importance(batch) != weights).sum() * (run.config.importance != "none"),
     }
     sums |= {f"part/{name}": sum(one.parts[name] for one in drawn) for name in drawn[0].parts}
     for name, grid in (("residual", batch.returns - batch.values), ("returns", batch.returns)):
-        sums |= {f"{name}/{i}": part for i, part in enumerate(algorithms.moments(grid, mask))}
+        sums |= {f"{name}/{i}": part for i, part in enumerate(masking.moments(grid, mask))}
     return sums
 
 
@@ -164,7 +164,7 @@ def _of_values(run: Run, s: Mapping[str, float]) -> dict[str, float]:
     metrics = {
         "value/loss": s["value/loss"] / (s["passes"] / run.grid.dp_size),
         "value/clip_fraction": s["value/clip_fraction"] / s["updated"],
-        "value/explained_variance": float(algorithms.explained_variance(residual, returns)),
+        "value/explained_variance": float(masking.explained_variance(residual, returns)),
     }
     if run.critic is not None:  # a head's gradient is part of the policy's
         metrics["value/grad_norm"] = s["grad_norm/critic"] / s["updates/critic"]

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
+from rlx.config.sections import ALL_LAYERS
 from rlx.logprobs import KEPT, Scores, logit_scores, token_logprobs
-from rlx.settings import ALL_LAYERS
 from rlx.types import Weight
 
 _ADAPTER = "default"  # peft's name for the only adapter

@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 
 from rlx import comparison, figures, records, report
 from rlx.comparison import Group, Mode, as_text, short_names
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.importance import importance
 from rlx.records import Sweep, Trial
 

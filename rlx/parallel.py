@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 
 T = TypeVar("T")
 DATA, TENSOR = "data", "tensor"

@@ -11,7 +11,8 @@ from functools import partial
 
 import ray
 
-from rlx.config import ConfigError, RunConfig
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
 
 Bundle = dict[str, float]
 _ROUNDING = 1e-6  # Ray counts in 1/10000

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlx import tasks, warm_start
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
+from rlx.config.sections import DataConfig
 from rlx.reward_model import Classifier, load_classifier, token_batches
-from rlx.settings import DataConfig
 
 PAIR_SEED, PAIR_SEEDS = 30_000_000, 1_000_000  # far from the prompts' seeds; how far the pairs of two seeds are apart
 NEAR = tuple(off for off in range(-9, 10) if off)  # what a wrong answer is off by

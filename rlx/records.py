@@ -19,7 +19,9 @@ from typing import Any
 import pandas as pd
 
 from rlx import report
-from rlx.config import ConfigError, RunConfig, from_tree, nearest, one_line, parse_yaml, with_overrides
+from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.config.loading import from_tree, parse_yaml, with_overrides
+from rlx.config.run import RunConfig
 
 Setting = int | float | str | None
 

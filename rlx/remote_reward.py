@@ -20,9 +20,9 @@ from urllib.parse import urlsplit, urlunsplit
 import requests
 import urllib3
 
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
+from rlx.config.sections import RewardConfig
 from rlx.rewards import RewardError
-from rlx.settings import RewardConfig
 from rlx.types import Response
 
 _CONNECTIONS = 8

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx import __version__
-from rlx.config import ConfigError, one_line
+from rlx.config.errors import ConfigError, one_line
 
 METRICS = {
     "reward/mean": "mean score of the step's completions, penalties taken off",

@@ -17,11 +17,12 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.types import Response
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 ATTEMPTS = 3  # that a call gets when its replica dies; scoring has no state, so it can be asked again
 

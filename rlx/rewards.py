@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from rlx.config import ConfigError, nearest
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.sections import CORRECTNESS, RewardConfig
 from rlx.math_judge import Judge
-from rlx.settings import CORRECTNESS, RewardConfig
 from rlx.types import Checker, Response, Scorer
 
 Reward = Callable[[Response, RewardConfig], float]

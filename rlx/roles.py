@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlx import logprobs, model, parallel
 from rlx.checkpoint import Trained
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 
 
 def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:

@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 from rlx import archive
 from rlx.archive import Entry
-from rlx.config import ConfigError, RunConfig, flatten, from_tree, nearest, one_line, parse_yaml, with_overrides
+from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.config.loading import from_tree, parse_yaml, with_overrides
+from rlx.config.run import RunConfig
+from rlx.config.sections import flatten
 from rlx.storage import Storage, below, open_storage, patiently, resolved
 
 T = TypeVar("T")

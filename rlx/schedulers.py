@@ -20,7 +20,7 @@ from ray.tune.schedulers import (
 )
 from ray.tune.search.sample import Categorical, Domain, Integer
 
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 from rlx.search import Space, last, rounded
 
 _TIME = "step"

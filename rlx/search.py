@@ -18,7 +18,9 @@ from ray.tune.search import Searcher
 from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer, LogUniform, Quantized
 from ray.tune.search.variant_generator import generate_variants
 
-from rlx.config import ConfigError, from_tree, is_setting, nearest, setting_keys, with_overrides
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import is_setting, setting_keys
 
 Space = dict[str, Any]
 """values or domains (tune.choice, tune.loguniform, ...) of settings, by dotted key"""

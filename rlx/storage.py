@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pyarrow import fs  # type: ignore[import-untyped]
+from pyarrow import fs
 
-from rlx.config import one_line, parse_yaml
+from rlx.config.errors import one_line
+from rlx.config.loading import parse_yaml
 
 T = TypeVar("T")
 PROFILES = (Path("storage"), Path(__file__).resolve().parent.parent / "storage")

@@ -24,7 +24,9 @@ from ray import tune
 from ray.tune.experiment import Trial
 
 from rlx import launch, report, run_folder, search
-from rlx.config import ConfigError, flatten, from_tree, nearest, with_overrides
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.sections import flatten
 from rlx.plan import nodes, plan
 from rlx.schedulers import PAUSING, REPLAYING, SCHEDULERS, first_rung
 from rlx.search import ADAPTIVE, METRIC, MODE, Space

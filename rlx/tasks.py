@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from rlx.config import ConfigError, nearest
-from rlx.settings import GENERATED, DataConfig
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.sections import GENERATED, DataConfig
 from rlx.types import Checker
 
 

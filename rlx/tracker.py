@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from rlx import report
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.report import Record
 from rlx.storage import Storage, StorageError, patiently
 

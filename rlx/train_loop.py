@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx import algorithms
+from rlx.algorithms import masking
+from rlx.algorithms.advantages import gae, group_advantages
+from rlx.algorithms.advantages import token_rewards as place_rewards
+from rlx.algorithms.kl import log_ratio_kl
 from rlx.assembly import assemble
 from rlx.clock import Clock
+from rlx.config.sections import GROUPED
 from rlx.experience import Selection, joined
 from rlx.metrics import evaluate, rollout_sums, summarize
-from rlx.settings import GROUPED
 from rlx.types import Experience
 from rlx.update import update
 from rlx.worker import Run
@@ -97,27 +100,27 @@ def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
     """Adds advantages and returns; also the summed KL to the reference."""
     settings, mask = run.config.algorithm, batch.mask
     scores, greedy = shaped(run, batch)
-    kl = algorithms.log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_kind)
+    kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_kind)
     kl_coef, lam = run.kl.coef if settings.kl_in == "reward" else 0.0, settings.lam
     if settings.advantage in GROUPED:  # what a group is compared by is the whole reward, KL included
         scores, kl_coef = scores - kl_coef * (kl * mask).sum(1), 0.0
     if settings.advantage != "gae":
-        scores, lam = algorithms.group_advantages(scores, batch.groups, settings.advantage, greedy), 1.0
-    token_rewards = algorithms.token_rewards(scores, kl, mask, kl_coef)
+        scores, lam = group_advantages(scores, batch.groups, settings.advantage, greedy), 1.0
+    rewards = place_rewards(scores, kl, mask, kl_coef)
     # Without a critic the values are 0 and lambda is 1: a token's advantage is the sum of the rewards from it on.
-    advantages, returns = algorithms.gae(token_rewards, batch.values, mask, settings.gamma, lam)
+    advantages, returns = gae(rewards, batch.values, mask, settings.gamma, lam)
     if settings.whiten:
-        total = algorithms.moments(advantages, mask)
+        total = masking.moments(advantages, mask)
         run.grid.add(total)
-        advantages = algorithms.masked_whiten(advantages, mask, total=total)
-    return replace(batch, advantages=advantages, returns=returns), algorithms.masked_sum(kl, mask)
+        advantages = masking.masked_whiten(advantages, mask, total=total)
+    return replace(batch, advantages=advantages, returns=returns), masking.masked_sum(kl, mask)
 
 
 def shaped(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
     """The scores, and those of the greedy completions, normalised by all scores so far and clipped, as configured."""
     settings, grids = run.config.algorithm, [batch.scores, batch.greedy]
     if settings.normalize_scores:
-        total = algorithms.moments(batch.scores, torch.ones_like(batch.scores))
+        total = masking.moments(batch.scores, torch.ones_like(batch.scores))
         run.grid.add(total)
         run.scores.update(*total.tolist())
         mean, scale = run.scores.shift_and_scale()

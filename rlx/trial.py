@@ -18,7 +18,8 @@ from ray import tune
 from ray.tune.trainable.function_trainable import wrap_function
 
 from rlx import inputs, launch, run_folder, search
-from rlx.config import flatten, from_tree, with_overrides
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.sections import flatten
 from rlx.plan import plan
 from rlx.schedulers import PAUSING, REPLAYING
 from rlx.search import METRIC

@@ -18,7 +18,9 @@ from ray.tune.experiment.config_parser import _create_trial_from_spec, _make_par
 from ray.tune.search import Searcher
 from ray.tune.search.search_algorithm import SearchAlgorithm
 
-from rlx.config import ConfigError, RunConfig, from_tree
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
 from rlx.search import METRIC, Space, settled
 from rlx.storage import Storage, patiently
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlx import adaptive, algorithms, experience, model
+from rlx import experience, model
+from rlx.algorithms import adaptive, losses
 from rlx.balance import balanced
 from rlx.model import Scored
 from rlx.types import Experience
@@ -114,7 +115,7 @@ def backward(run: Run, micro: Experience, size: Size, late: bool) -> Sums:
     if run.critic is not None:
         values = run.critic(*micro.inputs)
     if values is not None:
-        value_loss, value_stats = algorithms.value_loss(
+        value_loss, value_stats = losses.value_loss(
             values, micro.values, micro.returns, mask, size.tokens, settings.value_clip
         )
         loss = loss + (settings.value_coef if run.critic is None else 1.0) * value_loss
@@ -127,7 +128,7 @@ def policy_losses(run: Run, scored: Scored, micro: Experience, size: float) -> t
     """The policy's loss with entropy bonus and KL, where they are part of it; and its statistics."""
     settings, mask = run.config.algorithm, micro.mask
     weights, _ = _token_weights(run, micro)
-    loss, stats = algorithms.policy_loss(
+    loss, stats = losses.policy_loss(
         scored.logprobs,
         micro.logprobs,
         micro.advantages,
@@ -142,9 +143,9 @@ def policy_losses(run: Run, scored: Scored, micro: Experience, size: float) -> t
     sums: Sums = {"policy/loss": loss.detach()}
     sums |= {f"policy/{name}": total for name, total in stats.items()}
     if scored.entropy is not None:
-        loss = loss + settings.entropy_coef * algorithms.entropy_loss(scored.entropy, mask, size, weights)
+        loss = loss + settings.entropy_coef * losses.entropy_loss(scored.entropy, mask, size, weights)
     if settings.kl_in == "loss" and run.kl.coef > 0:
-        kl_loss = algorithms.kl_loss(scored.logprobs, micro.ref_logprobs, mask, size, settings.kl_kind, weights)
+        kl_loss = losses.kl_loss(scored.logprobs, micro.ref_logprobs, mask, size, settings.kl_kind, weights)
         loss = loss + run.kl.coef * kl_loss
         sums["kl/loss"] = kl_loss.detach()
     return loss, sums
@@ -157,7 +158,7 @@ def backward_supervised(run: Run, number: int) -> Tensor:
     total = torch.zeros((), device=run.device)
     for micro in run.cut([rows])[0]:
         scored = run.policy(*micro.inputs, 1.0)
-        loss = algorithms.supervised_loss(scored.logprobs, micro.mask, tokens)
+        loss = losses.supervised_loss(scored.logprobs, micro.mask, tokens)
         (run.config.algorithm.ptx_coef * loss * run.grid.dp_size).backward()
         total += loss.detach()
     return total
@@ -207,7 +208,7 @@ def discard_gradients(run: Run) -> None:
 
 
 def _token_weights(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
-    return algorithms.token_weights(batch.mask, run.config.algorithm.aggregation, run.config.rollout.max_tokens)
+    return losses.token_weights(batch.mask, run.config.algorithm.aggregation, run.config.rollout.max_tokens)
 
 
 def _add(sums: Sums, more: Mapping[str, float | Tensor]) -> None:

@@ -21,21 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rlx import (
-    __version__,
-    adaptive,
-    algorithms,
-    checkpoint,
-    controller,
-    data,
-    experience,
-    model,
-    rewards,
-    roles,
-)
+from rlx import __version__, checkpoint, controller, data, experience, model, rewards, roles
+from rlx.algorithms import adaptive, advantages, importance_sampling
 from rlx.archive import Entry, Manifest
 from rlx.checkpoint import Trained
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 from rlx.experience import Selection
 from rlx.fleet import Fleet
 from rlx.model import Scored
@@ -148,7 +138,7 @@ class Run:
         """The same, what is taken off for the length taken off."""
         chosen, limit = self.config.algorithm, self.config.rollout.max_tokens
         lengths = torch.tensor([len(one.completion.token_ids) for one in judged])
-        late = algorithms.overlong_penalty(lengths, limit, chosen.overlong_buffer, chosen.overlong_penalty).tolist()
+        late = advantages.overlong_penalty(lengths, limit, chosen.overlong_buffer, chosen.overlong_penalty).tolist()
         unfinished = [chosen.missing_eos_penalty * (not one.completion.finished) for one in judged]
         return [replace(j, score=j.score - a - b) for j, a, b in zip(judged, late, unfinished, strict=True)]
 
@@ -156,9 +146,9 @@ class Run:
         """Importance weight of each token, `[B, T]`; with `cut` false the plain ratio that it is made of."""
         chosen, old = self.config.algorithm, (batch.logprobs, batch.rollout_logprobs, batch.mask)
         if not cut:
-            return algorithms.importance_weights(*old, "tis", 0.0, math.inf, chosen.importance_level)
+            return importance_sampling.importance_weights(*old, "tis", 0.0, math.inf, chosen.importance_level)
         bounds = (chosen.importance_low, chosen.importance_high)
-        return algorithms.importance_weights(*old, self.config.importance, *bounds, chosen.importance_level)
+        return importance_sampling.importance_weights(*old, self.config.importance, *bounds, chosen.importance_level)
 
     def selection(self) -> Selection:
         """An empty one, of the groups that this replica trains on in a step."""

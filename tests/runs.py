@@ -7,7 +7,8 @@ from typing import Any
 from conftest import History, mlflow_history
 
 from rlx import launch
-from rlx.config import RunConfig, from_tree, with_overrides
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
 from rlx.controller import Report, Say
 from rlx.launch import Result
 from rlx.storage import open_storage

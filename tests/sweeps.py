@@ -10,7 +10,9 @@ import pandas as pd
 import yaml
 
 from rlx import report
-from rlx.config import RunConfig, flatten, from_tree, with_overrides
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
+from rlx.config.sections import flatten
 from rlx.records import METRIC, WATCHED, Setting, Sweep, Trial
 
 BASE = {

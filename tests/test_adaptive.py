@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.adaptive import LR_SCHEDULES, AdaptiveKL, RunningScores, lr_scale
+from rlx.algorithms.adaptive import LR_SCHEDULES, AdaptiveKL, RunningScores, lr_scale
 
 few = settings(max_examples=60, deadline=None)
 

@@ -12,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlx import algorithms as alg
+from rlx.algorithms import advantages, kl, losses, masking
+from rlx.algorithms.advantages import gae, group_advantages
+from rlx.algorithms.importance_sampling import IMPORTANCE_LEVELS, IMPORTANCE_WEIGHTS, importance_weights
+from rlx.algorithms.kl import log_ratio_kl
+from rlx.algorithms.losses import entropy_loss, kl_loss, policy_loss, supervised_loss, token_weights, value_loss
 
 NAN, INF = math.nan, math.inf
 few = settings(max_examples=40, deadline=None)
@@ -48,41 +52,41 @@ def test_masked_sum_ignores_what_the_mask_hides() -> None:
     x = f64([[1, NAN, 2], [INF, -INF, 6], [NAN, NAN, NAN]]).requires_grad_()
     mask = torch.tensor([[1, 0, 1], [0, 0, 1], [0, 0, 0]])
     for same in (mask, mask.bool(), mask.float()):
-        total = alg.masked_sum(x, same)
+        total = masking.masked_sum(x, same)
         close(total.detach(), 1 + 2 + 6.0)
         close(gradient(total, x), mask.double())
 
 
 def test_moments_are_count_sum_and_sum_of_squares_in_float64() -> None:
     x = torch.tensor([[1, 2, NAN], [INF, -3, 0]], requires_grad=True)
-    total = alg.moments(x, torch.tensor([[1, 1, 0], [0, 1, 1]]))
+    total = masking.moments(x, torch.tensor([[1, 1, 0], [0, 1, 1]]))
     close(total, [4, 1 + 2 - 3 + 0, 1 + 4 + 9 + 0])
     assert not total.requires_grad
-    close(alg.moments(x, torch.zeros(2, 3)), [0, 0, 0])
+    close(masking.moments(x, torch.zeros(2, 3)), [0, 0, 0])
 
 
 def test_whiten_by_hand() -> None:
     # mean (1 + 2 + 6) / 3 = 3; unbiased variance (4 + 1 + 9) / 2 = 7
     x, mask = f64([[1, NAN, 2], [6, INF, NAN]]), torch.tensor([[1, 0, 1], [1, 0, 0]])
     scale = 1 / math.sqrt(7 + 1e-8)
-    close(alg.masked_whiten(x, mask), [[-2 * scale, 0, -1 * scale], [3 * scale, 0, 0]])
-    close(alg.masked_whiten(x, mask, shift_mean=False), [[3 - 2 * scale, 0, 3 - 1 * scale], [3 + 3 * scale, 0, 0]])
+    close(masking.masked_whiten(x, mask), [[-2 * scale, 0, -1 * scale], [3 * scale, 0, 0]])
+    close(masking.masked_whiten(x, mask, shift_mean=False), [[3 - 2 * scale, 0, 3 - 1 * scale], [3 + 3 * scale, 0, 0]])
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e5 + 0.1])  # the last one's variance rounds to below 0
 def test_whiten_of_equal_values_is_zero(value: float) -> None:
-    close(alg.masked_whiten(f64([[value] * 3]), torch.ones(1, 3)), [[0, 0, 0]], 1e-6)
+    close(masking.masked_whiten(f64([[value] * 3]), torch.ones(1, 3)), [[0, 0, 0]], 1e-6)
 
 
 @pytest.mark.parametrize("mask", [[[0, 0]], [[0, 1]]])
 def test_whiten_of_no_token_or_one_is_zero(mask: list[list[int]]) -> None:
-    close(alg.masked_whiten(f64([[NAN, 5]]), torch.tensor(mask)), [[0, 0]])
+    close(masking.masked_whiten(f64([[NAN, 5]]), torch.tensor(mask)), [[0, 0]])
 
 
 def test_whiten_of_one_local_token_uses_the_global_moments() -> None:
     # global values 5, 1, 3: mean 3, variance (4 + 4 + 0) / 2 = 4
-    total = alg.moments(f64([[5, 1, 3]]), torch.ones(1, 3))
-    close(alg.masked_whiten(f64([[5, NAN]]), torch.tensor([[1, 0]]), total=total), [[2 / math.sqrt(4 + 1e-8), 0]])
+    total = masking.moments(f64([[5, 1, 3]]), torch.ones(1, 3))
+    close(masking.masked_whiten(f64([[5, NAN]]), torch.tensor([[1, 0]]), total=total), [[2 / math.sqrt(4 + 1e-8), 0]])
 
 
 def test_moments_of_four_ranks_add_up_to_global_whitening() -> None:
@@ -91,20 +95,20 @@ def test_moments_of_four_ranks_add_up_to_global_whitening() -> None:
     mask[2:4] = 0  # rank 1 holds no response token at all
     mask[5, 3:] = 0
     ranks = [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 8)]
-    total = torch.stack([alg.moments(x[rank], mask[rank]) for rank in ranks]).sum(0)
-    whitened = torch.cat([alg.masked_whiten(x[rank], mask[rank], total=total) for rank in ranks])
+    total = torch.stack([masking.moments(x[rank], mask[rank]) for rank in ranks]).sum(0)
+    whitened = torch.cat([masking.masked_whiten(x[rank], mask[rank], total=total) for rank in ranks])
 
     tokens = x[mask.bool()]
     expected = torch.zeros_like(x)
     expected[mask.bool()] = (tokens - tokens.mean()) / torch.sqrt(tokens.var() + 1e-8)
     close(whitened, expected)
-    close(alg.masked_whiten(x, mask), expected)
+    close(masking.masked_whiten(x, mask), expected)
 
 
 def test_whiten_keeps_a_small_spread_on_a_large_mean_and_the_dtype() -> None:
     # In float32 a sum of squares near 1e8 could not tell variance 1/4 * 1000 / 999 from 0.
     x = torch.tensor([[1e4 - 0.5, 1e4 + 0.5] * 500])
-    whitened = alg.masked_whiten(x, torch.ones_like(x))
+    whitened = masking.masked_whiten(x, torch.ones_like(x))
     expected = 0.5 / math.sqrt(0.25 * 1000 / 999 + 1e-8)
     close(whitened, torch.tensor([[-expected, expected] * 500]), 1e-6)  # assert_close compares dtypes, too
 
@@ -116,14 +120,14 @@ def test_whitened_tokens_have_mean_0_and_variance_1(seed: int, mean: float, std:
     x = torch.randn(4, 9, generator=make, dtype=torch.float64) * std + mean
     mask = (torch.rand(4, 9, generator=make) < 0.6).long()
     mask[0] = 1
-    tokens = alg.masked_whiten(x, mask)[mask.bool()]
+    tokens = masking.masked_whiten(x, mask)[mask.bool()]
     close(tokens.mean(), 0.0, 1e-6)
     close(tokens.var(), 1.0, 1e-5)  # 1e-8 on a variance of about 1e-2, and not 1e-6
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     mask = torch.ones_like(returns)
-    return alg.explained_variance(alg.moments(returns - values, mask), alg.moments(returns, mask))
+    return masking.explained_variance(masking.moments(returns - values, mask), masking.moments(returns, mask))
 
 
 def test_explained_variance_by_hand() -> None:
@@ -163,7 +167,7 @@ KL_BY_HAND = {  # kind: values and slopes where policy / reference is 2, 1/2, 1
 def test_kl_estimators_by_hand_and_their_straight_through_gradient(kind: str, plus: str) -> None:
     half, quarter = math.log(1 / 2), math.log(1 / 4)
     logp = f64([[half, quarter, half]]).requires_grad_()
-    kl = alg.log_ratio_kl(logp, f64([[quarter, half, half]]), kind + plus)
+    kl = log_ratio_kl(logp, f64([[quarter, half, half]]), kind + plus)
     close(kl.detach(), [KL_BY_HAND[kind][0]])
     close(gradient(kl.sum(), logp), [KL_BY_HAND["k2" if plus else kind][1]])
 
@@ -172,7 +176,7 @@ def test_kl_estimators_by_hand_and_their_straight_through_gradient(kind: str, pl
 @given(st.sampled_from(list(KL_BY_HAND)), st.lists(st.floats(-1000, 1000, width=32), max_size=8))
 def test_straight_through_kl_has_the_plain_value_to_the_last_bit(kind: str, log_ratios: list[float]) -> None:
     logp = torch.tensor([log_ratios])
-    plain, through = (alg.log_ratio_kl(logp, torch.zeros_like(logp), name) for name in (kind, kind + "+"))
+    plain, through = (kl.log_ratio_kl(logp, torch.zeros_like(logp), name) for name in (kind, kind + "+"))
     close(through, plain, 0.0)
 
 
@@ -191,7 +195,7 @@ def test_expected_value_and_gradient_of_each_kl_estimator(seed: int) -> None:
         return torch.autograd.grad(x, logits, retain_graph=True)[0]
 
     def expectation(kind: str) -> Tensor:
-        return (logp.detach().exp() * alg.log_ratio_kl(logp, ref_logp, kind)).sum()
+        return (logp.detach().exp() * log_ratio_kl(logp, ref_logp, kind)).sum()
 
     for kind in ("k1", "k3", "k1+", "k3+"):
         close(expectation(kind), kl)
@@ -204,21 +208,21 @@ def test_expected_value_and_gradient_of_each_kl_estimator(seed: int) -> None:
 def test_k3_keeps_its_digits_near_zero() -> None:
     # exp(-d) - 1 + d = d^2 / 2 - d^3 / 6 + d^4 / 24 - ...; the terms left out are below 1e-22
     d = 1e-4
-    kl = alg.log_ratio_kl(f64([[d]]), f64([[0]]), "k3")
+    kl = log_ratio_kl(f64([[d]]), f64([[0]]), "k3")
     assert kl.item() == pytest.approx(d**2 / 2 - d**3 / 6 + d**4 / 24, rel=1e-10, abs=0)
 
 
 def test_k3_of_huge_log_ratios_is_finite() -> None:
     logp = torch.tensor([[1000.0, -1000.0]])
     # d = 1000: exp(-1000) - 1 + 1000; d = -1000: cut at exp(20) - 1 - 20
-    close(alg.log_ratio_kl(logp, torch.zeros(1, 2), "k3"), torch.tensor([[999.0, math.exp(20) - 21]]), 1e-6)
+    close(kl.log_ratio_kl(logp, torch.zeros(1, 2), "k3"), torch.tensor([[999.0, math.exp(20) - 21]]), 1e-6)
 
 
 @few
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=8), st.floats(-1, 1))
 def test_k3_is_never_negative(logps: list[float], ref: float) -> None:
     logp = f64([logps])
-    kl = alg.log_ratio_kl(logp, torch.full_like(logp, ref), "k3")
+    kl = log_ratio_kl(logp, torch.full_like(logp, ref), "k3")
     assert (kl >= -1e-15).all()  # rounding
     assert (kl[(logp - ref).abs() > 1e-3] > 0).all()
 
@@ -227,7 +231,7 @@ def test_token_rewards_by_hand() -> None:
     kl = f64([[1, 2, 3, NAN], [4, NAN, 5, 6], [NAN, NAN, NAN, NAN], [NAN, 7, INF, NAN]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
     expected = [[-0.1, -0.2, -0.3 + 10, 0], [-0.4, 0, -0.5, -0.6 - 20], [0, 0, 0, 0], [0, -0.7 + 1, 0, 0]]
-    close(alg.token_rewards(f64([10, -20, NAN, 1]), kl, mask, 0.1), expected)
+    close(advantages.token_rewards(f64([10, -20, NAN, 1]), kl, mask, 0.1), expected)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +244,8 @@ def test_token_rewards_by_hand() -> None:
 )
 def test_overlong_penalty_by_hand(buffer: int, expected: list[float]) -> None:
     lengths = torch.tensor([0, 8, 9, 11, 12, 13, 99])
-    close(alg.overlong_penalty(lengths, 12, buffer, 2.0), torch.tensor(expected, dtype=torch.float32), 1e-6)
-    assert alg.overlong_penalty(lengths[:0], 12, buffer, 2.0).shape == (0,)
+    close(advantages.overlong_penalty(lengths, 12, buffer, 2.0), torch.tensor(expected, dtype=torch.float32), 1e-6)
+    assert advantages.overlong_penalty(lengths[:0], 12, buffer, 2.0).shape == (0,)
 
 
 def test_gae_by_hand() -> None:
@@ -249,7 +253,7 @@ def test_gae_by_hand() -> None:
     # t=2: delta = 4 - 3 = 1;             A = 1
     # t=1: delta = 2 + 3/2 - 2 = 3/2;     A = 3/2 + 1/4 = 7/4
     # t=0: delta = 1 + 2/2 - 1 = 1;       A = 1 + 7/16 = 23/16
-    advantages, returns = alg.gae(f64([[1, 2, 4]]), f64([[1, 2, 3]]), torch.ones(1, 3), 0.5, 0.5)
+    advantages, returns = gae(f64([[1, 2, 4]]), f64([[1, 2, 3]]), torch.ones(1, 3), 0.5, 0.5)
     close(advantages, [[23 / 16, 7 / 4, 1]])
     close(returns, [[1 + 23 / 16, 2 + 7 / 4, 3 + 1]])
 
@@ -259,7 +263,7 @@ def test_gae_skips_masked_tokens_wherever_they_are() -> None:
     rewards = f64([[NAN, 1, 50, 2, NAN, 4, INF], [NAN, NAN, NAN, NAN, NAN, NAN, NAN], [9, 9, 9, 5, 9, 9, 9]])
     values = f64([[NAN, 1, NAN, 2, 60, 3, 70], [INF, INF, INF, INF, INF, INF, INF], [9, 9, 9, 2, 9, 9, 9]])
     mask = torch.tensor([[0, 1, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0]])
-    advantages, returns = alg.gae(rewards, values, mask, 0.5, 0.5)
+    advantages, returns = gae(rewards, values, mask, 0.5, 0.5)
     nothing = [0] * 7
     close(advantages, [[0, 23 / 16, 0, 7 / 4, 0, 1, 0], nothing, [0, 0, 0, 5 - 2, 0, 0, 0]])
     close(returns, [[0, 39 / 16, 0, 15 / 4, 0, 4, 0], nothing, [0, 0, 0, 5, 0, 0, 0]])
@@ -267,12 +271,12 @@ def test_gae_skips_masked_tokens_wherever_they_are() -> None:
 
 def test_gae_with_lam_zero_is_the_one_step_error() -> None:
     # 1 + 0.9 * 20 - 10 = 9; 2 + 0.9 * 30 - 20 = 9; 3 - 30 = -27
-    close(alg.gae(f64([[1, 2, 3]]), f64([[10, 20, 30]]), torch.ones(1, 3), 0.9, 0.0)[0], [[9, 9, -27]])
+    close(advantages.gae(f64([[1, 2, 3]]), f64([[10, 20, 30]]), torch.ones(1, 3), 0.9, 0.0)[0], [[9, 9, -27]])
 
 
 def test_gae_is_detached() -> None:
     values = f64([[1, 2]]).requires_grad_()
-    advantages, returns = alg.gae(f64([[1, 1]]), values, torch.ones(1, 2), 1.0, 1.0)
+    advantages, returns = gae(f64([[1, 1]]), values, torch.ones(1, 2), 1.0, 1.0)
     assert not advantages.requires_grad and not returns.requires_grad
 
 
@@ -282,7 +286,7 @@ def test_gae_without_discount_is_reward_to_go_minus_value(seed: int) -> None:
     make = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, 3, 8, generator=make, dtype=torch.float64).unbind()
     mask = (torch.rand(3, 8, generator=make) < 0.6).double()
-    advantages, returns = alg.gae(rewards, values, mask, 1.0, 1.0)
+    advantages, returns = gae(rewards, values, mask, 1.0, 1.0)
     to_go = torch.stack([(rewards * mask)[:, t:].sum(1) for t in range(8)], dim=1) * mask
     close(returns, to_go)
     close(advantages, to_go - values * mask)
@@ -310,7 +314,7 @@ def unzip(responses: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
 def test_group_advantages_by_hand(kind: str) -> None:
-    close(alg.group_advantages(SCORES, GROUPS, kind, GREEDY), ADVANTAGES_BY_HAND[kind])
+    close(advantages.group_advantages(SCORES, GROUPS, kind, GREEDY), ADVANTAGES_BY_HAND[kind])
 
 
 @pytest.mark.parametrize("kind", CENTRED)
@@ -318,13 +322,13 @@ def test_equal_scores_and_groups_of_one_give_exactly_zero(kind: str) -> None:
     # The mean of three times 0.1 is not 0.1, neither in float32 nor in float64.
     for dtype in (torch.float32, torch.float64):
         scores = torch.tensor([0.1, 0.1, 9, 0.1], dtype=dtype)
-        close(alg.group_advantages(scores, torch.tensor([0, 0, 1, 0]), kind), torch.zeros(4, dtype=dtype), 0.0)
+        close(advantages.group_advantages(scores, torch.tensor([0, 0, 1, 0]), kind), torch.zeros(4, dtype=dtype), 0.0)
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
 def test_group_advantages_are_detached(kind: str) -> None:
     scores, greedy = SCORES.clone().requires_grad_(), GREEDY.clone().requires_grad_()
-    assert not alg.group_advantages(scores, GROUPS, kind, greedy).requires_grad
+    assert not advantages.group_advantages(scores, GROUPS, kind, greedy).requires_grad
 
 
 @few
@@ -334,7 +338,7 @@ def test_rloo_is_the_score_less_the_mean_of_the_others(responses: list[tuple[int
     for i, (score, group) in enumerate(responses):
         others = [s for j, (s, g) in enumerate(responses) if g == group and j != i]
         expected.append(score - sum(others) / len(others) if others else 0)
-    close(alg.group_advantages(*unzip(responses), "rloo"), expected)
+    close(advantages.group_advantages(*unzip(responses), "rloo"), expected)
 
 
 @pytest.mark.parametrize("kind", CENTRED)
@@ -344,11 +348,11 @@ def test_group_advantages_see_only_differences(
     kind: str, responses: list[tuple[int, int]], shifts: list[int], scale: float
 ) -> None:
     scores, groups = unzip(responses)
-    advantages = alg.group_advantages(scores, groups, kind)
+    advantages = group_advantages(scores, groups, kind)
     close(f64([0] * 4).index_add(0, groups, advantages), [0] * 4)
-    close(alg.group_advantages(scores + f64(shifts)[groups], groups, kind), advantages)
+    close(group_advantages(scores + f64(shifts)[groups], groups, kind), advantages)
     factor = 1 if kind == "grpo" else scale  # 2e-5: the epsilon beside a standard deviation of 0.3
-    close(alg.group_advantages(scores * scale, groups, kind), advantages * factor, 2e-5)
+    close(group_advantages(scores * scale, groups, kind), advantages * factor, 2e-5)
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
@@ -357,9 +361,9 @@ def test_group_advantages_see_only_differences(
 def test_group_advantages_follow_their_responses(kind: str, responses: list[tuple[int, int]], order: Any) -> None:
     (scores, groups), rows = unzip(responses), list(range(len(responses)))
     order.shuffle(rows)
-    advantages, greedy = alg.group_advantages(scores, groups, kind, scores.sin()), scores.sin()
-    close(alg.group_advantages(scores[rows], groups[rows], kind, greedy[rows]), advantages[rows])
-    close(alg.group_advantages(scores, 99 - 7 * groups, kind, greedy), advantages)  # any number may name a group
+    advantages, greedy = group_advantages(scores, groups, kind, scores.sin()), scores.sin()
+    close(group_advantages(scores[rows], groups[rows], kind, greedy[rows]), advantages[rows])
+    close(group_advantages(scores, 99 - 7 * groups, kind, greedy), advantages)  # any number may name a group
 
 
 # --- losses
@@ -375,10 +379,10 @@ AGGREGATIONS_BY_HAND: dict[str, tuple[list[list[float]], int]] = {  # weights an
 def test_token_weights_by_hand(kind: str) -> None:
     mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
     for same in (mask, mask.bool(), mask.double()):
-        weights, size = alg.token_weights(same, kind, 8)
+        weights, size = losses.token_weights(same, kind, 8)
         close(weights.double(), AGGREGATIONS_BY_HAND[kind][0], 1e-7)
         close(size.double(), float(AGGREGATIONS_BY_HAND[kind][1]))
-    weights, size = alg.token_weights(mask[:0], kind, 8)
+    weights, size = losses.token_weights(mask[:0], kind, 8)
     assert weights.shape == (0, 4) and size == 0
 
 
@@ -386,17 +390,17 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def policy_loss_alone(kind: str) -> Loss:
-    return lambda x, other, weights, mask, size: alg.policy_loss(
+    return lambda x, other, weights, mask, size: losses.policy_loss(
         x, other, other, mask, size, 0.2, 0.2, None, weights, kind
     )[0]
 
 
 LOSSES: dict[str, Loss] = {
     **{kind: policy_loss_alone(kind) for kind in ("ppo", "gspo", "cispo")},
-    "kl_loss": lambda x, other, weights, mask, size: alg.kl_loss(x, other, mask, size, "k3", weights),
-    "entropy_loss": lambda x, other, weights, mask, size: alg.entropy_loss(x, mask, size, weights),
-    "supervised_loss": lambda x, other, weights, mask, size: alg.supervised_loss(x, mask, size),
-    "value_loss": lambda x, other, weights, mask, size: alg.value_loss(x, other, other, mask, size, 0.2)[0],
+    "kl_loss": lambda x, other, weights, mask, size: losses.kl_loss(x, other, mask, size, "k3", weights),
+    "entropy_loss": lambda x, other, weights, mask, size: losses.entropy_loss(x, mask, size, weights),
+    "supervised_loss": lambda x, other, weights, mask, size: losses.supervised_loss(x, mask, size),
+    "value_loss": lambda x, other, weights, mask, size: losses.value_loss(x, other, other, mask, size, 0.2)[0],
 }
 
 
@@ -449,12 +453,12 @@ def test_aggregated_losses_are_those_of_the_papers(kind: str, seed: int) -> None
         clipped.append([-min(r * a, min(max(r, 0.8), 1.3) * a) for r, a in steps])
         kl.append([(logp[i, t] - old[i, t]).item() ** 2 / 2 for t in tokens])
         entropy.append([-logp[i, t].item() for t in tokens])
-    weights, size = alg.token_weights(mask, kind, 7)
+    weights, size = losses.token_weights(mask, kind, 7)
     n = size.item()
     actual = [
-        alg.policy_loss(logp, old, advantages, mask, n, 0.2, 0.3, weights=weights)[0],
-        alg.kl_loss(logp, old, mask, n, "k2", weights),
-        alg.entropy_loss(logp, mask, n, weights),
+        losses.policy_loss(logp, old, advantages, mask, n, 0.2, 0.3, weights=weights)[0],
+        losses.kl_loss(logp, old, mask, n, "k2", weights),
+        losses.entropy_loss(logp, mask, n, weights),
     ]
     expected = [plain_aggregate([row for row in rows if row], kind, 7) for rows in (clipped, kl, entropy)]
     close(torch.stack(actual), expected, 1e-6)
@@ -469,19 +473,19 @@ def test_losses_do_not_depend_on_micro_batches_or_padding(
 ) -> None:
     batch, rows, edges = random_batch(seed), list(range(6)), [0, *sorted(cuts), 6]
     order.shuffle(rows)
-    n, tokens = alg.token_weights(batch["mask"], aggregation, 7)[1].item(), float(batch["mask"].sum())
+    n, tokens = token_weights(batch["mask"], aggregation, 7)[1].item(), float(batch["mask"].sum())
 
     def losses(part: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logp, old, mask = part["logp"], part["old_logp"], part["mask"]
-        weights, size = alg.token_weights(mask, aggregation, 7)
+        weights, size = token_weights(mask, aggregation, 7)
         corrected = {**part, "weights": part["weights"] * weights}
         dual_clip = None if kind == "cispo" else 1.5
-        policy, stats = alg.policy_loss(
+        policy, stats = policy_loss(
             **corrected, denominator=n, clip_low=0.1, clip_high=0.2, dual_clip=dual_clip, kind=kind
         )
-        value, value_stats = alg.value_loss(logp, old, part["advantages"], mask, tokens, clip=0.2)
-        others = alg.kl_loss(logp, old, mask, n, "k3+", weights) + alg.entropy_loss(logp.sin(), mask, n, weights)
-        total = policy + value + others + alg.supervised_loss(logp, mask, tokens)
+        value, value_stats = value_loss(logp, old, part["advantages"], mask, tokens, clip=0.2)
+        others = kl_loss(logp, old, mask, n, "k3+", weights) + entropy_loss(logp.sin(), mask, n, weights)
+        total = policy + value + others + supervised_loss(logp, mask, tokens)
         return total, {**stats, "value_clip_fraction": value_stats["clip_fraction"], "size": size.double()}
 
     def padded(tensor: Tensor, chosen: list[int], left: int, right: int) -> Tensor:
@@ -531,7 +535,7 @@ def test_clipped_policy_loss_of_one_token(
     ratio: float, advantage: float, dual_clip: float | None, loss: float, slope: float, clipped: int, kind: str
 ) -> None:
     logp, one = f64([[math.log(ratio)]]).requires_grad_(), torch.ones(1, 1)
-    actual, stats = alg.policy_loss(logp, f64([[0]]), f64([[advantage]]), one, 1, 0.2, 0.3, dual_clip, kind=kind)
+    actual, stats = losses.policy_loss(logp, f64([[0]]), f64([[advantage]]), one, 1, 0.2, 0.3, dual_clip, kind=kind)
     close(actual.detach(), loss)
     close(gradient(actual, logp), [[slope]])
     close(stats["clip_fraction"], float(clipped))
@@ -572,7 +576,7 @@ def test_policy_loss_of_a_batch_by_hand(kind: str) -> None:
     logp = (POLICY_RATIOS.log() - 1).requires_grad_()
     arguments = (logp, f64([[-1, NAN, -1], [-1, -1, INF], [INF, NAN, -1], [NAN, -1, NAN], [NAN, NAN, NAN]]))
     arguments += (POLICY_ADVANTAGES, POLICY_MASK, 10, 0.2, 0.2)
-    loss, stats = alg.policy_loss(*arguments, kind=kind)
+    loss, stats = policy_loss(*arguments, kind=kind)
     close(loss.detach(), sum(losses) / 10)
     close(gradient(loss, logp), f64(slopes) / 10)
     close(stats["clip_fraction"], float(clipped))
@@ -581,7 +585,7 @@ def test_policy_loss_of_a_batch_by_hand(kind: str) -> None:
     close(stats["approx_kl"], 2 + 4.5 + 0.5 + 1.62 + 0.5 + 1.1 - 6 - math.log(2 * 4.5 * 0.5 * 1.62 * 0.5 * 1.1))
 
     weights = f64([[1, NAN, 2], [3, 4, INF], [NAN, INF, 5], [NAN, 6, NAN], [NAN, NAN, NAN]])
-    weighted, weighted_stats = alg.policy_loss(*arguments, weights=weights, kind=kind)
+    weighted, weighted_stats = policy_loss(*arguments, weights=weights, kind=kind)
     close(weighted.detach(), sum((i + 1) * loss for i, loss in enumerate(losses)) / 10)
     close(gradient(weighted, logp), weights.nan_to_num(0, 0, 0) * f64(slopes) / 10)
     assert weighted_stats == stats
@@ -596,7 +600,7 @@ def test_policy_loss_gradient_against_the_formula(kind: str, seed: int) -> None:
     # cispo: -A clip(r) w / denominator, on tokens outside of the clip range, too
     batch = random_batch(seed)
     logp = batch.pop("logp").requires_grad_()
-    loss, stats = alg.policy_loss(logp, **batch, denominator=17, clip_low=0.1, clip_high=0.2, kind=kind)
+    loss, stats = losses.policy_loss(logp, **batch, denominator=17, clip_low=0.1, clip_high=0.2, kind=kind)
     ratio, advantages = (logp.detach() - batch["old_logp"]).exp(), batch["advantages"]
     if kind == "ppo":
         clipped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.9))
@@ -615,8 +619,8 @@ def test_gspo_is_the_objective_of_its_paper_where_a_response_has_one_advantage(s
     old_logp, mask = batch["old_logp"], batch["mask"]
     advantages = batch["advantages"][:, :1].expand(-1, 5)
     logp = batch["logp"].requires_grad_()
-    weights, size = alg.token_weights(mask, "sequence_mean", 5)
-    loss, _ = alg.policy_loss(logp, old_logp, advantages, mask, float(size), 0.1, 0.2, weights=weights, kind="gspo")
+    weights, size = losses.token_weights(mask, "sequence_mean", 5)
+    loss, _ = losses.policy_loss(logp, old_logp, advantages, mask, float(size), 0.1, 0.2, weights=weights, kind="gspo")
 
     objectives = []
     for i in range(len(mask)):
@@ -631,7 +635,7 @@ def test_gspo_is_the_objective_of_its_paper_where_a_response_has_one_advantage(s
 def test_gspo_scales_each_token_by_its_own_advantage() -> None:
     # ratio sqrt(1.21 * 1) = 1.1 on both tokens
     logp = f64([[math.log(1.21), 0]]).requires_grad_()
-    loss, _ = alg.policy_loss(logp, f64([[0, 0]]), f64([[1, -3]]), torch.ones(1, 2), 1, 0.2, 0.2, kind="gspo")
+    loss, _ = losses.policy_loss(logp, f64([[0, 0]]), f64([[1, -3]]), torch.ones(1, 2), 1, 0.2, 0.2, kind="gspo")
     close(gradient(loss, logp), [[-1.1, 3 * 1.1]])
 
 
@@ -639,7 +643,7 @@ def test_gspo_gives_every_token_of_a_response_the_same_ratio() -> None:
     # To the last bit: or the clip would take some tokens of a response on its bound and leave others.
     make, one = torch.Generator().manual_seed(0), torch.ones(1, 50)
     logp = (3 * torch.randn(1, 50, generator=make)).requires_grad_()
-    loss, _ = alg.policy_loss(logp, 0 * one, one, one, 1, 0.9, 9.0, kind="gspo")
+    loss, _ = losses.policy_loss(logp, 0 * one, one, one, 1, 0.9, 9.0, kind="gspo")
     slopes = gradient(loss, logp)
     close(slopes, slopes[:, :1].expand(1, 50), 0.0)
 
@@ -650,7 +654,7 @@ def test_gspo_gives_every_token_of_a_response_the_same_ratio() -> None:
 def test_policy_loss_of_huge_log_ratios_is_finite(dtype: torch.dtype, dual_clip: float | None, kind: str) -> None:
     logp = torch.tensor([[1000], [-1000], [1000], [-1000]], dtype=dtype, requires_grad=True)
     advantages = torch.tensor([[1], [1], [-1], [-1]], dtype=dtype)
-    loss, stats = alg.policy_loss(
+    loss, stats = losses.policy_loss(
         logp, torch.zeros(4, 1, dtype=dtype), advantages, torch.ones(4, 1), 4, 0.2, 0.2, dual_clip, kind=kind
     )
     # -1.2, -exp(-20), exp(20) or the dual clip, 0.8
@@ -663,7 +667,7 @@ def test_policy_loss_of_huge_log_ratios_is_finite(dtype: torch.dtype, dual_clip:
 
 def test_cispo_of_huge_log_ratios_keeps_its_gradient() -> None:
     logp = f64([[1000, -1000, 1000, -1000]]).requires_grad_()
-    loss, _ = alg.policy_loss(logp, 0 * logp, f64([[1, 1, -2, -2]]), torch.ones(1, 4), 1, 0.2, 0.3, kind="cispo")
+    loss, _ = losses.policy_loss(logp, 0 * logp, f64([[1, 1, -2, -2]]), torch.ones(1, 4), 1, 0.2, 0.3, kind="cispo")
     close(loss.detach(), -1.3 * 1000 + 0.8 * 1000 + 2 * 1.3 * 1000 - 2 * 0.8 * 1000)
     close(gradient(loss, logp), [[-1.3, -0.8, 2 * 1.3, 2 * 0.8]])
 
@@ -681,34 +685,34 @@ def test_kl_loss_by_hand(kind: str, plus: str) -> None:
     logp = f64([[LOG2, NAN, -LOG2], [INF, 0, -INF], [NAN, NAN, NAN]]).requires_grad_()
     ref_logp = f64([[0, INF, 0], [NAN, 0, -INF], [NAN, NAN, NAN]])
     (a, b, c), (x, y, z) = KL_BY_HAND[kind][0], KL_BY_HAND["k2" if plus else kind][1]
-    loss = alg.kl_loss(logp, ref_logp, MASK, 10, kind + plus)
+    loss = losses.kl_loss(logp, ref_logp, MASK, 10, kind + plus)
     close(loss.detach(), (a + b + c) / 10)
     close(gradient(loss, logp), [[x / 10, 0, y / 10], [0, z / 10, 0], [0, 0, 0]])
-    weighted = alg.kl_loss(logp, ref_logp, MASK, 10, kind + plus, WEIGHTS)
+    weighted = losses.kl_loss(logp, ref_logp, MASK, 10, kind + plus, WEIGHTS)
     close(weighted.detach(), (3 * a + 5 * b + 7 * c) / 10)
     close(gradient(weighted, logp), [[3 * x / 10, 0, 5 * y / 10], [0, 7 * z / 10, 0], [0, 0, 0]])
 
 
 def test_kl_loss_of_huge_log_ratios_is_finite() -> None:
     logp = torch.tensor([[1000.0, -1000.0]], requires_grad=True)
-    loss = alg.kl_loss(logp, torch.zeros(1, 2), torch.ones(1, 2), 1, "k3")
+    loss = losses.kl_loss(logp, torch.zeros(1, 2), torch.ones(1, 2), 1, "k3")
     close(loss.detach(), torch.tensor(999 + math.exp(20) - 21), 1e-6)
     close(gradient(loss, logp), torch.tensor([[1.0, 0.0]]))  # 1 - exp(-1000), and 0 where the value is cut
 
 
 def test_entropy_loss_by_hand() -> None:
     entropy = f64([[1, NAN, 2], [INF, 4, -INF], [NAN, NAN, NAN]]).requires_grad_()
-    loss = alg.entropy_loss(entropy, MASK, 10)
+    loss = losses.entropy_loss(entropy, MASK, 10)
     close(loss.detach(), -(1 + 2 + 4) / 10)
     close(gradient(loss, entropy), -MASK.double() / 10)
-    weighted = alg.entropy_loss(entropy, MASK, 10, WEIGHTS)
+    weighted = losses.entropy_loss(entropy, MASK, 10, WEIGHTS)
     close(weighted.detach(), -(3 * 1 + 5 * 2 + 7 * 4) / 10)
     close(gradient(weighted, entropy), [[-3 / 10, 0, -5 / 10], [0, -7 / 10, 0], [0, 0, 0]])
 
 
 def test_supervised_loss_by_hand() -> None:
     logp = f64([[-1, NAN, -2], [INF, -4, -INF], [NAN, NAN, NAN]]).requires_grad_()
-    loss = alg.supervised_loss(logp, MASK, 10)
+    loss = losses.supervised_loss(logp, MASK, 10)
     close(loss.detach(), (1 + 2 + 4) / 10)
     close(gradient(loss, logp), -MASK.double() / 10)
 
@@ -719,7 +723,7 @@ def test_supervised_loss_by_hand() -> None:
 def test_value_loss_without_clip_by_hand() -> None:
     values = f64([[1, NAN, 4], [INF, 2, 0]]).requires_grad_()
     returns, old = f64([[3, 1, 3], [NAN, 2, NAN]]), f64([[NAN] * 3] * 2)
-    loss, stats = alg.value_loss(values, old, returns, torch.tensor([[1, 0, 1], [0, 1, 0]]), 5, None)
+    loss, stats = losses.value_loss(values, old, returns, torch.tensor([[1, 0, 1], [0, 1, 0]]), 5, None)
     close(loss.detach(), 0.5 * (4 + 1 + 0) / 5)
     close(gradient(loss, values), [[-2 / 5, 0, 1 / 5], [0, 0, 0]])
     close(stats["clip_fraction"], 0.0)
@@ -736,7 +740,7 @@ def test_value_loss_without_clip_by_hand() -> None:
 )
 def test_clipped_value_loss_of_one_token(value: float, loss: float, slope: float, clipped: int) -> None:
     values = f64([[value, NAN]]).requires_grad_()
-    actual, stats = alg.value_loss(values, f64([[10, NAN]]), f64([[12, NAN]]), torch.tensor([[1, 0]]), 4, 1.0)
+    actual, stats = losses.value_loss(values, f64([[10, NAN]]), f64([[12, NAN]]), torch.tensor([[1, 0]]), 4, 1.0)
     close(actual.detach(), loss / 4)
     close(gradient(actual, values), [[slope / 4, 0]])
     close(stats["clip_fraction"], float(clipped))
@@ -747,7 +751,7 @@ def test_value_loss_does_not_count_rounding_as_clipping() -> None:
     old, step = torch.rand(2, 100, 10, generator=torch.Generator().manual_seed(0)).unbind()
     old, new = 0.01 * old, 0.1 * step
     assert (old + (new - old) != new).any()
-    _, stats = alg.value_loss(new, old, old + 0.05, torch.ones(100, 10), 1, 0.2)
+    _, stats = losses.value_loss(new, old, old + 0.05, torch.ones(100, 10), 1, 0.2)
     close(stats["clip_fraction"], torch.tensor(0.0))
 
 
@@ -778,27 +782,27 @@ def test_importance_weights_by_hand(kind: str, level: str) -> None:
     old_logp = f64([[-1.0] * 4] * 3)
     rollout_logp = old_logp - RATIOS.log()
     high = 2 + 1e-12  # the ratio of 2 above comes out of exp and log
-    weights = alg.importance_weights(old_logp, rollout_logp, RATIO_MASK, kind, 0.4, high, level)
+    weights = importance_weights(old_logp, rollout_logp, RATIO_MASK, kind, 0.4, high, level)
     close(weights, IMPORTANCE_BY_HAND[kind][level])
-    assert alg.importance_weights(old_logp[:0], old_logp[:0], RATIO_MASK[:0], kind, 0.4, high, level).shape == (0, 4)
+    assert importance_weights(old_logp[:0], old_logp[:0], RATIO_MASK[:0], kind, 0.4, high, level).shape == (0, 4)
 
 
 def test_importance_weights_keep_ratios_on_the_bounds() -> None:
     zero = f64([[0, 0]])
-    close(alg.importance_weights(zero, zero, torch.ones(1, 2), "mask", 1.0, 1.0), [[1, 1]])
+    close(importance_weights(zero, zero, torch.ones(1, 2), "mask", 1.0, 1.0), [[1, 1]])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(("kind", "expected"), [("tis", [2.0, math.exp(-20)]), ("mask", [0.0, 0.0])])
 def test_importance_weights_of_huge_log_ratios(kind: str, level: str, expected: list[float]) -> None:
-    weights = alg.importance_weights(f64([[1000], [-1000]]), f64([[0], [0]]), torch.ones(2, 1), kind, 0.5, 2.0, level)
+    weights = importance_weights(f64([[1000], [-1000]]), f64([[0], [0]]), torch.ones(2, 1), kind, 0.5, 2.0, level)
     close(weights, f64(expected)[:, None], 1e-12)
 
 
 def test_importance_weights_are_detached() -> None:
     old_logp = f64([[0.1]]).requires_grad_()
-    for kind in alg.IMPORTANCE_WEIGHTS:
-        assert not alg.importance_weights(old_logp, f64([[0]]), torch.ones(1, 1), kind, 0.5, 2.0).requires_grad
+    for kind in IMPORTANCE_WEIGHTS:
+        assert not importance_weights(old_logp, f64([[0]]), torch.ones(1, 1), kind, 0.5, 2.0).requires_grad
 
 
 # --- choices
@@ -807,12 +811,12 @@ def test_importance_weights_are_detached() -> None:
 @pytest.mark.parametrize(
     ("choices", "by_hand"),
     [
-        (alg.KL_ESTIMATORS, KL_BY_HAND),
-        (alg.ESTIMATORS, ADVANTAGES_BY_HAND),
-        (alg.AGGREGATIONS, AGGREGATIONS_BY_HAND),
-        (alg.POLICY_LOSSES, POLICY_BY_HAND),
-        (alg.IMPORTANCE_WEIGHTS, IMPORTANCE_BY_HAND),
-        *((alg.IMPORTANCE_LEVELS, levels) for levels in IMPORTANCE_BY_HAND.values()),
+        (kl.KL_ESTIMATORS, KL_BY_HAND),
+        (advantages.ESTIMATORS, ADVANTAGES_BY_HAND),
+        (losses.AGGREGATIONS, AGGREGATIONS_BY_HAND),
+        (losses.POLICY_LOSSES, POLICY_BY_HAND),
+        (IMPORTANCE_WEIGHTS, IMPORTANCE_BY_HAND),
+        *((IMPORTANCE_LEVELS, levels) for levels in IMPORTANCE_BY_HAND.values()),
     ],
 )
 def test_every_choice_has_a_case_by_hand(choices: dict[str, Any], by_hand: dict[str, Any]) -> None:
@@ -822,17 +826,23 @@ def test_every_choice_has_a_case_by_hand(choices: dict[str, Any], by_hand: dict[
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: alg.log_ratio_kl(x, x, "k4"), "KL estimator 'k4': .* k1, k2, k3, abs"),
-        (lambda x: alg.kl_loss(x, x, x, 1, "k4+"), "KL estimator 'k4.*': .* k1, k2, k3, abs"),
-        (lambda x: alg.log_ratio_kl(x, x, "k1++"), "KL estimator"),
+        (lambda x: kl.log_ratio_kl(x, x, "k4"), "KL estimator 'k4': .* k1, k2, k3, abs"),
+        (lambda x: losses.kl_loss(x, x, x, 1, "k4+"), "KL estimator 'k4.*': .* k1, k2, k3, abs"),
+        (lambda x: kl.log_ratio_kl(x, x, "k1++"), "KL estimator"),
         (
-            lambda x: alg.group_advantages(x[0], x[0], "gae"),
+            lambda x: advantages.group_advantages(x[0], x[0], "gae"),
             r"'gae': .* grpo, dr_grpo, rloo, reinforce\+\+, reinforce\+\+_baseline, remax",
         ),
-        (lambda x: alg.token_weights(x, "mean", 1), "aggregation 'mean': .* token_mean, sequence_mean, constant"),
-        (lambda x: alg.policy_loss(x, x, x, x, 1, 0.2, 0.2, kind="a2c"), "loss 'a2c': .* ppo, gspo, cispo"),
-        (lambda x: alg.importance_weights(x, x, x, "clip", 0.5, 2.0), "weight 'clip': .* none, tis, mask"),
-        (lambda x: alg.importance_weights(x, x, x, "tis", 0.5, 2.0, "word"), "level 'word': .* token, sequence"),
+        (lambda x: losses.token_weights(x, "mean", 1), "aggregation 'mean': .* token_mean, sequence_mean, constant"),
+        (lambda x: losses.policy_loss(x, x, x, x, 1, 0.2, 0.2, kind="a2c"), "loss 'a2c': .* ppo, gspo, cispo"),
+        (
+            lambda x: importance_weights(x, x, x, "clip", 0.5, 2.0),
+            "weight 'clip': .* none, tis, mask",
+        ),
+        (
+            lambda x: importance_weights(x, x, x, "tis", 0.5, 2.0, "word"),
+            "level 'word': .* token, sequence",
+        ),
     ],
 )
 def test_unknown_kinds_are_refused_by_naming_the_choices(call: Callable[[Tensor], Any], message: str) -> None:

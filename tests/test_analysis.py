@@ -13,8 +13,9 @@ import pytest
 from plotly.offline import get_plotlyjs
 from sweeps import Run, config, log_sweep
 
-from rlx import analysis, report
-from rlx.config import flatten, from_tree, read_yaml, with_overrides
+from rlx import analysis, comparison, records, report
+from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.sections import flatten
 from rlx.importance import FEWEST
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "analyze.py"
@@ -75,7 +76,7 @@ def headings(html: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
 def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, name: str) -> None:
-    loaded = analysis.load_sweep(uri, "rlx", name)
+    loaded = records.load_sweep(uri, "rlx", name)
     paths = analysis.write(loaded, tmp_path, uri)
     recipe = set() if name in ("failed", "running") else {"best.yaml"}
     assert {path.name for path in paths} == {path.name for path in tmp_path.iterdir()} == ALWAYS | recipe
@@ -83,7 +84,7 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, n
     assert {Path(file.path).name for file in stored} == ALWAYS | recipe
     assert len(pd.read_csv(tmp_path / "trials.csv")) == len(loaded.trials)
     own, found = report.client(uri).get_run(loaded.run_id).data, analysis.compared(loaded)["settings"]
-    assert own.tags["mlflow.note.content"] == f"{analysis.answer(found)} analysis/analysis.html has the rest."
+    assert own.tags["mlflow.note.content"] == f"{comparison.answer(found)} analysis/analysis.html has the rest."
     assert own.metrics == ({"eval/accuracy": found[0].mean} if recipe else {})
     height, width, _ = matplotlib.image.imread(tmp_path / "settings.png").shape
     assert (height, width) >= (700, 1500)
@@ -91,7 +92,7 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, n
 
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
 def test_the_page_opens_offline_and_each_figure_has_data(uri: str, tmp_path: Path, name: str) -> None:
-    analysis.write(analysis.load_sweep(uri, "rlx", name), tmp_path, uri)
+    analysis.write(records.load_sweep(uri, "rlx", name), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert html.count(get_plotlyjs()) == 1
     own = html.replace(get_plotlyjs(), "")
@@ -103,7 +104,7 @@ def test_the_page_opens_offline_and_each_figure_has_data(uri: str, tmp_path: Pat
 
 
 def test_the_page_says_what_was_asked_and_answers_it(uri: str, tmp_path: Path) -> None:
-    analysis.write(analysis.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
+    analysis.write(records.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert "actor_lr 0.0003, advantage grpo wins with eval/accuracy 0.81 ± 0.13 over 2 runs; the next is 0.6" in html
     assert "search random, scheduler none, seeds 2, trials 6, steps 4" in html
@@ -123,14 +124,14 @@ def test_the_page_says_what_was_asked_and_answers_it(uri: str, tmp_path: Path) -
 
 
 def test_twelve_settings_have_their_importance(uri: str, tmp_path: Path) -> None:
-    analysis.write(analysis.load_sweep(uri, "rlx", "wide"), tmp_path, uri)
+    analysis.write(records.load_sweep(uri, "rlx", "wide"), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert '"text":["100%"]' in html
     assert "Not given: MLflow has no prompt that both answered." in html
 
 
 def test_what_is_no_longer_in_mlflow_is_said(uri: str, tmp_path: Path) -> None:
-    loaded = analysis.load_sweep(uri, "rlx", "bare")
+    loaded = records.load_sweep(uri, "rlx", "bare")
     for trial in loaded.trials:
         shutil.rmtree(report.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
     paths = analysis.write(loaded, tmp_path, uri)
@@ -141,8 +142,8 @@ def test_what_is_no_longer_in_mlflow_is_said(uri: str, tmp_path: Path) -> None:
 
 
 def test_trials_that_were_stopped_or_went_on_from_others_say_so(uri: str, tmp_path: Path) -> None:
-    loaded = analysis.load_sweep(uri, "rlx", "pbt")
-    table = analysis.rank(loaded)
+    loaded = records.load_sweep(uri, "rlx", "pbt")
+    table = comparison.rank(loaded)
     assert table[["actor_lr", "mean", "notes"]].values.tolist() == [
         [1e-3, 0.9, "went on from trial_1@2"],
         [1e-4, 0.2, "stopped at 2"],
@@ -155,7 +156,7 @@ def test_trials_that_were_stopped_or_went_on_from_others_say_so(uri: str, tmp_pa
 
 
 def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> None:
-    loaded, other = (analysis.load_sweep(uri, "rlx", name) for name in ("lr", "wide"))
+    loaded, other = (records.load_sweep(uri, "rlx", name) for name in ("lr", "wide"))
     paths = analysis.write(loaded, tmp_path, uri, by=KIND, against=other)
     more = {f"{name}.{kind}" for name in (f"by_{KIND}", "against_wide") for kind in ("md", "png")}
     assert {path.name for path in paths} == ALWAYS | {"best.yaml"} | more
@@ -178,7 +179,7 @@ def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> 
 
 
 def test_the_best_setting_gives_the_same_config_again(uri: str, tmp_path: Path) -> None:
-    analysis.write(analysis.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
+    analysis.write(records.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
     tree = read_yaml(tmp_path / "best.yaml")
     again, ran = flatten(from_tree(tree)), flatten(config("any", GRPO))
     assert {key for key in ran if again[key] != ran[key]} == {"name", "storage"}  # the seed was varied

@@ -22,7 +22,9 @@ import workload
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rlx import warm_start
-from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
 from rlx.plan import plan
 
 MAINS = {

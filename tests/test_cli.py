@@ -15,7 +15,9 @@ import pytest
 from conftest import NothingLeft
 
 from rlx import inputs, launch, report, run_folder
-from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
 from rlx.storage import Storage, open_storage
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ from sweeps import sweep, trial
 
 from rlx import comparison
 from rlx.comparison import answer, apart, difference, groups, mean_interval, rank
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.records import METRIC, Setting
 
 LR, KIND = "train.actor_lr", "algorithm.advantage"

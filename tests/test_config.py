@@ -11,17 +11,10 @@ import yaml
 
 from rlx import inputs
 from rlx.command_line import add_settings, parse
-from rlx.config import (
-    ConfigError,
-    RunConfig,
-    flatten,
-    from_tree,
-    is_setting,
-    nearest,
-    read_yaml,
-    setting_keys,
-    with_overrides,
-)
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.run import RunConfig, is_setting, setting_keys
+from rlx.config.sections import flatten
 
 PARAMS = dict(RunConfig().data.params)
 

@@ -12,9 +12,9 @@ import pytest
 import ray.data
 
 from rlx import data, warm_start
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
+from rlx.config.sections import DataConfig
 from rlx.data import PromptStream
-from rlx.settings import DataConfig
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

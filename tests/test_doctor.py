@@ -3,7 +3,8 @@
 import pytest
 
 from rlx import doctor
-from rlx.config import RunConfig, from_tree
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
 
 SOUND = {
     "ratio": 0.0,

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlx import __version__, archive, checkpoint, export, model, roles, shards
 from rlx.archive import Entry, Manifest
-from rlx.config import RunConfig, from_tree
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
 from rlx.parallel import Grid
 from rlx.rollout.pool import Rollouts
 from rlx.storage import Storage, open_storage

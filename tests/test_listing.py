@@ -17,7 +17,8 @@ import yaml
 
 from rlx import __version__, archive, listing, run_folder
 from rlx.archive import Manifest
-from rlx.config import RunConfig, from_tree
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
 from rlx.storage import open_storage
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,8 +26,10 @@ from pyarrow import fs
 from rlx import archive, checkpoint, data, progress, run_folder, storage
 from rlx.archive import MANIFEST, FileRecord, Manifest
 from rlx.checkpoint import CheckpointError, Parts, Shard
-from rlx.config import ConfigError, RunConfig, from_tree, read_yaml, setting_keys, with_overrides
-from rlx.settings import DataConfig
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.run import RunConfig, setting_keys
+from rlx.config.sections import DataConfig
 from rlx.storage import Storage, StorageError
 
 T = TypeVar("T")

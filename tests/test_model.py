@@ -21,10 +21,11 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rlx import config, data, experience, logprobs, metrics, model, roles, shards, train_loop, update, worker
-from rlx.adaptive import AdaptiveKL, RunningScores
+from rlx import data, experience, logprobs, metrics, model, roles, shards, train_loop, update, worker
+from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.checkpoint import Trained
-from rlx.config import ConfigError
+from rlx.config import loading
+from rlx.config.errors import ConfigError
 from rlx.parallel import Grid
 from rlx.types import Completion, Experience, Judged, Prompt, Sampling
 
@@ -310,7 +311,7 @@ def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str 
         "train": {"epochs": 1, "minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
         "algorithm": {"kl_coef": 0.1},
     }
-    settings = config.from_tree(config.with_overrides(tree, way))
+    settings = loading.from_tree(loading.with_overrides(tree, way))
     grid = Grid.of(device, settings.parallel.tp)
     trained, reference = roles.models(settings, path, grid.mesh)
     trained = {name: Trained(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
@@ -527,7 +528,7 @@ def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest
     alone = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}
     two = alone | {"num_workers": 2}
     for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
-        assert roles.scattered(config.from_tree({"scaling": scaling}), {"small": small, "large": large}) == expected
+        assert roles.scattered(loading.from_tree({"scaling": scaling}), {"small": small, "large": large}) == expected
 
 
 OFFLOAD: dict[str, Any] = {"model.offload": ["critic", "reference"], "scaling.use_gpu": True}

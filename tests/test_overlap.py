@@ -7,7 +7,7 @@ import pytest
 from conftest import NothingLeft
 from runs import STEPS, Done, comparable, small, train
 
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 
 AHEAD = {"rollout__max_staleness": 1}
 

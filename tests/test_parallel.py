@@ -20,9 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlx import archive, checkpoint, config, inputs, model, parallel, roles
+from rlx import archive, checkpoint, inputs, model, parallel, roles
 from rlx.checkpoint import Trained
-from rlx.config import ConfigError
+from rlx.config import loading, run
+from rlx.config.errors import ConfigError
 from rlx.parallel import Grid
 
 UNCUT = [way for way in WAYS if "model.lora_rank" not in way]
@@ -44,9 +45,9 @@ def qwen3(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings_of(ranks: int, tp: int, **chosen: Any) -> config.RunConfig:
+def settings_of(ranks: int, tp: int, **chosen: Any) -> run.RunConfig:
     sizes = {"parallel": {"tp": tp}, "scaling": {"num_workers": ranks}, "train": {"prompts_per_step": 24}}
-    return config.from_tree(sizes | chosen)
+    return loading.from_tree(sizes | chosen)
 
 
 # --- against the whole model

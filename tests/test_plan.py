@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlx.config import ConfigError, from_tree
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
 from rlx.plan import Bundle, Plan, check_room, plan
 
 CLUSTER = Path(__file__).with_name("virtual_cluster.py")

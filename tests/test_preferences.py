@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from rlx import preferences
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.preferences import Pair, Recipe, bradley_terry_loss, generated_pairs, hold_out, read_pairs
 from rlx.reward_model import RewardModel, load_classifier
 

@@ -9,7 +9,8 @@ import pytest
 from sweeps import BASE, Run, config, log_run, log_sweep
 
 from rlx import records, report
-from rlx.config import ConfigError, flatten
+from rlx.config.errors import ConfigError
+from rlx.config.sections import flatten
 
 VARIED = ("train.actor_lr", "algorithm.kl_kind", "algorithm.kl_target")
 RUNS = [

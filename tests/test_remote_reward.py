@@ -28,10 +28,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rlx import remote_reward, rewards
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
+from rlx.config.sections import RewardConfig
 from rlx.remote_reward import RemoteReward
 from rlx.rewards import RewardError
-from rlx.settings import RewardConfig
 from rlx.types import Prompt, Response
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "reward_server.py"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlx import report
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 
 
 @pytest.fixture

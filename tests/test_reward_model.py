@@ -11,7 +11,7 @@ import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.reward_model import (
     ModelReward,
     RewardModel,

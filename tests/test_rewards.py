@@ -18,10 +18,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rlx import rewards
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
+from rlx.config.sections import CORRECTNESS, SCORERS, RewardConfig
 from rlx.math_judge import Judge
 from rlx.rewards import REWARDS, RewardError, Scores, exact_match, extract_answer, load_function, math_verify, numeric
-from rlx.settings import CORRECTNESS, SCORERS, RewardConfig
 from rlx.types import Prompt, Response, Scorer
 
 FIRST, SECOND = "What is 1 + 1?", "What\nis " + "very " * 100 + "long?"

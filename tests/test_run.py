@@ -20,7 +20,8 @@ from conftest import NothingLeft, Script
 from runs import STEPS, Done, comparable, small, train
 
 from rlx import archive, crew, launch, report, run_folder, tasks, tracker
-from rlx.config import flatten, from_tree
+from rlx.config.loading import from_tree
+from rlx.config.sections import flatten
 from rlx.storage import Storage, open_storage
 from rlx.tracker import Tracker
 

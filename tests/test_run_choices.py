@@ -16,7 +16,7 @@ from runs import STEPS, Done, comparable, small, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlx import archive, checkpoint
-from rlx.config import RunConfig
+from rlx.config.run import RunConfig
 from rlx.controller import RunError
 from rlx.storage import open_storage
 

@@ -9,7 +9,9 @@ import yaml
 
 from rlx import archive, run_folder
 from rlx.archive import Entry, Manifest
-from rlx.config import ConfigError, RunConfig, from_tree, with_overrides
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
 from rlx.storage import StorageError, open_storage
 
 STEPS = {5: 0.2, 10: 0.9, 15: 0.5}

@@ -11,7 +11,8 @@ import pytest
 from ray import tune
 from ray.tune.schedulers.pbt import _explore
 
-from rlx.config import RunConfig, from_tree
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
 from rlx.schedulers import REPLAYING, SCHEDULERS, first_rung
 from rlx.search import METRIC, MODE, Listed, Space
 from rlx.storage import open_storage

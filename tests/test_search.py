@@ -13,7 +13,7 @@ import pytest
 from ray import tune
 from ray.tune.search import Searcher
 
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.schedulers import SCHEDULERS
 from rlx.search import ADAPTIVE, METRIC, SEARCHES, Listed, extremes, fingerprint, load_space, searcher, settled
 

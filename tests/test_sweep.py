@@ -13,7 +13,8 @@ import pytest
 from conftest import History, NothingLeft, Script, mlflow_history
 
 from rlx import launch, report, run_folder, sweep
-from rlx.config import ConfigError, from_tree
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
 from rlx.storage import Storage, open_storage
 from rlx.trials import Sweep
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlx.config import ConfigError
-from rlx.settings import DataConfig, EvalConfig
+from rlx.config.errors import ConfigError
+from rlx.config.sections import DataConfig, EvalConfig
 from rlx.tasks import answer_checker, generated_questions, is_generated
 
 SUMS = DataConfig(params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})

@@ -18,7 +18,7 @@ import s3
 from conftest import Where
 
 from rlx import report, tracker
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.storage import Storage, open_storage
 from rlx.tracker import Tracker
 

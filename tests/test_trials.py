@@ -8,7 +8,7 @@ import pytest
 from ray.tune.experiment import Experiment, Trial
 from ray.tune.search import Searcher
 
-from rlx.config import ConfigError
+from rlx.config.errors import ConfigError
 from rlx.search import METRIC, MODE, Listed
 from rlx.storage import Storage, open_storage
 from rlx.trials import Record, Records, Trials, trial_name

@@ -26,11 +26,12 @@ import ray
 from rlx.rollout.routes import Place, Whereabouts
 from rlx.types import Sampling, WeightSyncError
 
-if TYPE_CHECKING:  # the process that only starts engines does without torch
+if TYPE_CHECKING:
     import torch
 
     from rlx.rollout.links import Incoming
     from rlx.rollout.sync import Bucket
+
 
 _SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 

@@ -20,7 +20,8 @@ from test_balance import assert_dealt, dealt_out
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlx import config, model, roles
+from rlx import model, roles
+from rlx.config import loading
 from rlx.parallel import Grid
 
 pytestmark = [
@@ -48,7 +49,7 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
     os.environ |= {"NCCL_NVLS_ENABLE": "0"}
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    settings = config.from_tree(
+    settings = loading.from_tree(
         {
             "model": {"dtype": "bfloat16", "critic": "head", "value_head_init": "normal", "reference": "none"},
             "algorithm": {"kl_coef": 0},

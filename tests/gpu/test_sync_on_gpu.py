@@ -25,7 +25,8 @@ from test_rollout import drawn_by
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlx import config, experience, launch, model, roles
+from rlx import experience, launch, model, roles
+from rlx.config import loading
 from rlx.fleet import Fleet
 from rlx.parallel import Grid
 from rlx.rollout import pool, sync
@@ -79,7 +80,7 @@ class Trainer:
         sync.BUCKET_BYTES["cuda"] = 64 << 20  # several buckets, as of a larger model
         self.device, self.rank = torch.device("cuda", 0), rank
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        settings = config.from_tree(
+        settings = loading.from_tree(
             {
                 "model": {"dtype": "bfloat16", "reference": "none"},
                 "algorithm": {"advantage": "grpo", "kl_coef": 0},

@@ -1,31 +1,19 @@
-"""The one config tree: which settings go together, and how it is read from YAML and dotted keys.
-
-The command line is command_line's.
-
-Importing this needs neither torch nor Ray, so that a mistyped key is refused in a fraction of a second.
-"""
+"""TODO rlx.config.run."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import reprlib
 import typing
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import pydantic
-import yaml
-from pydantic import Field, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt
 from pydantic.fields import FieldInfo
 
-from rlx.settings import (
-    DEFAULT_SOURCE,
+from rlx.config.rules import IDLE, OFF
+from rlx.config.sections import (
     GENERATED,
     GROUPED,
-    IDLE,
-    OFF,
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
@@ -38,21 +26,8 @@ from rlx.settings import (
     Section,
     TrackingConfig,
     TrainConfig,
+    flatten,
 )
-from rlx.settings import nearest as nearest
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used; the text is one line for the person who typed it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(" ".join(text.splitlines()))  # keys and paths may hold line breaks
-
-
-def one_line(error: BaseException, limit: int | None = None) -> str:
-    """An error's text without line breaks, or the first `limit` characters of it."""
-    return " ".join(str(error).split())[:limit]
-
 
 MOST_RANK = 512
 """of adapters that vLLM takes by themselves"""
@@ -319,77 +294,6 @@ class RunConfig(Section):
         return "lora_off" if self.model.lora_rank else "copy"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Trees of plain values: YAML, dotted keys
-
-
-def from_tree(tree: dict[str, Any], where: str = "config") -> RunConfig:
-    """The validated config of a nested dict; ConfigError names the key, its place and the nearest valid one."""
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(error)}") from None
-
-
-def parse_yaml(text: str) -> Any:
-    """What a YAML text stands for; ValueError says in one line why it is none."""
-    try:
-        return yaml.safe_load(text)
-    except Exception as error:  # PyYAML has none of its own for what is not of its tag (!!bool x), nor for a 13th month
-        raise ValueError(f"no valid YAML: {one_line(error)}") from None
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The tree in a YAML file; ConfigError if it is missing or no mapping."""
-    try:
-        tree = parse_yaml(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: no text file") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if tree is not None and not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings, found {type(tree).__name__}")
-    return tree or {}
-
-
-def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a tree with dotted keys set, e.g. {"train.steps": 12}.
-
-    An entry of a dict setting, e.g. "data.params.max_digits", is set in what the tree has there, or in its default.
-    """
-    merged: dict[str, Any] = _copied(dict(tree))
-    # Shallow keys first: data.source decides the default of data.params, and a whole dict comes before its entries.
-    for dotted in sorted(overrides, key=lambda key: key.count(".")):
-        *parents, last = dotted.split(".")
-        node = merged
-        for depth, parent in enumerate(parents, 1):
-            if parent not in node:
-                node[parent] = _default_entries(".".join(parents[:depth]), node)
-            node = node[parent]
-            if not isinstance(node, dict):
-                raise ConfigError(f"{dotted}: {'.'.join(parents[:depth])} is {_shown(node)}, it has nothing below it")
-        node[last] = _copied(overrides[dotted])
-    return merged
-
-
-def _copied(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except RecursionError:
-        raise ConfigError("settings are nested too deeply") from None
-
-
-def flatten(config: Section, prefix: str = "") -> dict[str, Any]:
-    """Every setting under its dotted key; dict-valued settings stay whole."""
-    flat: dict[str, Any] = {}
-    for key in type(config).model_fields:
-        value = getattr(config, key)
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Section) else {f"{prefix}{key}": value}
-    return flat
-
-
 def setting_keys() -> list[str]:
     """The dotted keys of all settings."""
     return list(settings())
@@ -397,32 +301,8 @@ def setting_keys() -> list[str]:
 
 def is_setting(key: str) -> bool:
     """Whether a dotted key is a setting, or an entry of a dict-valued one, e.g. data.params.max_digits."""
-    parents = (name for name, field in settings().items() if _is_dict(field))
+    parents = (name for name, field in settings().items() if is_dict(field))
     return key in settings() or any(key.startswith(f"{name}.") for name in parents)
-
-
-def _shown(value: Any) -> str:
-    """A value, or the start of it: a few lines of YAML may stand for millions of numbers."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = 200
-    try:
-        return f"{short.repr(value):.300}"
-    except ValueError:
-        return "a number too long to show"
-
-
-def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"unknown setting {key}{nearest(key, [*setting_keys(), *sections()])}"
-    if first["type"] == "model_type":
-        message = f"expected a section of settings, such as {next(k for k in settings() if k.startswith(f'{key}.'))}"
-    else:
-        message = first["msg"].removeprefix("Value error, ")
-    if not key or (isinstance(first["input"], dict) and key in sections()):  # it may hold addresses with keys
-        return message
-    return f"{key} = {_shown(first['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def sections() -> dict[str, type[Section]]:
@@ -437,14 +317,5 @@ def settings() -> dict[str, FieldInfo]:
     return own | {f"{name}.{k}": f for name, section in sections().items() for k, f in section.model_fields.items()}
 
 
-def _is_dict(field: FieldInfo) -> bool:
+def is_dict(field: FieldInfo) -> bool:
     return typing.get_origin(field.annotation) is dict
-
-
-def _default_entries(key: str, section: dict[str, Any]) -> dict[str, Any]:
-    """What a part of the tree that is not given begins with: a dict setting with its default, all else with nothing."""
-    field = settings().get(key)
-    if field is None or not _is_dict(field):
-        return {}
-    known = {"source": DEFAULT_SOURCE} | section
-    return dict(field.get_default(call_default_factory=True, validated_data=known))

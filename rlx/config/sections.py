@@ -6,13 +6,13 @@ Whether the model folder, the prompt file and the cluster are there is checked b
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from rlx.config.errors import nearest
 
 GENERATED = "reasoning_gym:"
 """what a data.source begins with that is no file"""
@@ -24,32 +24,6 @@ SCORERS = ("task", "exact_match", "numeric", "math_verify", "format", "length", 
 """what reward.functions may name beside one's own module:function; the first four say whether an answer is right"""
 CORRECTNESS = SCORERS[:4]
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # what YAML 1.1 takes for text: 1e-3
-IDLE = {
-    "checkpoint.best_mode": "checkpoint.best_by",
-    "checkpoint.start_with": "checkpoint.start_from",
-    "model.lora_alpha": "model.lora_rank",
-    "model.lora_targets": "model.lora_rank",
-    "model.offload": "scaling.use_gpu",
-    "data.ptx_batch": "data.ptx_source",
-    "reward.url_key": "reward.url",
-    "algorithm.kl_target": "algorithm.kl_coef",
-    "algorithm.kl_horizon": "algorithm.kl_target",
-    "algorithm.overlong_penalty": "algorithm.overlong_buffer",
-    "algorithm.filter_rounds": "algorithm.filter_groups",
-    "algorithm.importance_level": "algorithm.importance",
-    "algorithm.importance_low": "algorithm.importance",
-    "algorithm.importance_high": "algorithm.importance",
-    "rollout.partial": "rollout.max_staleness",
-}
-"""settings that do nothing unless another one is on"""
-OFF = (None, False, 0, "none")
-"""values that stand for off"""
-
-
-def nearest(word: str, choices: Sequence[str]) -> str:
-    """A hint: "; nearest: X", or nothing when no choice is close."""
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"; nearest: {close[0]}" if close else ""
 
 
 class Section(pydantic.BaseModel):
@@ -443,3 +417,12 @@ class TrackingConfig(Section):
                 "MLFLOW_TRACKING_PASSWORD, or a database's own way, such as PGPASSWORD"
             )
         return uri
+
+
+def flatten(config: Section, prefix: str = "") -> dict[str, Any]:
+    """Every setting under its dotted key; dict-valued settings stay whole."""
+    flat: dict[str, Any] = {}
+    for key in type(config).model_fields:
+        value = getattr(config, key)
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Section) else {f"{prefix}{key}": value}
+    return flat
