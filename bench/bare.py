@@ -18,7 +18,7 @@ from measure import Memory, now
 from torch import Tensor, nn
 
 from rlx.config.run import RunConfig
-from rlx.rollout.engine import by_newer_runner
+from rlx.rollout.vllm_engine import by_newer_runner
 from rlx.types import Sampling
 
 _CHUNK = 1024  # tokens whose logits are held at a time

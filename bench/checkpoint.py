@@ -29,11 +29,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlx import archive, checkpoint, model
-from rlx.archive import Manifest
-from rlx.checkpoint import Trained
-from rlx.saver import Retention, Saved, Saver
-from rlx.storage import Storage, open_storage
+from rlx.models import fsdp
+from rlx.models.policy import Policy
+from rlx.storage import checkpoint_catalog, checkpoint_files
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_files import Trained
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.checkpoint_writer import Retention, Saved, Saver
+from rlx.storage.filesystem import Storage
 
 _WARM = 1  # first checkpoints that are not counted
 _START_S = 60.0
@@ -75,7 +78,7 @@ def policy(hidden: int, layers: int) -> Trained:
         num_attention_heads=8,
         num_key_value_heads=8,
     )
-    sharded = model.shard(model.Policy(LlamaForCausalLM(config)), init_device_mesh("cpu", (1,)), torch.float32)
+    sharded = fsdp.shard(Policy(LlamaForCausalLM(config)), init_device_mesh("cpu", (1,)), torch.float32)
     optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
     for parameter in sharded.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -90,11 +93,11 @@ def measure(trained: Trained, run: Storage, disk: Path, count: int) -> dict[str,
     stalls, writes, bare = [], [], []
     for step in range(1, _WARM + count + 1):
         started = time.perf_counter()
-        saver.save(checkpoint.staged({"policy": trained}, {}), _manifest(step))
+        saver.save(checkpoint_files.staged({"policy": trained}, {}), _manifest(step))
         stalls.append(time.perf_counter() - started)
         writes.append(_awaited(saver).seconds)
         bare.append(_torch_save(trained, disk / "bare.pt"))
-    place = archive.whole(run)[-1].place
+    place = checkpoint_catalog.whole(run)[-1].place
     written = sum((place / name).size() or 0 for name in place.names())
     stall, write, plain = (statistics.median(seconds[_WARM:]) for seconds in (stalls, writes, bare))
     return {

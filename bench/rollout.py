@@ -23,6 +23,7 @@ import workload
 from rlx.command_line import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
+from rlx.data.stream import PromptStream
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +82,7 @@ def alone(config: RunConfig, path: str, tables: Mapping[str, Any]) -> list[tuple
     import ray
 
     from rlx.plan import plan
-    from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT
+    from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT
 
     resources = plan(config).engines[0]
     on_gpu = resources.get("GPU", 0) > 0
@@ -101,15 +102,16 @@ def requests(
     """What the run asked its engine for: vLLM's options, how to sample, each step's prompts and seeds."""
     import pyarrow as pa
 
-    from rlx import crew, data
-    from rlx.rollout.pool import request_seed
+    from rlx.data import prompts
+    from rlx.rollout import engine_args
+    from rlx.rollout.engine_pool import request_seed
     from rlx.types import Sampling
 
     chosen, train = config.rollout, config.train
-    end = data.load_tokenizer(path, config.model.trust_remote_code).eos_token_id
+    end = prompts.load_tokenizer(path, config.model.trust_remote_code).eos_token_id
     sampling = Sampling(chosen.temperature, chosen.top_p, chosen.top_k, chosen.max_tokens, (end,))
     whole = pa.concat_tables(tables["train"].iter_batches(batch_size=None, batch_format="pyarrow"))
-    stream = data.PromptStream(whole, config.seed)
+    stream = PromptStream(whole, config.seed)
     rounds = [
         [
             (prompt.token_ids, request_seed(config.seed, step, prompt.id, sample))
@@ -118,7 +120,7 @@ def requests(
         ]
         for step in range(train.steps)
     ]
-    return crew.engine_options(config), sampling, rounds
+    return engine_args.engine_args(config), sampling, rounds
 
 
 def described(config: RunConfig) -> dict[str, Any]:

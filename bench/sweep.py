@@ -25,7 +25,8 @@ from typing import Any
 
 from rlx import inputs, report, run_folder
 from rlx.config.run import RunConfig
-from rlx.storage import Storage, open_storage
+from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import Storage
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -28,17 +28,18 @@ import workload
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlx import crew, model
 from rlx.command_line import exit_code
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.fleet import Fleet
-from rlx.parallel import Grid
-from rlx.rollout import links, pool
-from rlx.rollout.direct import Direct
-from rlx.rollout.links import Group, Incoming
-from rlx.rollout.pool import Rollouts
-from rlx.rollout.routes import Source
+from rlx.mesh import Grid
+from rlx.models import fsdp, loading, lora
+from rlx.rollout import engine_args, engine_pool
+from rlx.rollout.engine_group import Fleet
+from rlx.rollout.engine_pool import Rollouts
+from rlx.rollout.weight_sync import channels
+from rlx.rollout.weight_sync.channels import Group, Incoming
+from rlx.rollout.weight_sync.sender import Direct
+from rlx.rollout.weight_sync.topology import Source
 
 _WARM, _ROUNDS = 2, 10
 
@@ -89,7 +90,7 @@ def measure(config: RunConfig, path: str) -> tuple[dict[str, float], dict[str, A
     bundles = [dict(config.scaling.resources_per_worker), dict(config.rollout.resources_per_engine)]
     group = placement_group(bundles, "STRICT_PACK")
     ray.get(group.ready())
-    (engine,) = pool.start_engines(path, crew.engine_options(config), bundles[1], group, [1])
+    (engine,) = engine_pool.start_engines(path, engine_args.engine_args(config), bundles[1], group, [1])
     place = PlacementGroupSchedulingStrategy(group, 0)
     share = {"num_cpus": 1, "num_gpus": bundles[0].get("GPU", 0)}
     trainer = ray.remote(Trainer).options(scheduling_strategy=place, **share).remote(config, path, engine)
@@ -105,7 +106,7 @@ class Trainer:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self.dtype = getattr(torch, config.model.dtype)
         grid = Grid.of(self.device.type, 1)
-        self.policy: Any = model.shard(model.load_policy(path, head=None), grid.mesh, self.dtype)
+        self.policy: Any = fsdp.shard(loading.load_policy(path, head=None), grid.mesh, self.dtype)
         self.engine = engine
         self.on_one_gpu = config.rollout.resources_per_engine.get("GPU", 1.0) < 1
         self.ways = Direct(0, 1, self.device, [engine], config.rollout.transport)
@@ -131,19 +132,19 @@ class Trainer:
 
     def _push(self, number: int) -> None:
         started = time.perf_counter()
-        self.fleet.push(model.engine_weights(self.policy), number + 1, 300.0, starting=number == 0)
+        self.fleet.push(lora.engine_weights(self.policy), number + 1, 300.0, starting=number == 0)
         if number == 0:
             self.first = time.perf_counter() - started
 
     def _copies(self, nbytes: int, way: str) -> tuple[str, list[float]]:
         if self.device.type == "cpu":
-            source, memory = np.ones(nbytes, np.uint8), links.shared(nbytes, self.device)[0].numpy()
+            source, memory = np.ones(nbytes, np.uint8), channels.shared(nbytes, self.device)[0].numpy()
             return "memcpy into shared memory", seconds(lambda _: np.copyto(memory, source))
         buffer = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
         if self.on_one_gpu:
             target = torch.empty_like(buffer)
             return "device to device", seconds(lambda _: synchronised(lambda: target.copy_(buffer)))
-        store = links.kept(ray.util.get_node_ip_address(), 60)
+        store = channels.kept(ray.util.get_node_ip_address(), 60)
         address = (store.host, store.port)
         incoming = Incoming("", "", address, "bare", {"nccl": 2}, (Source("nccl", 1),), (), 60, False)
         other = self.engine.__ray_call__.remote(lambda _, told, size: broadcasts(told, 1, size), incoming, nbytes)

@@ -25,6 +25,7 @@ import workload
 from rlx.command_line import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
+from rlx.data.stream import PromptStream, read_shard
 
 _PEAK_FLOPS = 989e12
 """of an H200 in dense bf16, NVIDIA's data sheet; what utilisation is counted against"""
@@ -105,7 +106,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from rlx import controller, inputs
-    from rlx.storage import open_storage
+    from rlx.storage.addresses import open_storage
 
     scaling = config.scaling
     job = {
@@ -207,10 +208,9 @@ def made_up(config: RunConfig, tokenizer: Any, rank: int, ranks: int) -> list[An
     """This rank's share of a step: real prompts, and completions and scores drawn at random."""
     import numpy as np
 
-    from rlx import data
     from rlx.types import Completion, Judged
 
-    stream = data.PromptStream(data.read_shard("train"), config.seed, rank, ranks)
+    stream = PromptStream(read_shard("train"), config.seed, rank, ranks)
     limit, draw = config.rollout.max_tokens, np.random.default_rng((config.seed, rank))
     judged = []
     for prompt in stream.next(config.train.prompts_per_step):

@@ -181,8 +181,9 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
 
 def model_folder(config: RunConfig) -> str:
     """The model; one that is known here is made in the storage, once, with random weights."""
-    from rlx import inputs, warm_start
-    from rlx.storage import local_folder
+    from rlx import inputs
+    from rlx.models import tiny
+    from rlx.storage.addresses import local_folder
 
     name, known = config.model.path, [UNTRAINED, *_SHAPES]
     if name not in known:
@@ -191,10 +192,10 @@ def model_folder(config: RunConfig) -> str:
         return inputs.model_folder(config)
     folder = local_folder(config.storage) / "models" / name
     if not folder.exists():
-        tokenizer = warm_start.build_tokenizer()
-        with warm_start.private_torch_state(0):
+        tokenizer = tiny.build_tokenizer()
+        with tiny.private_torch_state(0):
             model = random_model(name, tokenizer)
-        with warm_start.whole_folder(folder) as unfinished, warm_start.no_progress_bars():
+        with tiny.whole_folder(folder) as unfinished, tiny.no_progress_bars():
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
     return str(folder)
@@ -205,10 +206,10 @@ def random_model(name: str, tokenizer: Any) -> Any:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rlx import warm_start
+    from rlx.models import tiny
 
     if name == UNTRAINED:
-        return warm_start.build_model(warm_start.WarmStart(), tokenizer)
+        return tiny.build_model(tiny.WarmStart(), tokenizer)
     shape = Qwen2Config(**_SHAPES[name], eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return Qwen2ForCausalLM(shape).to(torch.bfloat16)
 
@@ -217,7 +218,7 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
     """The metrics of a real run's steps but the first, without the time of an evaluation, which the last has; engines
     and workers stay for the next run."""
     from rlx import launch
-    from rlx.storage import open_storage
+    from rlx.storage.addresses import open_storage
 
     steps: list[dict[str, Any]] = []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlx import report
 from rlx.config.errors import ConfigError
-from rlx.storage import local_folder
+from rlx.storage.addresses import local_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rlx import listing
 from rlx.command_line import exit_code
 from rlx.config.run import RunConfig
-from rlx.storage import resolved
+from rlx.storage.addresses import resolved
 
 
 def main(argv: Sequence[str] | None = None) -> int:

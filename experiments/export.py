@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlx import archive, listing, report, run_folder
+from rlx import listing, report, run_folder
 from rlx.command_line import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.storage import local_folder
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import local_folder
 
 SHOWN = (*listing.WATCHED, "eval/ema/accuracy")
 
@@ -80,7 +81,7 @@ def which(run: str, step: str | None) -> str:
     """RUN and --checkpoint as one; ConfigError if RUN names a checkpoint itself, or is a URI, which has to."""
     if step is None:
         return run
-    if "@" in run or "://" in run or archive.is_checkpoint_name(Path(run).name):
+    if "@" in run or "://" in run or checkpoint_catalog.is_checkpoint_name(Path(run).name):
         raise ConfigError(f"--checkpoint {step} goes with a run's name or folder: {run} names a checkpoint, or has to")
     return f"{run}@{step}"
 

@@ -69,7 +69,7 @@ def started_from(which: str, base: dict[str, Any], given: dict[str, Any]) -> dic
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:
     """Starts or resumes the run and shows it."""
     from rlx import inputs, launch, progress, report, run_folder
-    from rlx.storage import open_storage
+    from rlx.storage.addresses import open_storage
 
     started = time.monotonic()
     storage = given.get("storage") or from_tree(base).storage

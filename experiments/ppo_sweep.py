@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
     from rlx import analysis, comparison, inputs, launch, progress, records, report, sweep, tracker
-    from rlx.storage import local_folder, open_storage
+    from rlx.storage.addresses import local_folder, open_storage
     from rlx.trials import Sweep
 
     started = time.monotonic()

@@ -53,8 +53,9 @@ def _count(text: str) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Trains the reward model and shows it."""
-    from rlx import inputs, preferences, progress
-    from rlx.storage import local_folder, open_storage, resolved
+    from rlx import inputs, progress
+    from rlx.rewards import preferences
+    from rlx.storage.addresses import local_folder, open_storage, resolved
 
     started, given = time.monotonic(), vars(args)
     config = RunConfig(storage=resolved(args.storage))

@@ -19,10 +19,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any
 
-from rlx import rewards
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections import RewardConfig
+from rlx.rewards import functions, scoring
 from rlx.types import Prompt, Response
 
 MOST_BYTES = 64 << 20
@@ -41,17 +41,19 @@ class RewardServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], config: RewardConfig, key: str | None = None) -> None:
         self.config, self.key = config, key
         self.pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
-        self.scorers = rewards.scorers(config, lambda given, expected, _: rewards.exact_match(given, expected))
+        self.scorers = scoring.scorers(config, lambda given, expected, _: functions.exact_match(given, expected))
         self.turn = Lock()  # a trainer calls reward functions one at a time, and so they are written
         super().__init__(address, Handler)
 
     def scores(self, prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
         responses = [
-            Response(Prompt(i, (), prompt, answer), text, rewards.extract_answer(text, self.pattern), 0, finished=True)
+            Response(
+                Prompt(i, (), prompt, answer), text, functions.extract_answer(text, self.pattern), 0, finished=True
+            )
             for i, (prompt, text, answer) in enumerate(zip(prompts, completions, answers, strict=True))
         ]
         with self.turn:
-            return rewards.score(responses, self.scorers, self.config).total
+            return scoring.score(responses, self.scorers, self.config).total
 
 
 class Handler(BaseHTTPRequestHandler):

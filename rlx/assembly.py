@@ -15,17 +15,20 @@ import ray.train
 import ray.train.torch
 import torch
 
-from rlx import controller, data, remote_reward, reward_model, rewards, roles, tasks
+from rlx import controller, roles
 from rlx.algorithms import adaptive
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.fleet import Fleet
-from rlx.parallel import Grid
-from rlx.rollout.direct import Direct
-from rlx.rollout.pool import Rollouts
+from rlx.data import prompts, reasoning_gym, stream
+from rlx.mesh import Grid
+from rlx.rewards import reward_model, scoring
+from rlx.rewards.remote import RemoteReward
+from rlx.rollout.engine_group import Fleet
+from rlx.rollout.engine_pool import Rollouts
+from rlx.rollout.weight_sync.sender import Direct
 from rlx.rounds import Rounds
-from rlx.saver import Retention, Saver
-from rlx.storage import Storage, patiently
+from rlx.storage.checkpoint_writer import Retention, Saver
+from rlx.storage.filesystem import Storage, patiently
 from rlx.tracker import Tracker
 from rlx.types import Sampling, Scorer
 from rlx.worker import Run
@@ -47,8 +50,8 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     grid = Grid.of(device.type, config.parallel.tp)
     _forget_peak(device)
     trained, reference = roles.models(config, setup["model"], grid.mesh)
-    tokenizer = data.load_tokenizer(setup["model"], config.model.trust_remote_code)
-    held_out = data.read_shard("held_out")
+    tokenizer = prompts.load_tokenizer(setup["model"], config.model.trust_remote_code)
+    held_out = stream.read_shard("held_out")
     recorded, say = grid.rank == 0 and not setup.get("examine"), partial(controller.say, setup["box"])
     settings, source, chosen = config.algorithm, config.data, config.checkpoint
     sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, grid, device)
@@ -63,7 +66,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         copy=reference,
         rounds=_rounds(config, fleet, sampling, _stream("train", config.seed, grid)),
         supervised=_stream("ptx", config.seed, grid) if source.ptx_source else None,
-        held_out=data.prompts(held_out, range(grid.dp_rank, len(held_out), grid.dp_size)),
+        held_out=stream.prompts(held_out, range(grid.dp_rank, len(held_out), grid.dp_size)),
         fleet=fleet,
         sampling=sampling,
         tokenizer=tokenizer,
@@ -103,9 +106,9 @@ def _check_shared(folder: Storage) -> None:
         )
 
 
-def _stream(table: str, seed: int, grid: Grid) -> data.PromptStream:
+def _stream(table: str, seed: int, grid: Grid) -> stream.PromptStream:
     """This replica's share of a prompt table."""
-    return data.PromptStream(data.read_shard(table), seed, grid.dp_rank, grid.dp_size)
+    return stream.PromptStream(stream.read_shard(table), seed, grid.dp_rank, grid.dp_size)
 
 
 def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Grid, device: torch.device) -> Fleet:
@@ -127,7 +130,7 @@ def _sampling(config: RunConfig, tokenizer: Any) -> Sampling:
     return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, chosen.max_tokens, (tokenizer.eos_token_id,))
 
 
-def _rounds(config: RunConfig, fleet: Fleet, sampling: Sampling, prompts: data.PromptStream) -> Rounds:
+def _rounds(config: RunConfig, fleet: Fleet, sampling: Sampling, prompts: stream.PromptStream) -> Rounds:
     """Each prompt is answered so many times, and greedily once more if the estimator asks for that."""
     train, ahead = config.train, config.rollout.max_staleness
     samplings = [sampling] * train.samples_per_prompt
@@ -137,7 +140,7 @@ def _rounds(config: RunConfig, fleet: Fleet, sampling: Sampling, prompts: data.P
 
 
 def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:
-    return rewards.scorers(config.reward, tasks.answer_checker(config.data, seed, size))
+    return scoring.scorers(config.reward, reasoning_gym.answer_checker(config.data, seed, size))
 
 
 def _remote_scorers(config: RunConfig, models: Sequence[Any], replica: int) -> dict[str, Scorer]:
@@ -148,5 +151,5 @@ def _remote_scorers(config: RunConfig, models: Sequence[Any], replica: int) -> d
         patient([])  # until they are loaded
         remote["model"] = replace(patient, timeout_s=settings.timeout_s)
     if settings.url:
-        remote["url"] = remote_reward.RemoteReward.from_config(settings)
+        remote["url"] = RemoteReward.from_config(settings)
     return remote

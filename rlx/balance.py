@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlx.experience import dealt, widened
-from rlx.parallel import Grid
+from rlx.mesh import Grid
 from rlx.types import Experience
 
 

@@ -19,14 +19,16 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rlx import controller, reward_model
+from rlx import actors, controller
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.config.sections import ALL_LAYERS, flatten
+from rlx.config.sections import flatten
 from rlx.controller import LAST, Report, RunError, RunStopped, Say
 from rlx.plan import Plan, plan
-from rlx.rollout import pool
-from rlx.storage import Storage
+from rlx.rewards import reward_model
+from rlx.rollout import engine_pool
+from rlx.rollout.engine_args import adapter_config, engine_args
+from rlx.storage.filesystem import Storage
 
 _ABORT_S = 30.0  # a controller that takes longer to end is killed
 _START_S = 30.0  # a controller that has not started by then never will
@@ -206,14 +208,18 @@ class Crew:
                 raise RunError(self._outcome["words"])
             if failure := controller.failure(self._box, self._failures + 1):
                 self._failures += 1
-                if 0 <= max_failures < self._failures - before or all(pool.is_dead(engine) for engine in self.engines):
+                if 0 <= max_failures < self._failures - before or all(
+                    actors.is_dead(engine) for engine in self.engines
+                ):
                     raise RunError(failure)
                 say(f"{failure} - the workers are started again")
             self._gone.wait(_POLL_S)
 
     def _start_engines(self, config: RunConfig, model: str, needed: Plan) -> list[Any]:
         bundle = needed.engines[0]
-        return pool.start_engines(model, engine_options(config), bundle, self._group, needed.places[1], adapter(config))
+        return engine_pool.start_engines(
+            model, engine_args(config), bundle, self._group, needed.places[1], adapter_config(config)
+        )
 
     def _start_reward_models(self, config: RunConfig, needed: Plan) -> list[Any]:
         if not needed.reward_models:
@@ -315,34 +321,7 @@ def work(setup: dict[str, Any]) -> None:
             torch.cuda.empty_cache()  # the engines may be on the same GPU
 
 
-def engine_options(config: RunConfig) -> dict[str, Any]:
-    """vLLM's engine arguments for a config."""
-    settings = config.rollout
-    return pool.engine_options(
-        dtype=config.model.dtype,
-        max_model_len=config.data.max_prompt_tokens + settings.max_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        on_gpu=plan(config).engines[0].get("GPU", 0) > 0,
-        kv_cache_mib=settings.kv_cache_mib,
-        gpu_memory=settings.gpu_memory_utilization,
-        eager=settings.enforce_eager,
-        sleeps=settings.placement == "shared",
-        tensor_parallel=settings.tensor_parallel,
-        trust_remote_code=config.model.trust_remote_code,
-        lora_rank=config.model.lora_rank if config.model.lora_sync == "adapter" else 0,
-    )
-
-
-def adapter(config: RunConfig) -> dict[str, Any] | None:
-    """peft's description of the adapters that engines are sent; None if they are sent the whole model."""
-    chosen = config.model
-    if chosen.lora_sync != "adapter":
-        return None
-    targets = list(chosen.lora_targets) or ALL_LAYERS
-    return {"peft_type": "LORA", "r": chosen.lora_rank, "lora_alpha": chosen.lora_alpha, "target_modules": targets}
-
-
 def _made_for(config: RunConfig, model: str) -> list[Any]:
     """What must be the same in all runs of a crew."""
     settings = {key: value for key, value in flatten(config).items() if key.startswith(_MADE_FOR)}
-    return [model, plan(config), engine_options(config), adapter(config), _backend(config), settings]
+    return [model, plan(config), engine_args(config), adapter_config(config), _backend(config), settings]

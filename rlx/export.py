@@ -19,15 +19,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlx import archive, checkpoint, data, experience, inputs, model, roles, shards, tasks
-from rlx.archive import Entry
+from rlx import experience, inputs, roles
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import ALL_LAYERS, DataConfig
-from rlx.model import Policy
-from rlx.storage import patiently
+from rlx.data import prompts, reasoning_gym
+from rlx.models import loading, lora
+from rlx.models.policy import Policy
+from rlx.models.tiny import no_progress_bars, whole_folder
+from rlx.rollout.weight_sync import gather
+from rlx.storage import checkpoint_catalog, checkpoint_files
+from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.filesystem import patiently
 from rlx.types import Completion, Judged, Prompt
-from rlx.warm_start import no_progress_bars, whole_folder
 
 PROMPTS, TOKENS = 8, 8  # what the comparison is made on: held-out prompts, and tokens after each
 _LIMITS = {"float32": 1e-4, "bfloat16": 0.2}
@@ -66,7 +70,7 @@ def export(found: Entry, wanted: Export, folder: Path) -> float:
     """
     assert found.manifest
     _check(wanted)
-    patiently(partial(archive.verify, found, found.manifest.files), f"reading checkpoint {found.name}")
+    patiently(partial(checkpoint_catalog.verify, found, found.manifest.files), f"reading checkpoint {found.name}")
     path = inputs.model_folder(wanted.config)
     with no_progress_bars():
         policy, tokenizer = _loaded(wanted.config, path)
@@ -97,8 +101,8 @@ def _loaded(config: RunConfig, path: str) -> tuple[Policy, Any]:
     """The policy as the trainer builds it, without a value head, and its tokenizer; ConfigError if there is none."""
     trust = config.model.trust_remote_code
     try:
-        policy = model.load_policy(path, head=None, adapters=roles.adapters(config), trust_remote_code=trust)
-        return policy, data.load_tokenizer(path, trust)
+        policy = loading.load_policy(path, head=None, adapters=roles.adapters(config), trust_remote_code=trust)
+        return policy, prompts.load_tokenizer(path, trust)
     except (OSError, ValueError) as error:  # transformers' are of many lines
         raise ConfigError(one_line(error)) from None
 
@@ -108,7 +112,7 @@ def _fill(policy: Policy, found: Entry, average: bool) -> None:
     """Puts the checkpoint's weights into the policy; frozen ones are not in it, and stay as the model folder has
     them."""
     prefix = "average." if average else "policy.model."
-    with checkpoint.Parts(found.files) as parts:
+    with checkpoint_files.Parts(found.files) as parts:
         for name, weight in policy.named_parameters():
             if weight.requires_grad:
                 weight.copy_(parts.read(f"{prefix}{name}", (0,) * weight.dim(), weight.shape, weight.shape))
@@ -146,11 +150,11 @@ def _merge(policy: Policy) -> None:
     """Puts what engines are sent in the place of weights with adapters beside them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    weights = {weight.name: weight for weight in model.engine_weights(policy)}
+    weights = {weight.name: weight for weight in lora.engine_weights(policy)}
     for name, layer in list(policy.lm.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             base: Any = layer.get_base_layer()
-            base.weight.copy_(*shards.gathered([weights[f"{name}.weight"]], base.weight.dtype))
+            base.weight.copy_(*gather.gathered([weights[f"{name}.weight"]], base.weight.dtype))
             policy.lm.set_submodule(name, base)
 
 
@@ -166,8 +170,8 @@ def _write_adapters(policy: Policy, config: RunConfig, path: str, dtype: torch.d
         task_type="CAUSAL_LM",
         inference_mode=True,
     ).save_pretrained(str(folder))
-    weights = model.adapter_weights(policy)
-    full = shards.gathered(weights, dtype)
+    weights = lora.adapter_weights(policy)
+    full = gather.gathered(weights, dtype)
     tensors = {weight.name: tensor.to(dtype).contiguous() for weight, tensor in zip(weights, full, strict=True)}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
@@ -181,11 +185,11 @@ def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Comp
     """The policy's likeliest tokens after held-out prompts; after sums, if those are in a file, which need not be on
     this machine."""
     lm: Any = policy.lm
-    asked = config.data if tasks.is_generated(config.data.source) else DataConfig()
+    asked = config.data if reasoning_gym.is_generated(config.data.source) else DataConfig()
     count = min(TOKENS, config.rollout.max_tokens)  # the model may have no more positions
     drawn = []
-    for row in tasks.generated_questions(asked, config.eval.seed, PROMPTS):
-        ids = data.encode(tokenizer, row["question"], config.data.system)[-config.data.max_prompt_tokens :]
+    for row in reasoning_gym.generated_questions(asked, config.eval.seed, PROMPTS):
+        ids = prompts.encode(tokenizer, row["question"], config.data.system)[-config.data.max_prompt_tokens :]
         prompt = Prompt(row["entry"], tuple(ids), row["question"], row["answer"])
         found = lm.generate(
             torch.tensor([ids]),

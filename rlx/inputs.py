@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlx import data, remote_reward, rewards, tasks
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
-from rlx.storage import local_folder, resolved
+from rlx.data import files, prompts, reasoning_gym
+from rlx.rewards import remote, scoring
+from rlx.storage.addresses import local_folder, resolved
 
 
 def ready(
@@ -38,20 +39,20 @@ def check_files(config: RunConfig) -> None:
     """ConfigError for a prompt file that is not there, or is none."""
     sources = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
     for setting, source in (sources | {"eval.source": config.eval.source}).items():
-        if source and not tasks.is_generated(source):
-            data.check_file(source, setting)
+        if source and not reasoning_gym.is_generated(source):
+            files.check_file(source, setting)
 
 
 def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
     """The model to start from; makes rlx's own tiny one if that is asked for and not there yet."""
     if config.model.path != "tiny":
         return config.model.path
-    from rlx import warm_start
+    from rlx.models import tiny
 
-    recipe = zlib.crc32(repr(warm_start.WarmStart()).encode())
+    recipe = zlib.crc32(repr(tiny.WarmStart()).encode())
     folder = local_folder(config.storage) / "models" / f"tiny-{recipe:08x}"
     if not folder.exists():
-        warm_start.make_tiny_model(folder, progress)
+        tiny.make_tiny_model(folder, progress)
     return str(folder)
 
 
@@ -82,13 +83,13 @@ def _check_layers(config: RunConfig, path: str) -> None:
         return
     from transformers import AutoConfig
 
-    from rlx import parallel
+    from rlx.models import tensor_parallel
 
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {path}: {one_line(error)}") from None
-    parallel.layer_plan(found, config.parallel.tp)
+    tensor_parallel.layer_plan(found, config.parallel.tp)
 
 
 def _is_folder(path: str, setting: str) -> bool:
@@ -109,24 +110,24 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     settings = config.data
     train: Any
     held_out: Any
-    if tasks.is_generated(settings.source):
-        held_out = list(tasks.generated_questions(settings, config.eval.seed, config.eval.size))
+    if reasoning_gym.is_generated(settings.source):
+        held_out = list(reasoning_gym.generated_questions(settings, config.eval.seed, config.eval.size))
         asked = {row["question"] for row in held_out}
-        questions = tasks.generated_questions(settings, settings.seed, settings.size)
+        questions = reasoning_gym.generated_questions(settings, settings.seed, settings.size)
         train = [row for row in questions if row["question"] not in asked]
         if not train:
             raise ConfigError(f"data.source {settings.source}: every training question is also a held-out one")
     else:
-        train = data.read_file(settings.source, settings)
+        train = files.read_file(settings.source, settings)
         if config.eval.source:
-            held_out = data.read_file(config.eval.source, settings, "eval.source").limit(config.eval.size)
+            held_out = files.read_file(config.eval.source, settings, "eval.source").limit(config.eval.size)
         else:
-            train, held_out = data.hold_out(train, config.eval.size)
+            train, held_out = prompts.hold_out(train, config.eval.size)
     trust = config.model.trust_remote_code
     sources = {"train": train, "held_out": held_out}
     if settings.ptx_source:
-        sources["ptx"] = data.read_file(settings.ptx_source, settings, "data.ptx_source")
-    tables = {name: data.prepare(rows, settings, path, trust) for name, rows in sources.items()}
+        sources["ptx"] = files.read_file(settings.ptx_source, settings, "data.ptx_source")
+    tables = {name: prompts.prepare(rows, settings, path, trust) for name, rows in sources.items()}
     if (count := tables["train"].count()) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
     return tables
@@ -143,8 +144,8 @@ def absolute_paths(config: RunConfig) -> dict[str, str]:
 
 def check_rewards(config: RunConfig) -> None:
     """Loads the functions of one's own, reads the remote scorer's key: ConfigError if one cannot work."""
-    rewards.scorers(config.reward, lambda given, expected, entry: 0.0)
+    scoring.scorers(config.reward, lambda given, expected, entry: 0.0)
     if config.reward.model:
         _is_folder(config.reward.model, "reward.model")
     if config.reward.url:
-        remote_reward.RemoteReward.from_config(config.reward)
+        remote.RemoteReward.from_config(config.reward)

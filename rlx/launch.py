@@ -20,14 +20,16 @@ import ray
 import ray.train
 import yaml
 
-from rlx import archive, inputs, report, run_folder, tracker
+from rlx import inputs, report, run_folder, tracker
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.controller import Report, RunStopped, Say
 from rlx.crew import Crew
 from rlx.plan import check_room, plan
-from rlx.storage import Storage, StorageError, check_writable, local_folder, open_storage
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import local_folder, open_storage
+from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def run(
     """
     path = inputs.ready(config, tables=tables)
     check_writable(folder)
-    if config.checkpoint.start_from and not (resume and archive.whole(folder)):
+    if config.checkpoint.start_from and not (resume and checkpoint_catalog.whole(folder)):
         run_folder.check_start(config)
     if not resume and parent is None:  # later on its records wait for a server that does not answer
         report.check(tracking_uri(config))

@@ -17,13 +17,15 @@ from pyarrow import fs
 from rich import box
 from rich.table import Table
 
-from rlx import archive, run_folder
-from rlx.archive import Entry
+from rlx import run_folder
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.progress import printed
-from rlx.storage import Storage, below, open_storage, resolved
+from rlx.storage import checkpoint_catalog, checkpoint_manifest
+from rlx.storage.addresses import below, open_storage, resolved
+from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.filesystem import Storage
 
 WATCHED = ("reward/mean", "eval/accuracy", "kl/ref")
 _NUMBERS = {"steps", "size", "step", "ranks"}  # columns that are right-aligned, beside the metrics'
@@ -64,7 +66,9 @@ class Run:
 
     @property
     def best(self) -> Entry | None:
-        return archive.best(self.whole, self.best_by, self.config.checkpoint.best_mode if self.config else "max")
+        return checkpoint_catalog.best(
+            self.whole, self.best_by, self.config.checkpoint.best_mode if self.config else "max"
+        )
 
     @property
     def bytes(self) -> int:
@@ -165,7 +169,7 @@ def _read(called: str, address: str) -> Run:
         done = last["step"] if last else 0
     except ConfigError as error:
         problem = str(error)
-    found = tuple(_described(entry) for entry in archive.entries(folder))
+    found = tuple(_described(entry) for entry in checkpoint_catalog.entries(folder))
     steps = [one.entry.step for one in found if one.entry.manifest]
     return Run(called, address, folder, config, problem, max([done, *steps]), found)
 
@@ -176,7 +180,7 @@ def _described(entry: Entry) -> Checkpoint:
         files = [info for info in entry.place.filesystem.get_file_info(selector) if info.is_file]
     except NotADirectoryError:  # a file called like a checkpoint
         files = []
-    written = next((info.mtime for info in files if info.base_name == archive.MANIFEST), None)
+    written = next((info.mtime for info in files if info.base_name == checkpoint_manifest.MANIFEST), None)
     return Checkpoint(entry, sum(info.size for info in files), written.timestamp() if written else None)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx import logprobs, model, parallel
-from rlx.checkpoint import Trained
 from rlx.config.run import RunConfig
+from rlx.mesh import DATA, TENSOR
+from rlx.models import fsdp, loading, logprobs, lora, tensor_parallel
+from rlx.storage.checkpoint_files import Trained
 
 
 def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:
@@ -22,30 +23,30 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained],
     trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
     own = head if config.critic == "head" else None
     parts: dict[str, Any] = {
-        "policy": model.load_policy(path, head=own, seed=seed, adapters=adapters(config), trust_remote_code=trust)
+        "policy": loading.load_policy(path, head=own, seed=seed, adapters=adapters(config), trust_remote_code=trust)
     }
     if mesh.device_type == "cuda":
         parts["policy"].kept = _kept(config)
     if config.critic == "separate":
-        parts["critic"] = model.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
+        parts["critic"] = loading.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
     trained = {}
     for name, part in parts.items():
         if config.train.gradient_checkpointing:
-            model.checkpoint_gradients(part)
+            loading.checkpoint_gradients(part)
         sharded = _sharded(config, name, part, mesh)
         trained[name] = Trained(sharded, _optimizer(config, sharded))
     if config.reference != "copy":
         return trained, None
-    return trained, _sharded(config, "reference", model.load_reference(path, trust_remote_code=trust), mesh)
+    return trained, _sharded(config, "reference", loading.load_reference(path, trust_remote_code=trust), mesh)
 
 
 def _sharded(config: RunConfig, name: str, part: Any, mesh: Any) -> Any:
     if config.train.compile:
-        model.compile_layers(part)
+        loading.compile_layers(part)
     if config.parallel.tp > 1:
-        parallel.split_layers(part, mesh[parallel.TENSOR])
-        mesh = mesh[parallel.DATA]
-    return model.shard(part, mesh, getattr(torch, config.model.dtype), offload=name in config.model.offload)
+        tensor_parallel.split_layers(part, mesh[TENSOR])
+        mesh = mesh[DATA]
+    return fsdp.shard(part, mesh, getattr(torch, config.model.dtype), offload=name in config.model.offload)
 
 
 def scattered(config: RunConfig, trained: Mapping[str, Trained]) -> frozenset[str]:
@@ -62,12 +63,12 @@ def _kept(config: RunConfig) -> int:
     return logprobs.kept_on_gpu(config.scaling.resources_per_worker.get("GPU", 1.0))
 
 
-def adapters(config: RunConfig) -> model.Adapters | None:
+def adapters(config: RunConfig) -> lora.Adapters | None:
     """The adapters beside the policy's layers; None without."""
     chosen = config.model
     if not chosen.lora_rank:
         return None
-    return model.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, config.seed)
+    return lora.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, config.seed)
 
 
 def average(config: RunConfig, policy: Any) -> dict[str, Tensor]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rlx import data
-from rlx.checkpoint import Parts, Shard
-from rlx.fleet import Fleet
-from rlx.rollout.pool import Draw
+from rlx.data import stream
+from rlx.rollout.engine_group import Fleet
+from rlx.rollout.engine_pool import Draw
+from rlx.storage.checkpoint_files import Parts, Shard
 from rlx.types import Completion, Sampling
 
 _COLUMNS = ("prompts", "versions", "lengths", "finished", "tokens", "logprobs")
@@ -38,7 +38,7 @@ class Rounds:
     """One rank's; every rank makes the same calls in the same order."""
 
     fleet: Fleet
-    prompts: data.PromptStream
+    prompts: stream.PromptStream
     samplings: Sequence[Sampling]  # of each prompt one completion by each
     size: int  # prompts of a round, over all ranks
     parts: int  # that a round is handed out in
@@ -154,10 +154,10 @@ def _columns(completions: Sequence[Completion], width: int) -> dict[str, Tensor]
     return {name: torch.tensor(column) for name, column in plain.items()} | {"tokens": tokens, "logprobs": logprobs}
 
 
-def _completions(columns: Mapping[str, Tensor], prompts: data.PromptStream, group: int) -> list[Completion]:
+def _completions(columns: Mapping[str, Tensor], prompts: stream.PromptStream, group: int) -> list[Completion]:
     """The completions in tensors, `group` of each prompt."""
     rows = zip(*(columns[name].tolist() for name in _COLUMNS), strict=True)
-    asked = data.prompts(prompts.table, columns["prompts"].tolist())
+    asked = stream.prompts(prompts.table, columns["prompts"].tolist())
     return [
         Completion(prompt, row % group, tuple(tokens[:length]), tuple(logprobs[:length]), bool(finished), version)
         for row, (prompt, (_, version, length, finished, tokens, logprobs)) in enumerate(zip(asked, rows, strict=True))

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from rlx import archive
-from rlx.archive import Entry
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
-from rlx.storage import Storage, below, open_storage, patiently, resolved
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import below, open_storage, resolved
+from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.filesystem import Storage, patiently
 
 T = TypeVar("T")
 
@@ -112,12 +113,12 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, Entry]:
     place, _, step = which.rpartition("@") if "@" in which.rpartition("/")[2] else (which, "", "")
     if "/" in place:
         address, folder = resolved(place), open_storage(place, create=False)
-        if archive.is_checkpoint_name(folder.name):
-            return address, _sound(archive.entry(folder))
+        if checkpoint_catalog.is_checkpoint_name(folder.name):
+            return address, _sound(checkpoint_catalog.entry(folder))
     else:
         address = below(storage, "runs", place)
         folder = find(open_storage(storage, create=False) / "runs", place)
-    found = archive.chosen(folder, step or "newest", *_rating(folder))
+    found = checkpoint_catalog.chosen(folder, step or "newest", *_rating(folder))
     return below(address, found.name), found
 
 
@@ -137,7 +138,7 @@ def check_start(config: RunConfig) -> None:
     """ConfigError if a new run cannot start from the checkpoint that its config names."""
     if not config.checkpoint.start_from:
         return
-    found = _sound(archive.entry(open_storage(config.checkpoint.start_from, create=False)))
+    found = _sound(checkpoint_catalog.entry(open_storage(config.checkpoint.start_from, create=False)))
     if config.checkpoint.start_with == "state":
         assert found.manifest
         if found.step >= config.train.steps:

@@ -30,7 +30,7 @@ from rlx.config.sections import flatten
 from rlx.plan import nodes, plan
 from rlx.schedulers import PAUSING, REPLAYING, SCHEDULERS, first_rung
 from rlx.search import ADAPTIVE, METRIC, MODE, Space
-from rlx.storage import Storage
+from rlx.storage.filesystem import Storage
 from rlx.tracker import Tracker
 from rlx.trial import leg_number, newest_leg, trainable
 from rlx.trials import Record, Records, Sweep, Trials, trial_name

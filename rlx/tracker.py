@@ -26,7 +26,7 @@ from typing import Any
 from rlx import report
 from rlx.config.errors import ConfigError
 from rlx.report import Record
-from rlx.storage import Storage, StorageError, patiently
+from rlx.storage.filesystem import Storage, StorageError, patiently
 
 Say = Callable[[str], None]
 

@@ -23,7 +23,8 @@ from rlx.config.sections import flatten
 from rlx.plan import plan
 from rlx.schedulers import PAUSING, REPLAYING
 from rlx.search import METRIC
-from rlx.storage import Storage, below
+from rlx.storage.addresses import below
+from rlx.storage.filesystem import Storage
 from rlx.trials import Records, Sweep
 
 _POINTER = "pointer.json"

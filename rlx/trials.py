@@ -22,7 +22,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.search import METRIC, Space, settled
-from rlx.storage import Storage, patiently
+from rlx.storage.filesystem import Storage, patiently
 
 State = Literal["open", "finished", "stopped", "failed"]
 

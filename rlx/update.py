@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlx import experience, model
+from rlx import experience
 from rlx.algorithms import adaptive, losses
 from rlx.balance import balanced
-from rlx.model import Scored
+from rlx.models import fsdp
+from rlx.models.policy import Scored
 from rlx.types import Experience
 from rlx.worker import Run, Sums
 
@@ -168,7 +169,7 @@ def optimizer_step(run: Run, number: int) -> Sums:
     """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping."""
     norms: Sums = {"updates": 1.0}
     for name in run.learning:
-        norm = model.clip_gradients(run.trained[name].model, run.config.train.max_grad_norm)
+        norm = fsdp.clip_gradients(run.trained[name].model, run.config.train.max_grad_norm)
         norms |= {f"grad_norm/{name}": norm, f"updates/{name}": 1.0}
     for name in run.learning:
         optimizer = run.trained[name].optimizer

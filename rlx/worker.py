@@ -21,18 +21,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rlx import __version__, checkpoint, controller, data, experience, model, rewards, roles
+from rlx import __version__, controller, experience, roles
 from rlx.algorithms import adaptive, advantages, importance_sampling
-from rlx.archive import Entry, Manifest
-from rlx.checkpoint import Trained
 from rlx.config.run import RunConfig
+from rlx.data import stream
 from rlx.experience import Selection
-from rlx.fleet import Fleet
-from rlx.model import Scored
-from rlx.parallel import Grid
+from rlx.mesh import Grid
+from rlx.models import fsdp, lora
+from rlx.models.policy import Scored
+from rlx.rewards import functions, scoring
+from rlx.rollout.engine_group import Fleet
 from rlx.rounds import Rounds
-from rlx.saver import Saver
-from rlx.storage import open_storage, patiently
+from rlx.storage import checkpoint_files
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.checkpoint_files import Trained
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.checkpoint_writer import Saver
+from rlx.storage.filesystem import patiently
 from rlx.tracker import Tracker
 from rlx.types import Completion, Experience, Judged, Prompt, Response, Sampling, Scorer
 
@@ -54,7 +60,7 @@ class Run:
     rates: dict[str, list[float]]  # of each model's parameter groups, the learning rate before the schedule
     copy: Any  # the frozen reference, if it is a model of its own
     rounds: Rounds
-    supervised: data.PromptStream | None  # prompts whose answers are learnt beside the reward
+    supervised: stream.PromptStream | None  # prompts whose answers are learnt beside the reward
     held_out: list[Prompt]  # this replica's share
     fleet: Fleet
     sampling: Sampling
@@ -126,11 +132,11 @@ class Run:
         pattern = re.compile(settings.answer_pattern) if settings.answer_pattern else None
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         responses = [
-            Response(c.prompt, text, rewards.extract_answer(text, pattern), len(c.token_ids), c.finished)
+            Response(c.prompt, text, functions.extract_answer(text, pattern), len(c.token_ids), c.finished)
             for c, text in zip(completions, texts, strict=True)
         ]
         # Once per replica: scorers may fail, or draw lots.
-        scores = self.grid.shared(rewards.score(responses, scorers, settings) if self.grid.leads else None)
+        scores = self.grid.shared(scoring.score(responses, scorers, settings) if self.grid.leads else None)
         parts = [dict(zip(scores.parts, row, strict=True)) for row in zip(*scores.parts.values(), strict=True)]
         return [Judged(*one) for one in zip(completions, scores.total, scores.right, parts, strict=True)]
 
@@ -198,7 +204,7 @@ class Run:
             return self.copy(*batch.inputs, temperature).logprobs
         if self.config.reference == "none":
             return None
-        with model.adapters_off(self.policy):
+        with lora.adapters_off(self.policy):
             return self.policy(*batch.inputs, temperature).logprobs
 
     def cut(self, batches: Sequence[Experience]) -> list[list[Experience]]:
@@ -214,7 +220,7 @@ class Run:
         """Gives up what forward passes without a backward pass have left gathered of the models."""
         for part in (*(trained.model for trained in self.trained.values()), self.copy):
             if part is not None:
-                model.reshard(part)
+                fsdp.reshard(part)
 
     def reduce_gradients(self, now: bool) -> None:
         """Whether the next backward pass is the last before an optimizer step and reduces gradients over ranks; of a
@@ -235,7 +241,7 @@ class Run:
             timeout_s: longest wait for an engine; None: it may have to start first.
         """
         alone = self.config.model.lora_sync == "adapter"
-        weights = model.adapter_weights(self.policy) if alone else model.engine_weights(self.policy)
+        weights = lora.adapter_weights(self.policy) if alone else lora.engine_weights(self.policy)
         starting = timeout_s is None
         settings = self.config.rollout
         if settings.placement == "shared":
@@ -291,7 +297,7 @@ class Run:
         self.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
         started = time.perf_counter()
         due = self.step > self._saved and (last or self.is_due(self.config.checkpoint.every))
-        shards = checkpoint.staged(self.trained, self.average) if due else {}
+        shards = checkpoint_files.staged(self.trained, self.average) if due else {}
         if due and self.grid.leads:  # neighbours have the same completions
             shards |= self.rounds.state()
         if due:
@@ -351,13 +357,13 @@ class Run:
         if self.config.checkpoint.start_with == "state":
             self._take(found)
             return
-        patiently(partial(checkpoint.load_weights, found.files, self.trained), f"reading {found.place.path}")
+        patiently(partial(checkpoint_files.load_weights, found.files, self.trained), f"reading {found.place.path}")
         self.average = roles.average(self.config, self.policy)
 
     def _take(self, found: Entry) -> None:
         assert found.manifest
         manifest = found.manifest
-        load = partial(checkpoint.load, found.files, self.trained, self.average)
+        load = partial(checkpoint_files.load, found.files, self.trained, self.average)
         patiently(load, f"reading {found.place.path}")
         self.step = self._saved = manifest.step
         self.tokens, self.metrics, self.evaluation = manifest.tokens, manifest.metrics, dict(manifest.evaluation)
@@ -367,5 +373,5 @@ class Run:
         patiently(partial(self._take_rounds, found, manifest.replicas), f"reading {found.place.path}")
 
     def _take_rounds(self, found: Entry, replicas: int) -> None:
-        with checkpoint.Parts(found.files) as parts:
+        with checkpoint_files.Parts(found.files) as parts:
             self.rounds.restore(parts, self.step, replicas)

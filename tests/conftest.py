@@ -24,8 +24,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlx import launch, report
-from rlx.rollout import pool
-from rlx.warm_start import WarmStart, make_tiny_model
+from rlx.models.tiny import WarmStart, make_tiny_model
+from rlx.rollout import engine_args, engine_pool
 
 SHORT_RECIPE = WarmStart(
     right_steps=30, careless_steps=2, held_out_size=32, hidden=128, mlp=128, heads=4, kv_heads=2, warmup_steps=5
@@ -67,7 +67,7 @@ def start_engine(model: Path, adapter: dict[str, Any] | None = None, tensor_para
     `stop_engine` ends it.
     """
     group = placement_group([{"CPU": 0.5}])
-    options = pool.engine_options(
+    options = engine_args.vllm_arguments(
         dtype="float32",
         max_model_len=256,
         max_num_seqs=32,
@@ -78,7 +78,7 @@ def start_engine(model: Path, adapter: dict[str, Any] | None = None, tensor_para
         tensor_parallel=tensor_parallel,
         lora_rank=adapter["r"] if adapter else 0,
     )
-    (engine,) = pool.start_engines(str(model), options, {"CPU": 0.5}, group, [0], adapter)
+    (engine,) = engine_pool.start_engines(str(model), options, {"CPU": 0.5}, group, [0], adapter)
     _groups[engine._actor_id.hex()] = group
     return engine
 

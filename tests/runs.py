@@ -11,7 +11,7 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.controller import Report, Say
 from rlx.launch import Result
-from rlx.storage import open_storage
+from rlx.storage.addresses import open_storage
 
 STEPS = 4
 # What no two runs have in common; all else is the same to the last bit.

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import s3
 
-from rlx import archive
-from rlx.archive import DamagedError, Entry, FileRecord, Manifest
-from rlx.storage import Storage, StorageError, open_storage
+from rlx.storage import checkpoint_catalog, checkpoint_manifest
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import DamagedError, Entry
+from rlx.storage.checkpoint_manifest import FileRecord, Manifest
+from rlx.storage.filesystem import Storage, StorageError
 
 FILES = {"rank_00000.safetensors": b"first shard", "rank_00001.safetensors": b"second"}
 
@@ -44,12 +46,12 @@ def manifest(step: int, **changes: Any) -> Manifest:
 
 def put(folder: Storage, step: int, files: dict[str, bytes] = FILES, **changes: Any) -> Entry:
     """Makes a checkpoint, as a run does."""
-    place = folder / archive.folder_name(step)
+    place = folder / checkpoint_catalog.folder_name(step)
     for name, content in files.items():
         (place / name).write_text(content.decode())
-    records = {name: archive.record(place / name) for name in files}
-    archive.commit(place, manifest(step, files=records, **changes))
-    return archive.entry(place)
+    records = {name: checkpoint_catalog.record(place / name) for name in files}
+    checkpoint_catalog.commit(place, manifest(step, files=records, **changes))
+    return checkpoint_catalog.entry(place)
 
 
 def names(entries: list[Entry]) -> list[str]:
@@ -75,8 +77,8 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
 
 def test_a_manifest_is_read_from_a_storage_as_it_was_written(folder: Storage) -> None:
     written = manifest(3, mlflow_run_id="ü😀", metrics={"é": 1e-9})
-    archive.commit(folder / "step_000003", written)
-    assert archive.entry(folder / "step_000003").manifest == written
+    checkpoint_catalog.commit(folder / "step_000003", written)
+    assert checkpoint_catalog.entry(folder / "step_000003").manifest == written
 
 
 def test_a_manifest_that_is_cut_anywhere_is_none() -> None:
@@ -180,15 +182,15 @@ def test_a_field_that_cannot_be_is_named(change: dict[str, Any], where: str) -> 
 
 
 def test_checkpoints_are_listed_oldest_first_with_what_is_wrong_with_them(folder: Storage) -> None:
-    assert archive.entries(folder) == []
+    assert checkpoint_catalog.entries(folder) == []
     for step in (3, 1000000, 20, 4, 5, 6):
         put(folder, step)
-    (folder / "step_000004" / archive.MANIFEST).delete()
+    (folder / "step_000004" / checkpoint_manifest.MANIFEST).delete()
     (folder / "step_000005" / "rank_00001.safetensors").delete()
     (folder / "step_000006" / "rank_00000.safetensors").write_text("first shar")
     for other in ("step_7", "step_000008.part", "Step_000009", "config.yaml"):
         (folder / other / "file").write_text("")
-    assert [(one.name, one.step, one.problem) for one in archive.entries(folder)] == [
+    assert [(one.name, one.step, one.problem) for one in checkpoint_catalog.entries(folder)] == [
         ("step_000003", 3, ""),
         ("step_000004", 4, "no manifest.json: it was never finished"),
         ("step_000005", 5, "rank_00001.safetensors is missing"),
@@ -196,52 +198,56 @@ def test_checkpoints_are_listed_oldest_first_with_what_is_wrong_with_them(folder
         ("step_000020", 20, ""),
         ("step_1000000", 1000000, ""),
     ]
-    assert names(archive.whole(folder)) == ["step_000003", "step_000020", "step_1000000"]
-    assert [archive.is_unfinished(one) for one in archive.entries(folder)] == [False, True, *[False] * 4]
-    assert [one.bytes for one in archive.entries(folder)] == [17, 0, 0, 0, 17, 17]
+    assert names(checkpoint_catalog.whole(folder)) == ["step_000003", "step_000020", "step_1000000"]
+    assert [checkpoint_catalog.is_unfinished(one) for one in checkpoint_catalog.entries(folder)] == [
+        False,
+        True,
+        *[False] * 4,
+    ]
+    assert [one.bytes for one in checkpoint_catalog.entries(folder)] == [17, 0, 0, 0, 17, 17]
 
 
 def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(folder: Storage) -> None:
     for step in (1, 2):
         put(folder, step)
-    path = (folder / "step_000002" / archive.MANIFEST).path
+    path = (folder / "step_000002" / checkpoint_manifest.MANIFEST).path
     with folder.filesystem.open_output_stream(path) as stream:
         stream.write(b"\xff\xfe")
-    good, bad = archive.entries(folder)
+    good, bad = checkpoint_catalog.entries(folder)
     assert (good.problem, bad.manifest) == ("", None)
     assert "\n" not in bad.problem and bad.problem
 
 
 def test_a_checkpoint_cut_short_at_any_point_of_its_writing_is_not_whole(tmp_path: Path) -> None:
     made = put(open_storage(str(tmp_path / "made")), 7)
-    order = [*FILES, archive.MANIFEST]
+    order = [*FILES, checkpoint_manifest.MANIFEST]
     content = {name: Path(made.place.path, name).read_bytes() for name in order}
     cut = open_storage(str(tmp_path / "cut"))
     folder = Path(cut.path, "step_000007")
-    assert archive.whole(cut) == []
+    assert checkpoint_catalog.whole(cut) == []
     folder.mkdir()
     for name in order:
         for length in range(len(content[name])):
             (folder / name).write_bytes(content[name][:length])
-            assert archive.whole(cut) == [], f"{name} of {length} bytes"
-        assert archive.whole(cut) == []
+            assert checkpoint_catalog.whole(cut) == [], f"{name} of {length} bytes"
+        assert checkpoint_catalog.whole(cut) == []
         (folder / name).write_bytes(content[name])
-    assert names(archive.whole(cut)) == ["step_000007"]
+    assert names(checkpoint_catalog.whole(cut)) == ["step_000007"]
 
 
 def test_a_flipped_bit_in_a_file_is_found_and_the_file_named(folder: Storage) -> None:
     entry = put(folder, 3)
-    archive.verify(entry, FILES)
+    checkpoint_catalog.verify(entry, FILES)
     (entry.place / "rank_00001.safetensors").write_text("sebond")
-    assert archive.entry(entry.place).problem == ""  # names and sizes do not say
-    archive.verify(entry, ["rank_00000.safetensors"])
+    assert checkpoint_catalog.entry(entry.place).problem == ""  # names and sizes do not say
+    checkpoint_catalog.verify(entry, ["rank_00000.safetensors"])
     with pytest.raises(
         DamagedError, match=r"^checkpoint step_000003: rank_00001\.safetensors is damaged: its checksum"
     ):
-        archive.verify(entry, FILES)
+        checkpoint_catalog.verify(entry, FILES)
     (entry.place / "rank_00001.safetensors").delete()
     with pytest.raises(DamagedError, match=r"^checkpoint step_000003: rank_00001\.safetensors is missing$"):
-        archive.verify(entry, FILES)
+        checkpoint_catalog.verify(entry, FILES)
 
 
 def test_a_folder_that_says_another_step_is_not_whole(folder: Storage) -> None:
@@ -249,21 +255,21 @@ def test_a_folder_that_says_another_step_is_not_whole(folder: Storage) -> None:
     for name in ("step_000004", "mine"):
         for file in entry.place.names():
             (folder / name / file).write_text((entry.place / file).read_text())
-        found = archive.entry(folder / name)
+        found = checkpoint_catalog.entry(folder / name)
         assert (found.manifest, found.problem) == (None, "it is of step 3, not of the one in its name")
-        assert not archive.is_unfinished(found)
-    assert names(archive.whole(folder)) == ["step_000003"]
+        assert not checkpoint_catalog.is_unfinished(found)
+    assert names(checkpoint_catalog.whole(folder)) == ["step_000003"]
 
 
 def test_a_checkpoint_of_another_format_is_an_error_and_not_damaged(folder: Storage) -> None:
     for step in (3, 4):
         put(folder, step)
     text = signed(manifest(4).model_dump(mode="json") | {"format": 2})
-    (folder / "step_000004" / archive.MANIFEST).write_text(text)
-    for read in (lambda: archive.entries(folder), lambda: archive.entry(folder / "step_000004")):
+    (folder / "step_000004" / checkpoint_manifest.MANIFEST).write_text(text)
+    for read in (lambda: checkpoint_catalog.entries(folder), lambda: checkpoint_catalog.entry(folder / "step_000004")):
         with pytest.raises(StorageError, match=r"step_000004: manifest\.json has format 2, this rlx reads format 1$"):
             read()
-    assert (folder / "step_000004").names() == [archive.MANIFEST, *FILES]
+    assert (folder / "step_000004").names() == [checkpoint_manifest.MANIFEST, *FILES]
 
 
 @pytest.mark.parametrize("bytes_there", [None, 5, 7])
@@ -274,18 +280,18 @@ def test_no_checkpoint_is_made_of_files_that_are_not_there(bytes_there: int | No
         (place / "rank_00001.safetensors").write_text("x" * bytes_there)
     there = place.names()
     records = {
-        "rank_00000.safetensors": archive.record(place / "rank_00000.safetensors"),
+        "rank_00000.safetensors": checkpoint_catalog.record(place / "rank_00000.safetensors"),
         "rank_00001.safetensors": FileRecord(bytes=6, sha256="0" * 64),
     }
     with pytest.raises(OSError, match=r"step_000003/rank_00001\.safetensors is not there as it was written: "):
-        archive.commit(place, manifest(3, files=records))
-    assert place.names() == there and archive.whole(folder) == []
+        checkpoint_catalog.commit(place, manifest(3, files=records))
+    assert place.names() == there and checkpoint_catalog.whole(folder) == []
 
 
 def test_a_record_is_size_and_sha256(folder: Storage) -> None:
     (folder / "abc").write_text("abc")
     known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
-    assert archive.record(folder / "abc") == FileRecord(bytes=3, sha256=known)
+    assert checkpoint_catalog.record(folder / "abc") == FileRecord(bytes=3, sha256=known)
 
 
 def test_a_commit_removes_the_remains_of_an_earlier_attempt(folder: Storage) -> None:
@@ -296,18 +302,18 @@ def test_a_commit_removes_the_remains_of_an_earlier_attempt(folder: Storage) -> 
     assert place.names() == ["manifest.json", *FILES]
     put(folder, 3, {"rank_00000.safetensors": b"alone"})  # the same step once more, on fewer ranks
     assert place.names() == ["manifest.json", "rank_00000.safetensors"]
-    assert names(archive.whole(folder)) == ["step_000003"]
+    assert names(checkpoint_catalog.whole(folder)) == ["step_000003"]
 
 
 def test_what_is_set_aside_is_unfinished_and_keeps_its_files(folder: Storage) -> None:
     entry = put(folder, 3)
-    archive.set_aside(entry)
+    checkpoint_catalog.set_aside(entry)
     assert entry.place.names() == ["manifest.json.damaged", *FILES]
-    (found,) = archive.entries(folder)
-    assert archive.is_unfinished(found) and archive.whole(folder) == []
+    (found,) = checkpoint_catalog.entries(folder)
+    assert checkpoint_catalog.is_unfinished(found) and checkpoint_catalog.whole(folder) == []
     assert found.problem == "it was damaged, and has been set aside"
     put(folder, 3)
-    assert names(archive.whole(folder)) == ["step_000003"]
+    assert names(checkpoint_catalog.whole(folder)) == ["step_000003"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,14 +345,14 @@ def rated(*values: float | None) -> list[Entry]:
     ],
 )
 def test_the_best_has_the_best_metric(values: tuple[float | None, ...], mode: str, expected: int | None) -> None:
-    found = archive.best(rated(*values), "reward", mode)
+    found = checkpoint_catalog.best(rated(*values), "reward", mode)
     assert (found and found.step) == expected
 
 
 def test_one_that_is_not_whole_is_not_the_best() -> None:
     low, high = rated(0.1, 0.9)
     broken = dataclasses.replace(high, manifest=None, problem="gone")
-    assert archive.best([low, broken], "reward", "max") == low
+    assert checkpoint_catalog.best([low, broken], "reward", "max") == low
 
 
 @pytest.mark.parametrize(
@@ -368,28 +374,28 @@ def test_the_newest_and_the_best_are_kept(
     folder = open_storage(str(tmp_path))
     for step, reward in enumerate((0.1, 0.9, -0.5, 0.2, 0.3), 1):
         put(folder, step, metrics={"reward": reward})
-    archive.prune(folder, keep, by, mode)
-    assert [one.step for one in archive.whole(folder)] == left
-    assert folder.names() == [archive.folder_name(step) for step in left]
+    checkpoint_catalog.prune(folder, keep, by, mode)
+    assert [one.step for one in checkpoint_catalog.whole(folder)] == left
+    assert folder.names() == [checkpoint_catalog.folder_name(step) for step in left]
 
 
 def test_what_was_never_finished_goes_unless_it_may_still_be_written(folder: Storage) -> None:
     for step in range(1, 7):
         put(folder, step)
     for step in (1, 3, 6):  # 6: perhaps another is at it
-        (folder / archive.folder_name(step) / archive.MANIFEST).delete()
+        (folder / checkpoint_catalog.folder_name(step) / checkpoint_manifest.MANIFEST).delete()
     (folder / "step_000004" / "rank_00000.safetensors").delete()
     (folder / "notes" / "mine").write_text("")
-    archive.prune(folder, 2, None, "max")
+    checkpoint_catalog.prune(folder, 2, None, "max")
     assert folder.names() == ["notes", "step_000002", "step_000005", "step_000006"]
-    assert names(archive.whole(folder)) == ["step_000002", "step_000005"]
+    assert names(checkpoint_catalog.whole(folder)) == ["step_000002", "step_000005"]
 
 
 def test_nothing_goes_while_nothing_is_whole(folder: Storage) -> None:
     for step in (1, 2):
         put(folder, step)
-        (folder / archive.folder_name(step) / archive.MANIFEST).delete()
-    archive.prune(folder, 1, None, "max")
+        (folder / checkpoint_catalog.folder_name(step) / checkpoint_manifest.MANIFEST).delete()
+    checkpoint_catalog.prune(folder, 1, None, "max")
     assert folder.names() == ["step_000001", "step_000002"]
 
 
@@ -401,22 +407,25 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_whole(s3_faults: tuple[s
     proxy.asked.clear()
     proxy.fail("403", methods=["POST"])  # S3 deletes what is in a folder by a POST, a single file by DELETE
     with pytest.raises(OSError, match="injected"):
-        archive.prune(folder, 1, None, "max")
+        checkpoint_catalog.prune(folder, 1, None, "max")
     proxy.heal()
     first, *_ = [request for request in proxy.asked if request.startswith(("DELETE", "POST"))]
     assert first.startswith("DELETE ") and first.endswith("/step_000001/manifest.json")
     assert (folder / "step_000001").names() == list(FILES)
-    assert names(archive.whole(folder)) == ["step_000002"]
-    archive.prune(folder, 1, None, "max")
+    assert names(checkpoint_catalog.whole(folder)) == ["step_000002"]
+    checkpoint_catalog.prune(folder, 1, None, "max")
     assert folder.names() == ["step_000002"]
 
 
 def test_a_person_names_a_checkpoint_in_any_way(folder: Storage) -> None:
     for step, reward in ((5, 0.1), (10, 0.9), (15, 0.5)):
         put(folder, step, metrics={"reward": reward})
-    found = [archive.chosen(folder, which, "reward", "max").step for which in ("newest", "best", "5", "step_000010")]
+    found = [
+        checkpoint_catalog.chosen(folder, which, "reward", "max").step
+        for which in ("newest", "best", "5", "step_000010")
+    ]
     assert found == [15, 10, 5, 10]
-    assert archive.chosen(folder, "best", "reward", "min").step == 5
+    assert checkpoint_catalog.chosen(folder, "best", "reward", "min").step == 5
 
 
 @pytest.mark.parametrize(
@@ -435,9 +444,9 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(which: s
     for step in (5, 10, 15, 20):
         put(folder, step)
     (folder / "step_000010" / "rank_00000.safetensors").delete()
-    (folder / "step_000015" / archive.MANIFEST).delete()
+    (folder / "step_000015" / checkpoint_manifest.MANIFEST).delete()
     with pytest.raises(StorageError) as refused:
-        archive.chosen(folder, which, "accuracy", "max")
+        checkpoint_catalog.chosen(folder, which, "accuracy", "max")
     assert text.format(folder.path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -445,8 +454,8 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(which: s
 def test_where_nothing_is_whole_each_is_said_why(tmp_path: Path) -> None:
     folder = open_storage(str(tmp_path))
     with pytest.raises(StorageError, match=rf"^no whole checkpoint in {tmp_path}$"):
-        archive.chosen(folder, "newest", "reward", "max")
+        checkpoint_catalog.chosen(folder, "newest", "reward", "max")
     put(folder, 5)
-    (folder / "step_000005" / archive.MANIFEST).delete()
+    (folder / "step_000005" / checkpoint_manifest.MANIFEST).delete()
     with pytest.raises(StorageError, match=rf"^no whole checkpoint in {tmp_path} \(step_000005: no manifest\.json: "):
-        archive.chosen(folder, "newest", "reward", "max")
+        checkpoint_catalog.chosen(folder, "newest", "reward", "max")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlx import experience
 from rlx.balance import balanced
-from rlx.parallel import Grid
+from rlx.mesh import Grid
 from rlx.types import Experience
 
 ROWS, COUNT = 6, 2

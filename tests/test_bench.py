@@ -21,10 +21,10 @@ import update
 import workload
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rlx import warm_start
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
+from rlx.models import tiny
 from rlx.plan import plan
 
 MAINS = {
@@ -57,7 +57,7 @@ def small_model(tmp_path: Path) -> str:
 @pytest.fixture
 def small_tokenizer(small_model: str) -> str:
     """The small model with rlx's tokenizer."""
-    warm_start.build_tokenizer().save_pretrained(small_model)
+    tiny.build_tokenizer().save_pretrained(small_model)
     return small_model
 
 

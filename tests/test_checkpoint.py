@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlx import checkpoint, model
-from rlx.checkpoint import CheckpointError, Parts, Shard, Trained
-from rlx.storage import Storage, open_storage
+from rlx.models import fsdp, loading, lora
+from rlx.storage import checkpoint_files
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_files import CheckpointError, Parts, Shard, Trained
+from rlx.storage.filesystem import Storage
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
 
@@ -30,15 +32,15 @@ ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
 def fresh(path: str, ranks: int, lora_rank: int = 0, **adam: Any) -> dict[str, Trained]:
     """Policy and critic, sharded; with adapters a policy with a value head alone."""
     mesh = init_device_mesh("cpu", (ranks,))
-    adapters = model.Adapters(lora_rank, 8.0, (), 0) if lora_rank else None
+    adapters = lora.Adapters(lora_rank, 8.0, (), 0) if lora_rank else None
     parts: dict[str, nn.Module] = {
-        "policy": model.load_policy(path, head="normal" if lora_rank else None, adapters=adapters)
+        "policy": loading.load_policy(path, head="normal" if lora_rank else None, adapters=adapters)
     }
     if not lora_rank:
-        parts["critic"] = model.load_critic(path, head="normal")
+        parts["critic"] = loading.load_critic(path, head="normal")
     trained = {}
     for name, part in parts.items():
-        sharded = model.shard(part, mesh, torch.float32)
+        sharded = fsdp.shard(part, mesh, torch.float32)
         learning = [p for p in sharded.parameters() if p.requires_grad]
         trained[name] = Trained(sharded, torch.optim.AdamW(learning, **(ADAM | adam), fused=False, foreach=False))
     return trained
@@ -71,7 +73,7 @@ def files(folder: str | Path) -> list[Storage]:
 
 
 def write(shards: Mapping[str, Shard], folder: str | Path, rank: int = 0) -> list[Storage]:
-    checkpoint.write(shards, Path(folder, f"rank_{rank:05d}.safetensors"))
+    checkpoint_files.write(shards, Path(folder, f"rank_{rank:05d}.safetensors"))
     return files(folder)
 
 
@@ -82,7 +84,7 @@ def save(rank: int, ranks: int, path: str, target: str, lora_rank: int = 0) -> t
         step(trained)
     average = averaged(trained, 0.5)
     state = whole(trained, average)
-    shards = checkpoint.staged(trained, average)
+    shards = checkpoint_files.staged(trained, average)
     step(trained)
     after = whole(trained, average)
     for tensor in average.values():
@@ -94,7 +96,7 @@ def save(rank: int, ranks: int, path: str, target: str, lora_rank: int = 0) -> t
 def load(rank: int, ranks: int, path: str, source: str, lora_rank: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     trained = fresh(path, ranks, lora_rank)
     average = averaged(trained, 0.0)
-    checkpoint.load(files(source), trained, average)
+    checkpoint_files.load(files(source), trained, average)
     state = whole(trained, average)
     step(trained)
     return state, whole(trained, average)
@@ -137,8 +139,8 @@ def tensor_bytes(file: Path) -> int:
 
 def test_a_checkpoint_takes_its_tensors_and_little_more(saved: Saved, tiny_model: Path) -> None:
     folder, _ = saved
-    policy = list(model.load_policy(str(tiny_model), head=None).parameters())
-    both = policy + list(model.load_critic(str(tiny_model), head="normal").parameters())
+    policy = list(loading.load_policy(str(tiny_model), head=None).parameters())
+    both = policy + list(loading.load_critic(str(tiny_model), head="normal").parameters())
     # Each weight has two moments; each tensor a count of steps, on one rank; the policy's have an average.
     needed = 4 * (3 * sum(p.numel() for p in both) + len(both) + sum(p.numel() for p in policy))
     paths = [Path(file.path) for file in files(folder)]
@@ -149,7 +151,7 @@ def test_a_checkpoint_takes_its_tensors_and_little_more(saved: Saved, tiny_model
 
 
 def test_weights_with_two_names_are_saved_once(saved: Saved, tiny_model: Path) -> None:
-    unique = dict(model.load_policy(str(tiny_model), head=None).named_parameters())
+    unique = dict(loading.load_policy(str(tiny_model), head=None).named_parameters())
     with Parts(files(saved[0])) as parts:
         kept = {name for name in parts.names if name.startswith("policy.model.")}
         assert kept == {f"policy.model.{name}" for name in unique}
@@ -189,7 +191,7 @@ def reloaded(rank: int, ranks: int, path: str, source: str) -> tuple[list[dict[s
     """The optimizers' settings and whether they have state, after a load into a run with other settings."""
     trained = fresh(path, ranks, lr=0.125, betas=(0.5, 0.6), weight_decay=0.5)
     before = [dict(part.optimizer.param_groups[0], params=None) for part in trained.values()]
-    checkpoint.load(files(source), trained, averaged(trained, 0.0))
+    checkpoint_files.load(files(source), trained, averaged(trained, 0.0))
     after = [dict(part.optimizer.param_groups[0], params=None) for part in trained.values()]
     assert after == before
     return after, [bool(part.optimizer.state) for part in trained.values()]
@@ -205,7 +207,7 @@ def save_half(rank: int, ranks: int, path: str, target: str) -> list[bool]:
     """A checkpoint while the critic warms up."""
     trained = fresh(path, ranks)
     step({"critic": trained["critic"]})
-    write(checkpoint.staged(trained, averaged(trained, 0.5)), target, rank)
+    write(checkpoint_files.staged(trained, averaged(trained, 0.5)), target, rank)
     return [bool(part.optimizer.state) for part in trained.values()]
 
 
@@ -225,7 +227,7 @@ def load_without_pickle(rank: int, ranks: int, path: str, source: str) -> int:
         for name in ("Unpickler", "_Unpickler", "load", "loads"):
             patch.setattr(pickle, name, refused)
         patch.setattr(torch, "load", refused)
-        checkpoint.load(files(source), trained, average)
+        checkpoint_files.load(files(source), trained, average)
     return sum(int(tensor.full_tensor().count_nonzero()) for tensor in average.values())
 
 
@@ -251,34 +253,34 @@ def linear(rows: int = 3, bias: bool = True) -> Trained:
 
 def test_weights_alone_leave_optimizers_fresh_and_other_models_as_they_are(tmp_path: Path) -> None:
     kept = linear()
-    there = write(checkpoint.staged({"policy": kept}, {}), tmp_path)
+    there = write(checkpoint_files.staged({"policy": kept}, {}), tmp_path)
     policy, critic = nn.Linear(2, 3), nn.Linear(2, 3)
     before = critic.weight.clone()
     trained = {
         name: Trained(part, torch.optim.AdamW(part.parameters()))
         for name, part in (("policy", policy), ("critic", critic))
     }
-    checkpoint.load_weights(there, trained)
+    checkpoint_files.load_weights(there, trained)
     torch.testing.assert_close(policy.state_dict(), kept.model.state_dict(), atol=0, rtol=0)
     assert critic.weight.equal(before) and not trained["policy"].optimizer.state
 
 
 def test_a_checkpoint_without_a_policy_is_none_to_start_from(tmp_path: Path) -> None:
-    there = write(checkpoint.staged({"critic": linear()}, {"policy.model.weight": torch.zeros(1)}), tmp_path)
+    there = write(checkpoint_files.staged({"critic": linear()}, {"policy.model.weight": torch.zeros(1)}), tmp_path)
     critic = linear()
     before = copy.deepcopy(critic.model.state_dict())
     with pytest.raises(CheckpointError, match=r"^the checkpoint has no weights of a policy$"):
-        checkpoint.load_weights(there, {"critic": critic, "policy": linear()})
+        checkpoint_files.load_weights(there, {"critic": critic, "policy": linear()})
     torch.testing.assert_close(critic.model.state_dict(), before, atol=0, rtol=0)
 
 
 def test_a_checkpoint_is_read_straight_from_s3(bucket: str, tmp_path: Path) -> None:
     kept, other = linear(), linear()
     step({"policy": kept})
-    (file,) = write(checkpoint.staged({"policy": kept}, {}), tmp_path)
+    (file,) = write(checkpoint_files.staged({"policy": kept}, {}), tmp_path)
     remote = open_storage(bucket) / file.name
     remote.take(Path(file.path))
-    checkpoint.load([remote], {"policy": other}, {})
+    checkpoint_files.load([remote], {"policy": other}, {})
     torch.testing.assert_close(other.model.state_dict(), kept.model.state_dict(), atol=0, rtol=0)
     torch.testing.assert_close(other.optimizer.state_dict(), kept.optimizer.state_dict(), atol=0, rtol=0)
 
@@ -293,26 +295,26 @@ def test_a_checkpoint_is_read_straight_from_s3(bucket: str, tmp_path: Path) -> N
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(
     saved_as: Trained, loaded_as: Trained, text: str, tmp_path: Path
 ) -> None:
-    there = write(checkpoint.staged({"policy": saved_as}, {}), tmp_path)
+    there = write(checkpoint_files.staged({"policy": saved_as}, {}), tmp_path)
     with pytest.raises(CheckpointError) as refused:
-        checkpoint.load(there, {"policy": loaded_as}, {})
+        checkpoint_files.load(there, {"policy": loaded_as}, {})
     assert str(refused.value) == text
 
 
 def test_an_average_that_is_not_there_is_named(tmp_path: Path) -> None:
-    there = write(checkpoint.staged({"policy": linear()}, {}), tmp_path)
+    there = write(checkpoint_files.staged({"policy": linear()}, {}), tmp_path)
     with pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight: it is of another model$"):
-        checkpoint.load(there, {"policy": linear()}, {"weight": torch.zeros(3, 2)})
+        checkpoint_files.load(there, {"policy": linear()}, {"weight": torch.zeros(3, 2)})
     with Parts(there) as parts, pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight$"):
         parts.whole("average.weight")
 
 
 def test_a_tensor_that_is_not_in_full_is_refused(tmp_path: Path) -> None:
-    shards = checkpoint.staged({"policy": linear()}, {})
+    shards = checkpoint_files.staged({"policy": linear()}, {})
     part = Shard(shards["policy.model.weight"].local[:2], (0, 0), (3, 2))
     there = write(shards | {"policy.model.weight": part}, tmp_path)
     with pytest.raises(CheckpointError, match=r"^policy\.model\.weight is not in full in the checkpoint$"):
-        checkpoint.load(there, {"policy": linear()}, {})
+        checkpoint_files.load(there, {"policy": linear()}, {})
 
 
 def with_header(header: object) -> bytes:
@@ -345,7 +347,7 @@ def test_a_file_that_is_none_of_a_checkpoint_is_named_in_one_line(content: bytes
     (tmp_path / "rank_00000.safetensors").write_bytes(content)
     layer = nn.Linear(2, 3, bias=False)
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors|policy\.model\.weight") as refused:
-        checkpoint.load(files(tmp_path), {"policy": Trained(layer, torch.optim.AdamW(layer.parameters()))}, {})
+        checkpoint_files.load(files(tmp_path), {"policy": Trained(layer, torch.optim.AdamW(layer.parameters()))}, {})
     assert "\n" not in str(refused.value)
 
 

@@ -18,7 +18,8 @@ from rlx import inputs, launch, report, run_folder
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.storage import Storage, open_storage
+from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import Storage
 
 ROOT = Path(__file__).resolve().parent.parent
 Refused = Callable[..., str]

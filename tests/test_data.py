@@ -11,10 +11,11 @@ import pyarrow as pa
 import pytest
 import ray.data
 
-from rlx import data, warm_start
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig
-from rlx.data import PromptStream
+from rlx.data import files, prompts, stream
+from rlx.data.stream import PromptStream
+from rlx.models import tiny
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -26,7 +27,7 @@ LONG = "a question of 25 letters?"
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a character-level tokenizer whose chat template marks the roles."""
     folder = tmp_path_factory.mktemp("chat")
-    warm_start.build_tokenizer().save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
@@ -34,7 +35,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same without a chat template."""
     folder = tmp_path_factory.mktemp("base")
-    tokenizer = warm_start.build_tokenizer()
+    tokenizer = tiny.build_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -45,7 +46,7 @@ def rows(*questions: str) -> list[dict[str, Any]]:
 
 
 def decoded(table: ray.data.Dataset, model: str) -> list[str]:
-    tokenizer = data.load_tokenizer(model)
+    tokenizer = prompts.load_tokenizer(model)
     return [tokenizer.decode(row["token_ids"]) for row in table.take_all()]
 
 
@@ -68,7 +69,7 @@ def test_rows_keep_file_order_and_become_text(tmp_path: Path, suffix: str) -> No
     records = [{"asked": f"q{i}", "other": None if i == 5 else i, "solution": i} for i in range(300)]
     WRITERS[suffix](tmp_path / f"p{suffix}", records)
     config = DataConfig(source="x.csv", prompt_column="asked", answer_column="solution")
-    found = data.read_file(str(tmp_path / f"p{suffix}"), config).take_all()
+    found = files.read_file(str(tmp_path / f"p{suffix}"), config).take_all()
     assert found == [{"question": f"q{i}", "answer": str(i)} for i in range(300)]
 
 
@@ -76,7 +77,7 @@ def test_rows_keep_file_order_and_become_text(tmp_path: Path, suffix: str) -> No
 def test_swapped_columns_and_lines_within_a_text(tmp_path: Path, suffix: str) -> None:
     WRITERS[suffix](tmp_path / f"p{suffix}", [{"question": "a", "answer": 'b\nc\u2028"d", e'}])
     config = DataConfig(source="x.csv", prompt_column="answer", answer_column="question")
-    found = data.read_file(str(tmp_path / f"p{suffix}"), config).take_all()
+    found = files.read_file(str(tmp_path / f"p{suffix}"), config).take_all()
     assert found == [{"question": 'b\nc\u2028"d", e', "answer": "a"}]
 
 
@@ -92,7 +93,7 @@ def test_swapped_columns_and_lines_within_a_text(tmp_path: Path, suffix: str) ->
 )
 def test_answers_stay_what_stands_in_the_file(tmp_path: Path, name: str, content: str, answers: list[str]) -> None:
     (tmp_path / name).write_text(content)
-    found = [row["answer"] for row in data.read_file(str(tmp_path / name), FILES).take_all()]
+    found = [row["answer"] for row in files.read_file(str(tmp_path / name), FILES).take_all()]
     assert found[: len(answers)] == answers
     if name == "a.csv":
         assert found[3:] == ["2024-01-01", "42", "1.50"]
@@ -102,7 +103,7 @@ def test_whole_numbers_that_pandas_made_floats_are_whole_again(tmp_path: Path) -
     frame = pd.DataFrame({"question": ["a", "b", "c"], "answer": [42, None, 7]}).dropna()
     assert frame["answer"].dtype == float
     frame.to_parquet(tmp_path / "p.parquet")
-    found = data.read_file(str(tmp_path / "p.parquet"), FILES).take_all()
+    found = files.read_file(str(tmp_path / "p.parquet"), FILES).take_all()
     assert [row["answer"] for row in found] == ["42", "7"]
 
 
@@ -144,7 +145,7 @@ def test_an_unusable_file_is_one_line_that_says_where(
     if content is not None:
         file.write_text(content)
     with pytest.raises(ConfigError) as refused:
-        data.read_file(str(file), FILES, setting="eval.source")
+        files.read_file(str(file), FILES, setting="eval.source")
     assert str(refused.value).startswith(f"eval.source {file}{message}")
     assert "\n" not in str(refused.value)
     assert capfd.readouterr().err == ""
@@ -153,65 +154,65 @@ def test_an_unusable_file_is_one_line_that_says_where(
 def test_a_question_that_is_a_number_in_parquet_is_refused(tmp_path: Path) -> None:
     pd.DataFrame({"question": [5], "answer": ["x"]}).to_parquet(tmp_path / "p.parquet")
     with pytest.raises(ConfigError, match=r"p\.parquet: a question is 5, expected text"):
-        data.read_file(str(tmp_path / "p.parquet"), FILES)
+        files.read_file(str(tmp_path / "p.parquet"), FILES)
 
 
 @pytest.mark.parametrize(("count", "size", "held_out"), [(40, 3, 3), (40, 100, 4), (2, 5, 1), (9, 5, 1)])
 def test_the_last_rows_are_held_out_at_most_a_tenth(count: int, size: int, held_out: int) -> None:
     source = ray.data.from_items([{"n": i} for i in range(count)], override_num_blocks=2)
-    train, rest = data.hold_out(source, size)
+    train, rest = prompts.hold_out(source, size)
     assert [row["n"] for row in train.take_all()] == list(range(count - held_out))
     assert [row["n"] for row in rest.take_all()] == list(range(count - held_out, count))
 
 
 def test_one_row_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match=r"1 rows are too few to hold one out; set eval\.source"):
-        data.hold_out(ray.data.from_items([{"n": 1}]), 5)
+        prompts.hold_out(ray.data.from_items([{"n": 1}]), 5)
 
 
 # --- the prompt table
 
 
 def test_the_chat_template_and_the_system_message_are_applied(chat_model: str) -> None:
-    plain = data.prepare(rows("1 + 1?"), DataConfig(), chat_model)
+    plain = prompts.prepare(rows("1 + 1?"), DataConfig(), chat_model)
     assert decoded(plain, chat_model) == ["<|user|>1 + 1?<|assistant|>"]
-    directed = data.prepare(rows("1 + 1?"), DataConfig(system="Be brief."), chat_model)
+    directed = prompts.prepare(rows("1 + 1?"), DataConfig(system="Be brief."), chat_model)
     assert decoded(directed, chat_model) == ["<|system|>Be brief.<|user|>1 + 1?<|assistant|>"]
     assert plain.take_all()[0] | {"token_ids": None} == rows("1 + 1?")[0] | {"token_ids": None}
 
 
 def test_a_model_without_a_chat_template_gets_the_bare_text(base_model: str) -> None:
-    assert decoded(data.prepare(rows("1 + 1?"), DataConfig(), base_model), base_model) == ["1 + 1?"]
-    directed = data.prepare(rows("1 + 1?"), DataConfig(system="Be brief."), base_model)
+    assert decoded(prompts.prepare(rows("1 + 1?"), DataConfig(), base_model), base_model) == ["1 + 1?"]
+    directed = prompts.prepare(rows("1 + 1?"), DataConfig(system="Be brief."), base_model)
     assert decoded(directed, base_model) == ["Be brief.\n\n1 + 1?"]
 
 
 def test_over_long_prompts_are_left_out_and_counted(base_model: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="rlx"):
-        table = data.prepare(rows("ab", LONG, "cd", LONG), DataConfig(max_prompt_tokens=24), base_model)
+        table = prompts.prepare(rows("ab", LONG, "cd", LONG), DataConfig(max_prompt_tokens=24), base_model)
     assert [row["question"] for row in table.take_all()] == ["ab", "cd"]
     assert [row["entry"] for row in table.take_all()] == [0, 2]
     assert caplog.messages == ["2 of 4 prompts are longer than data.max_prompt_tokens (24) and left out"]
     caplog.clear()
-    assert data.prepare(rows("ab", LONG), DataConfig(max_prompt_tokens=25), base_model).count() == 2
+    assert prompts.prepare(rows("ab", LONG), DataConfig(max_prompt_tokens=25), base_model).count() == 2
     assert caplog.messages == []
 
 
 def test_no_prompt_left_is_an_error(base_model: str) -> None:
     with pytest.raises(ConfigError, match=r"no prompt is left: 2 of 2 prompts are longer than .*_tokens \(24\)"):
-        data.prepare(rows(LONG, LONG), DataConfig(max_prompt_tokens=24), base_model)
+        prompts.prepare(rows(LONG, LONG), DataConfig(max_prompt_tokens=24), base_model)
 
 
 def test_a_block_of_which_nothing_is_left_fits_to_the_others(base_model: str) -> None:
     source = ray.data.from_items(rows(LONG, LONG, "ab", "cd"), override_num_blocks=2)
-    table = data.prepare(source, DataConfig(max_prompt_tokens=24), base_model)
+    table = prompts.prepare(source, DataConfig(max_prompt_tokens=24), base_model)
     joined = pa.concat_tables(table.iter_batches(batch_size=None, batch_format="pyarrow"))
     assert joined["question"].to_pylist() == ["ab", "cd"]
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model.path {tmp_path}: its tokenizer: ") as refused:
-        data.prepare(rows("ab"), DataConfig(), str(tmp_path))
+        prompts.prepare(rows("ab"), DataConfig(), str(tmp_path))
     assert "\n" not in str(refused.value)
 
 
@@ -233,12 +234,12 @@ def ids(stream: PromptStream, count: int) -> list[int]:
 
 
 def test_prompts_are_the_rows_at_the_positions() -> None:
-    first, second = data.prompts(table(5), [3, 1])
+    first, second = stream.prompts(table(5), [3, 1])
     assert (first.id, first.token_ids, first.question, first.answer, first.entry) == (3, (3, 3), "q3", "3", None)
     assert second.id == 1
     with_entries = table(2).append_column("entry", pa.array([7, 9]))
-    assert [prompt.entry for prompt in data.prompts(with_entries, range(2))] == [7, 9]
-    assert data.prompts(table(5), []) == []
+    assert [prompt.entry for prompt in stream.prompts(with_entries, range(2))] == [7, 9]
+    assert stream.prompts(table(5), []) == []
 
 
 def test_every_prompt_comes_once_per_epoch_in_another_order() -> None:
@@ -251,7 +252,7 @@ def test_every_prompt_comes_once_per_epoch_in_another_order() -> None:
 
 
 def test_a_later_draw_of_a_prompt_is_the_same_prompt() -> None:
-    early, late = data.prompts(table(5), [3, 8])
+    early, late = stream.prompts(table(5), [3, 8])
     assert (early.id, late.id) == (3, 8)
     assert (early.question, early.token_ids) == (late.question, late.token_ids) == ("q3", (3, 3))
 

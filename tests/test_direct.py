@@ -20,13 +20,13 @@ from conftest import start_engine, stop_engine
 from test_rollout import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
 from torch import Tensor
 
-from rlx import model
-from rlx.rollout import buckets, direct, links, receiver, sync
-from rlx.rollout.direct import Course, Delivery, Direct
-from rlx.rollout.links import GivenUpError, Incoming
-from rlx.rollout.pool import Rollouts
-from rlx.rollout.receiver import Receiver
-from rlx.rollout.routes import Source, Transport
+from rlx.models import loading, lora, policy
+from rlx.rollout.engine_pool import Rollouts
+from rlx.rollout.weight_sync import buckets, channels, push, receiver, sender
+from rlx.rollout.weight_sync.channels import GivenUpError, Incoming
+from rlx.rollout.weight_sync.receiver import Receiver
+from rlx.rollout.weight_sync.sender import Course, Delivery, Direct
+from rlx.rollout.weight_sync.topology import Source, Transport
 from rlx.types import Weight, WeightSyncError
 
 BUCKET = 100_000  # bytes: the tiny model's larger tensors alone, some together
@@ -39,13 +39,13 @@ class Pair:
     """Two engines, and a policy whose weights they take."""
 
     engines: tuple[Any, Any]
-    policy: model.Policy
+    policy: policy.Policy
     ways: Direct
     version: int = field(default_factory=lambda: next(versions))
 
     def weights(self) -> list[Weight]:
         """Good for the engine that ties its embeddings and for the one that does not."""
-        tied = model.engine_weights(self.policy)
+        tied = lora.engine_weights(self.policy)
         (embedding,) = (weight for weight in tied if weight.name == "model.embed_tokens.weight")
         return [*tied, replace(embedding, name="lm_head.weight")]
 
@@ -58,7 +58,7 @@ class Pair:
         present = rollouts.present(patience_s)
         if harm:
             harm()
-        return sync.push(
+        return push.push(
             self.weights(),
             present,
             self.version,
@@ -90,7 +90,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def pair(request: pytest.FixtureRequest, engines: tuple[Any, Any], tiny_model: Path) -> Iterator[Pair]:
     transport: Transport = request.param
     ways = Direct(0, 1, torch.device("cpu"), engines, transport)
-    yield Pair(engines, model.load_policy(str(tiny_model), head=None), ways)
+    yield Pair(engines, loading.load_policy(str(tiny_model), head=None), ways)
     ways.close()
 
 
@@ -126,7 +126,7 @@ def test_one_bit_that_changes_on_the_way_is_refused(pair: Pair, monkeypatch: pyt
         filled.append(bucket)
         bucket[1000] ^= 4 * (len(filled) == 3)
 
-    monkeypatch.setattr(direct, "fill", damaged)
+    monkeypatch.setattr(sender, "fill", damaged)
     failed = pair.push()
     assert [f"engine {i} failed: the checksum" in failed[i] for i in (0, 1)] == [True, True]
     monkeypatch.undo()
@@ -217,7 +217,7 @@ def test_a_rank_that_hears_no_answers_learns_at_once_that_a_reader_failed(
     tensors = [torch.randn(1000) for _ in range(4)]
     groups = [[Weight(str(i), (1000,), (tensor,))] for i, tensor in enumerate(tensors)]
     layouts = tuple(buckets.layout(group, torch.float32) for group in groups)
-    store, sources = links.kept("127.0.0.1", SECONDS), {0: (Source("shared", 1),)}
+    store, sources = channels.kept("127.0.0.1", SECONDS), {0: (Source("shared", 1),)}
     course = Course("update", ("127.0.0.1", store.port), "none", {"nccl": 1, "gloo": 1}, sources, {0: "process"})
     second = Direct(1, 2, torch.device("cpu"), engines)
     second.store = store
@@ -226,7 +226,7 @@ def test_a_rank_that_hears_no_answers_learns_at_once_that_a_reader_failed(
     def out_of_memory(*_: Any) -> Tensor:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(links, "mapped", out_of_memory)
+    monkeypatch.setattr(channels, "mapped", out_of_memory)
 
     def receive() -> None:
         incoming = Incoming("update", "process", course.address, "none", course.world, sources[0], layouts, 60.0, False)
@@ -251,15 +251,15 @@ def test_a_model_that_is_split_over_processes_gets_its_weights(
     split: Any, tiny_model: Path, transport: Transport
 ) -> None:
     ways = Direct(0, 1, torch.device("cpu"), [split], transport)
-    side = Side(split, model.load_policy(str(tiny_model), head=None), next(versions))
+    side = Side(split, loading.load_policy(str(tiny_model), head=None), next(versions))
     rollouts = Rollouts([split], seed=0)
     for _ in range(2):
         side.change()
         side.version += 1
-        weights, present = model.engine_weights(side.policy), rollouts.present(120)
+        weights, present = lora.engine_weights(side.policy), rollouts.present(120)
         sent = dict(sender=True, bucket_bytes=BUCKET, direct=ways, there=rollouts.there)
         assert len(rollouts.there[0].workers) == 2
-        assert sync.push(weights, present, side.version, **sent) == {}
+        assert push.push(weights, present, side.version, **sent) == {}
         assert side.gap(side.generate()) < CLOSE
     ways.close()
 

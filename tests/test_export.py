@@ -21,13 +21,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx import __version__, archive, checkpoint, export, model, roles, shards
-from rlx.archive import Entry, Manifest
+from rlx import __version__, export, roles
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.parallel import Grid
-from rlx.rollout.pool import Rollouts
-from rlx.storage import Storage, open_storage
+from rlx.mesh import Grid
+from rlx.models import fsdp, lora
+from rlx.rollout.engine_pool import Rollouts
+from rlx.rollout.weight_sync import gather
+from rlx.storage import checkpoint_catalog, checkpoint_files
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.filesystem import Storage
 from rlx.types import Prompt, Sampling, Weight
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +65,7 @@ class Made:
 
     @property
     def entry(self) -> Entry:
-        return archive.entry(Storage.here(self.folder / "step_000003"))
+        return checkpoint_catalog.entry(Storage.here(self.folder / "step_000003"))
 
 
 def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str) -> dict[str, Any]:
@@ -76,24 +81,24 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
     for name, weight in policy.named_parameters():
         if name in average:
             average[name].mul_(0.5).add_(weight.detach(), alpha=0.5)
-    checkpoint.write(checkpoint.staged(models, average), Path(folder, f"rank_{rank:05d}.safetensors"))
+    checkpoint_files.write(checkpoint_files.staged(models, average), Path(folder, f"rank_{rank:05d}.safetensors"))
     seen: dict[str, Any] = {"weights": {}, "logprobs": {}}
-    seen["adapters"] = in_full(model.adapter_weights(policy))
+    seen["adapters"] = in_full(lora.adapter_weights(policy))
     with torch.no_grad():
         for kind in ("policy", "average"):
             for name, weight in policy.named_parameters():
                 if kind == "average" and name in average:
                     weight.copy_(average[name])
-            seen["weights"][kind] = in_full(model.engine_weights(policy))
+            seen["weights"][kind] = in_full(lora.engine_weights(policy))
             lengths, mask = torch.full((len(ROWS),), PROMPT), torch.ones(len(ROWS), ROWS.shape[1] - PROMPT)
             scored = policy(ROWS, lengths, mask, mask.nonzero(as_tuple=True), 1.0)
             seen["logprobs"][kind] = scored.logprobs.clone()
-            model.reshard(policy)
+            fsdp.reshard(policy)
     return seen
 
 
 def in_full(weights: list[Weight]) -> dict[str, Tensor]:
-    full = shards.gathered(weights, torch.float32)
+    full = gather.gathered(weights, torch.float32)
     return {weight.name: tensor.clone() for weight, tensor in zip(weights, full, strict=True)}
 
 
@@ -107,14 +112,14 @@ def make(kind: str, on_ranks: OnRanks, path: Path, storage: Path) -> Made:
     seen = on_ranks(ranks, trained, config.model_dump(), str(path), str(place))[0]
     (run / "run.json").write_text('{"mlflow_run": "0"}')
     (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    files = {file.name: archive.record(Storage.here(file)) for file in place.iterdir()}
+    files = {file.name: checkpoint_catalog.record(Storage.here(file)) for file in place.iterdir()}
     assert len(files) == ranks
     metrics = {"eval/accuracy": 0.75, "reward/mean": 0.5, "time/step": 3.0}
     manifest = Manifest(
         rlx=__version__, step=3, ranks=ranks, metrics=metrics, tokens=0, kl={}, scores={}, cursor={}, evaluation={},
         mlflow_run_id=None, config=config.model_dump(mode="json"), files=files,
     )  # fmt: skip
-    archive.commit(Storage.here(place), manifest)
+    checkpoint_catalog.commit(Storage.here(place), manifest)
     return Made(config, storage, **seen)
 
 
@@ -349,12 +354,12 @@ def test_a_single_flipped_bit_is_refused(copied: Path, refused: Refused, tmp_pat
 def test_a_checkpoint_of_another_model_is_refused(
     made: Make, untied_model: Path, refused: Refused, copied: Path, tmp_path: Path
 ) -> None:
-    manifest = archive.entry(Storage.here(copied)).manifest
+    manifest = checkpoint_catalog.entry(Storage.here(copied)).manifest
     assert manifest
     out = str(tmp_path / "out")
     for path, said in ((untied_model, "the checkpoint has no policy.model.lm.lm_head.weight"), ("/gone", ".*/gone")):
         config = manifest.config | {"model": manifest.config["model"] | {"path": str(path)}}
-        archive.commit(Storage.here(copied), manifest.model_copy(update={"config": config}))
+        checkpoint_catalog.commit(Storage.here(copied), manifest.model_copy(update={"config": config}))
         assert_said(refused(str(copied), "--out", out), said)
 
 

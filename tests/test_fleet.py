@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from test_rollout import PROMPTS, SAMPLING, drawn_by, versions
 
-from rlx import model
-from rlx.fleet import Fleet
-from rlx.parallel import Grid
-from rlx.rollout.engine import Output, Request
-from rlx.rollout.pool import Draw, RolloutError, Rollouts
+from rlx.actors import RolloutError
+from rlx.mesh import Grid
+from rlx.models import loading, lora
+from rlx.rollout.base import Output, Request
+from rlx.rollout.engine_group import Fleet
+from rlx.rollout.engine_pool import Draw, Rollouts
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
 LONG = replace(SAMPLING, temperature=2.0, max_tokens=120)
@@ -37,7 +38,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def weights(tiny_model: Path) -> list[Weight]:
     """The tiny model's, good for the engine that ties its embeddings and for the one that does not."""
-    tied = model.engine_weights(model.load_policy(str(tiny_model), head=None))
+    tied = lora.engine_weights(loading.load_policy(str(tiny_model), head=None))
     (embedding,) = (weight for weight in tied if weight.name == "model.embed_tokens.weight")
     return [*tied, replace(embedding, name="lm_head.weight")]
 

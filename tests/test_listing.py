@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rlx import __version__, archive, listing, run_folder
-from rlx.archive import Manifest
+from rlx import __version__, listing, run_folder
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.storage import open_storage
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_manifest import Manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,16 +38,16 @@ def make_run(storage: str, name: str, *names: str, **settings: Any) -> RunConfig
 
 def put(storage: str, name: str, step: int, ranks: int = 2, **metrics: float) -> Path:
     """A checkpoint of 1000 bytes per rank."""
-    place = open_storage(storage) / "runs" / name / archive.folder_name(step)
+    place = open_storage(storage) / "runs" / name / checkpoint_catalog.folder_name(step)
     for rank in range(ranks):
         (place / f"rank_{rank:05d}.safetensors").write_text(f"{rank}" * 1000)
-    files = {file: archive.record(place / file) for file in place.names()}
+    files = {file: checkpoint_catalog.record(place / file) for file in place.names()}
     known = {key.replace("__", "/"): value for key, value in metrics.items()}
     manifest = Manifest(
         rlx=__version__, step=step, ranks=ranks, metrics=known, tokens=0, kl={}, scores={}, cursor={}, evaluation={},
         mlflow_run_id=None, config=RunConfig().model_dump(mode="json"), files=files,
     )  # fmt: skip
-    archive.commit(place, manifest)
+    checkpoint_catalog.commit(place, manifest)
     return Path(place.path)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlx import logprobs
-from rlx.logprobs import kept_on_gpu, token_logprobs
+from rlx.models import logprobs
+from rlx.models.logprobs import kept_on_gpu, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 50
 

@@ -23,14 +23,16 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from rlx import archive, checkpoint, data, progress, run_folder, storage
-from rlx.archive import MANIFEST, FileRecord, Manifest
-from rlx.checkpoint import CheckpointError, Parts, Shard
+from rlx import progress, run_folder
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, setting_keys
 from rlx.config.sections import DataConfig
-from rlx.storage import Storage, StorageError
+from rlx.data import files
+from rlx.storage import addresses, checkpoint_catalog, checkpoint_files, checkpoint_manifest
+from rlx.storage.checkpoint_files import CheckpointError, Parts, Shard
+from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
+from rlx.storage.filesystem import Storage, StorageError
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,7 +230,7 @@ BYTES = {".jsonl": JSON_LINES, ".csv": CSV_LINES, ".parquet": damaged(PARQUET) |
 def test_any_prompt_file_gives_rows_of_text_or_a_line(file: tuple[str, bytes, str]) -> None:
     suffix, content, reason = file
     block = pa.table({"bytes": [content]})  # what a Ray task gets
-    table = used_or_refused(lambda: data._parse(block, f"prompts{suffix}", "question", "answer"), ValueError, reason)
+    table = used_or_refused(lambda: files._parse(block, f"prompts{suffix}", "question", "answer"), ValueError, reason)
     assert table is None or not reason
     for row in table.to_pylist() if table else []:
         assert row.keys() == {"question", "answer"} and row["question"].strip() and isinstance(row["answer"], str)
@@ -239,7 +241,7 @@ def test_a_prompt_file_that_ray_reads_is_named(bad: tuple[str, bytes, str], tmp_
     path = tmp_path / f"prompts{bad[0]}"
     path.write_bytes(bad[1])
     named = f"data.source {path}", bad[2]
-    assert used_or_refused(lambda: data.read_file(str(path), DataConfig(params={})), ConfigError, *named) is None
+    assert used_or_refused(lambda: files.read_file(str(path), DataConfig(params={})), ConfigError, *named) is None
     assert contents(tmp_path) == {str(path): bad[1]}
 
 
@@ -256,7 +258,7 @@ def signed(changes: dict[str, Any]) -> str:
     """A manifest with some of it replaced, and a checksum that is right."""
     content = json.loads(WRITTEN.text()) | changes
     del content["sha256"]
-    return json.dumps({"sha256": archive._digest(content)} | content)
+    return json.dumps({"sha256": checkpoint_manifest._digest(content)} | content)
 
 
 OUTSIDE = ["../a.safetensors", "/etc/passwd", "x/a.safetensors", "..", "", ".a.safetensors", "a.safetensors\n", "a\0"]
@@ -277,12 +279,12 @@ def test_any_manifest_is_what_was_signed_or_refused(content: bytes, tmp_path: Pa
         (folder / name).write_bytes(TENSORS)
     (folder / MANIFEST).write_bytes(content)
     before = contents(tmp_path)
-    found = archive.entry(Storage.here(folder))
+    found = checkpoint_catalog.entry(Storage.here(folder))
     assert contents(tmp_path) == before
     manifest = used_or_refused(lambda: Manifest.parsed(text), ValueError, MANIFEST)
     if manifest:
         tree = json.loads(text)
-        assert tree.pop("sha256") == archive._digest(tree)
+        assert tree.pop("sha256") == checkpoint_manifest._digest(tree)
         assert repr(manifest) == repr(Manifest.model_validate(tree))  # == would tell NaN from NaN
     if found.manifest:
         assert repr(found.manifest) == repr(manifest) and set(found.manifest.files) <= {FIRST}
@@ -295,7 +297,7 @@ def test_a_file_in_place_of_a_folder_or_a_folder_in_place_of_a_file_is_no_checkp
     (folder / name).mkdir(parents=True) if name else folder.touch()
     if name == FIRST:
         (folder / MANIFEST).write_text(WRITTEN.text())
-    (found,) = archive.entries(Storage.here(tmp_path))
+    (found,) = checkpoint_catalog.entries(Storage.here(tmp_path))
     assert not found.manifest and found.problem
 
 
@@ -308,7 +310,7 @@ SHAPES = {"w": (4, 3), "step": (), "b": (4,)}
 
 def written(shards: dict[str, Shard]) -> bytes:
     with TemporaryDirectory() as folder:
-        checkpoint.write(shards, Path(folder, "file"))
+        checkpoint_files.write(shards, Path(folder, "file"))
         return Path(folder, "file").read_bytes()
 
 
@@ -361,7 +363,7 @@ BAD_CHANGES: dict[tuple[str, str], list[Any]] = {
 }
 BAD_HEADERS: list[list[Change]] = [[(*place, value)] for place, values in BAD_CHANGES.items() for value in values]
 BAD_HEADERS += [[("b", "whole", [4] + [1] * 99), ("b", "shape", [4] + [1] * 99), ("b", "offset", [0] * 100)]]
-COUNTS = st.lists(NUMBERS | st.integers(-4, 24), max_size=3) | st.sampled_from(list(checkpoint._KINDS)) | GARBAGE
+COUNTS = st.lists(NUMBERS | st.integers(-4, 24), max_size=3) | st.sampled_from(list(checkpoint_files._KINDS)) | GARBAGE
 KEYS = st.sampled_from(["data_offsets", "shape", "dtype", "whole", "offset"])
 
 
@@ -406,10 +408,10 @@ BAD_ADDRESSES = ["s3://[", "s3://a@b", "~no-such-user/x", "a\0b", "\ud800", "min
 @examples(80, profile=[text.encode() for text in BAD_PROFILES])
 @given(profile=damaged(PROFILE) | st.binary(max_size=30) | GARBAGE.map(lambda tree: yaml.safe_dump(tree).encode()))
 def test_any_profile_is_an_address_or_refused(profile: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PROFILES", (tmp_path,))
+    monkeypatch.setattr(addresses, "PROFILES", (tmp_path,))
     path = tmp_path / "mine.yaml"
     path.write_bytes(profile)
-    address = used_or_refused(lambda: storage.resolved("mine"), StorageError)
+    address = used_or_refused(lambda: addresses.resolved("mine"), StorageError)
     assert address is None or "://" in address or address.startswith("/")
     assert contents(tmp_path) == {str(path): profile}
 
@@ -418,7 +420,7 @@ def test_any_profile_is_an_address_or_refused(profile: bytes, tmp_path: Path, mo
 @given(address=st.text(max_size=12) | st.text(max_size=8).map("s3://".__add__))
 def test_any_address_is_resolved_or_refused(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    used_or_refused(lambda: storage.resolved(address), StorageError)
+    used_or_refused(lambda: addresses.resolved(address), StorageError)
     assert not contents(tmp_path)
 
 

@@ -21,12 +21,17 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rlx import data, experience, logprobs, metrics, model, roles, shards, train_loop, update, worker
+from rlx import experience, metrics, roles, train_loop, update, worker
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
-from rlx.checkpoint import Trained
 from rlx.config import loading
 from rlx.config.errors import ConfigError
-from rlx.parallel import Grid
+from rlx.data import prompts, stream
+from rlx.mesh import Grid
+from rlx.models import fsdp, logprobs, lora, policy
+from rlx.models.loading import checkpoint_gradients, compile_layers, load_critic, load_policy, load_reference
+from rlx.models.policy import Policy
+from rlx.rollout.weight_sync import gather
+from rlx.storage.checkpoint_files import Trained
 from rlx.types import Completion, Experience, Judged, Prompt, Sampling
 
 PAD = 0
@@ -66,7 +71,7 @@ def folder(request: pytest.FixtureRequest) -> str:
 @torch.no_grad()
 def test_logprobs_and_entropy_are_those_of_the_whole_forward_pass(folder: str, temperature: float) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder)
-    scored = model.load_policy(folder, head=None)(*padded(), temperature, entropy=True)
+    scored = load_policy(folder, head=None)(*padded(), temperature, entropy=True)
     for row, (sequence, prompt, length) in enumerate(zip(sequences(), PROMPTS, RESPONSES, strict=True)):
         scores = torch.log_softmax(lm(sequence[None]).logits[0] / temperature, -1)[prompt - 1 : -1]
         expected = scores.gather(-1, sequence[prompt:, None]).squeeze(-1)
@@ -79,8 +84,8 @@ def test_logprobs_and_entropy_are_those_of_the_whole_forward_pass(folder: str, t
 @torch.no_grad()
 def test_a_value_is_read_one_position_before_its_token(folder: str) -> None:
     policy, critic = (
-        randomize_head(model.load_policy(folder, head="zero")),
-        randomize_head(model.load_critic(folder, head="zero")),
+        randomize_head(load_policy(folder, head="zero")),
+        randomize_head(load_critic(folder, head="zero")),
     )
     lm = AutoModelForCausalLM.from_pretrained(folder)
     found = (policy(*padded(), 1.0).values, critic(*padded()))
@@ -94,8 +99,8 @@ def test_a_value_is_read_one_position_before_its_token(folder: str) -> None:
 @torch.no_grad()
 def test_padding_changes_nothing(folder: str) -> None:
     policy, critic = (
-        randomize_head(model.load_policy(folder, head="zero")),
-        randomize_head(model.load_critic(folder, head="zero")),
+        randomize_head(load_policy(folder, head="zero")),
+        randomize_head(load_critic(folder, head="zero")),
     )
     width, inside = max(RESPONSES), padded()[2] == 1
     tight, loose = policy(*padded(), 1.0, entropy=True), policy(*padded(extra=11), 1.0, entropy=True)
@@ -108,50 +113,50 @@ def test_padding_changes_nothing(folder: str) -> None:
 
 @torch.no_grad()
 def test_tokens_that_are_not_the_policys_own_are_left_out(folder: str) -> None:
-    policy, (ids, lengths, mask, _) = model.load_policy(folder, head=None), padded()
+    policy, (ids, lengths, mask, _) = load_policy(folder, head=None), padded()
     mask[0, 2:4] = 0
     some = policy(ids, lengths, mask, mask.nonzero(as_tuple=True), 1.0).logprobs
     torch.testing.assert_close(some, policy(*padded(), 1.0).logprobs * mask, atol=1e-5, rtol=0)
 
 
 def test_value_heads_start_at_zero(tiny_model: Path) -> None:
-    assert model.load_policy(str(tiny_model), head="zero")(*padded(), 1.0).values.count_nonzero() == 0
-    assert model.load_critic(str(tiny_model), head="zero")(*padded()).count_nonzero() == 0
+    assert load_policy(str(tiny_model), head="zero")(*padded(), 1.0).values.count_nonzero() == 0
+    assert load_critic(str(tiny_model), head="zero")(*padded()).count_nonzero() == 0
 
 
 def test_entropy_is_made_if_asked_for(tiny_model: Path) -> None:
-    policy = model.load_policy(str(tiny_model), head=None)
+    policy = load_policy(str(tiny_model), head=None)
     assert policy(*padded(), 1.0).entropy is None
     assert policy(*padded(), 1.0, entropy=True).entropy.requires_grad
 
 
 @torch.no_grad()
 def test_a_policy_without_its_adapters_is_the_base_model(folder: str) -> None:
-    adapters = model.Adapters(rank=4, alpha=8.0, targets=(), seed=3)
-    policy = model.load_policy(folder, head=None, adapters=adapters)
-    base = model.load_policy(folder, head=None)(*padded(), 0.7).logprobs
+    adapters = lora.Adapters(rank=4, alpha=8.0, targets=(), seed=3)
+    policy = load_policy(folder, head=None, adapters=adapters)
+    base = load_policy(folder, head=None)(*padded(), 0.7).logprobs
     torch.testing.assert_close(policy(*padded(), 0.7).logprobs, base, atol=1e-5, rtol=0)  # B begins at zero
     for name, parameter in policy.named_parameters():
         assert parameter.requires_grad == (".lora_" in name)
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     assert (policy(*padded(), 0.7).logprobs - base).abs().max() > 0.1
-    with model.adapters_off(policy):
+    with lora.adapters_off(policy):
         torch.testing.assert_close(policy(*padded(), 0.7).logprobs, base, atol=1e-5, rtol=0)
     assert (policy(*padded(), 0.7).logprobs - base).abs().max() > 0.1
 
 
 @torch.no_grad()
 def test_merged_weights_are_those_of_the_policy_with_adapters(folder: str, tmp_path: Path) -> None:
-    adapters = model.Adapters(rank=4, alpha=8.0, targets=("v_proj", "up_proj"), seed=3)
-    policy = model.load_policy(folder, head=None, adapters=adapters)
+    adapters = lora.Adapters(rank=4, alpha=8.0, targets=("v_proj", "up_proj"), seed=3)
+    policy = load_policy(folder, head=None, adapters=adapters)
     for name, parameter in policy.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    plain = model.load_policy(folder, head=None)
-    weights = model.engine_weights(policy)
+    plain = load_policy(folder, head=None)
+    weights = lora.engine_weights(policy)
     names = [weight.name for weight in weights]
-    plain.lm.load_state_dict(dict(zip(names, shards.gathered(weights, torch.float32), strict=True)), strict=False)
+    plain.lm.load_state_dict(dict(zip(names, gather.gathered(weights, torch.float32), strict=True)), strict=False)
     merged = plain(*padded(), 1.0).logprobs
     torch.testing.assert_close(merged, policy(*padded(), 1.0).logprobs, atol=1e-5, rtol=0)
     assert [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()] == names
@@ -159,8 +164,8 @@ def test_merged_weights_are_those_of_the_policy_with_adapters(folder: str, tmp_p
 
 def test_adapters_begin_alike_on_every_rank_and_follow_their_seed(tiny_model: Path) -> None:
     def begun(seed: int) -> dict[str, Tensor]:
-        adapters = model.Adapters(rank=2, alpha=4.0, targets=("q_proj",), seed=seed)
-        policy = model.load_policy(str(tiny_model), head=None, adapters=adapters)
+        adapters = lora.Adapters(rank=2, alpha=4.0, targets=("q_proj",), seed=seed)
+        policy = load_policy(str(tiny_model), head=None, adapters=adapters)
         return {name: p for name, p in policy.named_parameters() if ".lora_A" in name}
 
     one, again, other = begun(0), begun(0), begun(1)
@@ -168,20 +173,20 @@ def test_adapters_begin_alike_on_every_rank_and_follow_their_seed(tiny_model: Pa
 
 
 def test_layers_that_are_not_there_are_refused(tiny_model: Path) -> None:
-    adapters = model.Adapters(rank=2, alpha=4.0, targets=("query",), seed=0)
+    adapters = lora.Adapters(rank=2, alpha=4.0, targets=("query",), seed=0)
     with pytest.raises(ConfigError, match=r"model\.lora_targets query: "):
-        model.load_policy(str(tiny_model), head=None, adapters=adapters)
+        load_policy(str(tiny_model), head=None, adapters=adapters)
 
 
 def test_a_normal_value_head_is_small_and_the_same_on_every_rank(tiny_model: Path) -> None:
-    one, same = (model.load_critic(str(tiny_model), head="normal", seed=4).value_head.weight for _ in range(2))
+    one, same = (load_critic(str(tiny_model), head="normal", seed=4).value_head.weight for _ in range(2))
     assert torch.equal(one, same)
     assert float(one.std()) == pytest.approx((one.shape[1] + 1) ** -0.5, rel=0.3)
 
 
 def test_forgotten_activations_are_computed_again_without_dropout(tiny_model: Path) -> None:
-    plain, checkpointed = (model.load_policy(str(tiny_model), head=None) for _ in range(2))
-    model.checkpoint_gradients(checkpointed)
+    plain, checkpointed = (load_policy(str(tiny_model), head=None) for _ in range(2))
+    checkpoint_gradients(checkpointed)
     saved = []
     for policy in (plain, checkpointed):
         kept: list[int] = []
@@ -197,11 +202,11 @@ def test_forgotten_activations_are_computed_again_without_dropout(tiny_model: Pa
 
 
 def test_a_reference_is_frozen(tiny_model: Path) -> None:
-    assert not any(parameter.requires_grad for parameter in model.load_reference(str(tiny_model)).parameters())
+    assert not any(parameter.requires_grad for parameter in load_reference(str(tiny_model)).parameters())
 
 
 def test_engines_get_the_names_in_the_model_folder(folder: str) -> None:
-    names = [weight.name for weight in model.engine_weights(model.load_policy(folder, head="zero"))]
+    names = [weight.name for weight in lora.engine_weights(load_policy(folder, head="zero"))]
     assert names == [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
     assert ("lm_head.weight" in names) == folder.endswith("untied")
 
@@ -232,30 +237,30 @@ def test_models_that_change_their_logits_are_refused(
 ) -> None:
     architecture(settings).save_pretrained(tmp_path)  # its logits are so small that capping them hardly shows
     if accepted:
-        model.load_policy(str(tmp_path), head=None)
+        load_policy(str(tmp_path), head=None)
         return
     with pytest.raises(ConfigError, match=f"{tmp_path}.*output layer"):
-        model.load_policy(str(tmp_path), head=None)
+        load_policy(str(tmp_path), head=None)
 
 
 def test_layers_that_engines_would_not_get_are_refused(tiny_model: Path, untied_model: Path) -> None:
-    def adapted(folder: Path, *targets: str) -> model.Policy:
-        return model.load_policy(str(folder), head=None, adapters=model.Adapters(2, 4.0, targets, 0))
+    def adapted(folder: Path, *targets: str) -> policy.Policy:
+        return load_policy(str(folder), head=None, adapters=lora.Adapters(2, 4.0, targets, 0))
 
     for folder in (tiny_model, untied_model):
         with pytest.raises(ConfigError, match="embed_tokens is no linear layer"):
             adapted(folder, "embed_tokens", "q_proj")
     with pytest.raises(ConfigError, match="the output layer is tied"):
         adapted(tiny_model, "lm_head", "q_proj")
-    names = [weight.name for weight in model.adapter_weights(adapted(untied_model, "lm_head"))]
+    names = [weight.name for weight in lora.adapter_weights(adapted(untied_model, "lm_head"))]
     assert names == ["base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"]
 
 
 def test_layers_that_drop_out_by_themselves_do_not() -> None:
     sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
     lm = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16, max_position_embeddings=32, dropout=0.5)).eval()
-    policy = model.Policy(lm)
-    model.checkpoint_gradients(policy)
+    policy = Policy(lm)
+    checkpoint_gradients(policy)
     one, same = (policy(*padded(), 1.0).logprobs for _ in range(2))
     assert torch.equal(one, same)
 
@@ -325,11 +330,11 @@ def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str 
         average=roles.average(settings, trained["policy"].model),
         copy=reference,
         rounds=nothing,
-        supervised=data.PromptStream(ANSWERS, 0, grid.dp_rank, grid.dp_size) if settings.data.ptx_source else None,
+        supervised=stream.PromptStream(ANSWERS, 0, grid.dp_rank, grid.dp_size) if settings.data.ptx_source else None,
         held_out=[],
         fleet=nothing,
         sampling=Sampling(0.7, 1.0, -1, 12, ()),
-        tokenizer=data.load_tokenizer(path),
+        tokenizer=prompts.load_tokenizer(path),
         scorers={},
         held_out_scorers={},
         tracker=nothing,
@@ -459,7 +464,7 @@ def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
     """In each way, all of a mini-batch at once and then a few completions, and of these a few tokens, at a time."""
     results = []
     for way in WAYS:
-        for tokens, logprobs.CHUNK, model.UNIT in ((100_000, 2**26, 2**27), (45, 700, 1)):
+        for tokens, logprobs.CHUNK, fsdp.UNIT in ((100_000, 2**26, 2**27), (45, 700, 1)):
             results.append(updated(rank, ranks, path, way, tokens))
     return results
 
@@ -475,7 +480,7 @@ def test_an_update_does_not_depend_on_micro_batches(
 ) -> None:
     whole, cut = on_one_rank[2 * number : 2 * number + 2]
     torch.testing.assert_close(cut, whole, atol=3e-6, rtol=1e-5)
-    before = dict(model.load_policy(str(tiny_model), head="zero").named_parameters())
+    before = dict(load_policy(str(tiny_model), head="zero").named_parameters())
     for name, after in whole.items():  # nothing was equal only because nothing moved
         start = before.get(name.removeprefix("policy.").replace(".base_layer", ""), torch.zeros(()))
         frozen = WAYS[number].get("model.lora_rank", 0) > 0 and "lora_" not in name and "value_head" not in name
@@ -543,17 +548,17 @@ def test_shards_in_host_memory_change_nothing(on_ranks: OnRanks, tiny_model: Pat
         torch.testing.assert_close(other, plain, atol=0, rtol=0)
 
 
-def compiled(rank: int, ranks: int, path: str, adapters: model.Adapters | None) -> tuple[list[dict[str, Tensor]], int]:
+def compiled(rank: int, ranks: int, path: str, adapters: lora.Adapters | None) -> tuple[list[dict[str, Tensor]], int]:
     """Log-probabilities and gradients by the names of the weights, without and with; and how many graphs there are."""
     from torch._dynamo.utils import counters
 
     results = []
-    for prepare in (lambda part: None, model.compile_layers):
-        policy = model.load_policy(path, head=None, adapters=adapters)
-        model.checkpoint_gradients(policy)
+    for prepare in (lambda part: None, compile_layers):
+        policy = load_policy(path, head=None, adapters=adapters)
+        checkpoint_gradients(policy)
         prepare(policy)
         policy.scores = logprobs.logit_scores  # only the layers are compiled: graphs are theirs
-        model.shard(policy, Grid.of("cpu", 1).mesh, torch.float32)
+        fsdp.shard(policy, Grid.of("cpu", 1).mesh, torch.float32)
         scored = policy(*padded(), 1.0).logprobs
         scored.sum().backward()
         gradients = {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
@@ -562,13 +567,13 @@ def compiled(rank: int, ranks: int, path: str, adapters: model.Adapters | None) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [None, model.Adapters(4, 8.0, (), 0)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("adapters", [None, lora.Adapters(4, 8.0, (), 0)], ids=["whole", "adapters"])
 def test_compiled_layers_change_neither_results_nor_names(
-    on_ranks: OnRanks, tiny_model: Path, adapters: model.Adapters | None
+    on_ranks: OnRanks, tiny_model: Path, adapters: lora.Adapters | None
 ) -> None:
     (((plain, other), graphs),) = on_ranks(1, compiled, str(tiny_model), adapters)
     assert graphs > 0
-    policy = model.load_policy(str(tiny_model), head=None, adapters=adapters)
+    policy = load_policy(str(tiny_model), head=None, adapters=adapters)
     assert [*plain] == [*other] == [*(name for name, p in policy.named_parameters() if p.requires_grad), "logprobs"]
     torch.testing.assert_close(other, plain, atol=1e-5, rtol=1e-4)
 
@@ -576,7 +581,7 @@ def test_compiled_layers_change_neither_results_nor_names(
 def test_layers_are_not_compiled_without_a_compiler(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"train\.compile: this machine has no C\+\+ compiler no-such-compiler"):
-        model.compile_layers(model.load_policy(str(tiny_model), head=None))
+        compile_layers(load_policy(str(tiny_model), head=None))
 
 
 # --- single parts of an update, on one rank

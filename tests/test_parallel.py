@@ -20,11 +20,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlx import archive, checkpoint, inputs, model, parallel, roles
-from rlx.checkpoint import Trained
+from rlx import inputs, roles
 from rlx.config import loading, run
 from rlx.config.errors import ConfigError
-from rlx.parallel import Grid
+from rlx.mesh import Grid
+from rlx.models import fsdp, tensor_parallel
+from rlx.models.loading import load_policy
+from rlx.storage import checkpoint_catalog, checkpoint_files
+from rlx.storage.checkpoint_files import Trained
 
 UNCUT = [way for way in WAYS if "model.lora_rank" not in way]
 
@@ -58,9 +61,9 @@ def learnt(policy: Any, weights: Tensor) -> dict[str, Any]:
     scored = policy(*padded(), 0.7, True)
     loss = ((scored.logprobs + 0.1 * scored.entropy + scored.values) * weights).sum()
     loss.backward()
-    gradients = {name: model.gathered(p.grad).clone() for name, p in policy.named_parameters()}
-    norm = model.clip_gradients(policy, 0.5)
-    clipped = {name: model.gathered(p.grad).clone() for name, p in policy.named_parameters()}
+    gradients = {name: fsdp.gathered(p.grad).clone() for name, p in policy.named_parameters()}
+    norm = fsdp.clip_gradients(policy, 0.5)
+    clipped = {name: fsdp.gathered(p.grad).clone() for name, p in policy.named_parameters()}
     found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach(), "gradients": gradients}
     return found | {"loss": loss.detach(), "norm": norm, "clipped": clipped}
 
@@ -86,7 +89,7 @@ def test_scores_and_gradients_are_those_of_the_whole_model(
     architecture: str, ranks: int, on_ranks: OnRanks, request: pytest.FixtureRequest
 ) -> None:
     path = str(request.getfixturevalue(architecture))
-    policy = model.load_policy(path, head="normal")
+    policy = load_policy(path, head="normal")
     expected = learnt(policy, weights_of_tokens())
     width: int = policy.lm.config.intermediate_size
     assert expected["norm"] > 0.5 and all(grad.count_nonzero() for grad in expected["gradients"].values())
@@ -150,14 +153,14 @@ def save(rank: int, ranks: int, path: str, tp: int, target: str) -> dict[str, An
     trained = trained_of(path, ranks, tp)
     step(trained)
     average = averaged(trained, 0.5)
-    write(checkpoint.staged(trained, average), target, rank)
+    write(checkpoint_files.staged(trained, average), target, rank)
     return whole(trained, average)
 
 
 def load(rank: int, ranks: int, path: str, tp: int, source: str) -> dict[str, Any]:
     trained = trained_of(path, ranks, tp)
     average = averaged(trained, 0.0)
-    checkpoint.load(files(source), trained, average)
+    checkpoint_files.load(files(source), trained, average)
     return whole(trained, average)
 
 
@@ -188,7 +191,7 @@ def test_a_checkpoint_is_read_on_any_grid(
 )
 def test_a_model_that_cannot_be_cut_is_refused(chosen: PreTrainedConfig, tp: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parallel.layer_plan(chosen, tp)
+        tensor_parallel.layer_plan(chosen, tp)
 
 
 def test_it_is_refused_before_work_starts(tiny_model: Path, tmp_path: Path) -> None:
@@ -227,7 +230,7 @@ def test_a_run_with_cut_layers_is_that_of_one_process(cut: Done, tiny_model: Pat
 
 @pytest.mark.slow  # whole runs with cold starts, of parts that the tests above hold together
 def test_a_run_with_cut_layers_continues_exactly(cut: Done, tiny_model: Path, storage: Path) -> None:
-    source = f"{cut.result.folder}/{archive.folder_name(STEPS // 2)}"
+    source = f"{cut.result.folder}/{checkpoint_catalog.folder_name(STEPS // 2)}"
     start = {"checkpoint__start_from": source, "checkpoint__start_with": "state"}
     branch = train(small(tiny_model, storage, "branch", parallel__tp=2, **AHEAD, **start))
     assert comparable(branch.history, range(2, 5)) == comparable(cut.history, range(2, 5))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlx import preferences
 from rlx.config.errors import ConfigError
-from rlx.preferences import Pair, Recipe, bradley_terry_loss, generated_pairs, hold_out, read_pairs
-from rlx.reward_model import RewardModel, load_classifier
+from rlx.rewards import preferences
+from rlx.rewards.preferences import Pair, Recipe, bradley_terry_loss, generated_pairs, hold_out, read_pairs
+from rlx.rewards.reward_model import RewardModel, load_classifier
 
 PAIRS = [Pair(prompt=f"{i} + {i * 7 % 10} =", chosen=f"{i}", rejected=f"-{i}") for i in range(96)]
 RECIPE = Recipe(epochs=3, batch=16, learning_rate=2e-3, seed=1)

@@ -27,11 +27,11 @@ from hypothesis import given as drawn
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlx import remote_reward, rewards
 from rlx.config.errors import ConfigError
 from rlx.config.sections import RewardConfig
-from rlx.remote_reward import RemoteReward
-from rlx.rewards import RewardError
+from rlx.rewards import remote, scoring
+from rlx.rewards.custom import RewardError
+from rlx.rewards.remote import RemoteReward
 from rlx.types import Prompt, Response
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "reward_server.py"
@@ -239,7 +239,7 @@ def test_what_is_no_number_is_passed_on_for_the_prompt_to_be_named(
     server = faulty(scores(0.5, value))
     responses, reward = [response("a", 3), response("b", 4, "Why?")], config(server.url)
     with pytest.raises(RewardError, match=re.escape(f"reward url: {shown} is no finite score, for prompt 4 ('Why?')")):
-        rewards.score(responses, {"url": remote(server.url), "task": lambda rows: [0.0] * len(rows)}, reward)
+        scoring.score(responses, {"url": remote(server.url), "task": lambda rows: [0.0] * len(rows)}, reward)
     assert len(server.requests) == 1
 
 
@@ -296,7 +296,7 @@ def test_the_last_failure_comes_out_after_all_attempts(
 
 def test_each_wait_is_twice_the_last(faulty: Callable[..., Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(remote_reward, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
+    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
     server = faulty(reply(500))
     with pytest.raises(RewardError, match="5 attempts"):
         RemoteReward.from_config(config(server.url))([response()])
@@ -356,7 +356,7 @@ def test_a_slow_first_answer_is_asked_for_again(faulty: Callable[..., Faulty]) -
 
 
 def test_a_huge_answer_is_not_read_to_its_end(faulty: Callable[..., Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 100_000)
+    monkeypatch.setattr(remote, "_MOST_BYTES", 100_000)
     server = faulty(drip(START + b"Content-Length: 1000000000\r\n\r\n" + b" " * 200_000))
     assert refusal(remote(server.url, url_retries=0)) == "answered more than 100000 bytes (1 attempt)"
 

@@ -12,7 +12,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from rlx.config.errors import ConfigError
-from rlx.reward_model import (
+from rlx.models.tiny import build_tokenizer
+from rlx.rewards.reward_model import (
     ModelReward,
     RewardModel,
     RewardModelError,
@@ -22,7 +23,6 @@ from rlx.reward_model import (
     token_batches,
 )
 from rlx.types import Prompt, Response
-from rlx.warm_start import build_tokenizer
 
 PAIRS = [(f"{'what is ' * (i % 7)}{i} + 1 =", "9" * (1 + i * 5 % 11)) for i in range(40)]
 PATIENCE = 300.0  # for loading, on a busy machine

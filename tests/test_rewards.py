@@ -17,11 +17,13 @@ from hypothesis import given as drawn
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlx import rewards
 from rlx.config.errors import ConfigError
 from rlx.config.sections import CORRECTNESS, SCORERS, RewardConfig
-from rlx.math_judge import Judge
-from rlx.rewards import REWARDS, RewardError, Scores, exact_match, extract_answer, load_function, math_verify, numeric
+from rlx.rewards import scoring
+from rlx.rewards.custom import RewardError, load_function
+from rlx.rewards.functions import REWARDS, exact_match, extract_answer, math_verify, numeric
+from rlx.rewards.math_verifier import Judge
+from rlx.rewards.scoring import Scores
 from rlx.types import Prompt, Response, Scorer
 
 FIRST, SECOND = "What is 1 + 1?", "What\nis " + "very " * 100 + "long?"
@@ -42,7 +44,7 @@ def constant(*scores: Any) -> Scorer:
 
 def one(name: str, row: Response, **settings: Any) -> Sequence[float]:
     config = RewardConfig(functions={name: 1.0}, **settings)
-    return rewards.scorers(config, never)[name]([row])
+    return scoring.scorers(config, never)[name]([row])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def test_every_name_in_the_settings_has_a_scorer_here_or_elsewhere() -> None:
     assert {*REWARDS, "task", "model", "url"} == set(SCORERS)
     settings: Any = {"format_pattern": "x", "length_target": 1, "model": "m", "url": "http://h"}
     config = RewardConfig(functions=dict.fromkeys(SCORERS, 1.0), **settings)
-    assert set(rewards.scorers(config, never)) == {*REWARDS, "task"}
+    assert set(scoring.scorers(config, never)) == {*REWARDS, "task"}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_the_tasks_checker_gets_answer_expected_and_entry() -> None:
         asked.append((given, expected, entry))
         return 0.25
 
-    task = rewards.scorers(RewardConfig(), checker)["task"]
+    task = scoring.scorers(RewardConfig(), checker)["task"]
     assert task([response("5", "a"), response(None, "b"), response("6", "c", number=1)]) == [0.25, 0.0, 0.25]
     assert asked == [("5", "a", 10), ("6", "c", 11)]
 
@@ -261,7 +263,7 @@ def test_a_function_of_ones_own_gets_lists_by_keyword(write: Write) -> None:
     source = "def f(answers, completions, *, prompts, **more):\n    assert not more\n"
     module = write(f"{source}    return [f'{{p}}|{{c}}|{{a}}' for p, c, a in zip(prompts, completions, answers)]\n")
     name = f"{module}:f"
-    scorer = rewards.scorers(RewardConfig(functions={name: 1.0}), never)[name]
+    scorer = scoring.scorers(RewardConfig(functions={name: 1.0}), never)[name]
     shown = scorer([response(None, "a", text="x y"), response("3", "b", text="z", number=1)])
     assert shown == [f"{FIRST}|x y|a", f"{SECOND}|z|b"]
 
@@ -296,7 +298,7 @@ def test_what_is_wrong_with_a_function_is_said_before_it_is_asked(
 ) -> None:
     module = write(source)
     with pytest.raises(ConfigError) as caught:
-        rewards.scorers(RewardConfig(functions={f"{module}:{function}": 1.0}), never)
+        scoring.scorers(RewardConfig(functions={f"{module}:{function}": 1.0}), never)
     message = str(caught.value)
     assert message.startswith(f"reward.functions {module}:{function}: ")
     assert complaint.format(m=module) in message
@@ -330,7 +332,7 @@ def test_what_a_function_of_ones_own_raises_names_it(write: Write) -> None:
     name = write("def f(prompts, completions, answers):\n    return [1 / len(c) for c in completions]\n") + ":f"
     config = RewardConfig(functions={name: 1.0})
     with pytest.raises(RewardError) as caught:
-        rewards.score([response(text="")], rewards.scorers(config, never), config)
+        scoring.score([response(text="")], scoring.scorers(config, never), config)
     assert str(caught.value) == f"reward {name}: raised ZeroDivisionError('division by zero')"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -347,7 +349,7 @@ def test_scores_are_added_by_weight_and_kept_apart() -> None:
         "m:f": constant(3, 0.25),
         "exact_match": constant(100.0, -100.0),
     }
-    assert rewards.score([response(), response(number=1)], scorers, config) == Scores(
+    assert scoring.score([response(), response(number=1)], scorers, config) == Scores(
         total=[-2.5, 1.75],
         parts={"length": [-1, 0], "numeric": [0.5, 1], "m:f": [3, 0.25], "exact_match": [100, -100]},
         right=[False, True],
@@ -366,14 +368,14 @@ def test_scores_are_added_by_weight_and_kept_apart() -> None:
 def test_the_first_function_that_can_says_what_is_right(names: list[str], judge: str) -> None:
     config = RewardConfig(functions={name: float(name != judge) or 0.5 for name in names})
     scorers = {name: constant(0.0, 9.0) for name in {*names, "task"}} | {judge: constant(1.0, 0.99)}
-    assert rewards.right_by(config) == judge
-    assert rewards.score([response(), response()], scorers, config).right == [True, False]
+    assert scoring.right_by(config) == judge
+    assert scoring.score([response(), response()], scorers, config).right == [True, False]
 
 
 def test_where_no_function_judges_the_answer_the_task_does_and_adds_nothing() -> None:
     config = RewardConfig(functions={"length": 1.0}, length_target=4)
-    scorers = rewards.scorers(config, lambda given, expected, entry: float(given == expected))
-    scores = rewards.score([response("a", "a", tokens=3), response("b", "a", tokens=4)], scorers, config)
+    scorers = scoring.scorers(config, lambda given, expected, entry: float(given == expected))
+    scores = scoring.score([response("a", "a", tokens=3), response("b", "a", tokens=4)], scorers, config)
     assert scores == Scores([-0.25, 0.0], {"length": [-0.25, 0.0], "task": [1.0, 0.0]}, [True, False])
 
 
@@ -386,7 +388,7 @@ def test_the_total_is_linear_in_the_weights(data: st.DataObject) -> None:
     rows = [data.draw(st.lists(numbers, min_size=count, max_size=count)) for _ in weights]
     config = RewardConfig(functions={f"m:f{i}": weight for i, weight in enumerate(weights)})
     scorers = {f"m:f{i}": constant(*row) for i, row in enumerate(rows)} | {"task": constant(*[0.0] * count)}
-    scores = rewards.score([response()] * count, scorers, config)
+    scores = scoring.score([response()] * count, scorers, config)
     for i, total in enumerate(scores.total):
         exact = math.fsum(weight * row[i] for weight, row in zip(weights, rows, strict=True))
         assert total == pytest.approx(exact, rel=1e-9, abs=1e-3)
@@ -401,18 +403,18 @@ def test_all_scorers_are_asked_at_the_same_time() -> None:
         return [1.0]
 
     config = RewardConfig(functions={"task": 1.0, "m:f": 1.0, "m:g": 1.0})
-    assert rewards.score([response()], dict.fromkeys(config.functions, waits), config).total == [3.0]
+    assert scoring.score([response()], dict.fromkeys(config.functions, waits), config).total == [3.0]
 
 
 def test_nothing_is_asked_about_no_responses() -> None:
     config = RewardConfig(functions={"task": 1.0, "m:f": 1.0})
     scorers = {"task": constant("asked"), "m:f": constant("asked")}
-    assert rewards.score([], scorers, config) == Scores([], {"task": [], "m:f": []}, [])
+    assert scoring.score([], scorers, config) == Scores([], {"task": [], "m:f": []}, [])
 
 
 def test_a_scorer_that_is_missing_is_no_score_of_zero() -> None:
     with pytest.raises(KeyError, match="model"):
-        rewards.score([response()], {"task": constant(1.0)}, RewardConfig(functions={"task": 1, "model": 1}, model="m"))
+        scoring.score([response()], {"task": constant(1.0)}, RewardConfig(functions={"task": 1, "model": 1}, model="m"))
 
 
 def test_the_first_error_by_name_comes_out_once_all_have_ended() -> None:
@@ -430,9 +432,9 @@ def test_the_first_error_by_name_comes_out_once_all_have_ended() -> None:
 
     config = RewardConfig(functions={"task": 1.0, "m:slow": 1.0, "m:quick": 1.0})
     with pytest.raises(RewardError, match="slow"):
-        rewards.score([response()], {"task": constant(1.0), "m:slow": slow, "m:quick": quick}, config)
+        scoring.score([response()], {"task": constant(1.0), "m:slow": slow, "m:quick": quick}, config)
     with pytest.raises(RewardError, match="quick"):
-        rewards.score([response()], {"task": constant(1.0), "m:quick": quick, "m:slow": slow}, config)
+        scoring.score([response()], {"task": constant(1.0), "m:quick": quick, "m:slow": slow}, config)
     assert ended == ["quick", "slow"] * 2
 
 
@@ -449,7 +451,7 @@ def test_the_first_error_by_name_comes_out_once_all_have_ended() -> None:
     ids=str,
 )
 def test_numbers_of_every_kind_are_scores(returned: Any) -> None:
-    scores = rewards.score([response(), response()], {"task": lambda _: returned}, RewardConfig())
+    scores = scoring.score([response(), response()], {"task": lambda _: returned}, RewardConfig())
     assert scores == Scores([1.0, 0.0], {"task": [1.0, 0.0]}, [True, False])
     assert {type(value) for value in scores.parts["task"]} == {float}
 
@@ -461,7 +463,7 @@ def test_numbers_of_every_kind_are_scores(returned: Any) -> None:
 )
 def test_what_is_no_finite_number_names_function_prompt_and_value(value: Any) -> None:
     with pytest.raises(RewardError) as caught:
-        rewards.score([response(), response(number=1)], {"task": constant(1.0, value)}, RewardConfig())
+        scoring.score([response(), response(number=1)], {"task": constant(1.0, value)}, RewardConfig())
     message = str(caught.value)
     assert message.startswith(f"reward task: {repr(value)[:40]}")
     assert "for prompt 1 ('What\\nis very very" in message
@@ -484,5 +486,5 @@ def test_what_is_no_finite_number_names_function_prompt_and_value(value: Any) ->
 )
 def test_a_wrong_number_of_scores_is_an_error(returned: Any, shown: str) -> None:
     with pytest.raises(RewardError) as caught:
-        rewards.score([response(), response(number=1)], {"task": lambda _: returned}, RewardConfig())
+        scoring.score([response(), response(number=1)], {"task": lambda _: returned}, RewardConfig())
     assert str(caught.value).startswith(f"reward task: {shown}")

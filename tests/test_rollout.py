@@ -20,11 +20,13 @@ import torch
 from conftest import start_engine, stop_engine
 from torch import Tensor, nn
 
-from rlx import experience, model
-from rlx.rollout import buckets, sync
-from rlx.rollout.engine import by_newer_runner
-from rlx.rollout.pool import EngineLostError, RolloutError, Rollouts, request_seed
-from rlx.shards import gathered
+from rlx import experience
+from rlx.actors import EngineLostError, RolloutError
+from rlx.models import loading, lora, policy
+from rlx.rollout.engine_pool import Rollouts, request_seed
+from rlx.rollout.vllm_engine import by_newer_runner
+from rlx.rollout.weight_sync import buckets, object_store, push
+from rlx.rollout.weight_sync.gather import gathered
 from rlx.types import Completion, Judged, Prompt, Sampling, Weight, WeightSyncError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(1,))
@@ -88,14 +90,14 @@ class Side:
     """An engine and the trainer's model that it should agree with."""
 
     engine: Any
-    policy: model.Policy
+    policy: policy.Policy
     version: int = 0
-    weights: Callable[[nn.Module], list[Weight]] = model.engine_weights  # what is sent of the policy
+    weights: Callable[[nn.Module], list[Weight]] = lora.engine_weights  # what is sent of the policy
 
     def push(self) -> None:
         self.version += 1
         assert Rollouts([self.engine], seed=0).present(60) == {0: self.engine}  # it may be starting
-        assert sync.push(self.weights(self.policy), {0: self.engine}, self.version, sender=True) == {}
+        assert push.push(self.weights(self.policy), {0: self.engine}, self.version, sender=True) == {}
 
     def change(self) -> None:
         """As an update of the policy would, only larger."""
@@ -123,7 +125,7 @@ versions = iter(range(1, 10_000, 100))  # so that no test takes another one's we
 
 
 def side_of(engine: Any, folder: Path) -> Side:
-    side = Side(engine, model.load_policy(str(folder), head=None), next(versions))
+    side = Side(engine, loading.load_policy(str(folder), head=None), next(versions))
     side.push()
     return side
 
@@ -138,13 +140,13 @@ def untied(engines: tuple[Any, Any], untied_model: Path) -> Side:
     return side_of(engines[1], untied_model)
 
 
-ADAPTERS = model.Adapters(rank=4, alpha=8.0, targets=("q_proj", "down_proj"), seed=0)
+ADAPTERS = lora.Adapters(rank=4, alpha=8.0, targets=("q_proj", "down_proj"), seed=0)
 
 
 @pytest.fixture
 def merged(tied: Side, tiny_model: Path) -> Side:
     """A policy with adapters, and an engine that takes whole models."""
-    policy = model.load_policy(str(tiny_model), head=None, adapters=ADAPTERS)
+    policy = loading.load_policy(str(tiny_model), head=None, adapters=ADAPTERS)
     side = Side(tied.engine, policy, next(versions))
     side.push()
     return side
@@ -161,8 +163,8 @@ def adapter_engine(ray_cluster: None, tiny_model: Path) -> Iterator[Any]:
 @pytest.fixture
 def adapted(adapter_engine: Any, tiny_model: Path) -> Side:
     """A policy with adapters, and an engine that takes these alone."""
-    policy = model.load_policy(str(tiny_model), head=None, adapters=ADAPTERS)
-    side = Side(adapter_engine, policy, next(versions), model.adapter_weights)
+    policy = loading.load_policy(str(tiny_model), head=None, adapters=ADAPTERS)
+    side = Side(adapter_engine, policy, next(versions), lora.adapter_weights)
     side.push()
     return side
 
@@ -194,15 +196,15 @@ def test_the_engine_agrees_with_a_policy_with_adapters(kind: str, request: pytes
         assert side.gap(side.generate()) > FAR
         side.push()
     assert side.gap(side.generate()) < CLOSE
-    with model.adapters_off(side.policy):
+    with lora.adapters_off(side.policy):
         assert side.gap(side.generate()) > FAR
 
 
 def test_adapters_alone_are_little_to_send(adapted: Side) -> None:
-    kinds = (model.adapter_weights, model.engine_weights)
+    kinds = (lora.adapter_weights, lora.engine_weights)
     alone, whole = (sum(math.prod(weight.shape) for weight in kind(adapted.policy)) for kind in kinds)
     assert alone * 10 < whole
-    assert {weight.name.partition(".lora_")[2] for weight in model.adapter_weights(adapted.policy)} == {
+    assert {weight.name.partition(".lora_")[2] for weight in lora.adapter_weights(adapted.policy)} == {
         "A.weight",
         "B.weight",
     }
@@ -231,10 +233,10 @@ def test_a_draw_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> Non
     backwards = drawn_by(rollouts, PROMPTS[::-1], SAMPLING, 3, tied.version)
     assert sorted(backwards, key=lambda c: (c.prompt.id, c.sample)) == completions
     # The other engine with the same weights, which for it are not tied.
-    weights = model.engine_weights(tied.policy)
+    weights = lora.engine_weights(tied.policy)
     (embedding,) = (weight for weight in weights if weight.name == "model.embed_tokens.weight")
     head = replace(embedding, name="lm_head.weight")
-    assert sync.push([*weights, head], {0: untied.engine}, tied.version, sender=True) == {}
+    assert push.push([*weights, head], {0: untied.engine}, tied.version, sender=True) == {}
     pair = Rollouts([tied.engine, untied.engine], seed=0, rank=1)
     assert drawn_by(pair, PROMPTS, SAMPLING, 3, tied.version) == completions
     assert drawn_by(Rollouts([tied.engine], seed=1), PROMPTS, SAMPLING, 3, tied.version) != completions
@@ -323,8 +325,8 @@ def weight(name: str, tensor: Tensor) -> Weight:
     return Weight(name, tuple(tensor.shape), (tensor,))
 
 
-def packed(weights: Sequence[Weight], dtype: torch.dtype = torch.float32) -> sync.Bucket:
-    return sync.pack(buckets.layout(weights, dtype), gathered(weights, dtype))
+def packed(weights: Sequence[Weight], dtype: torch.dtype = torch.float32) -> object_store.Bucket:
+    return object_store.pack(buckets.layout(weights, dtype), gathered(weights, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -333,7 +335,7 @@ def test_tensors_survive_buckets_of_any_size(dtype: torch.dtype, bucket_bytes: i
     sent = tensors(dtype)
     parts = [packed(group, dtype) for group in buckets.grouped([weight(*pair) for pair in sent], dtype, bucket_bytes)]
     assert len(parts) == {1: 5, 100: 3, 1 << 20: 1}[bucket_bytes]
-    received = [pair for bucket in parts for pair in sync.unpack(bucket)]
+    received = [pair for bucket in parts for pair in object_store.unpack(bucket)]
     assert [name for name, _ in received] == [name for name, _ in sent]
     torch.testing.assert_close([t for _, t in received], [t for _, t in sent], atol=0, rtol=0)
 
@@ -345,14 +347,14 @@ def test_a_checksum_covers_names_shapes_and_bytes(part: str) -> None:
     data[5] ^= part == "data"
     changed = replace(bucket, data=data, layout=(layout.get(part, bucket.layout[0]),))
     with pytest.raises(WeightSyncError, match="checksum"):
-        list(sync.unpack(changed))
+        list(object_store.unpack(changed))
 
 
 def test_an_update_in_many_buckets_is_whole(tied: Side) -> None:
     tied.change()
     tied.version += 1
-    weights = model.engine_weights(tied.policy)
-    assert sync.push(weights, {0: tied.engine}, tied.version, sender=True, bucket_bytes=1000) == {}
+    weights = lora.engine_weights(tied.policy)
+    assert push.push(weights, {0: tied.engine}, tied.version, sender=True, bucket_bytes=1000) == {}
     assert tied.gap(tied.generate()) < CLOSE
 
 
@@ -368,8 +370,8 @@ def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
     old = copy.deepcopy(side.policy)
     side.change()
     side.version += 1
-    weights = model.engine_weights(side.policy)
-    assert sync.push(weights, {0: side.engine}, side.version, sender=True, keep=keep) == {}
+    weights = lora.engine_weights(side.policy)
+    assert push.push(weights, {0: side.engine}, side.version, sender=True, keep=keep) == {}
     rollouts.finish(draw, side.version)
     assert {one.version for one in draw.completions} == {side.version - 1}
     return replace(side, policy=old).gaps(draw.completions), side.gaps(draw.completions)
@@ -397,10 +399,10 @@ def test_another_version_than_the_engine_holds_is_refused(tied: Side) -> None:
         tied.generate()
 
 
-def begun(side: Side, timeout_s: float) -> tuple[sync._Push, list[sync.Bucket]]:
+def begun(side: Side, timeout_s: float) -> tuple[object_store.ObjectStorePush, list[object_store.Bucket]]:
     """A weight update that waits for its buckets."""
-    weights = model.engine_weights(side.policy)
-    update = sync._Push({0: side.engine}, side.version + 1, timeout_s)
+    weights = lora.engine_weights(side.policy)
+    update = object_store.ObjectStorePush({0: side.engine}, side.version + 1, timeout_s)
     update.start(len(weights), keep=False)
     return update, [packed(group) for group in buckets.grouped(weights, torch.float32, 100_000)]
 
@@ -460,9 +462,9 @@ def hanging(engine: Any) -> Iterator[None]:
 
 
 def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
-    weights = model.engine_weights(tied.policy)
+    weights = lora.engine_weights(tied.policy)
     with hanging(tied.engine):
-        failed = sync.push(weights, {0: tied.engine}, tied.version + 1, sender=True, timeout_s=1)
+        failed = push.push(weights, {0: tied.engine}, tied.version + 1, sender=True, timeout_s=1)
         assert "engine 0 did not answer in time" in failed[0]
         with pytest.raises(EngineLostError, match="engine 0 did not answer in time"):
             tied.generate(timeout_s=1)
@@ -474,7 +476,7 @@ def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
 @pytest.mark.slow
 def test_an_engine_that_vllm_leaves_broken_is_started_afresh(untied: Side) -> None:
     nonsense = [weight("nonsense", torch.zeros(3))]
-    failed = sync.push(nonsense, {0: untied.engine}, untied.version + 1, sender=True)
+    failed = push.push(nonsense, {0: untied.engine}, untied.version + 1, sender=True)
     assert re.search(r"engine 0 failed: ValueError: .*nonsense", failed[0])
     time.sleep(2)  # it tells its callers before it ends
     with pytest.raises(RolloutError, match="engine 0 died"):

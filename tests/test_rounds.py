@@ -7,12 +7,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rlx import checkpoint
-from rlx.checkpoint import Parts
-from rlx.data import PromptStream
-from rlx.rollout.pool import Draw
+from rlx.data.stream import PromptStream
+from rlx.rollout.engine_pool import Draw
 from rlx.rounds import Rounds
-from rlx.storage import Storage
+from rlx.storage import checkpoint_files
+from rlx.storage.checkpoint_files import Parts
+from rlx.storage.filesystem import Storage
 from rlx.types import Completion, Prompt, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4, (1,))
@@ -113,7 +113,7 @@ def test_completions_that_are_too_old_are_never_handed_out() -> None:
 def saved(ranks: Sequence[Rounds], folder: Path) -> list[Storage]:
     files = [folder / f"rank_{rank}.safetensors" for rank in range(len(ranks))]
     for own, file in zip(ranks, files, strict=True):
-        checkpoint.write(own.state(), file)
+        checkpoint_files.write(own.state(), file)
     return [Storage.here(file) for file in files]
 
 
@@ -156,7 +156,7 @@ def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:
     own, other = rounds(ahead=2), rounds(ahead=2)
     step(own, 0)
     assert own.state() == {} and own.position() == 4
-    checkpoint.write(own.state() | checkpoint.staged({}, {}), tmp_path / "empty.safetensors")
+    checkpoint_files.write(own.state() | checkpoint_files.staged({}, {}), tmp_path / "empty.safetensors")
     restored([Storage.here(tmp_path / "empty.safetensors")], 1, 1, own.position(), other)
     again = step(other, 1)
     assert {one.version for one in again} == {1}

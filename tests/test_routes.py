@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlx.rollout.routes import Place, Source, Transport, Whereabouts, routes
+from rlx.rollout.weight_sync.topology import Place, Source, Transport, Whereabouts, routes
 
 
 def engine(*gpus: str, node: str = "a") -> Whereabouts:

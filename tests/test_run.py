@@ -19,10 +19,13 @@ import yaml
 from conftest import NothingLeft, Script
 from runs import STEPS, Done, comparable, small, train
 
-from rlx import archive, crew, launch, report, run_folder, tasks, tracker
+from rlx import crew, launch, report, run_folder, tracker
 from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
-from rlx.storage import Storage, open_storage
+from rlx.data import reasoning_gym
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import Storage
 from rlx.tracker import Tracker
 
 ONLY_WHEN_ASKED_FOR = {
@@ -59,7 +62,7 @@ def resumed(run: Done, tiny_model: Path, storage: Path) -> Done:
     try:
         script.wait_for("step 3/4")
         script.kill()
-        assert archive.whole(open_storage(there) / "runs" / "killed")[-1].step >= 2
+        assert checkpoint_catalog.whole(open_storage(there) / "runs" / "killed")[-1].step >= 2
     finally:
         for process in script.alive():
             process.kill()
@@ -81,7 +84,7 @@ def hurt(run: Done, tiny_model: Path, storage: Path) -> tuple[Done, list[str]]:
 @pytest.fixture(scope="module")
 def branch(run: Done, tiny_model: Path, storage: Path) -> Done:
     """A new run that starts with all of the state of the undisturbed run after half of its steps."""
-    source = f"{run.result.folder}/{archive.folder_name(STEPS // 2)}"
+    source = f"{run.result.folder}/{checkpoint_catalog.folder_name(STEPS // 2)}"
     start = {"checkpoint__start_from": source, "checkpoint__start_with": "state"}
     return train(small(tiny_model, storage, "branch", **start))
 
@@ -182,9 +185,9 @@ def test_the_result_is_the_last_report(run: Done) -> None:
 def test_checkpoints_are_whole(run: Done) -> None:
     told = [Path(path).name for _, path in run.reports if path]
     assert told == ["step_000002", "step_000004"]
-    for found in archive.entries(open_storage(run.result.folder)):
+    for found in checkpoint_catalog.entries(open_storage(run.result.folder)):
         assert found.manifest
-        archive.verify(found, found.manifest.files)
+        checkpoint_catalog.verify(found, found.manifest.files)
         assert set(found.manifest.files) == {"rank_00000.safetensors", "rank_00001.safetensors"}
         assert found.manifest.metrics["reward/mean"] == run.history["reward/mean"][found.step][0]
         assert found.manifest.config == run.config.model_dump(mode="json")
@@ -208,7 +211,7 @@ def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
     assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
     folder = open_storage(resumed.config.storage) / "runs" / "killed"
     assert run_folder.saved_config(folder) == resumed.config.model_dump(mode="json")
-    assert [found.step for found in archive.whole(folder)] == [2, 4]
+    assert [found.step for found in checkpoint_catalog.whole(folder)] == [2, 4]
 
 
 def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Done, list[str]]) -> None:
@@ -228,8 +231,8 @@ def test_the_doctor_finds_a_sound_setup_sound(nothing_left: NothingLeft, tiny_mo
 
 
 def test_rewards_are_what_the_scorer_says(head: Done) -> None:
-    check = tasks.answer_checker(head.config.data, head.config.eval.seed, head.config.eval.size)
-    answers = {row["question"]: row for row in tasks.generated_questions(head.config.data, 10_000_000, 12)}
+    check = reasoning_gym.answer_checker(head.config.data, head.config.eval.seed, head.config.eval.size)
+    answers = {row["question"]: row for row in reasoning_gym.generated_questions(head.config.data, 10_000_000, 12)}
     for step in (0, 1):
         rows = sample_rows(head, step)
         expected = [check(row["completion"].strip(), row["answer"], answers[row["prompt"]]["entry"]) for row in rows]

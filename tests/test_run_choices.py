@@ -15,10 +15,10 @@ from conftest import NothingLeft
 from runs import STEPS, Done, comparable, small, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlx import archive, checkpoint
 from rlx.config.run import RunConfig
 from rlx.controller import RunError
-from rlx.storage import open_storage
+from rlx.storage import checkpoint_catalog, checkpoint_files
+from rlx.storage.addresses import open_storage
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,8 @@ def test_engines_agree_after_adapters_were_sent(adapted: Done) -> None:
 
 
 def test_only_adapters_are_kept_in_checkpoints(adapted: Done) -> None:
-    found = archive.entry(open_storage(f"{adapted.result.folder}/step_000002"))
-    with checkpoint.Parts(found.files) as parts:
+    found = checkpoint_catalog.entry(open_storage(f"{adapted.result.folder}/step_000002"))
+    with checkpoint_files.Parts(found.files) as parts:
         names = parts.names
     weights = [name for name in names if name.startswith("policy.model.")]
     assert weights and all(".lora_" in name for name in weights)

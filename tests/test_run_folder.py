@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import yaml
 
-from rlx import archive, run_folder
-from rlx.archive import Entry, Manifest
+from rlx import run_folder
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.storage import StorageError, open_storage
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.filesystem import StorageError
 
 STEPS = {5: 0.2, 10: 0.9, 15: 0.5}
 """the checkpoints of a made-up run, and their accuracy"""
@@ -26,16 +29,16 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def put(folder: Path | str, step: int, accuracy: float = 0.0, **changes: Any) -> Entry:
     """A checkpoint with a file that is none of safetensors: nobody reads it here."""
-    place = open_storage(str(folder), create=False) / archive.folder_name(step)
+    place = open_storage(str(folder), create=False) / checkpoint_catalog.folder_name(step)
     file = place / "rank_00000.safetensors"
     file.write_text("x")
     manifest = Manifest(
         rlx="0", step=step, ranks=1, metrics={"eval/accuracy": accuracy, "loss": accuracy}, tokens=0, kl={}, scores={},
         cursor={}, evaluation={}, mlflow_run_id=None, config=settings(**changes),
-        files={file.name: archive.record(file)},
+        files={file.name: checkpoint_catalog.record(file)},
     )  # fmt: skip
-    archive.commit(place, manifest)
-    return archive.entry(place)
+    checkpoint_catalog.commit(place, manifest)
+    return checkpoint_catalog.entry(place)
 
 
 def made(folder: Path, **changes: Any) -> Path:
@@ -76,7 +79,7 @@ def test_a_checkpoint_has_many_names(which: str, step: int, storage: Path) -> No
     address, found = run_folder.checkpoint_of(which.format(storage), str(storage))
     assert found.step == step and found.manifest
     assert address.rstrip("/").endswith(f"{storage}/runs/a/{found.name}")
-    assert archive.entry(open_storage(address, create=False)) == found  # the address leads there
+    assert checkpoint_catalog.entry(open_storage(address, create=False)) == found  # the address leads there
 
 
 def test_a_relative_folder_becomes_an_address_that_holds_anywhere(

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rlx.saver
 import s3
 import torch
 import torch.distributed as dist
 from conftest import OnRanks, Where
 
-import rlx.saver
-from rlx import archive
-from rlx.archive import Manifest
-from rlx.checkpoint import Parts, Shard
-from rlx.saver import Retention, Saver
-from rlx.storage import StorageError, open_storage, patiently
+from rlx.storage import checkpoint_catalog, checkpoint_manifest
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_files import Parts, Shard
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.checkpoint_writer import Retention, Saver
+from rlx.storage.filesystem import StorageError, patiently
 
 
 def manifest(step: int, reward: float = 0.0) -> Manifest:
@@ -52,7 +53,7 @@ def saved(one: Saver, step: int, reward: float = 0.0, size: int = 1000) -> str:
     return news.place.name
 
 
-def content(one: Saver, found: archive.Entry | None) -> tuple[str, float, int] | None:
+def content(one: Saver, found: checkpoint_catalog.Entry | None) -> tuple[str, float, int] | None:
     """A checkpoint's name, the number that fills it and how many there are of it."""
     if not found:
         return None
@@ -101,7 +102,7 @@ def save_two(rank: int, ranks: int, where: Where) -> dict[str, Any]:
 
 
 def entries(one: Saver) -> list[tuple[str, list[str]]]:
-    return [(entry.name, entry.place.names()) for entry in archive.entries(one.folder)]
+    return [(entry.name, entry.place.names()) for entry in checkpoint_catalog.entries(one.folder)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -156,7 +157,7 @@ def save_rated(rank: int, ranks: int, where: Where) -> list[list[str]]:
 
 def test_the_newest_and_the_best_stay_also_after_a_resume(on_ranks: OnRanks, where: Where) -> None:
     kept = [[1], [2], [2, 3], [2, 4], [2, 5]]
-    expected = [[archive.folder_name(step) for step in steps] for steps in kept]
+    expected = [[checkpoint_catalog.folder_name(step) for step in steps] for steps in kept]
     assert on_ranks(2, save_rated, where) == [expected] * 2
 
 
@@ -178,7 +179,7 @@ def test_what_is_damaged_is_named_and_passed_over_for_good(ranks: int, on_ranks:
     folder = open_storage(where[0])
     shard = "rank_00001.safetensors"
     for step, damage in ((3, "flip"), (4, "cut"), (5, "gone")):
-        file = folder / archive.folder_name(step) / shard
+        file = folder / checkpoint_catalog.folder_name(step) / shard
         with folder.filesystem.open_input_stream(file.path) as stream:
             whole = stream.read()
         file.delete()
@@ -195,13 +196,13 @@ def test_what_is_damaged_is_named_and_passed_over_for_good(ranks: int, on_ranks:
         assert line.startswith(f"checkpoint step_00000{step}: {shard} ")  # the checkpoint is named once
         assert line.endswith(" - it is set aside, the one before it is used")
     assert on_ranks(ranks, find, where) == [(first, [])] * ranks
-    assert [one.name for one in archive.whole(folder)] == ["step_000001", "step_000002"]
+    assert [one.name for one in checkpoint_catalog.whole(folder)] == ["step_000001", "step_000002"]
 
 
 def test_where_nothing_was_finished_there_is_no_newest(on_ranks: OnRanks, where: Where) -> None:
     on_ranks(1, save_many, where, 2)
-    for one in archive.entries(open_storage(where[0])):
-        (one.place / archive.MANIFEST).delete()
+    for one in checkpoint_catalog.entries(open_storage(where[0])):
+        (one.place / checkpoint_manifest.MANIFEST).delete()
     assert on_ranks(1, find, where) == [(None, [])]  # it is no news: a kill leaves it
 
 
@@ -215,15 +216,15 @@ def find_none(rank: int, ranks: int, where: Where) -> tuple[str, list[str]]:
 def test_where_all_are_damaged_it_is_an_error_on_all_ranks(ranks: int, on_ranks: OnRanks, where: Where) -> None:
     on_ranks(1, save_many, where, 2)
     folder = open_storage(where[0])
-    for one in archive.entries(folder):
-        (one.place / archive.MANIFEST).write_text("no manifest")
+    for one in checkpoint_catalog.entries(folder):
+        (one.place / checkpoint_manifest.MANIFEST).write_text("no manifest")
     (text, said), *others = on_ranks(ranks, find_none, where)
     why = "manifest.json is no manifest"
     assert text == f"no checkpoint in {folder.path} is whole; the oldest was checkpoint step_000001: {why}"
     aside = "it is set aside, the one before it is used"
     assert said == [f"checkpoint step_00000{step}: {why} - {aside}" for step in (2, 1)]
     assert others == [(text, [])] * (ranks - 1)
-    assert all("manifest.json.damaged" in one.place.names() for one in archive.entries(folder))
+    assert all("manifest.json.damaged" in one.place.names() for one in checkpoint_catalog.entries(folder))
 
 
 def find_late(rank: int, ranks: int, where: Where) -> tuple[Any, list[str]]:
@@ -255,20 +256,23 @@ def test_what_seems_damaged_is_looked_at_twice(ranks: int, on_ranks: OnRanks, tm
 def test_a_checkpoint_of_another_format_is_an_error_and_stays_as_it_is(on_ranks: OnRanks, tmp_path: Path) -> None:
     where = (str(tmp_path), {})
     on_ranks(1, save_many, where, 2)
-    file = tmp_path / "step_000002" / archive.MANIFEST
+    file = tmp_path / "step_000002" / checkpoint_manifest.MANIFEST
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 2}))
     before = file.read_text()
     for text, said in on_ranks(2, find_none, where):
         assert text == f"checkpoint {tmp_path}/step_000002: manifest.json has format 2, this rlx reads format 1"
         assert said == []
-    assert file.read_text() == before and len(archive.entry(open_storage(str(tmp_path / "step_000001"))).files) == 1
+    assert (
+        file.read_text() == before
+        and len(checkpoint_catalog.entry(open_storage(str(tmp_path / "step_000001"))).files) == 1
+    )
 
 
 def ask_sound(rank: int, ranks: int, where: Where, other: Path) -> tuple[Any, dict[str, str]]:
     """What it finds of another run's checkpoints: a sound one, and what it says of the others."""
     one = saver(where)
     found = one.sound(open_storage(str(other / "step_000001")))
-    places = [open_storage(str(other / archive.folder_name(step))) for step in (2, 3, 4)]
+    places = [open_storage(str(other / checkpoint_catalog.folder_name(step))) for step in (2, 3, 4)]
     return content(one, found), {place.name: refusal(lambda place=place: one.sound(place)) for place in places}
 
 
@@ -282,7 +286,7 @@ def test_another_runs_checkpoint_is_sound_or_an_error_on_all_ranks(
     data = flipped.read_bytes()
     flipped.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     (other / "step_000003" / shard).unlink()
-    (other / "step_000004" / archive.MANIFEST).unlink()
+    (other / "step_000004" / checkpoint_manifest.MANIFEST).unlink()
     before = sorted(path for path in other.rglob("*"))
     for found, said in on_ranks(ranks, ask_sound, (str(tmp_path / "run"), {}), other):
         assert found == ("step_000001", 1.0, 2000)
@@ -298,14 +302,14 @@ def save_again(rank: int, ranks: int, where: Where) -> list[bool]:
     write = rlx.saver.checkpoint.write
 
     def watched(shards: Any, file: Path) -> None:
-        seen.append(Path(where[0], "step_000001", archive.MANIFEST).exists())
+        seen.append(Path(where[0], "step_000001", checkpoint_manifest.MANIFEST).exists())
         write(shards, file)
 
     rlx.saver.checkpoint.write = watched
     for _ in range(2):
         saved(one, 1)
         dist.barrier()
-        assert [entry.name for entry in archive.whole(one.folder)] == ["step_000001"]
+        assert [entry.name for entry in checkpoint_catalog.whole(one.folder)] == ["step_000001"]
         dist.barrier()
     return seen
 

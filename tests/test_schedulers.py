@@ -15,7 +15,7 @@ from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.schedulers import REPLAYING, SCHEDULERS, first_rung
 from rlx.search import METRIC, MODE, Listed, Space
-from rlx.storage import open_storage
+from rlx.storage.addresses import open_storage
 from rlx.trials import Records, Trials, trial_name
 
 LAM: Space = {"algorithm.lam": tune.uniform(0.1, 0.9)}

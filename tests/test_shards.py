@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from rlx.shards import gathered
+from rlx.rollout.weight_sync.gather import gathered
 from rlx.types import Weight
 
 ROWS = (1, 2, 5, 8)  # on three ranks: none, one, two and three of them on a rank

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import s3
 
-from rlx import storage
-from rlx.storage import Storage, StorageError, check_writable, local_folder, open_storage, patiently, resolved
+from rlx.storage import addresses
+from rlx.storage.addresses import local_folder, open_storage, resolved
+from rlx.storage.filesystem import Storage, StorageError, check_writable, patiently
 
 
 def test_a_folder_is_made_and_holds_files(tmp_path: Path) -> None:
@@ -211,8 +212,8 @@ def test_a_server_that_does_not_answer_is_said_to(
     kind: str, s3_faults: tuple[str, s3.Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, proxy = s3_faults
-    monkeypatch.setattr(storage, "_S3_TRIES", 1)
-    monkeypatch.setattr(storage, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(addresses, "_S3_TRIES", 1)
+    monkeypatch.setattr(addresses, "_ANSWER_S", 1.0)
     proxy.fail("hang")
     if kind != "hang":
         address = f"s3://{s3.BUCKET}/a?endpoint_override=http://127.0.0.1:{s3.free_port()}"
@@ -328,7 +329,7 @@ def test_an_address_with_a_key_is_refused_and_the_key_is_not_repeated(
 def test_a_key_in_an_option_that_has_another_name_is_not_repeated_either(
     options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_S3_TRIES", 1)
+    monkeypatch.setattr(addresses, "_S3_TRIES", 1)
     with pytest.raises(StorageError) as refused:
         open_storage("s3://bucket/x?" + options.format(key="AKIAKEY", secret="sekret"))
     assert "AKIAKEY" not in str(refused.value) and "sekret" not in str(refused.value)
@@ -337,8 +338,8 @@ def test_a_key_in_an_option_that_has_another_name_is_not_repeated_either(
 @pytest.mark.parametrize("query", ["region=turkey-1", "endpoint_override=http://tokens.example:1", "region=secret"])
 def test_a_value_that_sounds_like_a_key_is_none(query: str) -> None:
     address = f"s3://my-key-bucket/token?{query}"
-    assert storage.resolved(address) == address
-    assert storage.below(address, "runs", "a") == f"s3://my-key-bucket/token/runs/a?{query}"
+    assert addresses.resolved(address) == address
+    assert addresses.below(address, "runs", "a") == f"s3://my-key-bucket/token/runs/a?{query}"
     assert open_storage(address, create=False).path == "my-key-bucket/token"
 
 
@@ -346,7 +347,7 @@ def test_a_value_that_sounds_like_a_key_is_none(query: str) -> None:
 def test_an_option_that_is_called_like_a_key_is_refused_even_if_empty(option: str) -> None:
     for value in ("", "AKIA"):
         with pytest.raises(StorageError, match="the address holds a key") as refused:
-            storage.resolved(f"s3://bucket/x?region=a&{option}={value}")
+            addresses.resolved(f"s3://bucket/x?region=a&{option}={value}")
         assert "AKIA" not in str(refused.value)
 
 
@@ -375,7 +376,7 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of profiles that is looked at first."""
     folder = tmp_path / "profiles"
     folder.mkdir()
-    monkeypatch.setattr(storage, "PROFILES", (folder, storage.PROFILES[1]))
+    monkeypatch.setattr(addresses, "PROFILES", (folder, addresses.PROFILES[1]))
     return folder
 
 

@@ -15,7 +15,8 @@ from conftest import History, NothingLeft, Script, mlflow_history
 from rlx import launch, report, run_folder, sweep
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
-from rlx.storage import Storage, open_storage
+from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import Storage
 from rlx.trials import Sweep
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig, EvalConfig
-from rlx.tasks import answer_checker, generated_questions, is_generated
+from rlx.data.reasoning_gym import answer_checker, generated_questions, is_generated
 
 SUMS = DataConfig(params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
 

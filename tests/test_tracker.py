@@ -19,7 +19,8 @@ from conftest import Where
 
 from rlx import report, tracker
 from rlx.config.errors import ConfigError
-from rlx.storage import Storage, open_storage
+from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import Storage
 from rlx.tracker import Tracker
 
 LONG_S = 60.0  # for what comes much sooner where nothing is wrong

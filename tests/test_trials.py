@@ -10,7 +10,8 @@ from ray.tune.search import Searcher
 
 from rlx.config.errors import ConfigError
 from rlx.search import METRIC, MODE, Listed
-from rlx.storage import Storage, open_storage
+from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import Storage
 from rlx.trials import Record, Records, Trials, trial_name
 
 SETTINGS = [{"train.epochs": 1}, {"train.epochs": 2}, {"train.epochs": 3}]

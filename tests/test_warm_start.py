@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx import warm_start
-from rlx.warm_start import WarmStart, make_tiny_model
+from rlx.models import tiny
+from rlx.models.tiny import WarmStart, make_tiny_model
 
 SHORT = WarmStart(right_steps=1, careless_steps=1, batch=8, held_out_size=32, hidden=64, mlp=64, heads=2, kv_heads=1)
 QUESTION = "State the final answer to the following arithmetic problem: 4 - 1 + 7 ="
@@ -48,7 +48,7 @@ def test_chat_prompt_is_short_and_ends_with_the_assistant_marker(folder: Path) -
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": QUESTION}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert ids[-1] == tokenizer.convert_tokens_to_ids(warm_start.ASSISTANT)
+    assert ids[-1] == tokenizer.convert_tokens_to_ids(tiny.ASSISTANT)
     assert len(ids) == 9
     spoken = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "10"}], return_dict=False)
     assert spoken == [*ids, *tokenizer.encode("10"), tokenizer.eos_token_id]
@@ -68,15 +68,15 @@ def test_same_recipe_same_weights_and_the_callers_state_is_kept(folder: Path, tm
 
 
 def test_the_real_recipe_has_a_million_parameters() -> None:
-    model = warm_start.build_model(WarmStart(), warm_start.build_tokenizer())
+    model = tiny.build_model(WarmStart(), tiny.build_tokenizer())
     assert 1_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_500_000
     assert model.config.head_dim in (32, 64, 80, 96, 112, 128)
 
 
 def test_held_out_questions_are_not_practised() -> None:
     recipe = WarmStart(right_steps=60, careless_steps=4)
-    held_out = {text for text, _ in warm_start.draw_questions(recipe, recipe.held_out_seed, recipe.held_out_size)}
-    practised = warm_start.practice_questions(recipe)
+    held_out = {text for text, _ in tiny.draw_questions(recipe, recipe.held_out_seed, recipe.held_out_size)}
+    practised = tiny.practice_questions(recipe)
     assert len(practised) == 64 * recipe.batch
     assert held_out.isdisjoint(text for text, _ in practised)
 

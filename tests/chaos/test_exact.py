@@ -14,8 +14,9 @@ import pytest
 from conftest import KILLED_S, History, Script, assert_all_end, mlflow_history
 from runs import MEASURED
 
-from rlx import archive, run_folder
-from rlx.storage import open_storage
+from rlx import run_folder
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import open_storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 Start = Callable[..., Script]
@@ -45,7 +46,7 @@ class Place:
 
     def newest(self, name: str) -> int:
         """The step of the run's newest whole checkpoint; 0 if there is none."""
-        found = archive.whole(open_storage(self.address) / "runs" / name)
+        found = checkpoint_catalog.whole(open_storage(self.address) / "runs" / name)
         return found[-1].step if found else 0
 
 

@@ -8,8 +8,9 @@ import pytest
 from conftest import KILLED_S, History, Script, assert_all_end, mlflow_history
 from runs import MEASURED
 
-from rlx import archive, report, run_folder
-from rlx.storage import open_storage
+from rlx import report, run_folder
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import open_storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[..., Script]
@@ -33,7 +34,7 @@ def status(storage: Path, run_id: str) -> str:
 
 def newest(storage: Path, name: str) -> int:
     """The step of a run's newest whole checkpoint."""
-    return archive.whole(open_storage(str(storage)) / "runs" / name)[-1].step
+    return checkpoint_catalog.whole(open_storage(str(storage)) / "runs" / name)[-1].step
 
 
 def last_step(script: Script) -> int:

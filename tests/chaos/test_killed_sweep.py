@@ -14,7 +14,7 @@ from conftest import KILLED_S, Script, assert_all_end, mlflow_history
 from runs import comparable
 
 from rlx import run_folder
-from rlx.storage import open_storage
+from rlx.storage.addresses import open_storage
 from rlx.trials import Records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from conftest import Where
 
-from rlx import archive
-from rlx.archive import Manifest
-from rlx.checkpoint import Parts, Shard
-from rlx.saver import Retention, Saver
-from rlx.storage import Storage, open_storage
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_files import Parts, Shard
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.checkpoint_writer import Retention, Saver
+from rlx.storage.filesystem import Storage
 
 RANKS, KEPT = 2, 2
 SIZES = {"large": 600_000, "small": 7}  # numbers per rank
@@ -112,9 +113,9 @@ def start(on_ranks: Any, tmp_path: Path) -> Iterator[Callable[[Where], Group]]:
 
 def checked(folder: Storage) -> int:
     """The step of the newest whole checkpoint, after a look at every byte of it."""
-    newest = archive.whole(folder)[-1]
+    newest = checkpoint_catalog.whole(folder)[-1]
     assert newest.manifest
-    archive.verify(newest, newest.manifest.files)
+    checkpoint_catalog.verify(newest, newest.manifest.files)
     assert newest.manifest.tokens == newest.step
     with Parts([newest.place / name for name in newest.manifest.files]) as parts:
         assert sorted(parts.names) == sorted(SIZES)
@@ -141,17 +142,17 @@ def test_a_kill_at_any_moment_costs_nothing_that_was_reported(
         found = checked(folder)
         assert group.reported()[0] == before + 1  # it went on where the one before had been killed
         assert last <= found <= group.reported()[-1] + 1
-        there = archive.entries(folder)
-        assert all(not one.problem or archive.is_unfinished(one) for one in there)  # none is damaged
-        cut_short += any(archive.is_unfinished(one) for one in there)
+        there = checkpoint_catalog.entries(folder)
+        assert all(not one.problem or checkpoint_catalog.is_unfinished(one) for one in there)  # none is damaged
+        cut_short += any(checkpoint_catalog.is_unfinished(one) for one in there)
         before = found
     assert cut_short or moments < 20  # some were killed in the middle of it
     group = start(where)
     group.wait_for(KEPT + 1)
     group.kill([0, 1])
     # What was cut short before it is gone by now.
-    assert {one.step for one in archive.entries(folder)} >= {3, checked(folder)}
-    assert not [one for one in archive.entries(folder) if one.problem and one.step <= before]
+    assert {one.step for one in checkpoint_catalog.entries(folder)} >= {3, checked(folder)}
+    assert not [one for one in checkpoint_catalog.entries(folder) if one.problem and one.step <= before]
 
 
 FULL_DISK = """

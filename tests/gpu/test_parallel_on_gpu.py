@@ -20,9 +20,10 @@ from test_balance import assert_dealt, dealt_out
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlx import model, roles
+from rlx import roles
 from rlx.config import loading
-from rlx.parallel import Grid
+from rlx.mesh import Grid
+from rlx.models import fsdp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,11 +71,11 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
         (scored.values.square().mean() - scored.logprobs.mean()).backward()
         if number == 0:
             found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach()}
-            found |= {f"gradient {name}": model.gathered(p.grad).clone() for name, p in policy.named_parameters()}
-        found[f"norm {number}"] = model.clip_gradients(policy, 1.0)
+            found |= {f"gradient {name}": fsdp.gathered(p.grad).clone() for name, p in policy.named_parameters()}
+        found[f"norm {number}"] = fsdp.clip_gradients(policy, 1.0)
         trained["policy"].optimizer.step()
         trained["policy"].optimizer.zero_grad()
-    found |= {f"weight {name}": model.gathered(p.detach()).clone() for name, p in policy.named_parameters()}
+    found |= {f"weight {name}": fsdp.gathered(p.detach()).clone() for name, p in policy.named_parameters()}
     torch.save({name: tensor.cpu() for name, tensor in found.items()}, Path(results, f"{ranks}-{tp}-{rank}"))
     dist.destroy_process_group()
 

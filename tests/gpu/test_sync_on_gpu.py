@@ -25,13 +25,15 @@ from test_rollout import drawn_by
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlx import experience, launch, model, roles
+from rlx import experience, launch, roles
 from rlx.config import loading
-from rlx.fleet import Fleet
-from rlx.parallel import Grid
-from rlx.rollout import pool, sync
-from rlx.rollout.direct import Direct
-from rlx.rollout.pool import Rollouts
+from rlx.mesh import Grid
+from rlx.models import fsdp, lora
+from rlx.rollout import engine_args, engine_pool
+from rlx.rollout.engine_group import Fleet
+from rlx.rollout.engine_pool import Rollouts
+from rlx.rollout.weight_sync import push
+from rlx.rollout.weight_sync.sender import Direct
 from rlx.types import Completion, Judged, Prompt, Sampling
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +79,7 @@ class Trainer:
     ) -> None:
         if gpu is not None:  # one that Ray has given to an engine
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        sync.BUCKET_BYTES["cuda"] = 64 << 20  # several buckets, as of a larger model
+        push.BUCKET_BYTES["cuda"] = 64 << 20  # several buckets, as of a larger model
         self.device, self.rank = torch.device("cuda", 0), rank
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
         settings = loading.from_tree(
@@ -99,7 +101,7 @@ class Trainer:
         """The engines that are lost after it, and the seconds it took."""
         self.version += 1
         started = time.monotonic()
-        self.fleet.push(model.engine_weights(self.policy), self.version, 100.0, starting, keep)
+        self.fleet.push(lora.engine_weights(self.policy), self.version, 100.0, starting, keep)
         return dict(self.fleet.rollouts.lost), time.monotonic() - started
 
     def kill_during_push(self, pid: int) -> None:
@@ -163,7 +165,7 @@ class Trainer:
         batch = experience.build(drawn, 0).to(self.device)
         assert batch.mask.all()
         scored = self.policy(*batch.inputs, 1.0)
-        model.reshard(self.policy)
+        fsdp.reshard(self.policy)
         return (scored.logprobs - batch.rollout_logprobs).abs()
 
 
@@ -185,7 +187,7 @@ def start(cluster: int, qwen: Path) -> Iterator[Start]:
             pytest.skip(f"needs {needed:g} GPUs, there are {cluster}")
         group = placement_group([{"CPU": 1.0, "GPU": share} for share in [*trainers, *engines]], "STRICT_PACK")
         assert group.wait(60)
-        options = pool.engine_options(
+        options = engine_args.vllm_arguments(
             dtype="bfloat16",
             max_model_len=256,
             max_num_seqs=32,
@@ -198,7 +200,7 @@ def start(cluster: int, qwen: Path) -> Iterator[Start]:
         )
         places = range(len(trainers), len(trainers) + len(engines))
         share = {"CPU": 1.0, "GPU": engines[0]}
-        actors = pool.start_engines(str(qwen), options, share, group, places)
+        actors = engine_pool.start_engines(str(qwen), options, share, group, places)
         store = f"{tempfile.mkdtemp()}/store"
         ranks = [
             ray.remote(Trainer)

@@ -10,8 +10,8 @@ from conftest import OnRanks
 from test_model import run_of, updated
 from torch import Tensor, nn
 
-from rlx import logprobs
-from rlx.logprobs import token_logprobs
+from rlx.models import logprobs
+from rlx.models.logprobs import token_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -18,10 +18,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlx import tasks, warm_start
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig
-from rlx.reward_model import Classifier, load_classifier, token_batches
+from rlx.data import reasoning_gym
+from rlx.models import tiny
+from rlx.rewards.reward_model import Classifier, load_classifier, token_batches
 
 PAIR_SEED, PAIR_SEEDS = 30_000_000, 1_000_000  # far from the prompts' seeds; how far the pairs of two seeds are apart
 NEAR = tuple(off for off in range(-9, 10) if off)  # what a wrong answer is off by
@@ -86,7 +87,7 @@ def _pair(line: bytes, where: str) -> Pair:
 def generated_pairs(seed: int, size: int) -> list[Pair]:
     """Pairs from `size` drawn questions of the default task, each question once: its answer, and a number near it."""
     off = random.Random(seed)
-    rows = tasks.generated_questions(DataConfig(), PAIR_SEED + seed * PAIR_SEEDS, size)
+    rows = reasoning_gym.generated_questions(DataConfig(), PAIR_SEED + seed * PAIR_SEEDS, size)
     return [
         Pair(prompt=row["question"], chosen=row["answer"], rejected=str(int(row["answer"]) + off.choice(NEAR)))
         for row in rows
@@ -127,7 +128,7 @@ def train(
     """
     check_new(folder)
     started, report = time.monotonic(), progress or (lambda done, metrics: None)
-    with warm_start.private_torch_state(recipe.seed), warm_start.no_progress_bars():
+    with tiny.private_torch_state(recipe.seed), tiny.no_progress_bars():
         classifier = load_classifier(base, new_head=True, trust_remote_code=trust_remote_code, setting="base model")
         classifier.model.to("cuda" if torch.cuda.is_available() else "cpu")
         before = after = accuracy(classifier, held_out)
@@ -136,7 +137,7 @@ def train(
             if done == recipe.steps(len(pairs)):
                 metrics["held_out_accuracy"] = after = accuracy(classifier, held_out)
             report(done, metrics)
-        with warm_start.whole_folder(folder) as unfinished:
+        with tiny.whole_folder(folder) as unfinished:
             classifier.model.save_pretrained(unfinished)
             classifier.tokenizer.save_pretrained(unfinished)
     return {"before": before, "after": after, "seconds": time.monotonic() - started}

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlx.rollout import links
-from rlx.rollout.buckets import Layout, fill, size
-from rlx.rollout.links import Group, Incoming
-from rlx.rollout.pool import HUNG, EngineLostError, RolloutError, answer, is_alive
-from rlx.rollout.routes import Place, Source, Transport, Whereabouts, routes
+from rlx.actors import HUNG, EngineLostError, RolloutError, answer, is_alive
+from rlx.rollout.weight_sync import channels
+from rlx.rollout.weight_sync.buckets import Layout, fill, size
+from rlx.rollout.weight_sync.channels import Group, Incoming
+from rlx.rollout.weight_sync.topology import Place, Source, Transport, Whereabouts, routes
 
 _GRACE_S = 5.0  # in which engines say that they have given an update up
 _PATIENT = 3  # times as long an engine waits for the trainer, which may have to wait for others
@@ -66,7 +66,7 @@ class Direct:
         (course,) = told
         assert course
         if self.store is None and course.sources:
-            self.store = links.opened(course.address, timeout_s)
+            self.store = channels.opened(course.address, timeout_s)
         self._course = course
         return course
 
@@ -75,7 +75,7 @@ class Direct:
         if not self._buffers or len(self._buffers[0][0]) < nbytes or (is_shared and not self._buffers[0][1]):
             self._free_buffers()
             if is_shared:
-                self._buffers = [links.shared(nbytes, self.device) for _ in range(2)]
+                self._buffers = [channels.shared(nbytes, self.device) for _ in range(2)]
             else:
                 empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
                 self._buffers = [(empty(), b"") for _ in range(2)]
@@ -90,13 +90,13 @@ class Direct:
 
     def _free_buffers(self) -> None:
         for handle in (handle for _, handle in self._buffers if handle):
-            links.forget(handle)
+            channels.forget(handle)
         self._buffers = []
 
     def _planned(self, there: Mapping[int, Whereabouts], timeout_s: float) -> Course:
         found = routes(there, self._places, self._transport)
         if self.store is None and found:
-            self.store = links.kept(ray.util.get_node_ip_address(), timeout_s)
+            self.store = channels.kept(ray.util.get_node_ip_address(), timeout_s)
         processes = {index: there[index].process for index in found}
         world = {
             kind: 1 + sum(source.kind == kind for own in found.values() for source in own) for kind in ("nccl", "gloo")
@@ -156,7 +156,7 @@ class Delivery:
                 self._break(kind)
         if self._readers:
             self.wait_for_gpu()
-            self._direct.store.set(links.written(self._course.update, number, self._direct.rank), handle)
+            self._direct.store.set(channels.written(self._course.update, number, self._direct.rank), handle)
 
     def finish(self) -> None:
         """Returns once every engine has loaded the update, or failed to."""
@@ -180,7 +180,7 @@ class Delivery:
         filled = torch.cuda.Event()
         filled.record()
         try:
-            links.wait(filled.query, self._deadline(), self._look)
+            channels.wait(filled.query, self._deadline(), self._look)
         except TimeoutError:  # it waits for a group
             self._break_all()
             filled.synchronize()
@@ -238,9 +238,9 @@ class Delivery:
         deadline = self._deadline()
         for index, workers in list(self._readers.items()):
             process, update = self._course.processes[index], self._course.update
-            notes = [links.read(update, number, process, worker) for worker in workers]
+            notes = [channels.read(update, number, process, worker) for worker in workers]
             try:
-                links.wait(partial(self._is_read, index, notes), deadline, partial(self._expect, index))
+                channels.wait(partial(self._is_read, index, notes), deadline, partial(self._expect, index))
             except TimeoutError:
                 self._lose(index, f"engine {index} {HUNG}")
             except EngineLostError as error:
@@ -259,7 +259,7 @@ class Delivery:
         if index not in self._readers:
             return
         process, store = self._course.processes[index], self._direct.store
-        for note in (links.failed(self._course.update, process, worker) for worker in self._readers[index]):
+        for note in (channels.failed(self._course.update, process, worker) for worker in self._readers[index]):
             if store.check([note]):
                 raise EngineLostError(f"engine {index} failed: {store.get(note).decode()}")
         if time.monotonic() - self._looked > _LOOK_S:
@@ -305,6 +305,6 @@ class Delivery:
         """Gives a process group up, and tells those that are in it."""
         if kind == "shared":
             return
-        self._direct.store.set(links.given_up(self._course.group), "")
+        self._direct.store.set(channels.given_up(self._course.group), "")
         if group := self._direct.groups.pop(kind, None):
             group.abandon()

@@ -7,29 +7,31 @@ beside training is saver's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import sync_folder
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing import Any
+from typing import cast
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
-
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from rlx.storage import Storage, sync_folder
 
 _TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 _LAYOUT = "layout"  # in a file's header: of each tensor, its place in the whole

@@ -7,23 +7,31 @@ raised on every rank, by the next call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from rlx.storage import checkpoint_catalog
+from rlx.storage import checkpoint_files
+from rlx.storage import checkpoint_manifest
+from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.checkpoint_files import Shard
+from rlx.storage.checkpoint_manifest import FileRecord
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import StorageError
+from rlx.storage.filesystem import patiently
+from typing import TypeVar
+from typing import cast
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TypeVar, cast
-
 import torch.distributed as dist
 
-from rlx import archive, checkpoint
-from rlx.archive import Entry, FileRecord, Manifest
-from rlx.checkpoint import Shard
-from rlx.storage import Storage, StorageError, patiently
 
 T = TypeVar("T")
 _LONGEST_S = 3600.0  # that a checkpoint may take: a file system that hangs says nothing
@@ -104,17 +112,17 @@ class Saver:
         Raises:
             StorageError: the storage cannot be read, or all that there is is damaged: to begin anew would overwrite it.
         """
-        there = self._done_by_first(partial(archive.entries, self.folder), f"reading {self.folder.path}")
+        there = self._done_by_first(partial(checkpoint_catalog.entries, self.folder), f"reading {self.folder.path}")
         damaged = ""
-        for listed in reversed([one for one in there if not archive.is_unfinished(one)]):
+        for listed in reversed([one for one in there if not checkpoint_catalog.is_unfinished(one)]):
             found = self._second_look(listed)
             if not (damage := self._damage(found)):
                 return found
-            self._done_by_first(partial(archive.set_aside, found), f"setting {found.name} aside")
+            self._done_by_first(partial(checkpoint_catalog.set_aside, found), f"setting {found.name} aside")
             damaged = damage
             if self.rank == 0:
                 say(f"{damage} - it is set aside, the one before it is used")
-        if not damaged and (aside := [one for one in there if archive.is_set_aside(one)]):
+        if not damaged and (aside := [one for one in there if checkpoint_catalog.is_set_aside(one)]):
             damaged = f"checkpoint {aside[0].name}: {aside[0].problem}"
         if damaged:
             raise StorageError(f"no checkpoint in {self.folder.path} is whole; the oldest was {damaged}")
@@ -122,7 +130,7 @@ class Saver:
 
     def sound(self, place: Storage) -> Entry:
         """Another run's checkpoint; StorageError unless every byte of it is what was written."""
-        found = self._done_by_first(partial(archive.entry, place), f"reading {place.path}")
+        found = self._done_by_first(partial(checkpoint_catalog.entry, place), f"reading {place.path}")
         if damage := self._damage(found):
             raise StorageError(f"{place.path}: {damage}")
         return found
@@ -132,7 +140,7 @@ class Saver:
         if not found.problem:
             return found
         time.sleep(_SECOND_LOOK_S)
-        return self._done_by_first(partial(archive.entry, found.place), f"reading {found.place.path}")
+        return self._done_by_first(partial(checkpoint_catalog.entry, found.place), f"reading {found.place.path}")
 
     def _damage(self, found: Entry) -> str:
         """What is wrong with the files of a checkpoint, the same on all ranks; empty if nothing is."""
@@ -141,8 +149,8 @@ class Saver:
         share = sorted(found.manifest.files)[self.rank :: self.ranks]
         damage, failed = "", ""
         try:
-            patiently(partial(archive.verify, found, share), f"reading checkpoint {found.name}")
-        except archive.DamagedError as error:
+            patiently(partial(checkpoint_catalog.verify, found, share), f"reading checkpoint {found.name}")
+        except checkpoint_catalog.DamagedError as error:
             damage = str(error)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failed = str(error)
@@ -154,12 +162,12 @@ class Saver:
 
     def _save(self, shards: Mapping[str, Shard], manifest: Manifest) -> Saved:
         started = time.monotonic()
-        place = self.folder / archive.folder_name(manifest.step)
+        place = self.folder / checkpoint_catalog.folder_name(manifest.step)
         what = f"writing checkpoint {place.name} to {self.folder.path}"
         file = place / f"rank_{self.rank:05d}.safetensors"
         own: tuple[str, FileRecord | None, str] = (file.name, None, "")
         # What is there of that step is no checkpoint any more before its files change.
-        self._done_by_first((place / archive.MANIFEST).delete, what)
+        self._done_by_first((place / checkpoint_manifest.MANIFEST).delete, what)
         try:
             own = (file.name, patiently(partial(_put, shards, file), what), "")
         except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -169,8 +177,8 @@ class Saver:
             raise StorageError(failed + self._give_up(place))
         try:
             whole = manifest.model_copy(update={"files": files})
-            self._done_by_first(partial(archive.commit, place, whole), what)
-            self._done_by_first(partial(archive.prune, self.folder, *self._retained), f"pruning {self.folder.path}")
+            self._done_by_first(partial(checkpoint_catalog.commit, place, whole), what)
+            self._done_by_first(partial(checkpoint_catalog.prune, self.folder, *self._retained), f"pruning {self.folder.path}")
         except StorageError as error:
             raise StorageError(str(error) + self._give_up(place)) from error
         return Saved(place, time.monotonic() - started)
@@ -203,9 +211,9 @@ class Saver:
     def _give_up(self, place: Storage) -> str:
         """Frees the room that half a checkpoint takes; what there is to go on from."""
         try:
-            if self.rank == 0 and not (place / archive.MANIFEST).exists():
+            if self.rank == 0 and not (place / checkpoint_manifest.MANIFEST).exists():
                 place.delete()
-            left = archive.whole(self.folder)
+            left = checkpoint_catalog.whole(self.folder)
         except OSError:
             return "; the checkpoints before it are as they were"
         return f"; the newest whole one is {left[-1].name}" if left else "; there is none before it"
@@ -226,12 +234,12 @@ def _words(error: Exception) -> str:
 def _put(shards: Mapping[str, Shard], file: Storage) -> FileRecord:
     """Writes this rank's file: where it belongs, or on this machine first if the storage is remote."""
     if file.is_local:
-        checkpoint.write(shards, Path(file.path))
-        return archive.record(file)
+        checkpoint_files.write(shards, Path(file.path))
+        return checkpoint_catalog.record(file)
     with tempfile.TemporaryDirectory(prefix=f"{_TEMPORARY}{os.getpid()}-") as folder:
         local = Path(folder, file.name)
-        checkpoint.write(shards, local)
-        record = archive.record(Storage.here(local))
+        checkpoint_files.write(shards, local)
+        record = checkpoint_catalog.record(Storage.here(local))
         file.take(local)
     if file.size() != record.bytes:
         raise OSError(f"{file.path} has {file.size()} bytes after the upload of {record.bytes}")

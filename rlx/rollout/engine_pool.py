@@ -15,29 +15,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray._private import state
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlx.rollout.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine, Output, Request
-from rlx.rollout.routes import Whereabouts
+from rlx.actors import HUNG, EngineLostError, answer, is_alive, is_over
+from rlx.rollout.base import Output, Request
+from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
+from rlx.rollout.weight_sync.topology import Whereabouts
 from rlx.types import Completion, Prompt, Sampling
 
-HUNG = "did not answer in time"
 PATIENCE_S = 1.0
 """in which an engine that is up says so"""
-
-
-class RolloutError(RuntimeError):
-    """Completions could not be drawn; the text names the engine."""
-
-
-class PromptRefusedError(RolloutError, ValueError):
-    """An engine refuses a prompt, and would refuse it again."""
-
-
-class EngineLostError(RolloutError):
-    """An engine died, failed or did not answer: it cannot be asked again until it holds the weights again."""
 
 
 def start_engines(
@@ -67,45 +55,6 @@ def start_engines(
     places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
     actor = ray.remote(Engine)
     return [actor.options(scheduling_strategy=place, **common).remote(model, options, adapter) for place in places]
-
-
-def engine_options(
-    *,
-    dtype: str,
-    max_model_len: int,
-    max_num_seqs: int,
-    on_gpu: bool,
-    kv_cache_mib: int,
-    gpu_memory: float,
-    eager: bool,
-    sleeps: bool = False,
-    tensor_parallel: int = 1,
-    trust_remote_code: bool = False,
-    lora_rank: int = 0,
-) -> dict[str, Any]:
-    """vLLM engine arguments for a run. On CPU: blocks short enough for the prefix cache to hit, and always eager.
-
-    With `tensor_parallel` the model is split over as many processes on one node. With `lora_rank` the engine takes
-    adapters of at most that rank; with `sleeps` it can give its GPU memory back.
-    """
-    common: dict[str, Any] = {
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "trust_remote_code": trust_remote_code,
-    }
-    if tensor_parallel > 1:  # Ray's executor would want a placement group of its own
-        common |= {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": "mp"}
-    if lora_rank:
-        ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
-        common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in ranks if r >= lora_rank)}
-    if on_gpu:
-        common |= {"enable_sleep_mode": True} if sleeps else {}
-        return common | {"gpu_memory_utilization": gpu_memory, "enforce_eager": eager}
-    # A prompt cut in two cannot be sampled with a seed on CPU (vLLM rewinds a generator offset that only GPUs have).
-    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
-    memory = {"kv_cache_memory_bytes": kv_cache_mib << 20, "block_size": 32}
-    return common | whole_prompts | memory | {"enforce_eager": True}
 
 
 @dataclass
@@ -234,7 +183,7 @@ class Rollouts:
         replaced, and what it is asked for next tells."""
         first = min(call.deadline for call in draw.calls.values())
         ray.wait(list(draw.calls), timeout=max(0.0, first - time.monotonic()))
-        for pending in [pending for pending, call in draw.calls.items() if _is_over(pending, call.deadline)]:
+        for pending in [pending for pending, call in draw.calls.items() if is_over(pending, call.deadline)]:
             call = draw.calls.pop(pending)
             self._loads[call.engine] -= call.tokens
             try:
@@ -282,45 +231,6 @@ class Rollouts:
             Request(prompt.token_ids, request_seed(self.seed, draw.step, prompt.id, k), sampling)
             for k, sampling in enumerate(draw.samplings)
         ]
-
-
-def is_alive(engine: Any) -> bool:
-    """Whether Ray takes an engine for running, rather than for dead or starting again."""
-    return bool(state.actors(engine._actor_id.hex()).get("State") == "ALIVE")
-
-
-def is_dead(engine: Any) -> bool:
-    """Whether an engine is gone for good: Ray does not replace one that could not start."""
-    return bool(state.actors(engine._actor_id.hex()).get("State") == "DEAD")
-
-
-def _is_over(call: Any, deadline: float) -> bool:
-    return bool(ray.wait([call], timeout=0)[0]) or time.monotonic() >= deadline
-
-
-def answer(call: Any, engine: int, deadline: float) -> Any:
-    """What an engine answers to a call until `deadline`, a time of `time.monotonic()`.
-
-    Raises:
-        EngineLostError: it died, failed or did not answer in time; the text names it and has its last words.
-        PromptRefusedError: it refused what it was asked.
-    """
-    try:
-        return ray.get(call, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-    except ray.exceptions.GetTimeoutError:
-        raise EngineLostError(f"engine {engine} {HUNG}") from None
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError):
-            raise PromptRefusedError(f"engine {engine} refused a prompt: {error.cause}") from None
-        raise EngineLostError(f"engine {engine} failed: {error.cause}") from None
-    except ray.exceptions.RayError as error:
-        # Of an engine that did not start, Ray gives a whole traceback, the cause in its last line.
-        words = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # Of one that was killed there are none but Ray's own, about its connection.
-        said = (
-            "its process ended" if "unavailable" in words[0] else f"{words[0]} {words[-1] if words[1:] else ''}".strip()
-        )
-        raise EngineLostError(f"engine {engine} died: {said}") from None
 
 
 def request_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:

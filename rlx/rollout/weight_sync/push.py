@@ -7,36 +7,21 @@ the one that reaches every engine, Ray's object store: shared memory within a no
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import ray
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from rlx.rollout import buckets
-from rlx.rollout.buckets import Layout
-from rlx.rollout.direct import Delivery, Direct
-from rlx.rollout.pool import RolloutError, answer
-from rlx.rollout.routes import Whereabouts
-from rlx.shards import gathered
-from rlx.types import Weight, WeightSyncError
+from rlx.rollout.weight_sync import buckets
+from rlx.rollout.weight_sync.gather import gathered
+from rlx.rollout.weight_sync.object_store import ObjectStorePush, pack
+from rlx.rollout.weight_sync.sender import Delivery, Direct
+from rlx.rollout.weight_sync.topology import Whereabouts
+from rlx.types import Weight
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """on a GPU what a bucket costs is Python's time, not the copy's"""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Some tensors as they travel."""
-
-    layout: Layout
-    data: np.ndarray  # [bytes] uint8, see `buckets.fill`
 
 
 def push(
@@ -101,7 +86,7 @@ def _sent(
     reached = course.sources if course else {}
     stored = {index: engine for index, engine in engines.items() if index not in reached}
     delivery = Delivery(direct, course, layouts, version, timeout_s, keep) if direct and course and reached else None
-    update = _Push(stored, version, timeout_s) if sender and stored else None
+    update = ObjectStorePush(stored, version, timeout_s) if sender and stored else None
     if update:
         update.start(sum(map(len, groups)), keep)
     for group, layout in zip(groups, layouts, strict=True):
@@ -126,55 +111,3 @@ def _together(failed: dict[int, str], again: dict[int, str]) -> tuple[dict[int, 
     dist.all_gather_object(everyone, (failed, again))
     failed = {index: words for own, _ in reversed(everyone) for index, words in own.items()}
     return failed, {i: words for _, own in everyone for i, words in own.items() if i not in failed}
-
-
-class _Push:
-    """The sender's side of one weight update; see `Engine.start_update`. An engine that fails is left out of the rest:
-    the others, and the other ranks, are in the middle of it."""
-
-    def __init__(self, engines: Mapping[int, Any], version: int, timeout_s: float) -> None:
-        self.engines = dict(engines)
-        self.failed: dict[int, str] = {}
-        self.version = version
-        self.timeout_s = timeout_s
-        self.name = uuid.uuid4().hex
-        self.receipts: dict[int, Any] = {}  # of the bucket sent last
-
-    def start(self, tensors: int, keep: bool) -> None:
-        opened = (self.name, tensors, self.timeout_s, keep)
-        self._settle({index: engine.start_update.remote(*opened) for index, engine in self.engines.items()})
-
-    def send(self, bucket: Bucket) -> None:
-        """Returns while the engines load this bucket; two at most are under way, so that memory never holds all."""
-        self._settle(self.receipts)
-        sent = ray.put(bucket)
-        self.receipts = {index: engine.receive.remote(self.name, sent) for index, engine in self.engines.items()}
-
-    def finish(self) -> None:
-        self._settle({i: engine.finish_update.remote(self.name, self.version) for i, engine in self.engines.items()})
-
-    def _settle(self, calls: Mapping[int, Any]) -> None:
-        """Waits for all calls, and leaves out the engines whose call failed."""
-        deadline = time.monotonic() + self.timeout_s
-        for index, call in calls.items():
-            try:
-                answer(call, index, deadline)
-            except RolloutError as error:
-                self.failed[index] = f"sending weight version {self.version}: {error}"
-                del self.engines[index]
-
-
-def pack(layout: Layout, tensors: Sequence[Tensor]) -> Bucket:
-    """Tensors as one run of bytes with a checksum over names, shapes and bytes."""
-    data = torch.empty(buckets.size(layout), dtype=torch.uint8, device=tensors[0].device)
-    buckets.fill(data, layout, tensors)
-    return Bucket(layout, data.cpu().numpy())
-
-
-def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, sharing its memory; WeightSyncError if it is not what was packed."""
-    # shared memory arrives read-only and torch wants writable memory: a copy of one bucket
-    data = torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
-    if not buckets.is_sound(data, bucket.layout):
-        raise WeightSyncError(f"checksum of a bucket with {bucket.layout[0][0]} differs from what was sent")
-    yield from buckets.views(data, bucket.layout)

@@ -16,21 +16,21 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rlx.rollout.routes import Place, Whereabouts
+from rlx.rollout.base import Output, Request
+from rlx.rollout.weight_sync.topology import Place, Whereabouts
 from rlx.types import Sampling, WeightSyncError
 
 if TYPE_CHECKING:
     import torch
 
-    from rlx.rollout.links import Incoming
-    from rlx.rollout.sync import Bucket
+    from rlx.rollout.weight_sync.channels import Incoming
+    from rlx.rollout.weight_sync.object_store import Bucket
 
 
 _SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -71,24 +71,6 @@ def by_newer_runner(build: Callable[[], Any]) -> Any:
         return build()
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One completion to draw."""
-
-    prompt: tuple[int, ...]
-    seed: int
-    sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One completion drawn: its tokens, their logprobs, and whether it ended with a stop token."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finished: bool
-
-
 class _Update:
     """The weights of one update on their way from Ray's calls to the engine's thread."""
 
@@ -117,7 +99,7 @@ class _Update:
         Ends early at an error and keeps it in `error`: vLLM cannot give up a load half-way, and the next one would
         silently fuse what this one has left behind with its own.
         """
-        from rlx.rollout.sync import unpack
+        from rlx.rollout.weight_sync.object_store import unpack
 
         try:
             while self._missing > 0:
@@ -202,7 +184,7 @@ class Engine:
         Raises:
             WeightSyncError: see `finish_update`.
         """
-        from rlx.rollout.links import GivenUpError
+        from rlx.rollout.weight_sync.channels import GivenUpError
 
         await self.start_update(incoming.update, 0, incoming.timeout_s, incoming.keep, incoming)
         try:
@@ -330,7 +312,7 @@ class Engine:
         self._report(name, None)
 
     def _load(self, name: str, update: _Update) -> None:
-        from rlx.rollout.links import GivenUpError
+        from rlx.rollout.weight_sync.channels import GivenUpError
 
         if not update.keep:
             self._finish_requests()
@@ -383,7 +365,7 @@ def _build(model: str, options: dict[str, Any]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from rlx.rollout.receiver import WeightLoader
+    from rlx.rollout.weight_sync.receiver import WeightLoader
 
     if 0 < ray.get_runtime_context().get_assigned_resources().get("GPU", 0) < 1:
         cache = _cache_bytes(model, options["gpu_memory_utilization"])

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from rlx.parallel import Grid
-from rlx.rollout import sync
-from rlx.rollout.direct import Direct
-from rlx.rollout.pool import PATIENCE_S, Draw, RolloutError, Rollouts, answer
+from rlx.actors import RolloutError, answer
+from rlx.mesh import Grid
+from rlx.rollout.engine_pool import PATIENCE_S, Draw, Rollouts
+from rlx.rollout.weight_sync import push
+from rlx.rollout.weight_sync.sender import Direct
 from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
 
 
@@ -80,7 +81,7 @@ class Fleet:
         """
         sender = self.grid.rank == 0
         engines = self.rollouts.present(timeout_s if starting else PATIENCE_S) if sender else {}
-        failed = sync.push(
+        failed = push.push(
             weights,
             engines,
             version,

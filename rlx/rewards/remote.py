@@ -22,7 +22,7 @@ import urllib3
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import RewardConfig
-from rlx.rewards import RewardError
+from rlx.rewards.custom import RewardError
 from rlx.types import Response
 
 _CONNECTIONS = 8

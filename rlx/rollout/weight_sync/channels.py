@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from rlx.rollout.buckets import Layout
-from rlx.rollout.routes import Source
+from rlx.rollout.weight_sync.buckets import Layout
+from rlx.rollout.weight_sync.topology import Source
 from rlx.types import WeightSyncError
 
 _FAST_S, _SLOW_S = 1e-4, 0.02  # between looks at what is waited for, and at whether there is still hope

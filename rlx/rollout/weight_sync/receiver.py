@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx.rollout import links
-from rlx.rollout.buckets import is_sound, size, views
-from rlx.rollout.links import GivenUpError, Group, Incoming
+from rlx.rollout.weight_sync import channels
+from rlx.rollout.weight_sync.buckets import is_sound, size, views
+from rlx.rollout.weight_sync.channels import GivenUpError, Group, Incoming
 from rlx.types import WeightSyncError
 
 Loader = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -109,7 +109,7 @@ class Receiver:
             self._group = None
         if self._store is not None and incoming.sources[self._worker].kind == "shared":
             with suppress(RuntimeError):  # the store is gone, and so is the trainer
-                self._store.set(links.failed(incoming.update, self._engine, self._worker), str(error))
+                self._store.set(channels.failed(incoming.update, self._engine, self._worker), str(error))
 
     def _tensors(self, incoming: Incoming, keeps: bool) -> Iterator[tuple[str, Tensor]]:
         source = incoming.sources[self._worker]
@@ -123,14 +123,14 @@ class Receiver:
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-            links.wait(done.query, _deadline(incoming), partial(self._check, incoming))
+            channels.wait(done.query, _deadline(incoming), partial(self._check, incoming))
         if not sound:
             raise WeightSyncError("the checksum of a bucket differs from what was sent")
 
     def _connect(self, incoming: Incoming) -> None:
         if incoming.address != self._address:
             self._mapped.clear()
-            self._store, self._address = links.opened(incoming.address, incoming.timeout_s), incoming.address
+            self._store, self._address = channels.opened(incoming.address, incoming.timeout_s), incoming.address
         source = incoming.sources[self._worker]
         if self._group and (self._group.name, self._group.kind) != (incoming.group, source.kind):
             self._group.abandon()
@@ -142,7 +142,7 @@ class Receiver:
                 self._group = Group(source.kind, incoming, source.rank, self._device, _deadline(incoming), check)
 
     def _check(self, incoming: Incoming) -> None:
-        if self._store.check([links.given_up(incoming.group)]):
+        if self._store.check([channels.given_up(incoming.group)]):
             raise GivenUpError("the sender gave the update up, as another engine was lost")
 
     def _sent(self, incoming: Incoming) -> Iterator[Tensor]:
@@ -167,19 +167,19 @@ class Receiver:
         rank, store = incoming.sources[self._worker].rank, self._store
 
         def arrived(note: str) -> bytes:
-            links.wait(lambda: store.check([note]), _deadline(incoming), lambda: None)
+            channels.wait(lambda: store.check([note]), _deadline(incoming), lambda: None)
             return store.get(note)
 
         for i, layout in enumerate(incoming.layouts):
-            handle = arrived(links.written(incoming.update, i, rank))
+            handle = arrived(channels.written(incoming.update, i, rank))
             if handle not in self._mapped:
                 if len(self._mapped) == 2:
                     self._mapped.clear()  # the trainer has other buffers now
-                self._mapped[handle] = links.mapped(handle, self._device)
+                self._mapped[handle] = channels.mapped(handle, self._device)
             yield self._mapped[handle][: size(layout)]
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-            store.set(links.read(incoming.update, i, self._engine, self._worker), "")
+            store.set(channels.read(incoming.update, i, self._engine, self._worker), "")
 
 
 @contextmanager

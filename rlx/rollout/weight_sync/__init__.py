@@ -1,0 +1,1 @@
+"""TODO rlx.rollout.weight_sync."""
