@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx import inputs, report, run_folder
+from rlx import inputs, run_folder
 from rlx.config.run import RunConfig
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
+from rlx.tracking import mlflow
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,7 +102,7 @@ def same_settings(folder: Path) -> Path:
 
 def times(storage: Storage, folder: Storage) -> Times:
     """What MLflow has of a run."""
-    door: Any = report.client(report.default_uri(Path(storage.path)))
+    door: Any = mlflow.client(mlflow.default_uri(Path(storage.path)))
     run = door.get_run(run_folder.mlflow_run(folder))
     first = min(metric.timestamp for metric in door.get_metric_history(run.info.run_id, "eval/accuracy"))
     return Times(run.info.start_time / 1000, first / 1000, run.info.end_time / 1000)

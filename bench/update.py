@@ -153,9 +153,9 @@ def rank(job: dict[str, Any]) -> None:
     import ray.train
     from measure import Memory, now
 
-    from rlx.assembly import assemble
-    from rlx.train_loop import annotate, estimate
-    from rlx.update import update
+    from rlx.training.loop import annotate, estimate
+    from rlx.training.setup import assemble
+    from rlx.training.update import update
 
     run = assemble(job)
     late = run.scores_late

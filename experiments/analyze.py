@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlx import report
 from rlx.config.errors import ConfigError
 from rlx.storage.addresses import local_folder
+from rlx.tracking import mlflow
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def analyze(args: argparse.Namespace) -> int:
     if against:
         print(f"{comparison.apart(*shown[f'against {against.name}'])}\n")
     if (best := shown["settings"][0]).ended:
-        run = report.client(uri).get_run(best.trials[0].runs[-1]).data.tags.get("rlx.folder", "RUN")
+        run = mlflow.client(uri).get_run(best.trials[0].runs[-1]).data.tags.get("rlx.folder", "RUN")
         print(f"its model: python experiments/export.py {run} --checkpoint best --register NAME\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
     paths = analysis.write(sweep, folder, uri, args.metric, args.mode, args.by, against)
@@ -71,7 +71,7 @@ def default_uri(storage: Path) -> str:
     """The storage's own MLflow store; ConfigError if nothing has run there yet, rather than a new folder."""
     if not storage.is_dir():
         raise ConfigError(f"no storage folder {storage}")
-    return report.default_uri(storage)
+    return mlflow.default_uri(storage)
 
 
 if __name__ == "__main__":

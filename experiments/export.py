@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlx import listing, report, run_folder
+from rlx import listing, run_folder
 from rlx.command_line import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import local_folder
+from rlx.tracking import mlflow
 
 SHOWN = (*listing.WATCHED, "eval/ema/accuracy")
 
@@ -61,9 +62,9 @@ def write(args: argparse.Namespace) -> int:
     print(f"largest difference of a log-probability from the trainer's: {apart:.2g}")
     print(f"load it: {loading(folder, args.adapter)}")
     if args.register:
-        uri = config.tracking.uri or report.default_uri(local_folder(config.storage))
+        uri = config.tracking.uri or mlflow.default_uri(local_folder(config.storage))
         version = registered(uri, manifest.mlflow_run_id, folder, args.register)
-        print(f"registered as {args.register}, version {version}: {report.ui_command(uri)}")
+        print(f"registered as {args.register}, version {version}: {mlflow.ui_command(uri)}")
     return 0
 
 
@@ -72,9 +73,9 @@ def registered(uri: str, run_id: str | None, folder: Path, name: str) -> str:
     if run_id is None:
         raise ConfigError(f"--register {name}: MLflow had not answered when the checkpoint was written")
     try:
-        return report.register(uri, run_id, folder, name)
+        return mlflow.register(uri, run_id, folder, name)
     except Exception as error:  # each kind of store has its own
-        raise ConfigError(f"--register {name}: {report.cause(error)}; the model is in {folder}") from None
+        raise ConfigError(f"--register {name}: {mlflow.cause(error)}; the model is in {folder}") from None
 
 
 def which(run: str, step: str | None) -> str:

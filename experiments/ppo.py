@@ -68,8 +68,9 @@ def started_from(which: str, base: dict[str, Any], given: dict[str, Any]) -> dic
 
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:
     """Starts or resumes the run and shows it."""
-    from rlx import inputs, launch, progress, report, run_folder
+    from rlx import inputs, launch, run_folder
     from rlx.storage.addresses import open_storage
+    from rlx.tracking import console, mlflow
 
     started = time.monotonic()
     storage = given.get("storage") or from_tree(base).storage
@@ -85,11 +86,11 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     if not args.resume:
         run_folder.check_new(config, folder)
     elif done := run_folder.finished(config, folder):
-        print(f"run {name} is finished: {config.train.steps} steps, {progress.described(done)}")
+        print(f"run {name} is finished: {config.train.steps} steps, {console.described(done)}")
         launch.send_pending(config, folder, print)
         return 0
     first: dict[str, Any] = {}
-    with progress.RunProgress(config.train.steps) as shown:
+    with console.RunProgress(config.train.steps) as shown:
 
         def on_report(metrics: dict[str, Any], checkpoint: str | None) -> None:
             first.update(first or metrics)
@@ -102,17 +103,18 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
         end_on_sigterm()
         result = launch.run(config, folder, resume=bool(args.resume), on_report=on_report, say=shown.note)
     print(summary(config, first, result.metrics, time.monotonic() - started))
-    print(f"curves: {report.ui_command(launch.tracking_uri(config))}")
+    print(f"curves: {mlflow.ui_command(launch.tracking_uri(config))}")
     return 0
 
 
 def check(base: dict[str, Any], given: dict[str, Any]) -> int:
     """Prints the doctor's lines; 1 if one of them failed."""
-    from rlx import inputs, launch, progress
+    from rlx import inputs, launch
+    from rlx.tracking import console
 
     config = from_tree(with_overrides(base, given))
     config = from_tree(with_overrides(config.model_dump(), inputs.absolute_paths(config)))
-    with progress.RunProgress(1) as shown:
+    with console.RunProgress(1) as shown:
         inputs.ready(config, shown.warm_start)
         shown.say("a few steps at learning rate 0")
         launch.connect(config)

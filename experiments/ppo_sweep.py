@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
-    from rlx import analysis, comparison, inputs, launch, progress, records, report, sweep, tracker
+    from rlx import analysis, comparison, inputs, launch, records, sweep
     from rlx.storage.addresses import local_folder, open_storage
+    from rlx.tracking import console, mlflow, outbox
     from rlx.trials import Sweep
 
     started = time.monotonic()
@@ -77,16 +78,16 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         plan = Sweep(name, tree, str(Path(args.space).resolve()), *chosen)
     config = from_tree(plan.tree)
     uri = launch.tracking_uri(config)
-    with progress.SweepProgress(config.train.steps) as shown:
-        with progress.RunProgress(config.train.steps, shown.console) as making:
+    with console.SweepProgress(config.train.steps) as shown:
+        with console.RunProgress(config.train.steps, shown.console) as making:
             inputs.ready(config, making.warm_start)
         launch.connect(config)
         end_on_sigterm()
         if args.resume is None:
             plan = sweep.create_sweep(plan, storage)
         lines = [sweep.described(plan), *(f"{trial} runs again" for trial in again)]
-        where = [f"in MLflow: {report.ui_command(uri)}"]
-        where.append(f"at: {report.run_address(uri, tracker.run_id(storage / 'sweeps' / plan.name))}")
+        where = [f"in MLflow: {mlflow.ui_command(uri)}"]
+        where.append(f"at: {mlflow.run_address(uri, outbox.run_id(storage / 'sweeps' / plan.name))}")
         shown.console.print(*lines, *where, sep="\n", soft_wrap=True)
         results = sweep.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
     failed = sweep.failures(results)
@@ -94,7 +95,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         print(f"error: {reason}", file=sys.stderr)
     print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
     try:
-        own = tracker.run_id(storage / "sweeps" / plan.name)  # a server may know other sweeps of that name
+        own = outbox.run_id(storage / "sweeps" / plan.name)  # a server may know other sweeps of that name
         loaded = records.load_sweep(uri, config.tracking.experiment, own or plan.name)
         paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

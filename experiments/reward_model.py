@@ -53,9 +53,10 @@ def _count(text: str) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Trains the reward model and shows it."""
-    from rlx import inputs, progress
+    from rlx import inputs
     from rlx.rewards import preferences
     from rlx.storage.addresses import local_folder, open_storage, resolved
+    from rlx.tracking import console
 
     started, given = time.monotonic(), vars(args)
     config = RunConfig(storage=resolved(args.storage))
@@ -66,7 +67,7 @@ def train(args: argparse.Namespace) -> int:
     preferences.check_new(folder)
     recipe = preferences.Recipe(args.epochs, args.batch, args.lr, args.seed)
     steps = recipe.steps(len(pairs))
-    with progress.RunProgress(steps) as shown, _recorded(config, folder.name, given) as record:
+    with console.RunProgress(steps) as shown, _recorded(config, folder.name, given) as record:
         base = given.get("base") or inputs.model_folder(config, shown.warm_start)
         shown.say(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
         begun = time.monotonic()
@@ -74,7 +75,7 @@ def train(args: argparse.Namespace) -> int:
         def on_step(done: int, metrics: dict[str, float]) -> None:
             record.log({f"reward_model/{key}": value for key, value in metrics.items()}, done, _milliseconds())
             if done and (shown.console.is_terminal or done % LINES == 0 or done == steps):
-                left = progress.time_left((time.monotonic() - begun) / done * (steps - done))
+                left = console.time_left((time.monotonic() - begun) / done * (steps - done))
                 shown.say(f"step {done}/{steps}  {described(metrics)}  left {left}")
 
         result = preferences.train(base, folder, pairs, held_out, recipe, progress=on_step)
@@ -94,14 +95,15 @@ def described(metrics: Mapping[str, float]) -> str:
 @contextmanager
 def _recorded(config: RunConfig, name: str, params: Mapping[str, Any]) -> Iterator[Any]:
     """An MLflow run for the time of the training."""
-    from rlx import launch, report
+    from rlx import launch
+    from rlx.tracking import mlflow
 
     uri, status = launch.tracking_uri(config), "FAILED"
-    report.check(uri)
+    mlflow.check(uri)
     texts, tags = {key: str(value) for key, value in params.items()}, {"rlx.kind": "reward_model"}
     experiment, now = config.tracking.experiment, _milliseconds()
-    run_id = report.make_run(uri, uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)
-    record = report.Record(uri, run_id)
+    run_id = mlflow.make_run(uri, uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)
+    record = mlflow.Record(uri, run_id)
     try:
         yield record
         status = "FINISHED"

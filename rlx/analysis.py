@@ -13,13 +13,14 @@ from typing import Any
 
 import yaml
 
-from rlx import comparison, records, report
+from rlx import comparison, records
 from rlx.comparison import Group, Mode, answer, best_first, format_table, groups, table
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.records import METRIC, Setting, Sweep
+from rlx.tracking import mlflow
 
 _PLACE = ("name", "storage")  # settings that say where a run is kept, not what it does
 
@@ -57,14 +58,14 @@ def write(
     for file, text in texts.items():
         (folder / file).write_text(text)
     paths = [folder / file for file in (*texts, *pictures)]
-    report.log_files(uri, sweep.run_id, paths, "analysis")
+    mlflow.log_files(uri, sweep.run_id, paths, "analysis")
     _describe(sweep, shown["settings"], uri, metric)
     return paths
 
 
 def _describe(sweep: Sweep, found: Sequence[Group], uri: str, metric: str) -> None:
     """Gives a sweep's own MLflow run, which else is an empty row, its answer and its best mean."""
-    door = report.client(uri)
+    door = mlflow.client(uri)
     door.set_tag(sweep.run_id, "mlflow.note.content", f"{answer(found, metric)} analysis/analysis.html has the rest.")
     if found[0].values:
         door.log_metric(sweep.run_id, metric, found[0].mean, step=0)

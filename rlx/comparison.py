@@ -27,8 +27,8 @@ from rich.table import Table
 from scipy.special import stdtrit
 
 from rlx.config.errors import ConfigError, nearest
-from rlx.progress import plain_console, printed
 from rlx.records import METRIC, Setting, Sweep, Trial, check_metric
+from rlx.tracking.console import plain_console, printed
 
 Mode = Literal["max", "min"]
 

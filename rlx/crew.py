@@ -310,7 +310,7 @@ def work(setup: dict[str, Any]) -> None:
     import torch
 
     from rlx import doctor
-    from rlx.train_loop import train_loop
+    from rlx.training.loop import train_loop
 
     rank = ray.train.get_context().get_world_rank()
     for job in controller.jobs(setup["box"]):

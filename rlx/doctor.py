@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from rlx import controller
 from rlx.algorithms import masking
-from rlx.assembly import assemble
 from rlx.config.run import RunConfig
-from rlx.train_loop import annotate, estimate
-from rlx.types import Experience
-from rlx.update import update
-from rlx.worker import Run
+from rlx.training.experience import Experience
+from rlx.training.loop import annotate, estimate
+from rlx.training.setup import assemble
+from rlx.training.trainer import Run
+from rlx.training.update import update
 
 ROUNDS = 2
 _NUDGE = 0.1  # of a weight's own spread: far more than an optimizer step does

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlx import experience, inputs, roles
+from rlx import inputs
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import ALL_LAYERS, DataConfig
@@ -31,6 +31,7 @@ from rlx.rollout.weight_sync import gather
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.checkpoint_catalog import Entry
 from rlx.storage.filesystem import patiently
+from rlx.training import experience, setup
 from rlx.types import Completion, Judged, Prompt
 
 PROMPTS, TOKENS = 8, 8  # what the comparison is made on: held-out prompts, and tokens after each
@@ -101,7 +102,7 @@ def _loaded(config: RunConfig, path: str) -> tuple[Policy, Any]:
     """The policy as the trainer builds it, without a value head, and its tokenizer; ConfigError if there is none."""
     trust = config.model.trust_remote_code
     try:
-        policy = loading.load_policy(path, head=None, adapters=roles.adapters(config), trust_remote_code=trust)
+        policy = loading.load_policy(path, head=None, adapters=setup.adapters(config), trust_remote_code=trust)
         return policy, prompts.load_tokenizer(path, trust)
     except (OSError, ValueError) as error:  # transformers' are of many lines
         raise ConfigError(one_line(error)) from None

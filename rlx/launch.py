@@ -20,7 +20,7 @@ import ray
 import ray.train
 import yaml
 
-from rlx import inputs, report, run_folder, tracker
+from rlx import inputs, run_folder
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
@@ -30,7 +30,8 @@ from rlx.plan import check_room, plan
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import local_folder, open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
-from rlx.tracker import Tracker
+from rlx.tracking import mlflow, outbox, tracker
+from rlx.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from rlx.doctor import Verdict
@@ -116,7 +117,7 @@ def run(
     if config.checkpoint.start_from and not (resume and checkpoint_catalog.whole(folder)):
         run_folder.check_start(config)
     if not resume and parent is None:  # later on its records wait for a server that does not answer
-        report.check(tracking_uri(config))
+        mlflow.check(tracking_uri(config))
     crew, say = _hired(config, path), say or _LOG.warning
     try:
         # Before there is a run: one without prompts leaves no trace.
@@ -131,7 +132,7 @@ def run(
 
 def send_pending(config: RunConfig, folder: Storage, say: Say) -> bool:
     """Sends MLflow what a run that is over could not send; False, and it is said, if the server still takes nothing."""
-    if not tracker.pending(folder):
+    if not outbox.pending(folder):
         return True
     left = tracker.send_pending(tracking_uri(config), folder, say)
     say(
@@ -177,7 +178,7 @@ def examine(config: RunConfig) -> list[Verdict]:
 
 def tracking_uri(config: RunConfig) -> str:
     """Where MLflow keeps what the config's runs report."""
-    return config.tracking.uri or report.default_uri(local_folder(config.storage))
+    return config.tracking.uri or mlflow.default_uri(local_folder(config.storage))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def _close(record: Tracker, folder: Storage, say: Say, config: RunConfig) -> Non
     try:
         if taken:
             tracker.send_pending(record.uri, folder, say, _PATIENCE_S)
-        if left := tracker.pending(folder):
+        if left := outbox.pending(folder):
             say(f"{left} records for MLflow wait in {where}")
     except (StorageError, OSError) as error:  # the run is as it is
         say(f"records for MLflow may wait in {where} ({one_line(error)})")

@@ -21,11 +21,11 @@ from rlx import run_folder
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.progress import printed
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
 from rlx.storage.addresses import below, open_storage, resolved
 from rlx.storage.checkpoint_catalog import Entry
 from rlx.storage.filesystem import Storage
+from rlx.tracking.console import printed
 
 WATCHED = ("reward/mean", "eval/accuracy", "kl/ref")
 _NUMBERS = {"steps", "size", "step", "ranks"}  # columns that are right-aligned, beside the metrics'

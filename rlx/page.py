@@ -16,11 +16,12 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from rlx import comparison, figures, records, report
+from rlx import comparison, figures, records
 from rlx.comparison import Group, Mode, as_text, short_names
 from rlx.config.errors import ConfigError
 from rlx.importance import importance
 from rlx.records import Sweep, Trial
+from rlx.tracking import metrics
 
 _PICKED = "The best of many means is flattered by having been picked: to be sure of it, run it again on fresh seeds."
 
@@ -56,7 +57,7 @@ def render(
     facts = {
         "asked": ", ".join(f"{key} {value}" for key, value in sweep.asked.items()),
         "varied": ", ".join(sweep.varied) or "nothing",
-        "ranked by": f"{metric}, {order}: {report.meaning(metric)}",
+        "ranked by": f"{metric}, {order}: {metrics.meaning(metric)}",
     }
     sections = [
         _ranking(found, sweep.questions_of(metric)),

@@ -18,10 +18,11 @@ from typing import Any
 
 import pandas as pd
 
-from rlx import report
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
+from rlx.tracking import mlflow
+from rlx.tracking.metrics import METRICS, meaning
 
 Setting = int | float | str | None
 
@@ -86,14 +87,14 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     """
     watched = tuple(dict.fromkeys([*WATCHED, *metrics]))
     for metric in metrics:
-        check_metric(metric, [metric] if report.meaning(metric) else list(report.METRICS))
+        check_metric(metric, [metric] if meaning(metric) else list(METRICS))
     sweeps = _sweep_runs(uri, experiment)
     parent = next((run for run in sweeps if name in (None, run.info.run_name, run.info.run_id)), None)
     if parent is None:
         hint = nearest(name or "", [run.info.run_name for run in sweeps])
         raise ConfigError(f"no sweep {name!r} in experiment {experiment!r}{hint}")
     sweep, varied = str(parent.info.run_name), tuple(json.loads(parent.data.tags.get("rlx.space", "[]")))
-    door, experiment_id = report.client(uri), parent.info.experiment_id
+    door, experiment_id = mlflow.client(uri), parent.info.experiment_id
     children = _search(door, experiment_id, "mlflow.parentRunId", parent.info.run_id)
     if not children:
         raise ConfigError(f"sweep {sweep!r} has no trials yet")
@@ -115,7 +116,7 @@ def check_metric(metric: str, choices: Sequence[str]) -> None:
 
 def samples(uri: str, trial: Trial) -> pd.DataFrame:
     """A trial's newest answers to held-out prompts: prompt, completion, answer, score; empty if it has none."""
-    door = report.client(uri)
+    door = mlflow.client(uri)
     for run_id in reversed(trial.runs):
         tables = sorted(file.path for file in door.list_artifacts(run_id, "samples"))
         if tables:
@@ -128,7 +129,7 @@ def run_config(uri: str, trial: Trial) -> RunConfig:
 
     ConfigError if MLflow has none, or one that this version of rlx does not take.
     """
-    door = report.client(uri)
+    door = mlflow.client(uri)
     if not any(file.path == "config.yaml" for file in door.list_artifacts(trial.runs[0])):
         raise ConfigError(f"{trial.name} has no config.yaml in MLflow")
     tree = parse_yaml(_text(door, trial.runs[0], "config.yaml"))
@@ -148,12 +149,12 @@ def _sweep_runs(uri: str, experiment: str) -> list[Any]:
     if path != uri and not Path(path).is_file():  # MLflow would make an empty database
         raise ConfigError(f"no MLflow database {path}")
     try:
-        found = {each.name: each.experiment_id for each in report.client(uri).search_experiments()}
+        found = {each.name: each.experiment_id for each in mlflow.client(uri).search_experiments()}
     except Exception as error:  # each kind of store has its own
         raise ConfigError(f"tracking store {uri}: {one_line(error, 300)}") from None
     if experiment not in found:
         raise ConfigError(f"no experiment {experiment!r} in {uri}{nearest(experiment, list(found))}")
-    sweeps = _search(report.client(uri), found[experiment], "rlx.kind", "sweep")[::-1]
+    sweeps = _search(mlflow.client(uri), found[experiment], "rlx.kind", "sweep")[::-1]
     if not sweeps:
         raise ConfigError(f"no sweep in experiment {experiment!r}: experiments/ppo_sweep.py makes one")
     return sweeps

@@ -23,7 +23,7 @@ from typing import Any
 from ray import tune
 from ray.tune.experiment import Trial
 
-from rlx import launch, report, run_folder, search
+from rlx import launch, run_folder, search
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import flatten
@@ -31,7 +31,8 @@ from rlx.plan import nodes, plan
 from rlx.schedulers import PAUSING, REPLAYING, SCHEDULERS, first_rung
 from rlx.search import ADAPTIVE, METRIC, MODE, Space
 from rlx.storage.filesystem import Storage
-from rlx.tracker import Tracker
+from rlx.tracking import mlflow
+from rlx.tracking.tracker import Tracker
 from rlx.trial import leg_number, newest_leg, trainable
 from rlx.trials import Record, Records, Sweep, Trials, trial_name
 
@@ -88,7 +89,7 @@ def create_sweep(sweep: Sweep, storage: Storage) -> Sweep:
     config, space = sweep.config, search.load_space(sweep.space, sweep.tree)
     varied = [*space, *(["seed"] if sweep.seeds > 1 else [])]
     asked = {"search": sweep.search, "scheduler": sweep.scheduler, "seeds": sweep.seeds}
-    report.check(launch.tracking_uri(config))
+    mlflow.check(launch.tracking_uri(config))
     tracker = Tracker(launch.tracking_uri(config), folder, "driver")
     tracker.open(
         config.tracking.experiment,

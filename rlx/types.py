@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # whoever only passes prompts on does not pay for importing torch
-    import torch
+if TYPE_CHECKING:
     from torch import Tensor
+
 
 Checker = Callable[[str, str, int | None], float]
 """(answer given, answer expected, entry in the dataset) -> score, 1 is right"""
@@ -92,59 +91,3 @@ class Weight:
     shape: tuple[int, ...]
     parts: tuple[Tensor, ...]  # what it is made of, as this rank holds it: FSDP shards, or tensors in full
     join: Callable[..., Tensor] | None = None  # makes it of its parts in full; None: it is the only part
-
-
-@dataclass(frozen=True)
-class Experience:
-    """One rank's rollouts as tensors; B completions, prompt and response left-aligned in `ids`.
-
-    `[B, T]` tensors are over response tokens: column t is the t-th token after the prompt. They are zero where
-    `mask` is zero. The last six are all zero until the steps of the loop fill them in.
-    """
-
-    ids: Tensor  # [B, L] int64, prompt then response then padding
-    prompt_lengths: Tensor  # [B] int64
-    mask: Tensor  # [B, T] float, 1 on response tokens
-    rollout_logprobs: Tensor  # [B, T] as the engine reports them
-    place: Tensor  # [B] int64, which of the rank's completions it is
-    groups: Tensor  # [B] int64, the same for completions of the same prompt
-    scores: Tensor  # [B] reward of the whole completion
-    greedy: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator asks for none
-    logprobs: Tensor  # [B, T] the policy's before the update ("old"), as algorithm.old_logprobs has them
-    ref_logprobs: Tensor  # [B, T]
-    values: Tensor  # [B, T] the critic's before the update ("old")
-    entropy: Tensor  # [B, T] the policy's before the update, in nats, or minus the logprobs, of which it is the mean
-    advantages: Tensor  # [B, T]
-    returns: Tensor  # [B, T]
-
-    @property
-    def columns(self) -> dict[str, Tensor]:
-        """All of the above by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """What the models score: `ids`, `prompt_lengths`, `mask`, `places`."""
-        return self.ids, self.prompt_lengths, self.mask, self.places
-
-    @functools.cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """[N] each, rows and columns of the response tokens; a GPU is waited for, when this is first asked for."""
-        rows, columns = self.mask.nonzero(as_tuple=True)
-        return rows, columns
-
-    @property
-    def widths(self) -> Tensor:
-        """[B] the length of each response: to the last 1 of its mask, as zeros may lie between."""
-        return self.mask.cumsum(1).argmax(1) + 1
-
-    def rows(self, chosen: slice | Tensor) -> Experience:
-        """Some of the completions, cut to the longest among them."""
-        cut = {name: column[chosen] for name, column in self.columns.items()}
-        widths = self.widths[chosen]
-        width, length = int(widths.max()), int((cut["prompt_lengths"] + widths).max())
-        grids = {name: part[:, :width] for name, part in cut.items() if part.ndim == 2}
-        return replace(self, **(cut | grids | {"ids": cut["ids"][:, :length]}))
-
-    def to(self, device: torch.device) -> Experience:
-        return replace(self, **{name: column.to(device) for name, column in self.columns.items()})

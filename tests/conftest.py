@@ -23,9 +23,10 @@ from ray._private import state
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx import launch, report
+from rlx import launch
 from rlx.models.tiny import WarmStart, make_tiny_model
 from rlx.rollout import engine_args, engine_pool
+from rlx.tracking import mlflow
 
 SHORT_RECIPE = WarmStart(
     right_steps=30, careless_steps=2, held_out_size=32, hidden=128, mlp=128, heads=4, kv_heads=2, warmup_steps=5
@@ -105,7 +106,7 @@ def engines(ray_cluster: None, tiny_model: Path, untied_model: Path) -> Iterator
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with MLflow's tables in it, made as a first run makes it; to be copied, for that takes seconds."""
     folder = tmp_path_factory.mktemp("database")
-    report.client(report.default_uri(folder)).search_experiments()
+    mlflow.client(mlflow.default_uri(folder)).search_experiments()
     return folder / "mlflow.db"
 
 
@@ -176,7 +177,7 @@ History = dict[str, dict[int, list[float]]]
 
 def mlflow_history(storage: Path, run_id: str) -> History:
     """All the metrics of an MLflow run in a storage folder."""
-    client = report.client(report.default_uri(storage))
+    client = mlflow.client(mlflow.default_uri(storage))
     history: History = {}
     for name in client.get_run(run_id).data.metrics:
         for metric in client.get_metric_history(run_id, name):

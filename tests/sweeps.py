@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from rlx import report
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.records import METRIC, WATCHED, Setting, Sweep, Trial
+from rlx.tracking import mlflow
 
 BASE = {
     "train.steps": 4,
@@ -47,7 +47,7 @@ def log_sweep(uri: str, name: str, runs: Sequence[Run], varied: Sequence[str], t
     parent = open_run(uri, name, "rlx", own, params, at)
     for i, run in enumerate(runs):
         log_run(uri, f"{name}.trial_{i}", run, parent, at=at + 1 + i)
-    report.client(uri).set_terminated(parent, "FINISHED", at + 100)
+    mlflow.client(uri).set_terminated(parent, "FINISHED", at + 100)
     return parent
 
 
@@ -57,7 +57,7 @@ def log_run(
     """A run as launch and the training loop leave it: tokens at each step, accuracy where it was evaluated."""
     from mlflow.entities import Metric
 
-    door, own = report.client(uri), config(name, run.settings)
+    door, own = mlflow.client(uri), config(name, run.settings)
     params = {key: str(value) for key, value in flatten(own).items() if value is not None}
     tags = {"rlx.kind": kind} | ({"mlflow.parentRunId": parent} if parent else {}) | run.tags
     run_id = open_run(uri, name, experiment, tags, params, at)
@@ -83,7 +83,7 @@ def log_run(
 def open_run(uri: str, name: str, experiment: str, tags: Mapping[str, str], params: Mapping[str, str], at: int) -> str:
     from mlflow.entities import Param
 
-    door, found = report.client(uri), report.client(uri).get_experiment_by_name(experiment)
+    door, found = mlflow.client(uri), mlflow.client(uri).get_experiment_by_name(experiment)
     place = uri.removeprefix("sqlite:///").replace("mlflow.db", "mlartifacts")
     experiment_id = found.experiment_id if found else door.create_experiment(experiment, f"file://{place}")
     run_id = str(door.create_run(experiment_id, at, dict(tags), name).info.run_id)

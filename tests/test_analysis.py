@@ -13,10 +13,11 @@ import pytest
 from plotly.offline import get_plotlyjs
 from sweeps import Run, config, log_sweep
 
-from rlx import analysis, comparison, records, report
+from rlx import analysis, comparison, records
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.sections import flatten
 from rlx.importance import FEWEST
+from rlx.tracking import mlflow
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "analyze.py"
 LR, KIND = "train.actor_lr", "algorithm.advantage"
@@ -42,7 +43,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
     """A store with several sweeps, which all tests share."""
     folder = tmp_path_factory.mktemp("store")
     shutil.copy(empty_database, folder)
-    uri = report.default_uri(folder)
+    uri = mlflow.default_uri(folder)
     log_sweep(uri, "bare", RUNS, [LR, KIND, "seed"])
     log_sweep(uri, "lr", RUNS, [LR, KIND, "seed"], {"rlx.seeds": "2"})
     log_sweep(uri, "wide", [Run({LR: 1e-5 * 2**i}, {0: 0.1, 4: 0.05 * i}) for i in range(FEWEST)], [LR])
@@ -80,10 +81,10 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, n
     paths = analysis.write(loaded, tmp_path, uri)
     recipe = set() if name in ("failed", "running") else {"best.yaml"}
     assert {path.name for path in paths} == {path.name for path in tmp_path.iterdir()} == ALWAYS | recipe
-    stored = report.client(uri).list_artifacts(loaded.run_id, "analysis")
+    stored = mlflow.client(uri).list_artifacts(loaded.run_id, "analysis")
     assert {Path(file.path).name for file in stored} == ALWAYS | recipe
     assert len(pd.read_csv(tmp_path / "trials.csv")) == len(loaded.trials)
-    own, found = report.client(uri).get_run(loaded.run_id).data, analysis.compared(loaded)["settings"]
+    own, found = mlflow.client(uri).get_run(loaded.run_id).data, analysis.compared(loaded)["settings"]
     assert own.tags["mlflow.note.content"] == f"{comparison.answer(found)} analysis/analysis.html has the rest."
     assert own.metrics == ({"eval/accuracy": found[0].mean} if recipe else {})
     height, width, _ = matplotlib.image.imread(tmp_path / "settings.png").shape
@@ -133,7 +134,7 @@ def test_twelve_settings_have_their_importance(uri: str, tmp_path: Path) -> None
 def test_what_is_no_longer_in_mlflow_is_said(uri: str, tmp_path: Path) -> None:
     loaded = records.load_sweep(uri, "rlx", "bare")
     for trial in loaded.trials:
-        shutil.rmtree(report.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
+        shutil.rmtree(mlflow.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
     paths = analysis.write(loaded, tmp_path, uri)
     assert {path.name for path in paths} == ALWAYS
     html = (tmp_path / "analysis.html").read_text()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlx.assembly import threads
 from rlx.config.loading import from_tree
+from rlx.training.setup import threads
 
 
 @pytest.mark.parametrize(("share", "expected"), [({"CPU": 0.5}, 1), ({"CPU": 1}, 1), ({"CPU": 1.9}, 2), ({"x": 1}, 1)])

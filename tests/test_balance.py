@@ -9,10 +9,9 @@ from conftest import OnRanks
 from test_experience import PAD, completion, judged
 from torch import Tensor
 
-from rlx import experience
-from rlx.balance import balanced
 from rlx.mesh import Grid
-from rlx.types import Experience
+from rlx.training import experience
+from rlx.training.experience import Experience, balanced
 
 ROWS, COUNT = 6, 2
 

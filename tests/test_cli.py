@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from conftest import NothingLeft
 
-from rlx import inputs, launch, report, run_folder
+from rlx import inputs, launch, run_folder
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
+from rlx.tracking import mlflow
 
 ROOT = Path(__file__).resolve().parent.parent
 Refused = Callable[..., str]
@@ -66,7 +67,7 @@ def begun(config: RunConfig, folder: Storage) -> None:
 def assert_nothing_ran(storage: Path) -> None:
     assert not list(storage.glob("runs/*")) and not list(storage.glob("sweeps/*"))
     if (storage / "mlflow.db").exists():
-        assert report.client(report.default_uri(storage)).search_runs(["0", "1"]) == []
+        assert mlflow.client(mlflow.default_uri(storage)).search_runs(["0", "1"]) == []
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlx.experience import Selection, build, dealt, joined, micro_batch_count, micro_batches, minibatches
-from rlx.types import Completion, Experience, Judged, Prompt
+from rlx.training.collector import Selection
+from rlx.training.experience import Experience, build, dealt, joined, micro_batch_count, micro_batches, minibatches
+from rlx.types import Completion, Judged, Prompt
 
 PAD = 9
 

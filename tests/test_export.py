@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx import __version__, export, roles
+from rlx import __version__, export
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.mesh import Grid
@@ -33,6 +33,7 @@ from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import Entry
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.filesystem import Storage
+from rlx.training import setup, trainer
 from rlx.types import Prompt, Sampling, Weight
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,9 +72,9 @@ class Made:
 def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str) -> dict[str, Any]:
     """One optimizer step by the trainer's own models, and this rank's file of a checkpoint."""
     config = from_tree(tree)
-    models, _ = roles.models(config, path, Grid.of("cpu", config.parallel.tp).mesh)
+    models, _ = setup.models(config, path, Grid.of("cpu", config.parallel.tp).mesh)
     policy: Any = models["policy"].model
-    average = roles.average(config, policy)
+    average = trainer.average(config, policy)
     for part in models.values():
         for i, weight in enumerate(p for p in part.model.parameters() if p.requires_grad):
             weight.grad = weight.detach() * 0.1 + 0.01 * (-1) ** i  # adapters' B is 0, and must not stay so

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from rlx import progress, run_folder
+from rlx import run_folder
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, setting_keys
@@ -33,6 +33,7 @@ from rlx.storage import addresses, checkpoint_catalog, checkpoint_files, checkpo
 from rlx.storage.checkpoint_files import CheckpointError, Parts, Shard
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
 from rlx.storage.filesystem import Storage, StorageError
+from rlx.tracking import console
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -450,5 +451,5 @@ def test_a_damaged_record_of_a_run_is_named(record: tuple[str, bytes], tmp_path:
     if name == "run.json" and found is not None:
         assert found == json.loads(content)["mlflow_run"]
     elif name == "result.json" and found is not None:
-        progress.described(found)  # what a resume shows of it
+        console.described(found)  # what a resume shows of it
         assert found["step"] >= RunConfig().train.steps

@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rlx import experience, metrics, roles, train_loop, update, worker
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config import loading
 from rlx.config.errors import ConfigError
@@ -32,7 +31,9 @@ from rlx.models.loading import checkpoint_gradients, compile_layers, load_critic
 from rlx.models.policy import Policy
 from rlx.rollout.weight_sync import gather
 from rlx.storage.checkpoint_files import Trained
-from rlx.types import Completion, Experience, Judged, Prompt, Sampling
+from rlx.training import experience, loop, metrics, setup, trainer, update
+from rlx.training.experience import Experience
+from rlx.types import Completion, Judged, Prompt, Sampling
 
 PAD = 0
 PROMPTS = (3, 9, 5, 6)  # tokens each
@@ -310,7 +311,7 @@ ANSWERS = pa.table(
 )
 
 
-def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu") -> worker.Run:
+def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu") -> trainer.Run:
     """What a rank trains with. Plain gradient descent shows the gradients; Adam would hide their scale."""
     tree = {
         "train": {"epochs": 1, "minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
@@ -318,16 +319,16 @@ def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str 
     }
     settings = loading.from_tree(loading.with_overrides(tree, way))
     grid = Grid.of(device, settings.parallel.tp)
-    trained, reference = roles.models(settings, path, grid.mesh)
+    trained, reference = setup.models(settings, path, grid.mesh)
     trained = {name: Trained(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
     nothing: Any = None
-    return worker.Run(
+    return trainer.Run(
         config=settings,
         device=torch.device(device),
         grid=grid,
         trained=trained,
         rates={name: [0.1] for name in trained},
-        average=roles.average(settings, trained["policy"].model),
+        average=trainer.average(settings, trained["policy"].model),
         copy=reference,
         rounds=nothing,
         supervised=stream.PromptStream(ANSWERS, 0, grid.dp_rank, grid.dp_size) if settings.data.ptx_source else None,
@@ -357,10 +358,10 @@ def updated(
     start = experience.build(judged, PAD).to(run.device)
     for _ in range(2):  # in the second round the policy is no longer the reference
         wave = torch.sin(start.groups[:, None] + torch.arange(start.mask.shape[1], device=device))
-        said = train_loop.annotate(run, start).logprobs
+        said = loop.annotate(run, start).logprobs
         batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
-        batch = train_loop.annotate(run, batch, run.scores_late)
-        batch, kl = train_loop.estimate(run, batch)
+        batch = loop.annotate(run, batch, run.scores_late)
+        batch, kl = loop.estimate(run, batch)
         batch, sums = update.update(run, batch, run.scores_late)
         sums = run.summed(sums | {"kl": kl, "entropy": (batch.entropy * batch.mask).sum()})
     state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
@@ -382,11 +383,11 @@ def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience
     ways = ({}, {"algorithm.old_logprobs": "rollout", **ALONE})
     runs = [run_of(path, way | {"train.minibatches": 1}, 60) for way in ways]
     start = experience.build([Judged(c, float(c.sample), True, {}) for c in completions()], PAD)
-    own = train_loop.annotate(runs[0], start)
+    own = loop.annotate(runs[0], start)
     runs[1].policy.forward = refuse
-    theirs = train_loop.annotate(runs[1], replace(start, rollout_logprobs=own.logprobs - 0.1 * own.mask))
+    theirs = loop.annotate(runs[1], replace(start, rollout_logprobs=own.logprobs - 0.1 * own.mask))
     del runs[1].policy.forward
-    return own, theirs, runs[1].summed(update.update(runs[1], train_loop.estimate(runs[1], theirs)[0])[1])
+    return own, theirs, runs[1].summed(update.update(runs[1], loop.estimate(runs[1], theirs)[0])[1])
 
 
 def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model: Path) -> None:
@@ -405,17 +406,17 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     own = [c for c in completions() if c.prompt.id % ranks == rank]
     judged = [Judged(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
     start = experience.build(judged, PAD)
-    said = train_loop.annotate(run, start).logprobs
+    said = loop.annotate(run, start).logprobs
     start = replace(start, rollout_logprobs=said - 0.3 * torch.sin(torch.arange(said.shape[1])) * start.mask)
     forward = run.policy.forward
     if late and run.config.train.minibatches == 1:
         run.policy.forward = refuse
-    batch = train_loop.annotate(run, start, late)
+    batch = loop.annotate(run, start, late)
     run.policy.forward = forward
     first, *others = experience.minibatches(batch, run.config.train.minibatches)
     assert bool(first.logprobs.any()) != late
     assert all(other.logprobs.any() for other in others)
-    batch, _ = train_loop.estimate(run, batch)
+    batch, _ = loop.estimate(run, batch)
     batch, own_sums = update.update(run, batch, late)
     sums: dict[str, Any] = run.summed(own_sums)
     selection = run.selection()
@@ -507,7 +508,7 @@ def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[s
         run.scattered = frozenset({"policy", "critic"} if found else ())
         own = [c for c in completions() if c.prompt.id % ranks == rank]
         start = experience.build([Judged(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
-        batch, _ = train_loop.estimate(run, train_loop.annotate(run, start))
+        batch, _ = loop.estimate(run, loop.annotate(run, start))
         (micros,), (size,) = run.cut([batch]), update.denominators(run, [batch])
         assert len(micros) > 1
         run.reduce_gradients(False)
@@ -533,7 +534,7 @@ def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest
     alone = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}
     two = alone | {"num_workers": 2}
     for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
-        assert roles.scattered(loading.from_tree({"scaling": scaling}), {"small": small, "large": large}) == expected
+        assert setup.scattered(loading.from_tree({"scaling": scaling}), {"small": small, "large": large}) == expected
 
 
 OFFLOAD: dict[str, Any] = {"model.offload": ["critic", "reference"], "scaling.use_gpu": True}
@@ -642,8 +643,8 @@ def spoilt(rank: int, ranks: int, path: str) -> list[str]:
     stopping = {"algorithm.stop_kl": 1.0, "train.epochs": 3}
     for way, column in (({}, "advantages"), (stopping, "advantages"), ({}, "returns")):
         run = run_of(path, way, 60)
-        batch = train_loop.annotate(run, experience.build([Judged(c, 1.0, True, {}) for c in completions()], PAD))
-        batch = train_loop.estimate(run, batch)[0]
+        batch = loop.annotate(run, experience.build([Judged(c, 1.0, True, {}) for c in completions()], PAD))
+        batch = loop.estimate(run, batch)[0]
         try:
             update.update(run, replace(batch, **{column: math.nan * getattr(batch, column)}))
         except FloatingPointError as error:
@@ -670,7 +671,7 @@ def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
         judged = [Judged(row, score, True, {}, greedy=0.5) for row, score in zip(rows, scores, strict=True)]
         kl = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [2.0, 3.0]])  # kl_coef is 0.1
         batch = replace(experience.build(judged, PAD), logprobs=kl, ref_logprobs=torch.zeros(4, 2))
-        found[kind] = train_loop.estimate(run, batch)[0].advantages
+        found[kind] = loop.estimate(run, batch)[0].advantages
     return found
 
 

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlx import inputs, roles
+from rlx import inputs
 from rlx.config import loading, run
 from rlx.config.errors import ConfigError
 from rlx.mesh import Grid
@@ -28,6 +28,7 @@ from rlx.models import fsdp, tensor_parallel
 from rlx.models.loading import load_policy
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.checkpoint_files import Trained
+from rlx.training import setup
 
 UNCUT = [way for way in WAYS if "model.lora_rank" not in way]
 
@@ -75,7 +76,7 @@ def weights_of_tokens() -> Tensor:
 def learnt_on_ranks(rank: int, ranks: int, path: str, tp: int) -> dict[str, Any]:
     """The same, and the shape of one matrix as this process holds it in a forward pass."""
     chosen = settings_of(ranks, tp, model={"critic": "head", "value_head_init": "normal"})
-    trained, _ = roles.models(chosen, path, Grid.of("cpu", tp).mesh)
+    trained, _ = setup.models(chosen, path, Grid.of("cpu", tp).mesh)
     policy: Any = trained["policy"].model
     shapes: list[tuple[int, ...]] = []
     projection = policy.lm.base_model.layers[0].mlp.up_proj
@@ -146,7 +147,7 @@ def test_neighbours_hear_from_their_first_and_count_once(on_ranks: OnRanks) -> N
 
 
 def trained_of(path: str, ranks: int, tp: int) -> dict[str, Trained]:
-    return roles.models(settings_of(ranks, tp), path, Grid.of("cpu", tp).mesh)[0]
+    return setup.models(settings_of(ranks, tp), path, Grid.of("cpu", tp).mesh)[0]
 
 
 def save(rank: int, ranks: int, path: str, tp: int, target: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from rlx.progress import RunProgress, SweepProgress
+from rlx.tracking.console import RunProgress, SweepProgress
 
 SETTINGS = {
     "train.actor_lr": 0.0001711779,

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from sweeps import BASE, Run, config, log_run, log_sweep
 
-from rlx import records, report
+from rlx import records
 from rlx.config.errors import ConfigError
 from rlx.config.sections import flatten
+from rlx.tracking import mlflow
 
 VARIED = ("train.actor_lr", "algorithm.kl_kind", "algorithm.kl_target")
 RUNS = [
@@ -35,7 +36,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
     """A store with several sweeps, which all tests share."""
     folder = tmp_path_factory.mktemp("store")
     shutil.copy(empty_database, folder)
-    uri = report.default_uri(folder)
+    uri = mlflow.default_uri(folder)
     log_sweep(uri, "lr", RUNS[:1], VARIED)  # an older one of the same name
     log_sweep(uri, "lr", RUNS, VARIED, {"rlx.seeds": "1"})
     log_sweep(uri, "cloned", [CLONED, RUNS[0]], ["train.actor_lr"])
@@ -119,7 +120,7 @@ def test_samples_are_read_with_and_without_a_step(uri: str) -> None:
     (trial,) = records.load_sweep(uri, "rlx", "stepless").trials
     before = records.samples(uri, trial)
     table = json.dumps({"columns": list(records.SAMPLE), "data": [["is it?", "yes", "yes", 1.0]]})
-    report.client(uri).log_text(trial.runs[0], table, "samples/step_000010.json")
+    mlflow.client(uri).log_text(trial.runs[0], table, "samples/step_000010.json")
     after = records.samples(uri, trial)
     assert before.to_dict("list") == after.to_dict("list")
     assert list(after) == list(records.SAMPLE)
@@ -135,12 +136,12 @@ def test_the_config_of_a_trial_is_the_one_it_ended_with(uri: str, sweep: records
 def test_a_config_that_is_missing_or_of_another_version_is_an_error(uri: str) -> None:
     log_sweep(uri, "foreign", [Run({}, {0: 0.1})], [])
     (trial,) = records.load_sweep(uri, "rlx", "foreign").trials
-    report.client(uri).log_text(trial.runs[0], "train: {stepps: 3}", "config.yaml")
+    mlflow.client(uri).log_text(trial.runs[0], "train: {stepps: 3}", "config.yaml")
     with pytest.raises(ConfigError, match=r"config.yaml of trial_0: unknown setting train.stepps"):
         records.run_config(uri, trial)
     log_sweep(uri, "bare", [Run({}, {0: 0.1})], [])
     (trial,) = records.load_sweep(uri, "rlx", "bare").trials
-    artifacts = Path(report.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
+    artifacts = Path(mlflow.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
     (artifacts / "config.yaml").unlink()
     with pytest.raises(ConfigError, match=r"trial_0 has no config.yaml in MLflow"):
         records.run_config(uri, trial)

@@ -20,13 +20,13 @@ import torch
 from conftest import start_engine, stop_engine
 from torch import Tensor, nn
 
-from rlx import experience
 from rlx.actors import EngineLostError, RolloutError
 from rlx.models import loading, lora, policy
 from rlx.rollout.engine_pool import Rollouts, request_seed
 from rlx.rollout.vllm_engine import by_newer_runner
 from rlx.rollout.weight_sync import buckets, object_store, push
 from rlx.rollout.weight_sync.gather import gathered
+from rlx.training import experience
 from rlx.types import Completion, Judged, Prompt, Sampling, Weight, WeightSyncError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(1,))

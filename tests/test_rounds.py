@@ -9,10 +9,10 @@ import pytest
 
 from rlx.data.stream import PromptStream
 from rlx.rollout.engine_pool import Draw
-from rlx.rounds import Rounds
 from rlx.storage import checkpoint_files
 from rlx.storage.checkpoint_files import Parts
 from rlx.storage.filesystem import Storage
+from rlx.training.rollout_queue import Rounds
 from rlx.types import Completion, Prompt, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4, (1,))

@@ -19,14 +19,15 @@ import yaml
 from conftest import NothingLeft, Script
 from runs import STEPS, Done, comparable, small, train
 
-from rlx import crew, launch, report, run_folder, tracker
+from rlx import crew, launch, run_folder
 from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
 from rlx.data import reasoning_gym
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracker import Tracker
+from rlx.tracking import metrics, mlflow, outbox
+from rlx.tracking.tracker import Tracker
 
 ONLY_WHEN_ASKED_FOR = {
     "reward/running_mean",
@@ -56,7 +57,7 @@ def run(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
 def resumed(run: Done, tiny_model: Path, storage: Path) -> Done:
     """A run on S3 whose driver is killed on its way, and what its resume makes of it."""
     there = f"s3://{s3.BUCKET}/runs"
-    config = small(tiny_model, there, "killed", tracking__uri=report.default_uri(storage))
+    config = small(tiny_model, there, "killed", tracking__uri=mlflow.default_uri(storage))
     (storage / "killed.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     script = Script(storage / "killed.txt", "ppo.py", "--config", str(storage / "killed.yaml"))
     try:
@@ -131,7 +132,7 @@ def kill_an_engine_that_draws() -> None:
 
 
 def artifact(done: Done, name: str) -> Path:
-    run = report.client(report.default_uri(done.storage)).get_run(done.result.mlflow_run)
+    run = mlflow.client(mlflow.default_uri(done.storage)).get_run(done.result.mlflow_run)
     return Path(run.info.artifact_uri.removeprefix("file://")) / name
 
 
@@ -142,7 +143,7 @@ def test_engines_and_trainers_agree_at_every_step(run: Done) -> None:
 
 
 def test_every_metric_is_reported_by_its_name(run: Done) -> None:
-    default = {name.replace("NAME", "task") for name in report.METRICS} - ONLY_WHEN_ASKED_FOR
+    default = {name.replace("NAME", "task") for name in metrics.METRICS} - ONLY_WHEN_ASKED_FOR
     assert set(run.history) == default
     assert {key for metrics, _ in run.reports for key in metrics} == default | {"step"}
 
@@ -166,7 +167,7 @@ def test_mlflow_holds_each_step_once(run: Done) -> None:
 
 
 def test_mlflow_holds_the_config_and_the_samples(run: Done) -> None:
-    record = report.client(report.default_uri(run.storage)).get_run(run.result.mlflow_run)
+    record = mlflow.client(mlflow.default_uri(run.storage)).get_run(run.result.mlflow_run)
     assert record.info.status == "FINISHED"
     assert record.data.params == {k: str(v) for k, v in flatten(run.config).items() if v is not None}
     saved = yaml.safe_load(artifact(run, "config.yaml").read_text())
@@ -207,7 +208,7 @@ def test_a_run_that_starts_with_the_state_of_another_goes_on_as_that_one(run: Do
 def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
     assert sorted(resumed.history["reward/mean"]) == [1, 2, 3, 4]
     assert all(len(values) == 1 for by_step in resumed.history.values() for values in by_step.values())
-    record = report.client(report.default_uri(resumed.storage)).get_run(resumed.result.mlflow_run)
+    record = mlflow.client(mlflow.default_uri(resumed.storage)).get_run(resumed.result.mlflow_run)
     assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
     folder = open_storage(resumed.config.storage) / "runs" / "killed"
     assert run_folder.saved_config(folder) == resumed.config.model_dump(mode="json")
@@ -271,7 +272,7 @@ def test_a_run_whose_worker_hangs_after_the_last_report_is_over_all_the_same(
 
 def test_at_the_end_of_a_run_what_its_processes_have_left_is_sent(head: Done) -> None:
     assert artifact(head, "late.txt").read_text() == "at last"
-    assert tracker.pending(open_storage(head.result.folder)) == 0
+    assert outbox.pending(open_storage(head.result.folder)) == 0
 
 
 def test_nothing_is_left_of_these_runs(run: Done, head: Done, nothing_left: NothingLeft) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from conftest import History, NothingLeft, Script, mlflow_history
 
-from rlx import launch, report, run_folder, sweep
+from rlx import launch, run_folder, sweep
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
+from rlx.tracking import mlflow
 from rlx.trials import Sweep
 
 
@@ -111,14 +112,14 @@ def run_of(plan: Sweep, storage: Storage) -> str:
 
 def children(plan: Sweep, storage: Storage) -> dict[str, Any]:
     """MLflow's runs below the sweep's, by trial."""
-    client = report.client(report.default_uri(Path(storage.path)))
+    client = mlflow.client(mlflow.default_uri(Path(storage.path)))
     experiment = client.get_experiment_by_name("rlx").experiment_id
     runs = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{run_of(plan, storage)}'")
     return {run.info.run_name.rpartition(".")[2]: run for run in runs}
 
 
 def status_of(plan: Sweep, storage: Storage) -> str:
-    return str(report.client(report.default_uri(Path(storage.path))).get_run(run_of(plan, storage)).info.status)
+    return str(mlflow.client(mlflow.default_uri(Path(storage.path))).get_run(run_of(plan, storage)).info.status)
 
 
 def history(plan: Sweep, storage: Storage, leg: str) -> History:
@@ -173,7 +174,7 @@ def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
         donor, name = str(config.checkpoint.start_from).split("/")[-2:]
         step = int(name.rpartition("_")[2])
         after = step + 1
-        run = report.client(report.default_uri(Path(storage.path))).get_run(run_folder.mlflow_run(folder / leg))
+        run = mlflow.client(mlflow.default_uri(Path(storage.path))).get_run(run_folder.mlflow_run(folder / leg))
         assert run.data.tags["rlx.kind"] == "attempt"
         assert run.data.tags["rlx.from"] == f"{donor.partition('.')[0]}@{step}"
         assert run.data.tags["mlflow.parentRunId"] == run_folder.mlflow_run(folder / trial)

@@ -17,11 +17,11 @@ import pytest
 import s3
 from conftest import Where
 
-from rlx import report, tracker
 from rlx.config.errors import ConfigError
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracker import Tracker
+from rlx.tracking import mlflow, outbox, tracker
+from rlx.tracking.tracker import Tracker
 
 LONG_S = 60.0  # for what comes much sooner where nothing is wrong
 AT_ONCE_S = 1.0  # for 50 calls; a server's answer alone may take the 2 s of `answers_in_2_s`, or never come
@@ -85,7 +85,7 @@ def answers_in_2_s(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def database(empty_database: Path, tmp_path: Path) -> str:
     shutil.copy(empty_database, tmp_path)
-    return report.default_uri(tmp_path)
+    return mlflow.default_uri(tmp_path)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def log(one: Tracker, *steps: int) -> None:
 
 def logged(uri: str, folder: Storage) -> list[tuple[int, float]]:
     """Step and value of each point that MLflow has of one metric."""
-    points = report.client(uri).get_metric_history(tracker.run_id(folder), "reward/mean")
+    points = mlflow.client(uri).get_metric_history(outbox.run_id(folder), "reward/mean")
     return [(point.step, point.value) for point in points]
 
 
@@ -137,13 +137,13 @@ def expected(*steps: int) -> list[tuple[int, float]]:
 
 
 def found(uri: str, folder: Storage) -> Any:
-    return report.client(uri).get_run(tracker.run_id(folder))
+    return mlflow.client(uri).get_run(outbox.run_id(folder))
 
 
 def table(uri: str, folder: Storage, step: int, where: Path) -> dict[str, Any]:
     name = f"samples/step_{step:06d}.json"
     where.mkdir(exist_ok=True)
-    text = Path(report.client(uri).download_artifacts(tracker.run_id(folder), name, str(where))).read_text()
+    text = Path(mlflow.client(uri).download_artifacts(outbox.run_id(folder), name, str(where))).read_text()
     return dict(json.loads(text))
 
 
@@ -187,17 +187,17 @@ def test_a_run_begun_while_the_server_is_down_is_there_once_it_is_up(server: Ser
         f"MLflow at {server.uri} takes no records (connection refused): training goes on, "
         f"they are kept in {sweep.path}/outbox"
     )
-    assert (tracker.run_id(trial), driver.run_id) == (None, None)
+    assert (outbox.run_id(trial), driver.run_id) == (None, None)
     worker.settle()
     driver.settle()
-    assert tracker.pending(trial) == 4 + 2
+    assert outbox.pending(trial) == 4 + 2
     server.up()
     assert [one.close(LONG_S) for one in (above, driver, worker)] == [0, 0, 0]
     run = found(server.uri, trial)
-    assert run.data.tags["mlflow.parentRunId"] == tracker.run_id(sweep)
+    assert run.data.tags["mlflow.parentRunId"] == outbox.run_id(sweep)
     assert (run.info.status, began <= run.info.start_time <= run.info.end_time <= asked) == ("FINISHED", True)
     assert logged(server.uri, trial) == expected(0, 1)
-    assert tracker.pending(trial) == 0
+    assert outbox.pending(trial) == 0
     assert said.all() == [f"MLflow at {server.uri} takes records again"]
 
 
@@ -341,7 +341,7 @@ def test_a_tracker_waits_for_the_last_attempt_of_the_one_before(proxy: s3.Proxy,
     assert first.close(0) == 1
     assert tracker.send_pending(proxy.address, folder, patience_s=LONG_S) == 0
     experiment = found(proxy.address, folder).info.experiment_id
-    assert len(report.client(proxy.address).search_runs([experiment], "attributes.run_name = 'slowly'")) == 1
+    assert len(mlflow.client(proxy.address).search_runs([experiment], "attributes.run_name = 'slowly'")) == 1
 
 
 def test_a_run_whose_id_was_lost_is_found_again(database: str, folder: Storage) -> None:
@@ -352,15 +352,15 @@ def test_a_run_whose_id_was_lost_is_found_again(database: str, folder: Storage) 
     (folder / "run.json").write_text(json.dumps({"mlflow_run": None, "key": key}))
     second = begun(database, folder)
     assert (second.run_id, second.close(LONG_S)) == (known, 0)
-    assert len(report.client(database).search_runs([found(database, folder).info.experiment_id])) == 1
+    assert len(mlflow.client(database).search_runs([found(database, folder).info.experiment_id])) == 1
 
 
 def test_a_resumed_run_repeats_no_step_and_counts_its_attempts(database: str, folder: Storage) -> None:
-    old = report.make_run(database, "a key", "rlx", "old", parent=None, params={"a.b": "0.5"}, tags={}, at=1)
+    old = mlflow.make_run(database, "a key", "rlx", "old", parent=None, params={"a.b": "0.5"}, tags={}, at=1)
     (folder / "run.json").write_text(json.dumps({"mlflow_run": old}))  # as it was written before there was a key
     for attempt in (2, 3):
         one = begun(database, folder)
-        assert (found(database, folder).info.status, one.run_id) == ("RUNNING", tracker.run_id(folder))
+        assert (found(database, folder).info.status, one.run_id) == ("RUNNING", outbox.run_id(folder))
         log(one, *range(attempt))
         one.end("FAILED")
         assert one.close(LONG_S) == 0
@@ -385,7 +385,7 @@ def test_a_run_that_was_deleted_ends_nothing_and_a_resume_makes_a_new_one(server
     said = Said()
     one = begun(server.uri, folder, said)
     gone = one.run_id
-    report.client(server.uri).delete_run(gone)
+    mlflow.client(server.uri).delete_run(gone)
     one.log({"reward/mean": 0.0}, 0)
     one.log({"reward/mean": 0.125}, 1)
     assert one.close(LONG_S) == 0
@@ -403,14 +403,14 @@ def test_records_wait_on_any_storage_until_someone_sends_them(where: Where, data
     driver, worker = Tracker(nobody, folder, "driver", Said().put), Tracker(nobody, folder, "rank_0", Said().put)
     begin(driver)
     log(worker, 0, 1)
-    assert (worker.close(0), driver.close(0), tracker.pending(folder)) == (4, 1, 5)
+    assert (worker.close(0), driver.close(0), outbox.pending(folder)) == (4, 1, 5)
     again = Tracker(nobody, folder, "rank_0", Said().put)
     log(again, 2)
-    assert (again.close(0), tracker.pending(folder)) == (6, 7)
+    assert (again.close(0), outbox.pending(folder)) == (6, 7)
     assert tracker.send_pending(nobody, folder, Said().put, 0.5) == 7
     assert tracker.send_pending(database, folder) == 0
     assert logged(database, folder) == expected(0, 1, 2)
-    assert tracker.pending(folder) == 0
+    assert outbox.pending(folder) == 0
 
 
 def test_what_its_writer_sends_after_all_is_not_missed(
@@ -418,8 +418,8 @@ def test_what_its_writer_sends_after_all_is_not_missed(
 ) -> None:
     begin(one := Tracker(f"http://127.0.0.1:{s3.free_port()}", folder, "driver", Said().put))
     assert one.close(0) == 1
-    there = tracker._entry_names
-    monkeypatch.setattr(tracker, "_entry_names", lambda outbox: [*there(outbox), "000009.json"])  # gone since
+    there = outbox.entry_names
+    monkeypatch.setattr(outbox, "_entry_names", lambda outbox: [*there(outbox), "000009.json"])  # gone since
     again = Tracker(database, folder, "driver", Said().put)
     assert again.close(LONG_S) == 0 and again.run_id
 
@@ -437,7 +437,7 @@ def test_nothing_is_left_only_once_the_outbox_is_empty(
         delete(file)
 
     monkeypatch.setattr(Storage, "delete", slowly)
-    assert (tracker.send_pending(database, folder, patience_s=LONG_S), tracker.pending(folder)) == (0, 0)
+    assert (tracker.send_pending(database, folder, patience_s=LONG_S), outbox.pending(folder)) == (0, 0)
 
 
 def test_without_a_writer_nothing_happens(database: str, folder: Storage) -> None:
@@ -480,13 +480,13 @@ def test_a_password_is_neither_said_nor_kept(folder: Storage) -> None:
     assert "word@" not in words
     assert not any(secret in text for text in kept(folder, "driver").values() for secret in ("pass", "127.0.0.1"))
     error = ValueError("API request to https://me:secret@there/api failed\nfor some reason")
-    assert report.cause(error) == "API request to https://there/api failed for some reason"
+    assert mlflow.cause(error) == "API request to https://there/api failed for some reason"
 
 
 def test_one_attempt_is_short_unless_a_person_wants_it_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "45")
-    report.send_briefly()
+    mlflow.send_briefly()
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0"
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "45"
 

@@ -8,9 +8,10 @@ import pytest
 from conftest import KILLED_S, History, Script, assert_all_end, mlflow_history
 from runs import MEASURED
 
-from rlx import report, run_folder
+from rlx import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
+from rlx.tracking import mlflow
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[..., Script]
@@ -29,7 +30,7 @@ def history(storage: Path, name: str) -> History:
 
 
 def status(storage: Path, run_id: str) -> str:
-    return str(report.client(report.default_uri(storage)).get_run(run_id).info.status)
+    return str(mlflow.client(mlflow.default_uri(storage)).get_run(run_id).info.status)
 
 
 def newest(storage: Path, name: str) -> int:
@@ -109,6 +110,6 @@ def test_ctrl_c_ends_a_sweep_that_can_go_on(tiny_model: Path, tmp_path: Path, sc
     assert sweep.process.wait(30) == 130, sweep.output.read_text()
     assert_all_end(sweep, 5)
     assert sweep.output.read_text().endswith("interrupted: --resume continues the sweep\n")
-    client = report.client(report.default_uri(tmp_path))
+    client = mlflow.client(mlflow.default_uri(tmp_path))
     runs = client.search_runs([client.get_experiment_by_name("rlx").experiment_id])
     assert {run.info.status for run in runs} == {"KILLED"}

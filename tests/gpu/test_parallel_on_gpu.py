@@ -20,10 +20,10 @@ from test_balance import assert_dealt, dealt_out
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlx import roles
 from rlx.config import loading
 from rlx.mesh import Grid
 from rlx.models import fsdp
+from rlx.training import setup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +59,7 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
         }
     )
     grid = Grid.of("cuda", tp)
-    trained, _ = roles.models(settings, path, grid.mesh)
+    trained, _ = setup.models(settings, path, grid.mesh)
     policy: Any = trained["policy"].model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (ROWS, PROMPT + WIDTH), generator=generator).cuda()

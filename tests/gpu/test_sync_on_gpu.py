@@ -25,7 +25,7 @@ from test_rollout import drawn_by
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlx import experience, launch, roles
+from rlx import launch
 from rlx.config import loading
 from rlx.mesh import Grid
 from rlx.models import fsdp, lora
@@ -34,6 +34,7 @@ from rlx.rollout.engine_group import Fleet
 from rlx.rollout.engine_pool import Rollouts
 from rlx.rollout.weight_sync import push
 from rlx.rollout.weight_sync.sender import Direct
+from rlx.training import experience, setup
 from rlx.types import Completion, Judged, Prompt, Sampling
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +92,7 @@ class Trainer:
             }
         )
         self.grid = Grid.of("cuda", tp)
-        self.policy: Any = roles.models(settings, path, self.grid.mesh)[0]["policy"].model
+        self.policy: Any = setup.models(settings, path, self.grid.mesh)[0]["policy"].model
         self.ways = Direct(rank, ranks, self.device, engines)
         self.fleet = Fleet(Rollouts(engines, 0), self.grid, torch.bfloat16, 0, lambda _: None, self.ways)
         self.version = 0

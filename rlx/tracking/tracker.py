@@ -19,14 +19,13 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rlx import report
-from rlx.config.errors import ConfigError
-from rlx.report import Record
 from rlx.storage.filesystem import Storage, StorageError, patiently
+from rlx.tracking import mlflow
+from rlx.tracking.mlflow import Record
+from rlx.tracking.outbox import OutboxEntry, entry_names, read_entry, read_run_record, run_id, write_run_record
 
 Say = Callable[[str], None]
 
@@ -42,14 +41,6 @@ _OPEN = "open"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0  # between attempts
 _LAST_ANSWER_S = 30.0
 _TOLD_AT = 2  # failures in a row: one alone is often a connection that the server has closed for being idle
-
-
-@dataclass
-class _Entry:
-    kind: str
-    content: dict[str, Any]
-    file: Storage | None = None  # where it is kept, once it is
-    sent: bool = False
 
 
 class _NotYet(Exception):
@@ -75,7 +66,7 @@ class Tracker:
         self.uri, self.folder = uri, folder
         self._say, self._said = say, ""
         self._outbox = folder / "outbox" / (writer or "")
-        self._waiting: deque[_Entry] = deque()  # oldest first
+        self._waiting: deque[OutboxEntry] = deque()  # oldest first
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self._hurry = threading.Event()  # cuts a pause between attempts short
@@ -84,7 +75,7 @@ class Tracker:
         self._record: Record | None = None
         if writer:
             self._take_over()
-            report.send_briefly()
+            mlflow.send_briefly()
             threading.Thread(target=self._send_all, name=f"mlflow {self._outbox.path}", daemon=True).start()
 
     @property
@@ -115,9 +106,9 @@ class Tracker:
         """
         if self._closed:
             return
-        kept = patiently(partial(_run_record, self.folder), f"reading {self.folder.path}/run.json")
+        kept = patiently(partial(read_run_record, self.folder), f"reading {self.folder.path}/run.json")
         if "key" not in kept:
-            _keep_run(self.folder, kept.get("mlflow_run"), uuid.uuid4().hex)
+            write_run_record(self.folder, kept.get("mlflow_run"), uuid.uuid4().hex)
         texts = {key: str(value)[:6000] for key, value in params.items()}  # more is refused
         above = parent.path if parent else None
         about = {"experiment": experiment, "name": name, "params": texts, "tags": dict(tags), "parent": above}
@@ -180,20 +171,20 @@ class Tracker:
     def _add(self, kind: str, content: dict[str, Any]) -> None:
         with self._changed:
             if not self._closed:
-                self._waiting.append(_Entry(kind, content))
+                self._waiting.append(OutboxEntry(kind, content))
                 self._changed.notify_all()
 
     def _take_over(self) -> None:
         """What an earlier tracker has left comes first; a file that it did not write is none of it."""
-        for name in patiently(partial(_entry_names, self._outbox), f"reading {self._outbox.path}"):
+        for name in patiently(partial(entry_names, self._outbox), f"reading {self._outbox.path}"):
             file = self._outbox / name
             try:
-                kept = patiently(partial(_entry, file), f"reading {file.path}")
+                kept = patiently(partial(read_entry, file), f"reading {file.path}")
                 if kept is None:
                     continue
                 if kept["kind"] not in {_OPEN, *_SENT_WITH}:
                     raise KeyError(kept["kind"])
-                self._waiting.append(_Entry(kept["kind"], dict(kept["content"]), file))
+                self._waiting.append(OutboxEntry(kept["kind"], dict(kept["content"]), file))
             except StorageError:
                 raise
             except (ValueError, KeyError, TypeError):
@@ -212,13 +203,13 @@ class Tracker:
             if self._delivered(entry):
                 self._forget(entry)
 
-    def _next(self) -> _Entry | None:
+    def _next(self) -> OutboxEntry | None:
         """The oldest entry, as soon as there is one; None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting)
             return None if self._closed else self._waiting[0]
 
-    def _delivered(self, entry: _Entry) -> bool:
+    def _delivered(self, entry: OutboxEntry) -> bool:
         """Sends until MLflow has the entry, or refuses it for good; False if the tracker was closed before."""
         for pause in _pauses():
             if self._closed:
@@ -231,15 +222,15 @@ class Tracker:
                 self._wait()
             except Exception as error:  # each kind of MLflow store has its own
                 # A run that could not be made is asked for again: without it all that comes after would be lost.
-                if report.is_refusal(error) and entry.kind != _OPEN:
-                    self._tell(f"MLflow refused a record, which is left out: {report.cause(error)}")
+                if mlflow.is_refusal(error) and entry.kind != _OPEN:
+                    self._tell(f"MLflow refused a record, which is left out: {mlflow.cause(error)}")
                     return True
                 self._failed(error)
             self._hurry.wait(pause)
             self._hurry.clear()
         return False
 
-    def _send(self, entry: _Entry) -> None:
+    def _send(self, entry: OutboxEntry) -> None:
         if entry.kind == _OPEN:
             self._open(**entry.content)
             return
@@ -251,20 +242,20 @@ class Tracker:
         _SENT_WITH[entry.kind](self._record, **entry.content)
 
     def _open(self, *, parent: str | None, at: int, **about: Any) -> None:
-        kept = _run_record(self.folder)
+        kept = read_run_record(self.folder)
         known, key = kept["mlflow_run"], kept["key"]
-        if known is None or not report.reopen_run(self.uri, known, at):
+        if known is None or not mlflow.reopen_run(self.uri, known, at):
             if known:
-                where = report.without_password(self.uri)
+                where = mlflow.without_password(self.uri)
                 self._tell(f"MLflow run {known} is not in {where}: what comes now is recorded in a new one")
             above = run_id(Storage(self.folder.filesystem, parent)) if parent else None
             if parent and above is None:
                 raise _NotYet
-            known = report.make_run(self.uri, key, parent=above, at=at, **about)
-            _keep_run(self.folder, known, key)
+            known = mlflow.make_run(self.uri, key, parent=above, at=at, **about)
+            write_run_record(self.folder, known, key)
         self._record = Record(self.uri, known)
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: OutboxEntry) -> None:
         """Out of the outbox before anyone hears that nothing is left."""
         with self._changed:
             entry.sent = True
@@ -285,15 +276,15 @@ class Tracker:
         self._failures += 1
         self._wait()
         if self._failures == _TOLD_AT:
-            where = report.without_password(self.uri)
+            where = mlflow.without_password(self.uri)
             self._tell(
-                f"MLflow at {where} takes no records ({report.cause(error)}): training goes on, "
+                f"MLflow at {where} takes no records ({mlflow.cause(error)}): training goes on, "
                 f"they are kept in {self.folder.path}/outbox"
             )
 
     def _succeeded(self) -> None:
         if self._failures >= _TOLD_AT:
-            self._tell(f"MLflow at {report.without_password(self.uri)} takes records again")
+            self._tell(f"MLflow at {mlflow.without_password(self.uri)} takes records again")
         self._failures, self._stuck = 0, False
 
     def _tell(self, words: str) -> None:
@@ -303,29 +294,13 @@ class Tracker:
             self._say(words)
 
 
-def run_id(folder: Storage) -> str | None:
-    """The id of the MLflow run of a run's folder; None if it has none, or MLflow has not made it yet.
-
-    Raises:
-        ConfigError: its run.json is not what was written.
-    """
-    found = _run_record(folder).get("mlflow_run")
-    return None if found is None else str(found)
-
-
-def pending(folder: Storage) -> int:
-    """How many of a run's entries wait in its outbox, whoever wrote them."""
-    outbox = folder / "outbox"
-    return sum(len(_entry_names(outbox / writer)) for writer in outbox.names())
-
-
 def send_pending(uri: str, folder: Storage, say: Say = _LOG.warning, patience_s: float = 30.0) -> int:
     """Sends what the processes of a run that is over have left, for so long at most; gives how many entries are left.
 
     Raises:
         StorageError: the outbox cannot be read.
     """
-    writers = [writer for writer in (folder / "outbox").names() if _entry_names(folder / "outbox" / writer)]
+    writers = [writer for writer in (folder / "outbox").names() if entry_names(folder / "outbox" / writer)]
     deadline = time.monotonic() + patience_s
     trackers: list[Tracker] = []
     try:
@@ -334,34 +309,6 @@ def send_pending(uri: str, folder: Storage, say: Say = _LOG.warning, patience_s:
     finally:
         left = sum(tracker.close(max(deadline - time.monotonic(), 0.0)) for tracker in trackers)
     return left
-
-
-def _entry_names(outbox: Storage) -> list[str]:
-    return [name for name in outbox.names() if name.removesuffix(".json").isdecimal()]
-
-
-def _entry(file: Storage) -> Any:
-    """What a file of an outbox says; None if it is gone: whoever wrote it has sent it after all."""
-    try:
-        return file.read_json()
-    except FileNotFoundError:
-        return None
-
-
-def _run_record(folder: Storage) -> dict[str, Any]:
-    """What run.json says; nothing if there is none."""
-    file = folder / "run.json"
-    if not file.exists():
-        return {}
-    try:
-        return {"mlflow_run": None} | file.read_json()
-    except (ValueError, TypeError):
-        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
-
-
-def _keep_run(folder: Storage, known: str | None, key: str) -> None:
-    file = folder / "run.json"
-    patiently(partial(file.write_text, json.dumps({"mlflow_run": known, "key": key})), f"writing {file.path}")
 
 
 def _pauses() -> Iterator[float]:

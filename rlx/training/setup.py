@@ -15,23 +15,26 @@ import ray.train
 import ray.train.torch
 import torch
 
-from rlx import controller, roles
+from rlx import controller
 from rlx.algorithms import adaptive
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.data import prompts, reasoning_gym, stream
-from rlx.mesh import Grid
+from rlx.mesh import DATA, TENSOR, Grid
+from rlx.models import fsdp, loading, logprobs, lora, tensor_parallel
 from rlx.rewards import reward_model, scoring
 from rlx.rewards.remote import RemoteReward
 from rlx.rollout.engine_group import Fleet
 from rlx.rollout.engine_pool import Rollouts
 from rlx.rollout.weight_sync.sender import Direct
-from rlx.rounds import Rounds
+from rlx.storage.checkpoint_files import Trained
 from rlx.storage.checkpoint_writer import Retention, Saver
 from rlx.storage.filesystem import Storage, patiently
-from rlx.tracker import Tracker
+from rlx.tracking.tracker import Tracker
+from rlx.training import trainer
+from rlx.training.rollout_queue import Rounds
+from rlx.training.trainer import Run
 from rlx.types import Sampling, Scorer
-from rlx.worker import Run
 
 
 def assemble(setup: Mapping[str, Any]) -> Run:
@@ -49,7 +52,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         torch.set_num_threads(threads(config))
     grid = Grid.of(device.type, config.parallel.tp)
     _forget_peak(device)
-    trained, reference = roles.models(config, setup["model"], grid.mesh)
+    trained, reference = models(config, setup["model"], grid.mesh)
     tokenizer = prompts.load_tokenizer(setup["model"], config.model.trust_remote_code)
     held_out = stream.read_shard("held_out")
     recorded, say = grid.rank == 0 and not setup.get("examine"), partial(controller.say, setup["box"])
@@ -61,8 +64,8 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         device=device,
         grid=grid,
         trained=trained,
-        average=roles.average(config, trained["policy"].model),
-        rates=roles.learning_rates(config, trained),
+        average=trainer.average(config, trained["policy"].model),
+        rates=learning_rates(config, trained),
         copy=reference,
         rounds=_rounds(config, fleet, sampling, _stream("train", config.seed, grid)),
         supervised=_stream("ptx", config.seed, grid) if source.ptx_source else None,
@@ -77,7 +80,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         box=setup["box"],
         kl=adaptive.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
         scores=adaptive.RunningScores(),
-        scattered=roles.scattered(config, trained),
+        scattered=scattered(config, trained),
     )
     run.restore()
     return run
@@ -153,3 +156,77 @@ def _remote_scorers(config: RunConfig, models: Sequence[Any], replica: int) -> d
     if settings.url:
         remote["url"] = RemoteReward.from_config(settings)
     return remote
+
+
+def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:
+    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the grid's mesh."""
+    chosen = config.model
+    trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
+    own = head if config.critic == "head" else None
+    parts: dict[str, Any] = {
+        "policy": loading.load_policy(path, head=own, seed=seed, adapters=adapters(config), trust_remote_code=trust)
+    }
+    if mesh.device_type == "cuda":
+        parts["policy"].kept = _kept(config)
+    if config.critic == "separate":
+        parts["critic"] = loading.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
+    trained = {}
+    for name, part in parts.items():
+        if config.train.gradient_checkpointing:
+            loading.checkpoint_gradients(part)
+        sharded = _sharded(config, name, part, mesh)
+        trained[name] = Trained(sharded, _optimizer(config, sharded))
+    if config.reference != "copy":
+        return trained, None
+    return trained, _sharded(config, "reference", loading.load_reference(path, trust_remote_code=trust), mesh)
+
+
+def _sharded(config: RunConfig, name: str, part: Any, mesh: Any) -> Any:
+    if config.train.compile:
+        loading.compile_layers(part)
+    if config.parallel.tp > 1:
+        tensor_parallel.split_layers(part, mesh[TENSOR])
+        mesh = mesh[DATA]
+    return fsdp.shard(part, mesh, getattr(torch, config.model.dtype), offload=name in config.model.offload)
+
+
+def scattered(config: RunConfig, trained: Mapping[str, Trained]) -> frozenset[str]:
+    """The models whose gradients in full, float32 on every rank while micro-batches add up, are more than a sixteenth
+    of a worker's GPU memory; none where no other rank could have the rest."""
+    if not config.scaling.use_gpu or config.replicas == 1:
+        return frozenset()
+    sizes = {name: sum(p.numel() for p in t.model.parameters() if p.requires_grad) for name, t in trained.items()}
+    return frozenset(name for name, size in sizes.items() if size // config.parallel.tp > _kept(config))
+
+
+def _kept(config: RunConfig) -> int:
+    """How many numbers of float32 may be kept of what could also be had again."""
+    return logprobs.kept_on_gpu(config.scaling.resources_per_worker.get("GPU", 1.0))
+
+
+def adapters(config: RunConfig) -> lora.Adapters | None:
+    """The adapters beside the policy's layers; None without."""
+    chosen = config.model
+    if not chosen.lora_rank:
+        return None
+    return lora.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, config.seed)
+
+
+def _optimizer(config: RunConfig, part: Any) -> torch.optim.Optimizer:
+    """AdamW over what is trained; a value head is a group of its own."""
+    named = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+    head = [p for name, p in named if name.startswith("value_head.")]
+    body = [p for name, p in named if not name.startswith("value_head.")]
+    return torch.optim.AdamW(
+        [{"params": group} for group in (body, head) if group],
+        betas=config.train.adam_betas,
+        weight_decay=config.train.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rates(config: RunConfig, trained: Mapping[str, Trained]) -> dict[str, list[float]]:
+    """Of each model's parameter groups: the body, then a value head, which learns at the critic's."""
+    body = {"policy": config.train.actor_lr, "critic": config.train.critic_lr}
+    heads = {name: len(part.optimizer.param_groups) - 1 for name, part in trained.items()}
+    return {name: [body[name]] + [config.train.critic_lr] * heads[name] for name in trained}

@@ -21,17 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rlx import __version__, controller, experience, roles
+from rlx import __version__, controller
 from rlx.algorithms import adaptive, advantages, importance_sampling
 from rlx.config.run import RunConfig
 from rlx.data import stream
-from rlx.experience import Selection
 from rlx.mesh import Grid
 from rlx.models import fsdp, lora
 from rlx.models.policy import Scored
 from rlx.rewards import functions, scoring
 from rlx.rollout.engine_group import Fleet
-from rlx.rounds import Rounds
 from rlx.storage import checkpoint_files
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import Entry
@@ -39,8 +37,12 @@ from rlx.storage.checkpoint_files import Trained
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.checkpoint_writer import Saver
 from rlx.storage.filesystem import patiently
-from rlx.tracker import Tracker
-from rlx.types import Completion, Experience, Judged, Prompt, Response, Sampling, Scorer
+from rlx.tracking.tracker import Tracker
+from rlx.training import experience
+from rlx.training.collector import Selection
+from rlx.training.experience import Experience
+from rlx.training.rollout_queue import Rounds
+from rlx.types import Completion, Judged, Prompt, Response, Sampling, Scorer
 
 _PATIENCE_S = 5.0  # with MLflow, at the end of a run
 
@@ -358,7 +360,7 @@ class Run:
             self._take(found)
             return
         patiently(partial(checkpoint_files.load_weights, found.files, self.trained), f"reading {found.place.path}")
-        self.average = roles.average(self.config, self.policy)
+        self.average = average(self.config, self.policy)
 
     def _take(self, found: Entry) -> None:
         assert found.manifest
@@ -375,3 +377,10 @@ class Run:
     def _take_rounds(self, found: Entry, replicas: int) -> None:
         with checkpoint_files.Parts(found.files) as parts:
             self.rounds.restore(parts, self.step, replicas)
+
+
+def average(config: RunConfig, policy: Any) -> dict[str, Tensor]:
+    """The average of the policy's trained weights at the start, by name; empty if the config asks for none."""
+    if config.train.ema_decay is None:
+        return {}
+    return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}

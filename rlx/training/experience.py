@@ -1,70 +1,49 @@
-"""Scored completions are chosen, become padded tensors, and those become mini-batches and micro-batches.
+"""A step's completions dealt anew over the replicas, so that none waits for another that has longer ones.
 
-Mini-batch m of a step holds the same completions on any number of ranks, because each rank holds every ranks-th prompt
-of the step, in order. No config and no communication here.
+FSDP's collectives hold all ranks together: each micro-batch takes as long as its largest on any replica. Which
+completions those are is experience's choice; here they travel.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlx.types import Experience, Judged
+from rlx.mesh import Grid
+from rlx.types import Judged
 
 
-class Selection:
-    """The completions that a step trains on: group by group, those of each prompt together.
+def balanced(batch: Experience, count: int, grid: Grid) -> Experience:
+    """The replica's share of `count` mini-batches that hold the same completions as before, over all replicas, and as
+    many on each; a collective call."""
+    if grid.dp_size == 1:
+        return batch
+    shape = torch.tensor([batch.ids.shape[1], batch.mask.shape[1]], device=batch.ids.device)
+    own = torch.cat([batch.prompt_lengths + batch.widths, shape])
+    everyone = torch.empty(grid.dp_size, len(own), dtype=own.dtype, device=own.device)
+    dist.all_gather_into_tensor(everyone.view(-1), own, group=grid.replicas)
+    lengths, (length, width) = everyone[:, :-2].cpu(), everyone[:, -2:].amax(0).tolist()
+    owners = dealt(lengths, count)
+    mine, here = owners[grid.dp_rank], owners == grid.dp_rank
+    leaving, coming = mine.bincount(minlength=grid.dp_size).tolist(), here.sum(1).tolist()
+    by_owner = mine.argsort(stable=True).to(own.device)
 
-    Left out, if asked for, are groups whose scores are all equal: their advantages would all be 0. Source: dynamic
-    sampling of Yu et al. 2025, DAPO (arXiv 2503.14476) eq. 11.
-    """
+    def exchanged(column: Tensor) -> Tensor:
+        received = torch.empty_like(column)
+        dist.all_to_all_single(received, column[by_owner], coming, leaving, group=grid.replicas)
+        return received
 
-    def __init__(self, wanted: int, samples: int, filtered: bool, greedy: bool, at_once: bool = False) -> None:
-        """`wanted` groups of `samples` completions, on this rank; `greedy`: each comes with a further one at its end,
-        the prompt's greedy completion, whose score is kept with the others; `at_once`: groups are not waited for."""
-        self.wanted, self.samples, self.filtered, self.greedy, self.at_once = wanted, samples, filtered, greedy, at_once
-        self.drawn: list[Judged] = []  # all there were to choose from
-        self.tokens = 0  # that were generated for them
-        self.varied = 0  # groups whose scores differ
-        self.rounds = 0
-        self._kept: list[list[Judged]] = []
-        self._left_out: list[list[Judged]] = []
-        self._taken = 0  # groups
-
-    def add(self, judged: Sequence[Judged]) -> None:
-        """Takes in whole groups, of a round or of a part of one."""
-        size = self.samples + self.greedy
-        for start in range(0, len(judged), size):
-            group = list(judged[start : start + self.samples])
-            if self.greedy:
-                group = [replace(one, greedy=judged[start + self.samples].score) for one in group]
-            varied = len({one.score for one in group}) > 1
-            (self._left_out if self.filtered and not varied else self._kept).append(group)
-            self.drawn += group
-            self.varied += varied
-        self.tokens += sum(len(one.completion.token_ids) for one in judged)
-
-    @property
-    def missing(self) -> int:
-        """How many more groups are wanted."""
-        return max(0, self.wanted - len(self._kept))
-
-    def take(self, last: bool = False) -> list[Judged]:
-        """Completions to train on that were not taken before.
-
-        Unless they are wanted at once there are none before the `last` call: only then it is known which groups are
-        left out. If there are too few, it fills up with some that were left out.
-        """
-        if not (self.at_once or last):
-            return []
-        groups = (self._kept + self._left_out)[self._taken : self.wanted]
-        self._taken += len(groups)
-        return [one for group in groups for one in group]
+    whole = widened(batch, length, width)
+    found = Experience(**{name: exchanged(column) for name, column in whole.columns.items()})
+    by_minibatch = (here.nonzero()[:, 1] // (len(mine) // count)).argsort(stable=True)
+    return replace(found.rows(by_minibatch.to(own.device)), place=torch.arange(len(mine), device=own.device))
 
 
 def build(judged: Sequence[Judged], pad_id: int) -> Experience:
@@ -176,3 +155,59 @@ def _packed(lengths: Sequence[int], budget: int, count: int = 1) -> list[slice]:
 
 def _padded(rows: Sequence[Tensor], value: float) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One rank's rollouts as tensors; B completions, prompt and response left-aligned in `ids`.
+
+    `[B, T]` tensors are over response tokens: column t is the t-th token after the prompt. They are zero where
+    `mask` is zero. The last six are all zero until the steps of the loop fill them in.
+    """
+
+    ids: Tensor  # [B, L] int64, prompt then response then padding
+    prompt_lengths: Tensor  # [B] int64
+    mask: Tensor  # [B, T] float, 1 on response tokens
+    rollout_logprobs: Tensor  # [B, T] as the engine reports them
+    place: Tensor  # [B] int64, which of the rank's completions it is
+    groups: Tensor  # [B] int64, the same for completions of the same prompt
+    scores: Tensor  # [B] reward of the whole completion
+    greedy: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator asks for none
+    logprobs: Tensor  # [B, T] the policy's before the update ("old"), as algorithm.old_logprobs has them
+    ref_logprobs: Tensor  # [B, T]
+    values: Tensor  # [B, T] the critic's before the update ("old")
+    entropy: Tensor  # [B, T] the policy's before the update, in nats, or minus the logprobs, of which it is the mean
+    advantages: Tensor  # [B, T]
+    returns: Tensor  # [B, T]
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """All of the above by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """What the models score: `ids`, `prompt_lengths`, `mask`, `places`."""
+        return self.ids, self.prompt_lengths, self.mask, self.places
+
+    @functools.cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """[N] each, rows and columns of the response tokens; a GPU is waited for, when this is first asked for."""
+        rows, columns = self.mask.nonzero(as_tuple=True)
+        return rows, columns
+
+    @property
+    def widths(self) -> Tensor:
+        """[B] the length of each response: to the last 1 of its mask, as zeros may lie between."""
+        return self.mask.cumsum(1).argmax(1) + 1
+
+    def rows(self, chosen: slice | Tensor) -> Experience:
+        """Some of the completions, cut to the longest among them."""
+        cut = {name: column[chosen] for name, column in self.columns.items()}
+        widths = self.widths[chosen]
+        width, length = int(widths.max()), int((cut["prompt_lengths"] + widths).max())
+        grids = {name: part[:, :width] for name, part in cut.items() if part.ndim == 2}
+        return replace(self, **(cut | grids | {"ids": cut["ids"][:, :length]}))
+
+    def to(self, device: torch.device) -> Experience:
+        return replace(self, **{name: column.to(device) for name, column in self.columns.items()})

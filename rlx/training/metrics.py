@@ -1,22 +1,59 @@
-"""What a step says of itself: the greedy answers to held-out prompts, and the statistics of training over all ranks.
-
-Their names and meanings are report.py's; a metric that does not apply to a run is left out.
-"""
+"""How long the parts of a step take."""
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torchmetrics import MeanMetric
 
 from rlx.algorithms import kl, masking
-from rlx.experience import Selection
-from rlx.types import Experience, Judged
-from rlx.worker import Run, Sums
+from rlx.training.collector import Selection
+from rlx.training.experience import Experience
+from rlx.training.trainer import Run, Sums
+from rlx.types import Judged
+
+T = TypeVar("T")
+
+
+class _End:
+    pass
+
+
+_END = _End()
+
+
+class Clock:
+    """Wall-clock seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        spent = time.perf_counter() - started
+        self._seconds[f"time/{part}"] = self._seconds.get(f"time/{part}", 0.0) + spent
+
+    def waiting(self, part: str, things: Iterable[T]) -> Iterator[T]:
+        """Things as they come; the wait for each counts."""
+        iterator = iter(things)
+        while True:
+            with self(part):
+                thing = next(iterator, _END)
+            if isinstance(thing, _End):
+                return
+            yield thing
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of each part by metric name, and of the whole so far."""
+        return self._seconds | {"time/step": time.perf_counter() - self.started}
 
 
 def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -16,14 +16,13 @@ from rlx.algorithms import masking
 from rlx.algorithms.advantages import gae, group_advantages
 from rlx.algorithms.advantages import token_rewards as place_rewards
 from rlx.algorithms.kl import log_ratio_kl
-from rlx.assembly import assemble
-from rlx.clock import Clock
 from rlx.config.sections import GROUPED
-from rlx.experience import Selection, joined
-from rlx.metrics import evaluate, rollout_sums, summarize
-from rlx.types import Experience
-from rlx.update import update
-from rlx.worker import Run
+from rlx.training.collector import Selection
+from rlx.training.experience import Experience, joined
+from rlx.training.metrics import Clock, evaluate, rollout_sums, summarize
+from rlx.training.setup import assemble
+from rlx.training.trainer import Run
+from rlx.training.update import update
 
 
 def train_loop(setup: dict[str, Any]) -> None:

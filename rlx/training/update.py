@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlx import experience
 from rlx.algorithms import adaptive, losses
-from rlx.balance import balanced
 from rlx.models import fsdp
 from rlx.models.policy import Scored
-from rlx.types import Experience
-from rlx.worker import Run, Sums
+from rlx.training import experience
+from rlx.training.experience import Experience, balanced
+from rlx.training.trainer import Run, Sums
 
 
 def update(run: Run, batch: Experience, late: bool = False) -> tuple[Experience, Sums]:

@@ -1,0 +1,65 @@
+"""TODO rlx.tracking.metrics."""
+
+from __future__ import annotations
+
+METRICS = {
+    "reward/mean": "mean score of the step's completions, penalties taken off",
+    "reward/std": "standard deviation of those scores",
+    "reward/NAME": "mean of the reward function NAME alone",
+    "reward/running_mean": "mean of all scores trained on so far (algorithm.normalize_scores)",
+    "reward/running_std": "their standard deviation",
+    "task/accuracy": "fraction of the step's completions whose answer is right",
+    "groups/varied_fraction": "fraction of the step's prompts whose completions do not all score the same",
+    "groups/drawn": "prompts drawn for the step (algorithm.filter_groups)",
+    "eval/accuracy": "fraction of held-out prompts answered right, greedy",
+    "eval/reward": "mean score on held-out prompts, greedy",
+    "eval/length": "mean response length on held-out prompts, in tokens",
+    "eval/ema/accuracy": "eval/accuracy of the averaged weights (train.ema_decay)",
+    "eval/ema/reward": "eval/reward of the averaged weights",
+    "eval/ema/length": "eval/length of the averaged weights",
+    "kl/ref": "mean KL estimate per token to the reference model, before the update",
+    "kl/coef": "weight of that KL",
+    "kl/loss": "mean of that KL as a loss, over the step's optimizer steps (algorithm.kl_in loss)",
+    "ptx/loss": "supervised loss per answer token (algorithm.ptx_coef)",
+    "policy/loss": "surrogate loss, mean over the step's optimizer steps",
+    "policy/entropy": "mean entropy of the policy per token, in nats; if nothing but the update scores, mean -log p",
+    "policy/clip_fraction": "fraction of tokens whose ratio was clipped",
+    "policy/approx_kl": "mean KL(old || current) per token during the update",
+    "policy/ratio": "mean ratio current / old per token during the update",
+    "policy/grad_norm": "mean gradient norm of the policy before clipping",
+    "policy/lr": "learning rate of the policy after the step",
+    "policy/updates": "optimizer steps of the policy in the step",
+    "value/loss": "clipped value loss, mean over the step's optimizer steps",
+    "value/clip_fraction": "fraction of tokens whose value was clipped",
+    "value/grad_norm": "mean gradient norm of the critic before clipping",
+    "value/explained_variance": "1 - var(returns - values) / var(returns), before the update",
+    "mismatch/kl": "mean KL estimate (k3) between engine and trainer before the update",
+    "mismatch/max_abs": "largest difference of a token's log-probability between engine and trainer",
+    "mismatch/clipped_fraction": "fraction of tokens whose importance weight was cut or masked",
+    "mismatch/weight_max": "largest importance weight before it is cut",
+    "mismatch/effective_fraction": "effective share of the tokens under these weights, (sum w)^2 / (n sum w^2)",
+    "response/length_mean": "mean response length in tokens",
+    "response/truncated_fraction": "fraction of responses that ran into rollout.max_tokens",
+    "time/rollout": "seconds waiting for completions",
+    "time/generation": "seconds that the engines took for the step's completions, beside training if drawn ahead",
+    "time/reward": "seconds scoring",
+    "time/annotate": "seconds computing log-probabilities and values before the update",
+    "time/update": "seconds in forward, backward and optimizer steps",
+    "time/sync": "seconds sending weights to the engines",
+    "time/eval": "seconds evaluating",
+    "time/checkpoint": "seconds that training stood still for a checkpoint",
+    "time/checkpoint_write": "seconds that the checkpoint before took to be written, beside training",
+    "time/step": "seconds for the whole step",
+    "tokens/rollout_per_s": "response tokens per second of time/rollout, of time/generation if drawn ahead",
+    "tokens/update_per_s": "prompt and response tokens trained on per second of time/update",
+    "tokens/padding_fraction": "fraction of the positions in the update's forward passes that are padding",
+    "tokens/total": "response tokens generated since the run began",
+    "staleness/mean": "mean age of the completions' weights, in steps",
+    "memory/peak_gib": "largest peak memory of a worker, GPU memory if it has one",
+}
+
+
+def meaning(metric: str) -> str | None:
+    """What a metric says; None if there is none of that name. Those of reward functions have the function's name."""
+    general = "reward/NAME" if metric.startswith("reward/") else metric
+    return METRICS.get(metric, METRICS.get(general))
