@@ -68,9 +68,9 @@ def check(config: RunConfig) -> None:
 
 def measure(config: RunConfig, path: str) -> dict[str, float]:
     """The table: rlx's figures, and TRL's before and after."""
-    from rlx import inputs
+    from rlx.runs import preflight
 
-    tables = inputs.prompt_tables(config, path)
+    tables = preflight.prompt_tables(config, path)
     prompts = alike.prompts(config, path, tables)
     before = by_trl(config, path, prompts)
     ours = alike.by_rlx(config, tables)
@@ -88,7 +88,7 @@ def by_trl(config: RunConfig, path: str, prompts: alike.Prompts) -> Measured:
     """TRL's counted steps, in a process with the resources of an engine and a worker."""
     import ray
 
-    from rlx.plan import plan
+    from rlx.runs.resources import plan
 
     cpus = max(1, round(plan(config).total().get("CPU", 1.0)))
     process: Any = ray.remote(max_calls=1)(trained).options(

@@ -34,10 +34,10 @@ import table
 import workload
 from rollout import described
 
-from rlx import inputs
 from rlx.command_line import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
+from rlx.runs import preflight
 
 _REWARD = (
     "def score(data_source, solution_str, ground_truth, extra_info=None, **_):\n    return float(len(solution_str))\n"
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(config, args.verl)
         load, out = os.getloadavg()[0], Path(args.out)
         with workload.prepared(config) as (ready, path):
-            tables = inputs.prompt_tables(ready, path)
+            tables = preflight.prompt_tables(ready, path)
             prompts = alike.prompts(ready, path, tables)
             ours = alike.by_rlx(ready, tables)
         figures = ours | compared(ours, by_verl(ready, path, prompts, args.verl, out))

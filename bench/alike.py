@@ -36,7 +36,7 @@ _ALIKE: dict[str, Any] = {
 
 def check(config: RunConfig, other: str) -> None:
     """ConfigError for a config of which another library would not do the same work."""
-    from rlx.plan import plan
+    from rlx.runs.resources import plan
 
     if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
         one_each = config.rollout.engines == config.scaling.num_workers == 1
@@ -50,7 +50,7 @@ def check(config: RunConfig, other: str) -> None:
 
 def gpus(config: RunConfig) -> float:
     """That engine and worker have together."""
-    from rlx.plan import plan
+    from rlx.runs.resources import plan
 
     return plan(config).total().get("GPU", 0.0)
 
@@ -76,7 +76,7 @@ def texts(tokenizer: Any, prompts: Prompts) -> list[str]:
 
 def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
     """Response tokens per second on policy, and one step ahead where engine and worker can work at the same time."""
-    from rlx import launch
+    from rlx.runs import launch
 
     now = workload.counted_steps(config, tables, "k0")
     figures = {f"rlx{_RATE}": tokens_per_s(config, now)}

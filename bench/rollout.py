@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(config)
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
-            from rlx import inputs, launch
+            from rlx.runs import launch, preflight
 
-            tables = inputs.prompt_tables(ready, path)
+            tables = preflight.prompt_tables(ready, path)
             before = alone(ready, path, tables)
             steps = workload.counted_steps(ready, tables)
             launch.release()
@@ -81,8 +81,8 @@ def alone(config: RunConfig, path: str, tables: Mapping[str, Any]) -> list[tuple
     """What bare vLLM, in a process with the resources of an engine, makes of a run's counted steps: tokens, seconds."""
     import ray
 
-    from rlx.plan import plan
     from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT
+    from rlx.runs.resources import plan
 
     resources = plan(config).engines[0]
     on_gpu = resources.get("GPU", 0) > 0
@@ -125,7 +125,7 @@ def requests(
 
 def described(config: RunConfig) -> dict[str, Any]:
     """How both were set."""
-    from rlx.plan import plan
+    from rlx.runs.resources import plan
 
     needed = plan(config)
     train, chosen = config.train, config.rollout

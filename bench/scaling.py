@@ -93,9 +93,9 @@ def updated(config: RunConfig, path: str) -> float:
 
 def stepped(config: RunConfig, path: str) -> float:
     """Response tokens per second and rank over whole steps."""
-    from rlx import inputs, launch
+    from rlx.runs import launch, preflight
 
-    steps = workload.counted_steps(config, inputs.prompt_tables(config, path), f"ranks-{config.scaling.num_workers}")
+    steps = workload.counted_steps(config, preflight.prompt_tables(config, path), f"ranks-{config.scaling.num_workers}")
     launch.release()
     drawn = config.train.prompts_per_step * config.train.samples_per_prompt / config.scaling.num_workers
     return drawn * statistics.median(step["response/length_mean"] / step["time/step"] for step in steps)

@@ -67,9 +67,9 @@ def ahead(config: RunConfig) -> RunConfig:
 
 def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str, float]:
     """The runs, one after the other with the same crew, and bare vLLM before and after them."""
-    from rlx import inputs, launch
+    from rlx.runs import launch, preflight
 
-    tables = inputs.prompt_tables(config, path)
+    tables = preflight.prompt_tables(config, path)
     before = rollout.alone(config, path, tables) if bare else []
     now = workload.counted_steps(config, tables, "k0")
     figures = parts(now)

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx import inputs, run_folder
 from rlx.config.run import RunConfig
+from rlx.runs import preflight
+from rlx.runs.folder import mlflow_run
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     args, more = parser.parse_known_args(argv)
-    model = inputs.model_folder(RunConfig(storage=str(ROOT / "storage")))
+    model = preflight.model_folder(RunConfig(storage=str(ROOT / "storage")))
     with tempfile.TemporaryDirectory(prefix="rlx-bench-") as folder:
         words = ["--storage", folder, "--model.path", model, "--train.steps", str(args.steps), *more]
         by_hand = seconds_of("ppo.py", "--name", "alone", *words)
@@ -103,7 +104,7 @@ def same_settings(folder: Path) -> Path:
 def times(storage: Storage, folder: Storage) -> Times:
     """What MLflow has of a run."""
     door: Any = mlflow.client(mlflow.default_uri(Path(storage.path)))
-    run = door.get_run(run_folder.mlflow_run(folder))
+    run = door.get_run(mlflow_run(folder))
     first = min(metric.timestamp for metric in door.get_metric_history(run.info.run_id, "eval/accuracy"))
     return Times(run.info.start_time / 1000, first / 1000, run.info.end_time / 1000)
 

@@ -105,7 +105,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from rlx import controller, inputs
+    from rlx.runs import preflight, ray_train
     from rlx.storage.addresses import open_storage
 
     scaling = config.scaling
@@ -116,7 +116,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
         "reward_models": [],
         "tracking": "",
         "folder": open_storage(config.storage) / "update",
-        "box": controller.new_box(),
+        "box": ray_train.new_box(),
         "examine": True,
         "loop": loop,
         "profile": profile,
@@ -125,7 +125,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
         rank,
         train_loop_config=job,
         torch_config=TorchConfig(backend="nccl" if scaling.use_gpu else "gloo"),
-        datasets=inputs.prompt_tables(config, path),
+        datasets=preflight.prompt_tables(config, path),
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.num_workers,
@@ -137,7 +137,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     try:
         trainer.fit()
     except Exception as error:
-        raise controller.RunError(controller.error_words(error)) from None
+        raise ray_train.RunError(ray_train.error_words(error)) from None
     return dict(json.loads(_result(config).read_text()))
 
 

@@ -163,13 +163,13 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     """
     import ray
 
-    from rlx import inputs, launch
+    from rlx.runs import launch, preflight
 
     with tempfile.TemporaryDirectory() as folder:
-        inputs.check_files(config)
-        inputs.check_rewards(config)
+        preflight.check_files(config)
+        preflight.check_rewards(config)
         path = model_folder(config)
-        inputs.check(config, path)
+        preflight.check(config, path)
         config = config.model_copy(update={"storage": folder, "model": config.model.model_copy(update={"path": path})})
         launch.connect(config)
         try:
@@ -181,15 +181,15 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
 
 def model_folder(config: RunConfig) -> str:
     """The model; one that is known here is made in the storage, once, with random weights."""
-    from rlx import inputs
     from rlx.models import tiny
+    from rlx.runs import preflight
     from rlx.storage.addresses import local_folder
 
     name, known = config.model.path, [UNTRAINED, *_SHAPES]
     if name not in known:
         if name != "tiny" and "/" not in name and nearest(name, known):
             raise ConfigError(f"model.path {name}: no such model{nearest(name, known)}")
-        return inputs.model_folder(config)
+        return preflight.model_folder(config)
     folder = local_folder(config.storage) / "models" / name
     if not folder.exists():
         tokenizer = tiny.build_tokenizer()
@@ -217,7 +217,7 @@ def random_model(name: str, tokenizer: Any) -> Any:
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:
     """The metrics of a real run's steps but the first, without the time of an evaluation, which the last has; engines
     and workers stay for the next run."""
-    from rlx import launch
+    from rlx.runs import launch
     from rlx.storage.addresses import open_storage
 
     steps: list[dict[str, Any]] = []

@@ -41,28 +41,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def analyze(args: argparse.Namespace) -> int:
     """Shows the sweep and writes its files."""
-    from rlx import analysis, comparison, records
+    from rlx.analysis import loading, report, statistics, tables
 
     storage = local_folder(args.storage)
     uri = args.tracking_uri or default_uri(storage)
-    names = records.sweep_names(uri, args.experiment)
-    sweep = records.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
-    against = records.load_sweep(uri, args.experiment, args.against, [args.metric]) if args.against else None
+    names = loading.sweep_names(uri, args.experiment)
+    sweep = loading.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
+    against = loading.load_sweep(uri, args.experiment, args.against, [args.metric]) if args.against else None
     if not args.sweep and len(names) > 1:
         print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
     print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {args.metric}\n")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    shown = analysis.compared(sweep, args.metric, args.mode, args.by, against)
+    shown = report.compared(sweep, args.metric, args.mode, args.by, against)
     for found in shown.values():
-        print(f"{comparison.format_table(comparison.table(found), width)}\n")
-    print(f"{comparison.answer(shown['settings'], args.metric)}\n")
+        print(f"{tables.format_table(tables.table(found), width)}\n")
+    print(f"{statistics.answer(shown['settings'], args.metric)}\n")
     if against:
-        print(f"{comparison.apart(*shown[f'against {against.name}'])}\n")
+        print(f"{statistics.apart(*shown[f'against {against.name}'])}\n")
     if (best := shown["settings"][0]).ended:
         run = mlflow.client(uri).get_run(best.trials[0].runs[-1]).data.tags.get("rlx.folder", "RUN")
         print(f"its model: python experiments/export.py {run} --checkpoint best --register NAME\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
-    paths = analysis.write(sweep, folder, uri, args.metric, args.mode, args.by, against)
+    paths = report.write(sweep, folder, uri, args.metric, args.mode, args.by, against)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
     return 0
 

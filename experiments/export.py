@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlx import listing, run_folder
 from rlx.command_line import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
+from rlx.runs import listing
+from rlx.runs.folder import checkpoint_of
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import local_folder
 from rlx.tracking import mlflow
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write(args: argparse.Namespace) -> int:
     """Finds the checkpoint, exports it, and says what it is and how to load it."""
-    _, found = run_folder.checkpoint_of(which(args.run, args.checkpoint), args.storage)
+    _, found = checkpoint_of(which(args.run, args.checkpoint), args.storage)
     manifest = found.manifest
     assert manifest
     config = from_tree(manifest.config, f"checkpoint {found.name}")
@@ -52,7 +53,7 @@ def write(args: argparse.Namespace) -> int:
         config = config.model_copy(update={"storage": args.storage})
     kind = ("-average" if args.weights == "average" else "") + ("-adapter" if args.adapter else "")
     folder = free_folder(args.out or f"exports/{config.name}-{found.name}{kind}")
-    from rlx import export  # slow to import
+    from rlx.runs import export  # slow to import
 
     wanted = export.Export(config, args.weights == "average", args.adapter)
     apart = export.export(found, wanted, folder)

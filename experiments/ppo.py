@@ -12,6 +12,7 @@ from rlx.command_line import add_settings, end_on_sigterm, exit_code, parse
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
+from rlx.runs.folder import check_new, check_resumable, find, finished, saved_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def started_from(which: str, base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The settings of a new run that starts from a checkpoint: that run's own, unless `base` has some."""
-    from rlx import run_folder
+    from rlx.runs import folder
 
     storage = given.get("storage") or from_tree(base).storage
-    address, found = run_folder.checkpoint_of(which, storage)
+    address, found = folder.checkpoint_of(which, storage)
     assert found.manifest
     of_its_own = {
         "name": None,
@@ -63,12 +64,12 @@ def started_from(which: str, base: dict[str, Any], given: dict[str, Any]) -> dic
         "checkpoint.start_from": address,
         "checkpoint.start_with": "weights",
     }
-    return with_overrides(base or run_folder.settings_of(found, print), of_its_own)
+    return with_overrides(base or folder.settings_of(found, print), of_its_own)
 
 
 def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any]) -> int:
     """Starts or resumes the run and shows it."""
-    from rlx import inputs, launch, run_folder
+    from rlx.runs import folder, launch, preflight
     from rlx.storage.addresses import open_storage
     from rlx.tracking import console, mlflow
 
@@ -76,16 +77,16 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     storage = given.get("storage") or from_tree(base).storage
     runs = open_storage(storage) / "runs"
     if args.resume:  # its storage may have been moved since
-        base = run_folder.saved_config(run_folder.find(runs, args.resume)) | {"storage": storage}
+        base = saved_config(find(runs, args.resume)) | {"storage": storage}
     config = from_tree(with_overrides(base, given))
     if args.resume:
-        run_folder.check_resumable(config, from_tree(base))
+        check_resumable(config, from_tree(base))
     name = args.resume or config.name or runs.free_name("ppo")
-    config = from_tree(with_overrides(config.model_dump(), {"name": name} | inputs.absolute_paths(config)))
+    config = from_tree(with_overrides(config.model_dump(), {"name": name} | preflight.absolute_paths(config)))
     folder = runs / name
     if not args.resume:
-        run_folder.check_new(config, folder)
-    elif done := run_folder.finished(config, folder):
+        check_new(config, folder)
+    elif done := finished(config, folder):
         print(f"run {name} is finished: {config.train.steps} steps, {console.described(done)}")
         launch.send_pending(config, folder, print)
         return 0
@@ -97,7 +98,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
             shown.step(metrics, checkpoint)
 
         shown.console.print(f"run {name}: {config.train.steps} steps, in {folder.path}")
-        inputs.ready(config, shown.warm_start)
+        preflight.ready(config, shown.warm_start)
         shown.say("starting")
         launch.connect(config)
         end_on_sigterm()
@@ -109,13 +110,13 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
 
 def check(base: dict[str, Any], given: dict[str, Any]) -> int:
     """Prints the doctor's lines; 1 if one of them failed."""
-    from rlx import inputs, launch
+    from rlx.runs import launch, preflight
     from rlx.tracking import console
 
     config = from_tree(with_overrides(base, given))
-    config = from_tree(with_overrides(config.model_dump(), inputs.absolute_paths(config)))
+    config = from_tree(with_overrides(config.model_dump(), preflight.absolute_paths(config)))
     with console.RunProgress(1) as shown:
-        inputs.ready(config, shown.warm_start)
+        preflight.ready(config, shown.warm_start)
         shown.say("a few steps at learning rate 0")
         launch.connect(config)
         verdicts = launch.examine(config)

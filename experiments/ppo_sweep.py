@@ -60,13 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
-    from rlx import analysis, comparison, inputs, launch, records, sweep
+    from rlx import sweep
+    from rlx.analysis import loading, report, tables
+    from rlx.runs import launch, preflight
     from rlx.storage.addresses import local_folder, open_storage
     from rlx.tracking import console, mlflow, outbox
     from rlx.trials import Sweep
 
     started = time.monotonic()
-    tree = with_overrides(tree, inputs.absolute_paths(from_tree(tree)))
+    tree = with_overrides(tree, preflight.absolute_paths(from_tree(tree)))
     storage = open_storage(tree["storage"])
     if args.resume is not None:
         plan = sweep.saved_sweep(storage, args.resume or None)
@@ -80,7 +82,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     uri = launch.tracking_uri(config)
     with console.SweepProgress(config.train.steps) as shown:
         with console.RunProgress(config.train.steps, shown.console) as making:
-            inputs.ready(config, making.warm_start)
+            preflight.ready(config, making.warm_start)
         launch.connect(config)
         end_on_sigterm()
         if args.resume is None:
@@ -96,10 +98,10 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
     try:
         own = outbox.run_id(storage / "sweeps" / plan.name)  # a server may know other sweeps of that name
-        loaded = records.load_sweep(uri, config.tracking.experiment, own or plan.name)
-        paths = analysis.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
+        loaded = loading.load_sweep(uri, config.tracking.experiment, own or plan.name)
+        paths = report.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(comparison.format_table(comparison.rank(loaded), width))
+        print(tables.format_table(tables.rank(loaded), width))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own
         print(f"no analysis: {one_line(error, 300)}; later: analyze.py --sweep {plan.name}", file=sys.stderr)

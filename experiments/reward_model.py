@@ -53,8 +53,8 @@ def _count(text: str) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Trains the reward model and shows it."""
-    from rlx import inputs
     from rlx.rewards import preferences
+    from rlx.runs import preflight
     from rlx.storage.addresses import local_folder, open_storage, resolved
     from rlx.tracking import console
 
@@ -68,7 +68,7 @@ def train(args: argparse.Namespace) -> int:
     recipe = preferences.Recipe(args.epochs, args.batch, args.lr, args.seed)
     steps = recipe.steps(len(pairs))
     with console.RunProgress(steps) as shown, _recorded(config, folder.name, given) as record:
-        base = given.get("base") or inputs.model_folder(config, shown.warm_start)
+        base = given.get("base") or preflight.model_folder(config, shown.warm_start)
         shown.say(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
         begun = time.monotonic()
 
@@ -95,7 +95,7 @@ def described(metrics: Mapping[str, float]) -> str:
 @contextmanager
 def _recorded(config: RunConfig, name: str, params: Mapping[str, Any]) -> Iterator[Any]:
     """An MLflow run for the time of the training."""
-    from rlx import launch
+    from rlx.runs import launch
     from rlx.tracking import mlflow
 
     uri, status = launch.tracking_uri(config), "FAILED"

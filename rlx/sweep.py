@@ -23,11 +23,13 @@ from typing import Any
 from ray import tune
 from ray.tune.experiment import Trial
 
-from rlx import launch, run_folder, search
+from rlx import search
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import flatten
-from rlx.plan import nodes, plan
+from rlx.runs import folder, launch
+from rlx.runs.folder import exists, saved_config
+from rlx.runs.resources import nodes, plan
 from rlx.schedulers import PAUSING, REPLAYING, SCHEDULERS, first_rung
 from rlx.search import ADAPTIVE, METRIC, MODE, Space
 from rlx.storage.filesystem import Storage
@@ -70,7 +72,7 @@ def _population(sweep: Sweep, space: Space) -> Sweep:
     """A sweep by population based training: what is handed on is there as soon as it is asked for, and stays."""
     if sweep.search != "random" or sweep.seeds > 1:
         raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
-    if fixed := [key for key in space if run_folder.is_fixed(key)]:
+    if fixed := [key for key in space if folder.is_fixed(key)]:
         raise ConfigError(f"--space {sweep.space}: {fixed[0]} cannot change within a run, as --scheduler pbt would")
     kept = {"checkpoint.every": first_rung(sweep.config), "checkpoint.keep": None, "checkpoint.beside": False}
     return replace(sweep, tree=with_overrides(sweep.tree, kept))
@@ -130,7 +132,7 @@ def begin_again(sweep: Sweep, storage: Storage) -> list[str]:
     failed = {name: record for name, record in records.all().items() if record.state == "failed"}
     for name, record in failed.items():
         newest = newest_leg(folder, name)
-        begun = leg_number(newest) + run_folder.exists(folder / "runs" / newest)
+        begun = leg_number(newest) + exists(folder / "runs" / newest)
         records.write(name, Record(settings=record.settings, begun=begun))
     return list(failed)
 
@@ -196,7 +198,7 @@ def _as_it_is(folder: Storage, name: str, record: Record) -> Record:
     newest = folder / "runs" / newest_leg(folder, name)
     if leg_number(newest.name) == 1 or record.is_over:
         return record
-    saved = flatten(from_tree(run_folder.saved_config(newest)))
+    saved = flatten(from_tree(saved_config(newest)))
     return record.model_copy(update={"settings": {key: saved[key] for key in record.settings}})
 
 
@@ -352,7 +354,7 @@ class _Watcher(tune.Callback):
 
     @_harmless
     def _settle(self, trial: Trial) -> None:
-        if run_folder.exists(self._folder(trial)):
+        if folder.exists(self._folder(trial)):
             with self._tracker(trial, "driver") as tracker:  # it also sends what the trial's process has left
                 tracker.end(self.ends[trial_name(trial)])
 

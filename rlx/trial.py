@@ -17,10 +17,12 @@ import ray
 from ray import tune
 from ray.tune.trainable.function_trainable import wrap_function
 
-from rlx import inputs, launch, run_folder, search
+from rlx import search
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import flatten
-from rlx.plan import plan
+from rlx.runs import launch, preflight
+from rlx.runs.folder import exists, saved_config
+from rlx.runs.resources import plan
 from rlx.schedulers import PAUSING, REPLAYING
 from rlx.search import METRIC
 from rlx.storage.addresses import below
@@ -41,14 +43,14 @@ def trainable(sweep: Sweep, storage: Storage) -> Any:
     class Trainable(wrap_function(trial, name="trial")):  # type: ignore[misc]
         # The class is pickled by value: what it imports is the trial process's own.
         def reset_config(self, new_config: dict[str, Any]) -> bool:  # another trial follows in this process
-            from rlx import launch
+            from rlx.runs import launch
 
             launch.stop()
             os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
             return bool(super().reset_config(new_config))
 
         def cleanup(self) -> None:  # no other follows
-            from rlx import launch
+            from rlx.runs import launch
 
             launch.stop()
             launch.release()
@@ -65,7 +67,7 @@ def _shared_tables(sweep: Sweep) -> Any:
     apart = ("data.", "eval.", "model.")
     if any(key.startswith(apart) for key in search.load_space(sweep.space, sweep.tree)):
         return None
-    return ray.put(inputs.prompt_tables(sweep.config, inputs.model_folder(sweep.config)))
+    return ray.put(preflight.prompt_tables(sweep.config, preflight.model_folder(sweep.config)))
 
 
 def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any], tables: Any) -> None:
@@ -83,7 +85,7 @@ def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any], tables:
     launch.run(
         config,
         folder / "runs" / leg,
-        resume=run_folder.exists(folder / "runs" / leg),
+        resume=exists(folder / "runs" / leg),
         parent=folder if leg == name else folder / "runs" / name,
         tags=_tags(sweep.name, name, leg, start),
         tables=tables,
@@ -111,11 +113,11 @@ def _leg(
     """
     newest, start = newest_leg(folder, name), _handed_over(sweep, name)
     if start:
-        saved = run_folder.saved_config(folder / "runs" / newest)
+        saved = saved_config(folder / "runs" / newest)
         same = with_overrides(saved, {**settings, **start}) == saved
         return (newest if same else f"{name}.{leg_number(newest) + 1}"), start
-    if leg_number(newest) >= begun and run_folder.exists(folder / "runs" / newest):
-        saved = flatten(from_tree(run_folder.saved_config(folder / "runs" / newest)))
+    if leg_number(newest) >= begun and exists(folder / "runs" / newest):
+        saved = flatten(from_tree(saved_config(folder / "runs" / newest)))
         return newest, {key: saved[key] for key in (*settings, *_START)}  # it goes on as it began
     return (name if begun == 1 else f"{name}.{begun}"), {}
 
@@ -123,7 +125,7 @@ def _leg(
 def newest_leg(folder: Storage, name: str) -> str:
     """A trial's last run so far; its first if there is none yet."""
     runs = folder / "runs"
-    legs = [leg for leg in runs.names() if leg.partition(".")[0] == name and run_folder.exists(runs / leg)]
+    legs = [leg for leg in runs.names() if leg.partition(".")[0] == name and exists(runs / leg)]
     return max(legs, key=leg_number, default=name)
 
 

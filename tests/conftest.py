@@ -23,9 +23,9 @@ from ray._private import state
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx import launch
 from rlx.models.tiny import WarmStart, make_tiny_model
 from rlx.rollout import engine_args, engine_pool
+from rlx.runs import launch
 from rlx.tracking import mlflow
 
 SHORT_RECIPE = WarmStart(

@@ -6,11 +6,11 @@ from typing import Any
 
 from conftest import History, mlflow_history
 
-from rlx import launch
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.controller import Report, Say
-from rlx.launch import Result
+from rlx.runs import launch
+from rlx.runs.launch import Result
+from rlx.runs.ray_train import Report, Say
 from rlx.storage.addresses import open_storage
 
 STEPS = 4

@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from rlx.analysis.loading import METRIC, WATCHED, Setting, Sweep, Trial
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
-from rlx.records import METRIC, WATCHED, Setting, Sweep, Trial
 from rlx.tracking import mlflow
 
 BASE = {

@@ -13,10 +13,10 @@ import pytest
 from plotly.offline import get_plotlyjs
 from sweeps import Run, config, log_sweep
 
-from rlx import analysis, comparison, records
+from rlx.analysis import loading, report, statistics, tables
+from rlx.analysis.importance import FEWEST
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.sections import flatten
-from rlx.importance import FEWEST
 from rlx.tracking import mlflow
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "analyze.py"
@@ -77,15 +77,15 @@ def headings(html: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
 def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, name: str) -> None:
-    loaded = records.load_sweep(uri, "rlx", name)
-    paths = analysis.write(loaded, tmp_path, uri)
+    loaded = loading.load_sweep(uri, "rlx", name)
+    paths = report.write(loaded, tmp_path, uri)
     recipe = set() if name in ("failed", "running") else {"best.yaml"}
     assert {path.name for path in paths} == {path.name for path in tmp_path.iterdir()} == ALWAYS | recipe
     stored = mlflow.client(uri).list_artifacts(loaded.run_id, "analysis")
     assert {Path(file.path).name for file in stored} == ALWAYS | recipe
     assert len(pd.read_csv(tmp_path / "trials.csv")) == len(loaded.trials)
-    own, found = mlflow.client(uri).get_run(loaded.run_id).data, analysis.compared(loaded)["settings"]
-    assert own.tags["mlflow.note.content"] == f"{comparison.answer(found)} analysis/analysis.html has the rest."
+    own, found = mlflow.client(uri).get_run(loaded.run_id).data, report.compared(loaded)["settings"]
+    assert own.tags["mlflow.note.content"] == f"{statistics.answer(found)} analysis/analysis.html has the rest."
     assert own.metrics == ({"eval/accuracy": found[0].mean} if recipe else {})
     height, width, _ = matplotlib.image.imread(tmp_path / "settings.png").shape
     assert (height, width) >= (700, 1500)
@@ -93,7 +93,7 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, n
 
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
 def test_the_page_opens_offline_and_each_figure_has_data(uri: str, tmp_path: Path, name: str) -> None:
-    analysis.write(records.load_sweep(uri, "rlx", name), tmp_path, uri)
+    report.write(loading.load_sweep(uri, "rlx", name), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert html.count(get_plotlyjs()) == 1
     own = html.replace(get_plotlyjs(), "")
@@ -105,7 +105,7 @@ def test_the_page_opens_offline_and_each_figure_has_data(uri: str, tmp_path: Pat
 
 
 def test_the_page_says_what_was_asked_and_answers_it(uri: str, tmp_path: Path) -> None:
-    analysis.write(records.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
+    report.write(loading.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert "actor_lr 0.0003, advantage grpo wins with eval/accuracy 0.81 ± 0.13 over 2 runs; the next is 0.6" in html
     assert "search random, scheduler none, seeds 2, trials 6, steps 4" in html
@@ -125,17 +125,17 @@ def test_the_page_says_what_was_asked_and_answers_it(uri: str, tmp_path: Path) -
 
 
 def test_twelve_settings_have_their_importance(uri: str, tmp_path: Path) -> None:
-    analysis.write(records.load_sweep(uri, "rlx", "wide"), tmp_path, uri)
+    report.write(loading.load_sweep(uri, "rlx", "wide"), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert '"text":["100%"]' in html
     assert "Not given: MLflow has no prompt that both answered." in html
 
 
 def test_what_is_no_longer_in_mlflow_is_said(uri: str, tmp_path: Path) -> None:
-    loaded = records.load_sweep(uri, "rlx", "bare")
+    loaded = loading.load_sweep(uri, "rlx", "bare")
     for trial in loaded.trials:
         shutil.rmtree(mlflow.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
-    paths = analysis.write(loaded, tmp_path, uri)
+    paths = report.write(loaded, tmp_path, uri)
     assert {path.name for path in paths} == ALWAYS
     html = (tmp_path / "analysis.html").read_text()
     assert "Not given: MLflow has no prompt that both answered." in html
@@ -143,13 +143,13 @@ def test_what_is_no_longer_in_mlflow_is_said(uri: str, tmp_path: Path) -> None:
 
 
 def test_trials_that_were_stopped_or_went_on_from_others_say_so(uri: str, tmp_path: Path) -> None:
-    loaded = records.load_sweep(uri, "rlx", "pbt")
-    table = comparison.rank(loaded)
+    loaded = loading.load_sweep(uri, "rlx", "pbt")
+    table = tables.rank(loaded)
     assert table[["actor_lr", "mean", "notes"]].values.tolist() == [
         [1e-3, 0.9, "went on from trial_1@2"],
         [1e-4, 0.2, "stopped at 2"],
     ]
-    analysis.write(loaded, tmp_path, uri)
+    report.write(loaded, tmp_path, uri)
     assert "stopped at 2" in (tmp_path / "analysis.html").read_text()
     recipe = (tmp_path / "best.yaml").read_text()
     assert "The trial changed while it ran" in recipe
@@ -157,19 +157,19 @@ def test_trials_that_were_stopped_or_went_on_from_others_say_so(uri: str, tmp_pa
 
 
 def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> None:
-    loaded, other = (records.load_sweep(uri, "rlx", name) for name in ("lr", "wide"))
-    paths = analysis.write(loaded, tmp_path, uri, by=KIND, against=other)
+    loaded, other = (loading.load_sweep(uri, "rlx", name) for name in ("lr", "wide"))
+    paths = report.write(loaded, tmp_path, uri, by=KIND, against=other)
     more = {f"{name}.{kind}" for name in (f"by_{KIND}", "against_wide") for kind in ("md", "png")}
     assert {path.name for path in paths} == ALWAYS | {"best.yaml"} | more
     html = (tmp_path / "analysis.html").read_text()
     assert "The means differ by 0.26; there is no interval without two runs of each." in html
     assert {f"Compared by {KIND}", "Compared against wide"} < set(headings(html))
-    bests = analysis.compared(loaded, by=None, against=other)["against wide"]
+    bests = report.compared(loaded, by=None, against=other)["against wide"]
     assert [(best.settings["sweep"], best.mean) for best in bests] == [
         ("lr", pytest.approx(0.81)),
         ("wide", pytest.approx(0.55)),
     ]
-    assert [best.settings["sweep"] for best in analysis.compared(other, mode="min", against=loaded)["against lr"]] == [
+    assert [best.settings["sweep"] for best in report.compared(other, mode="min", against=loaded)["against lr"]] == [
         "wide",
         "lr",
     ]
@@ -180,7 +180,7 @@ def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> 
 
 
 def test_the_best_setting_gives_the_same_config_again(uri: str, tmp_path: Path) -> None:
-    analysis.write(records.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
+    report.write(loading.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
     tree = read_yaml(tmp_path / "best.yaml")
     again, ran = flatten(from_tree(tree)), flatten(config("any", GRPO))
     assert {key for key in ran if again[key] != ran[key]} == {"name", "storage"}  # the seed was varied
@@ -203,7 +203,7 @@ def test_the_best_setting_gives_the_same_config_again(uri: str, tmp_path: Path) 
 def test_essentials_give_any_config_again_and_hold_nothing_needless(settings: dict[str, Any]) -> None:
     """Defaults that follow other settings are the hard part: grpo's are not gae's."""
     wanted = config("any", settings)
-    tree = analysis.essentials(wanted)
+    tree = report.essentials(wanted)
     again = flatten(from_tree(tree))
     assert {key for key, value in flatten(wanted).items() if again[key] != value} == {"name", "storage"}
     assert sum(len(each) if isinstance(each, dict) else 1 for each in tree.values()) <= len(settings) + 4
@@ -211,7 +211,7 @@ def test_essentials_give_any_config_again_and_hold_nothing_needless(settings: di
 
 def test_essentials_keep_what_was_varied_and_leave_out_the_seed() -> None:
     default = flatten(from_tree({}))[LR]
-    tree = analysis.essentials(from_tree(with_overrides({}, {"seed": 3})), without={"seed"}, keep={LR})
+    tree = report.essentials(from_tree(with_overrides({}, {"seed": 3})), without={"seed"}, keep={LR})
     assert tree == {"train": {"actor_lr": default}}
 
 

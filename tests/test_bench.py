@@ -25,7 +25,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.models import tiny
-from rlx.plan import plan
+from rlx.runs.resources import plan
 
 MAINS = {
     "rollout": rollout.main,

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from conftest import NothingLeft
 
-from rlx import inputs, launch, run_folder
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
+from rlx.runs import launch, preflight
+from rlx.runs.folder import finished
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow
@@ -133,7 +134,7 @@ def test_resuming_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--storage", str(tmp_path), "--resume", "mine"]) == 0
     assert capsys.readouterr().out == "run mine is finished: 2 steps, held-out 0.250\n"
     more = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
-    assert run_folder.finished(more, folder) is None
+    assert finished(more, folder) is None
 
 
 @pytest.fixture
@@ -196,14 +197,16 @@ def test_paths_are_kept_good_for_any_working_directory(tmp_path: Path, monkeypat
     (tmp_path / "rows.csv").write_text("question,answer\n")
     monkeypatch.chdir(tmp_path)
     config = from_tree({"model": {"path": "model"}, "data": {"source": "rows.csv"}, "storage": "s3://bucket/x"})
-    assert inputs.absolute_paths(config) == {
+    assert preflight.absolute_paths(config) == {
         "model.path": f"{tmp_path}/model",
         "data.source": f"{tmp_path}/rows.csv",
         "storage": "s3://bucket/x",
     }
-    assert inputs.absolute_paths(RunConfig()) == {"storage": f"{tmp_path}/storage"}  # "tiny" and a dataset are no paths
+    assert preflight.absolute_paths(RunConfig()) == {
+        "storage": f"{tmp_path}/storage"
+    }  # "tiny" and a dataset are no paths
     named = from_tree({"model": {"path": "org/name"}, "reward": {"functions": {"model": 1}, "model": "org/judge"}})
-    assert inputs.absolute_paths(named) == {"storage": f"{tmp_path}/storage"}
+    assert preflight.absolute_paths(named) == {"storage": f"{tmp_path}/storage"}
 
 
 @pytest.mark.parametrize(

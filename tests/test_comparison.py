@@ -9,10 +9,11 @@ import pytest
 from scipy import stats
 from sweeps import sweep, trial
 
-from rlx import comparison
-from rlx.comparison import answer, apart, difference, groups, mean_interval, rank
+from rlx.analysis import static_figure, statistics, tables
+from rlx.analysis.loading import METRIC, Setting
+from rlx.analysis.statistics import answer, apart, difference, groups, mean_interval
+from rlx.analysis.tables import rank
 from rlx.config.errors import ConfigError
-from rlx.records import METRIC, Setting
 
 LR, KIND = "train.actor_lr", "algorithm.advantage"
 
@@ -153,7 +154,7 @@ def test_runs_that_agree_by_luck_are_no_certainty() -> None:
     assert apart(*certain).endswith("more than chance.")
     assert difference(*doubtful)[1] == pytest.approx(math.hypot(doubtful[0].half, doubtful[1].half))
     assert apart(*doubtful).endswith("which may be chance.")
-    curve = comparison.mean_curve(doubtful[0], METRIC)
+    curve = statistics.mean_curve(doubtful[0], METRIC)
     assert curve["high"].iloc[-1] - curve["mean"].iloc[-1] == pytest.approx(doubtful[0].half)
 
 
@@ -208,24 +209,24 @@ def test_a_row_per_trial_by_the_last_value_then_the_best() -> None:
         trial(1, {LR: 2.0}, {}, status="FAILED"),
         trial(2, {LR: 3.0}, {0: 0.1, 5: 0.7, 10: 0.6}, stopped=10),
     )
-    table = comparison.trial_table(tied)
+    table = tables.trial_table(tied)
     assert table["trial"].tolist() == ["trial_00002", "trial_00000", "trial_00001"]
     assert table[["final", "best", "first", "steps", "tokens"]].values[0].tolist() == [0.6, 0.7, 0.1, 10, 1000]
     assert table["stopped"].tolist()[0] == 10
     assert table["status"].tolist() == ["FINISHED", "FINISHED", "FAILED"]
     assert table["final"].isna().tolist() == [False, False, True]
-    least = comparison.trial_table(tied, mode="min")
+    least = tables.trial_table(tied, mode="min")
     assert least["trial"].tolist() == ["trial_00002", "trial_00000", "trial_00001"]
     assert least["best"].tolist()[:2] == [0.1, 0.2]
 
 
 def test_names_lose_their_section_unless_two_would_be_alike() -> None:
-    assert comparison.short_names(["train.actor_lr", "seed"]) == ["actor_lr", "seed"]
-    assert comparison.short_names(["data.seed", "seed", "eval.size"]) == ["data.seed", "seed", "size"]
+    assert statistics.short_names(["train.actor_lr", "seed"]) == ["actor_lr", "seed"]
+    assert statistics.short_names(["data.seed", "seed", "eval.size"]) == ["data.seed", "seed", "size"]
 
 
 def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:
-    head, rule, first, *_ = comparison.format_table(rank(SMALL)).splitlines()
+    head, rule, first, *_ = tables.format_table(rank(SMALL)).splitlines()
     cells = [cell.strip() for cell in first.strip("|").split("|")]
     assert head.startswith("| rank | actor_lr ")
     assert set(rule) == set("|-")
@@ -233,7 +234,7 @@ def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:
 
 
 def test_what_looks_like_markup_stays_in_the_table() -> None:
-    shown = comparison.format_table(pd.DataFrame({"answer_pattern": ["[/a]", "[b] :smile:"]}))
+    shown = tables.format_table(pd.DataFrame({"answer_pattern": ["[/a]", "[b] :smile:"]}))
     assert "| [/a] " in shown and "| [b] :smile: " in shown
 
 
@@ -243,13 +244,13 @@ def test_what_looks_like_markup_stays_in_the_table() -> None:
         (200, []),
         (110, ["tokens"]),
         (88, ["tokens", "lowest", "highest"]),
-        (80, comparison._SPARE),
-        (20, comparison._SPARE),
+        (80, tables._SPARE),
+        (20, tables._SPARE),
     ],
 )
 def test_a_narrow_terminal_goes_without_the_least_important(width: int, left_out: list[str]) -> None:
     table = rank(SMALL)
-    head, *rest = comparison.format_table(table, width).splitlines()
+    head, *rest = tables.format_table(table, width).splitlines()
     names = [name.strip() for name in head.strip("|").split("|")]
     assert names == [name for name in table if name not in left_out]
     assert len(head) <= max(width, 74)  # what is left needs so much: numbers are never broken
@@ -269,7 +270,7 @@ def test_a_narrow_terminal_goes_without_the_least_important(width: int, left_out
     ],
 )
 def test_numbers_as_text(value: float | None, text: str) -> None:
-    assert comparison.as_text(value) == text
+    assert statistics.as_text(value) == text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ def test_numbers_as_text(value: float | None, text: str) -> None:
 def test_a_run_that_ended_early_keeps_its_last_value_in_the_mean() -> None:
     runs = (trial(0, setting(1, 0), {0: 0.1, 5: 0.3, 10: 0.5}), trial(1, setting(1, 1), {0: 0.1, 5: 0.9}, stopped=5))
     (group,) = groups(sweep(*runs))
-    curve = comparison.mean_curve(group, METRIC)
+    curve = statistics.mean_curve(group, METRIC)
     assert curve["mean"].to_dict() == pytest.approx({0: 0.1, 5: 0.6, 10: 0.7})
     assert curve["mean"].iloc[-1] == pytest.approx(group.mean)
     assert (curve["high"] - curve["low"]).tolist() == pytest.approx(
@@ -289,7 +290,7 @@ def test_a_run_that_ended_early_keeps_its_last_value_in_the_mean() -> None:
 
 def test_the_picture_shows_every_group_and_run(tmp_path: Path) -> None:
     found = groups(SMALL)
-    figure = comparison.figure(found, "s")
+    figure = static_figure.figure(found, "s")
     curves, ends = figure.axes
     drawn = {tuple(np.round(line.get_ydata(), 6)) for line in curves.lines}
     assert drawn == {(0.1, 0.9), (0.1, 0.35, 0.6), (0.2, 0.2)}
@@ -299,18 +300,18 @@ def test_the_picture_shows_every_group_and_run(tmp_path: Path) -> None:
 
 def test_only_the_best_are_named_and_all_are_drawn() -> None:
     many = groups(sweep(*(trial(i, {LR: float(i)}, {0: 0.0, 9: i / 30}) for i in range(30))))
-    curves, ends = comparison.figure(many, "s").axes
+    curves, ends = static_figure.figure(many, "s").axes
     assert len(curves.lines) == 30
-    assert len(curves.collections) == comparison.BANDS
+    assert len(curves.collections) == statistics.BANDS
     assert ends.get_yticklabels()[0].get_text() == "actor_lr 29"
-    assert len(set(comparison.shades(30)[: comparison.NAMED])) == comparison.NAMED
-    assert len(set(comparison.shades(30)[comparison.NAMED :])) == 1
+    assert len(set(statistics.shades(30)[: statistics.NAMED])) == statistics.NAMED
+    assert len(set(statistics.shades(30)[statistics.NAMED :])) == 1
 
 
 def test_a_sweep_without_results_is_an_empty_picture(tmp_path: Path) -> None:
     found = groups(sweep(trial(0, {LR: 1.0}, {}, status="FAILED")))
-    figure = comparison.figure(found, "s")
+    figure = static_figure.figure(found, "s")
     assert not figure.axes[0].lines
-    assert comparison.mean_curve(found[0], METRIC).empty
-    assert isinstance(comparison.table(found), pd.DataFrame)
+    assert statistics.mean_curve(found[0], METRIC).empty
+    assert isinstance(tables.table(found), pd.DataFrame)
     figure.savefig(tmp_path / "figure.png")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlx import doctor
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
+from rlx.runs import doctor
 
 SOUND = {
     "ratio": 0.0,

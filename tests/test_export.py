@@ -21,13 +21,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx import __version__, export
+from rlx import __version__
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.mesh import Grid
 from rlx.models import fsdp, lora
 from rlx.rollout.engine_pool import Rollouts
 from rlx.rollout.weight_sync import gather
+from rlx.runs import export
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import Entry

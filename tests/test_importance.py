@@ -3,9 +3,9 @@
 import pytest
 from sweeps import sweep, trial
 
-from rlx.comparison import groups
+from rlx.analysis.importance import FEWEST, importance, numbers, on_log_scale
+from rlx.analysis.statistics import groups
 from rlx.config.errors import ConfigError
-from rlx.importance import FEWEST, importance, numbers, on_log_scale
 
 LR, KIND = "train.actor_lr", "algorithm.kl_kind"
 

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlx import __version__, listing, run_folder
+from rlx import __version__
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
+from rlx.runs import folder, listing
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_manifest import Manifest
@@ -125,7 +126,7 @@ def test_commands_go_on_from_a_run(storage: str, shown: Shown) -> None:
         ["python", "experiments/ppo.py", "--from", "try1@best", "--storage", "kept"],
         ["python", "experiments/export.py", "try1", "--checkpoint", "best", "--storage", "kept"],
     ]
-    assert run_folder.checkpoint_of("try1@best", "kept")[1].step == 10
+    assert folder.checkpoint_of("try1@best", "kept")[1].step == 10
 
 
 def test_the_usual_storage_need_not_be_named(storage: str, shown: Shown) -> None:
@@ -152,7 +153,7 @@ def test_a_run_by_its_folder(storage: str, shown: Shown) -> None:
         ["python", "experiments/ppo.py", "--from", "kept/sweeps/s/runs/trial_00000@best"],
         ["python", "experiments/export.py", "kept/sweeps/s/runs/trial_00000", "--checkpoint", "best"],
     ]
-    assert run_folder.checkpoint_of("kept/sweeps/s/runs/trial_00000@best", "storage")[1].step == 10
+    assert folder.checkpoint_of("kept/sweeps/s/runs/trial_00000@best", "storage")[1].step == 10
 
 
 def test_without_a_best_there_is_a_newest(storage: str, shown: Shown) -> None:

@@ -3,8 +3,8 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from rlx import page
-from rlx.page import Section
+from rlx.analysis import page
+from rlx.analysis.page import Section
 
 
 def answers(**texts: str) -> pd.DataFrame:

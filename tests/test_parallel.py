@@ -20,12 +20,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlx import inputs
 from rlx.config import loading, run
 from rlx.config.errors import ConfigError
 from rlx.mesh import Grid
 from rlx.models import fsdp, tensor_parallel
 from rlx.models.loading import load_policy
+from rlx.runs import preflight
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.checkpoint_files import Trained
 from rlx.training import setup
@@ -196,10 +196,10 @@ def test_a_model_that_cannot_be_cut_is_refused(chosen: PreTrainedConfig, tp: int
 
 
 def test_it_is_refused_before_work_starts(tiny_model: Path, tmp_path: Path) -> None:
-    inputs.check(small(tiny_model, tmp_path, "cut", parallel__tp=2), str(tiny_model))
+    preflight.check(small(tiny_model, tmp_path, "cut", parallel__tp=2), str(tiny_model))
     with pytest.raises(ConfigError, match=rf"model {tiny_model} has num_attention_heads 4, no multiple of 8"):
         three = {"scaling__num_workers": 8, "train__prompts_per_step": 8, "parallel__tp": 8}
-        inputs.check(small(tiny_model, tmp_path, "cut", **three), str(tiny_model))
+        preflight.check(small(tiny_model, tmp_path, "cut", **three), str(tiny_model))
 
 
 # --- whole runs

@@ -13,7 +13,7 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
-from rlx.plan import Bundle, Plan, check_room, plan
+from rlx.runs.resources import Bundle, Plan, check_room, plan
 
 CLUSTER = Path(__file__).with_name("virtual_cluster.py")
 ONE_GPU, BIG = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 64.0, "GPU": 2.0}

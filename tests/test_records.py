@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sweeps import BASE, Run, config, log_run, log_sweep
 
-from rlx import records
+from rlx.analysis import loading
 from rlx.config.errors import ConfigError
 from rlx.config.sections import flatten
 from rlx.tracking import mlflow
@@ -47,15 +47,15 @@ def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def sweep(uri: str) -> records.Sweep:
-    return records.load_sweep(uri, "rlx", "lr")
+def sweep(uri: str) -> loading.Sweep:
+    return loading.load_sweep(uri, "rlx", "lr")
 
 
 def test_names_are_newest_first_and_each_once(uri: str) -> None:
-    assert records.sweep_names(uri, "rlx") == ["alone", "trial-less", "cloned", "lr"]
+    assert loading.sweep_names(uri, "rlx") == ["alone", "trial-less", "cloned", "lr"]
 
 
-def test_a_sweep_is_read_with_its_trials_in_order(sweep: records.Sweep) -> None:
+def test_a_sweep_is_read_with_its_trials_in_order(sweep: loading.Sweep) -> None:
     assert (sweep.name, sweep.varied) == ("lr", VARIED)
     assert [trial.name for trial in sweep.trials] == ["trial_0", "trial_1", "trial_2"]
     assert [trial.status for trial in sweep.trials] == ["FINISHED", "FINISHED", "FAILED"]
@@ -63,44 +63,44 @@ def test_a_sweep_is_read_with_its_trials_in_order(sweep: records.Sweep) -> None:
     assert [trial.stopped for trial in sweep.trials] == [None, 2, None]
 
 
-def test_what_was_asked_is_what_was_recorded(sweep: records.Sweep) -> None:
+def test_what_was_asked_is_what_was_recorded(sweep: loading.Sweep) -> None:
     assert sweep.asked == {"search": "random", "scheduler": "none", "seeds": "1", "trials": "3", "steps": "4"}
 
 
-def test_settings_are_numbers_texts_or_nothing(sweep: records.Sweep) -> None:
+def test_settings_are_numbers_texts_or_nothing(sweep: loading.Sweep) -> None:
     settings = [tuple(trial.settings.values()) for trial in sweep.trials]
     assert settings == [(1e-4, "k1", None), (3e-3, "k3", None), (5e-4, "k1", 0.1)]
 
 
-def test_history_has_a_row_per_step_and_nan_where_nothing_finite_was_logged(sweep: records.Sweep) -> None:
+def test_history_has_a_row_per_step_and_nan_where_nothing_finite_was_logged(sweep: loading.Sweep) -> None:
     history = sweep.trials[0].history
     assert list(history.index) == [0, 1, 2, 3, 4]
-    assert list(history.columns) == list(records.WATCHED)
+    assert list(history.columns) == list(loading.WATCHED)
     assert history["eval/accuracy"].dropna().to_dict() == {0: 0.2, 2: 0.5, 4: 0.4}
     assert sweep.trials[0].curve("kl/ref").index.tolist() == [0, 2, 3, 4]  # infinite at step 1
     assert sweep.trials[2].history.empty
 
 
 def test_other_metrics_are_read_when_asked_for(uri: str) -> None:
-    loaded = records.load_sweep(uri, "rlx", "lr", ["policy/entropy", "kl/ref"])
-    assert loaded.metrics == (*records.WATCHED, "policy/entropy")
+    loaded = loading.load_sweep(uri, "rlx", "lr", ["policy/entropy", "kl/ref"])
+    assert loaded.metrics == (*loading.WATCHED, "policy/entropy")
     assert loaded.trials[0].curve("policy/entropy").empty
 
 
 def test_a_running_trial_has_what_it_took_so_far(uri: str) -> None:
-    (trial,) = records.load_sweep(uri, "rlx", "alone").trials
+    (trial,) = loading.load_sweep(uri, "rlx", "alone").trials
     assert (trial.status, trial.seconds) == ("RUNNING", 0.5)
 
 
-def test_held_out_questions_are_known_for_accuracies_on_them(sweep: records.Sweep) -> None:
+def test_held_out_questions_are_known_for_accuracies_on_them(sweep: loading.Sweep) -> None:
     metrics = ("eval/accuracy", "eval/ema/accuracy", "eval/reward", "task/accuracy")
     assert [sweep.questions_of(metric) for metric in metrics] == [256, 256, None, None]
 
 
 def test_a_trial_that_went_on_from_others_has_one_history_and_its_last_settings(uri: str) -> None:
-    trial, other = records.load_sweep(uri, "rlx", "cloned").trials
+    trial, other = loading.load_sweep(uri, "rlx", "cloned").trials
     assert trial.curve("eval/accuracy").to_dict() == {0: 0.2, 2: 0.3, 3: 0.5, 4: 0.6, 5: 0.8, 6: 0.9}
-    assert list(trial.history.columns) == list(records.WATCHED)
+    assert list(trial.history.columns) == list(loading.WATCHED)
     assert trial.settings == {"train.actor_lr": 3e-4}
     assert trial.origins == ("trial_1@2", "trial_0@4")
     assert (trial.status, len(trial.runs)) == ("FINISHED", 3)
@@ -108,43 +108,43 @@ def test_a_trial_that_went_on_from_others_has_one_history_and_its_last_settings(
     assert (other.origins, len(other.runs)) == ((), 1)
 
 
-def test_samples_are_the_newest(uri: str, sweep: records.Sweep) -> None:
-    assert records.samples(uri, sweep.trials[0]).values.tolist() == [["is it?", "no", "yes", 0.0]]
-    cloned = records.load_sweep(uri, "rlx", "cloned").trials[0]  # its last run has none, the one before it has
-    assert records.samples(uri, cloned)["completion"].tolist() == ["yes"]
-    assert records.samples(uri, sweep.trials[1]).empty
+def test_samples_are_the_newest(uri: str, sweep: loading.Sweep) -> None:
+    assert loading.samples(uri, sweep.trials[0]).values.tolist() == [["is it?", "no", "yes", 0.0]]
+    cloned = loading.load_sweep(uri, "rlx", "cloned").trials[0]  # its last run has none, the one before it has
+    assert loading.samples(uri, cloned)["completion"].tolist() == ["yes"]
+    assert loading.samples(uri, sweep.trials[1]).empty
 
 
 def test_samples_are_read_with_and_without_a_step(uri: str) -> None:
     log_sweep(uri, "stepless", [Run({}, {0: 0.1}, answers={"is it?": "yes"})], [])
-    (trial,) = records.load_sweep(uri, "rlx", "stepless").trials
-    before = records.samples(uri, trial)
-    table = json.dumps({"columns": list(records.SAMPLE), "data": [["is it?", "yes", "yes", 1.0]]})
+    (trial,) = loading.load_sweep(uri, "rlx", "stepless").trials
+    before = loading.samples(uri, trial)
+    table = json.dumps({"columns": list(loading.SAMPLE), "data": [["is it?", "yes", "yes", 1.0]]})
     mlflow.client(uri).log_text(trial.runs[0], table, "samples/step_000010.json")
-    after = records.samples(uri, trial)
+    after = loading.samples(uri, trial)
     assert before.to_dict("list") == after.to_dict("list")
-    assert list(after) == list(records.SAMPLE)
+    assert list(after) == list(loading.SAMPLE)
 
 
-def test_the_config_of_a_trial_is_the_one_it_ended_with(uri: str, sweep: records.Sweep) -> None:
-    assert records.run_config(uri, sweep.trials[2]) == config("lr.trial_2", RUNS[2].settings)
-    cloned = records.run_config(uri, records.load_sweep(uri, "rlx", "cloned").trials[0])
+def test_the_config_of_a_trial_is_the_one_it_ended_with(uri: str, sweep: loading.Sweep) -> None:
+    assert loading.run_config(uri, sweep.trials[2]) == config("lr.trial_2", RUNS[2].settings)
+    cloned = loading.run_config(uri, loading.load_sweep(uri, "rlx", "cloned").trials[0])
     assert flatten(cloned)["train.actor_lr"] == 3e-4
     assert flatten(cloned)["data.system"] == BASE["data.system"]
 
 
 def test_a_config_that_is_missing_or_of_another_version_is_an_error(uri: str) -> None:
     log_sweep(uri, "foreign", [Run({}, {0: 0.1})], [])
-    (trial,) = records.load_sweep(uri, "rlx", "foreign").trials
+    (trial,) = loading.load_sweep(uri, "rlx", "foreign").trials
     mlflow.client(uri).log_text(trial.runs[0], "train: {stepps: 3}", "config.yaml")
     with pytest.raises(ConfigError, match=r"config.yaml of trial_0: unknown setting train.stepps"):
-        records.run_config(uri, trial)
+        loading.run_config(uri, trial)
     log_sweep(uri, "bare", [Run({}, {0: 0.1})], [])
-    (trial,) = records.load_sweep(uri, "rlx", "bare").trials
+    (trial,) = loading.load_sweep(uri, "rlx", "bare").trials
     artifacts = Path(mlflow.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
     (artifacts / "config.yaml").unlink()
     with pytest.raises(ConfigError, match=r"trial_0 has no config.yaml in MLflow"):
-        records.run_config(uri, trial)
+        loading.run_config(uri, trial)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_what_is_not_there_is_named_with_the_nearest(
     uri: str, experiment: str, name: str | None, metric: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        records.load_sweep(uri, experiment, name, [metric])
+        loading.load_sweep(uri, experiment, name, [metric])
     assert "\n" not in str(error.value)
 
 
 def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no MLflow database"):
-        records.sweep_names(f"sqlite:///{tmp_path}/mlflow.db", "rlx")
+        loading.sweep_names(f"sqlite:///{tmp_path}/mlflow.db", "rlx")
     assert not list(tmp_path.iterdir())

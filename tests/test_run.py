@@ -19,10 +19,11 @@ import yaml
 from conftest import NothingLeft, Script
 from runs import STEPS, Done, comparable, small, train
 
-from rlx import crew, launch, run_folder
 from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
 from rlx.data import reasoning_gym
+from rlx.runs import actor_group, folder, launch
+from rlx.runs.folder import saved_config
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
@@ -171,7 +172,7 @@ def test_mlflow_holds_the_config_and_the_samples(run: Done) -> None:
     assert record.info.status == "FINISHED"
     assert record.data.params == {k: str(v) for k, v in flatten(run.config).items() if v is not None}
     saved = yaml.safe_load(artifact(run, "config.yaml").read_text())
-    assert saved == run_folder.saved_config(open_storage(run.result.folder)) == run.config.model_dump(mode="json")
+    assert saved == folder.saved_config(open_storage(run.result.folder)) == run.config.model_dump(mode="json")
     assert from_tree(saved) == run.config
     assert [len(sample_rows(run, step)) for step in (0, 2, 4)] == [6, 6, 6]  # rank 0's half of the held-out prompts
 
@@ -180,7 +181,7 @@ def test_the_result_is_the_last_report(run: Done) -> None:
     assert [metrics["step"] for metrics, _ in run.reports] == [0, 1, 2, 3, 4]
     assert run.result.metrics == run.reports[-1][0]
     assert run.result.metrics["reward/mean"] == run.history["reward/mean"][STEPS][0]
-    assert run_folder.finished(run.config, open_storage(run.result.folder)) == run.result.metrics
+    assert folder.finished(run.config, open_storage(run.result.folder)) == run.result.metrics
 
 
 def test_checkpoints_are_whole(run: Done) -> None:
@@ -211,7 +212,7 @@ def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
     record = mlflow.client(mlflow.default_uri(resumed.storage)).get_run(resumed.result.mlflow_run)
     assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
     folder = open_storage(resumed.config.storage) / "runs" / "killed"
-    assert run_folder.saved_config(folder) == resumed.config.model_dump(mode="json")
+    assert saved_config(folder) == resumed.config.model_dump(mode="json")
     assert [found.step for found in checkpoint_catalog.whole(folder)] == [2, 4]
 
 
@@ -258,7 +259,7 @@ def test_one_optimizer_step_starts_at_ratio_one(head: Done) -> None:
 def test_a_run_whose_worker_hangs_after_the_last_report_is_over_all_the_same(
     run: Done, nothing_left: NothingLeft, tiny_model: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew, "_END_S", 2.0)
+    monkeypatch.setattr(actor_group, "_END_S", 2.0)
 
     def hang(metrics: dict[str, Any], checkpoint: str | None) -> None:
         if metrics["step"] == 1:

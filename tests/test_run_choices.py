@@ -16,7 +16,7 @@ from runs import STEPS, Done, comparable, small, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlx.config.run import RunConfig
-from rlx.controller import RunError
+from rlx.runs.ray_train import RunError
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from conftest import History, NothingLeft, Script, mlflow_history
 
-from rlx import launch, run_folder, sweep
+from rlx import sweep
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
+from rlx.runs import folder, launch
+from rlx.runs.folder import mlflow_run, saved_config
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow
@@ -107,7 +109,7 @@ def prepared(model: Path, folder: Path, space: str, answer: str = "", **options:
 
 
 def run_of(plan: Sweep, storage: Storage) -> str:
-    return run_folder.mlflow_run(storage / "sweeps" / plan.name)
+    return folder.mlflow_run(storage / "sweeps" / plan.name)
 
 
 def children(plan: Sweep, storage: Storage) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def status_of(plan: Sweep, storage: Storage) -> str:
 
 def history(plan: Sweep, storage: Storage, leg: str) -> History:
     """The metrics of a trial's run, by step."""
-    run_id = run_folder.mlflow_run(storage / "sweeps" / plan.name / "runs" / leg)
+    run_id = folder.mlflow_run(storage / "sweeps" / plan.name / "runs" / leg)
     return mlflow_history(Path(storage.path), run_id)
 
 
@@ -170,15 +172,15 @@ def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
     legs = [leg for leg in folder.names() if "." in leg]
     assert "trial_00001.2" in legs  # those that are as good as the best may change places with it, too
     for leg in legs:
-        trial, config = leg.partition(".")[0], from_tree(run_folder.saved_config(folder / leg))
+        trial, config = leg.partition(".")[0], from_tree(saved_config(folder / leg))
         donor, name = str(config.checkpoint.start_from).split("/")[-2:]
         step = int(name.rpartition("_")[2])
         after = step + 1
-        run = mlflow.client(mlflow.default_uri(Path(storage.path))).get_run(run_folder.mlflow_run(folder / leg))
+        run = mlflow.client(mlflow.default_uri(Path(storage.path))).get_run(mlflow_run(folder / leg))
         assert run.data.tags["rlx.kind"] == "attempt"
         assert run.data.tags["rlx.from"] == f"{donor.partition('.')[0]}@{step}"
-        assert run.data.tags["mlflow.parentRunId"] == run_folder.mlflow_run(folder / trial)
-        theirs = from_tree(run_folder.saved_config(folder / donor))
+        assert run.data.tags["mlflow.parentRunId"] == mlflow_run(folder / trial)
+        theirs = from_tree(saved_config(folder / donor))
         assert config.reward.answer_pattern == theirs.reward.answer_pattern == "()"
         assert 1e-5 <= config.train.actor_lr <= 1e-3 and config.train.actor_lr != theirs.train.actor_lr
         own, source = history(plan, storage, leg), history(plan, storage, donor)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlx.config.run import RunConfig
 from rlx.config.sections import ALL_LAYERS
-from rlx.plan import plan
+from rlx.runs.resources import plan
 
 
 def engine_args(config: RunConfig) -> dict[str, Any]:

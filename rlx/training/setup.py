@@ -15,7 +15,6 @@ import ray.train
 import ray.train.torch
 import torch
 
-from rlx import controller
 from rlx.algorithms import adaptive
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
@@ -27,6 +26,7 @@ from rlx.rewards.remote import RemoteReward
 from rlx.rollout.engine_group import Fleet
 from rlx.rollout.engine_pool import Rollouts
 from rlx.rollout.weight_sync.sender import Direct
+from rlx.runs import ray_train
 from rlx.storage.checkpoint_files import Trained
 from rlx.storage.checkpoint_writer import Retention, Saver
 from rlx.storage.filesystem import Storage, patiently
@@ -55,7 +55,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     trained, reference = models(config, setup["model"], grid.mesh)
     tokenizer = prompts.load_tokenizer(setup["model"], config.model.trust_remote_code)
     held_out = stream.read_shard("held_out")
-    recorded, say = grid.rank == 0 and not setup.get("examine"), partial(controller.say, setup["box"])
+    recorded, say = grid.rank == 0 and not setup.get("examine"), partial(ray_train.say, setup["box"])
     settings, source, chosen = config.algorithm, config.data, config.checkpoint
     sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, grid, device)
     remote = _remote_scorers(config, setup["reward_models"], grid.dp_rank)
@@ -123,7 +123,7 @@ def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Grid, device: torc
         grid=grid,
         dtype=getattr(torch, config.model.dtype),
         retries=settings.retries,
-        say=partial(controller.say, setup["box"]),
+        say=partial(ray_train.say, setup["box"]),
         direct=None if alone else Direct(grid.rank, grid.ranks, device, engines, settings.transport),
     )
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rlx import __version__, controller
+from rlx import __version__
 from rlx.algorithms import adaptive, advantages, importance_sampling
 from rlx.config.run import RunConfig
 from rlx.data import stream
@@ -30,6 +30,7 @@ from rlx.models import fsdp, lora
 from rlx.models.policy import Scored
 from rlx.rewards import functions, scoring
 from rlx.rollout.engine_group import Fleet
+from rlx.runs import ray_train
 from rlx.storage import checkpoint_files
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import Entry
@@ -316,11 +317,11 @@ class Run:
             self.saver.wait()
             news = self.saver.news() or news
         whole = ray.train.Checkpoint(news.place.path, news.place.filesystem) if news and not self.grid.rank else None
-        controller.report(self.box, metrics | self.evaluation | {"step": self.step}, last, whole)
+        ray_train.report(self.box, metrics | self.evaluation | {"step": self.step}, last, whole)
 
     def is_stopping(self) -> bool:
         """Whether this step is the last: all are done, or the driver asks for an end; the same on all ranks."""
-        asked = self.grid.rank == 0 and controller.is_to_stop(self.box)
+        asked = self.grid.rank == 0 and ray_train.is_to_stop(self.box)
         self.stopping = self.step >= self.config.train.steps or self.largest([float(asked)])[0] > 0
         return self.stopping
 
@@ -350,7 +351,7 @@ class Run:
 
     def restore(self) -> None:
         """Continues from the run's newest checkpoint that is whole; if there is none, begins where the config says."""
-        if found := self.saver.newest(partial(controller.say, self.box)):
+        if found := self.saver.newest(partial(ray_train.say, self.box)):
             self._take(found)
         elif self.config.checkpoint.start_from:
             self._start_from(self.saver.sound(open_storage(self.config.checkpoint.start_from, create=False)))

@@ -13,7 +13,7 @@ import pytest
 from conftest import KILLED_S, Script, assert_all_end, mlflow_history
 from runs import comparable
 
-from rlx import run_folder
+from rlx.runs.folder import mlflow_run
 from rlx.storage.addresses import open_storage
 from rlx.trials import Records
 
@@ -36,8 +36,7 @@ def outcome(storage: Path, name: str) -> dict[str, Any]:
     """What a sweep came to: its trials' records, and all that they logged, to the last bit."""
     folder = open_storage(str(storage)) / "sweeps" / name
     histories = {
-        trial: mlflow_history(storage, run_folder.mlflow_run(folder / "runs" / trial))
-        for trial in (folder / "runs").names()
+        trial: mlflow_history(storage, mlflow_run(folder / "runs" / trial)) for trial in (folder / "runs").names()
     }
     logged = {trial: comparable(history, range(STEPS + 1)) for trial, history in histories.items()}
     return {"records": Records(folder).all(), "logged": logged}

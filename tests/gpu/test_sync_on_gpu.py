@@ -25,7 +25,6 @@ from test_rollout import drawn_by
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlx import launch
 from rlx.config import loading
 from rlx.mesh import Grid
 from rlx.models import fsdp, lora
@@ -34,6 +33,7 @@ from rlx.rollout.engine_group import Fleet
 from rlx.rollout.engine_pool import Rollouts
 from rlx.rollout.weight_sync import push
 from rlx.rollout.weight_sync.sender import Direct
+from rlx.runs import launch
 from rlx.training import experience, setup
 from rlx.types import Completion, Judged, Prompt, Sampling
 

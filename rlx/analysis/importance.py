@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlx.comparison import Group, Mode, as_text
+from rlx.analysis.loading import Setting
+from rlx.analysis.statistics import Group, Mode, as_text
 from rlx.config.errors import ConfigError
-from rlx.records import Setting
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

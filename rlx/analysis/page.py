@@ -16,11 +16,11 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from rlx import comparison, figures, records
-from rlx.comparison import Group, Mode, as_text, short_names
+from rlx.analysis import figures, loading, statistics, tables
+from rlx.analysis.importance import importance
+from rlx.analysis.loading import Sweep, Trial
+from rlx.analysis.statistics import Group, Mode, as_text, short_names
 from rlx.config.errors import ConfigError
-from rlx.importance import importance
-from rlx.records import Sweep, Trial
 from rlx.tracking import metrics
 
 _PICKED = "The best of many means is flattered by having been picked: to be sure of it, run it again on fresh seeds."
@@ -65,9 +65,9 @@ def render(
         *(_compared(title, groups, metric) for title, groups in compared.items() if groups is not found),
         *_answers(found, uri),
         *_again(sweep, found, recipe),
-        Section("Every trial", "Best last value first.", table=_filled(comparison.trial_table(sweep, metric, mode))),
+        Section("Every trial", "Best last value first.", table=_filled(tables.trial_table(sweep, metric, mode))),
     ]
-    return _html(f"Sweep {sweep.name}", comparison.answer(found, metric), facts, sections)
+    return _html(f"Sweep {sweep.name}", statistics.answer(found, metric), facts, sections)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def _ranking(found: Sequence[Group], questions: int | None) -> Section:
         "Tokens (generated) and seconds (of steps and evaluations, not of the start of engines; a process is slow in "
         f"its first step) are a run's on average. {_PICKED if len(found) > 1 else ''}"
     )
-    return Section("Settings, ranked", note, table=comparison.table(found))
+    return Section("Settings, ranked", note, table=tables.table(found))
 
 
 def _pictures(found: Sequence[Group], metric: str, mode: Mode) -> list[Section]:
@@ -90,7 +90,7 @@ def _pictures(found: Sequence[Group], metric: str, mode: Mode) -> list[Section]:
     if not known:
         return []
     means = (
-        f"Means of each setting's runs, the best {comparison.BANDS} with their 95 % intervals; a run that ended early "
+        f"Means of each setting's runs, the best {statistics.BANDS} with their 95 % intervals; a run that ended early "
         "keeps its last value. Click a name to hide it."
     )
     sections = [
@@ -123,10 +123,10 @@ def _importance(known: Sequence[Group], mode: Mode) -> Section:
 
 def _compared(title: str, groups: Sequence[Group], metric: str) -> Section:
     known = [group for group in groups if group.values]
-    told = comparison.apart(*known) if len(known) == 2 else ""
+    told = statistics.apart(*known) if len(known) == 2 else ""
     told += " Each was picked as the best of its sweep, which flatters both." if "sweep" in groups[0].settings else ""
     drawn = figures.curves(known, metric) if known else None
-    return Section(f"Compared {title}", told, drawn, comparison.table(groups))
+    return Section(f"Compared {title}", told, drawn, tables.table(groups))
 
 
 def _answers(found: Sequence[Group], uri: str) -> list[Section]:
@@ -135,7 +135,7 @@ def _answers(found: Sequence[Group], uri: str) -> list[Section]:
     ended = [trial for group in found for trial in group.ended]
     if len(ended) < 2:
         return []
-    shown = side_by_side(records.samples(uri, ended[0]), records.samples(uri, ended[-1]))
+    shown = side_by_side(loading.samples(uri, ended[0]), loading.samples(uri, ended[-1]))
     if shown.empty:
         return [Section(title, "Not given: MLflow has no prompt that both answered.")]
     note = f"Greedy answers at the last evaluation. Best: {_who(ended[0])}. Worst: {_who(ended[-1])}."
@@ -165,7 +165,7 @@ def _again(sweep: Sweep, found: Sequence[Group], recipe: str) -> list[Section]:
         return []
     if not recipe:
         return [Section(title, "Not given: its config.yaml is not in MLflow, or of another version of rlx.")]
-    seed = " --seed 100" if comparison.SEED in sweep.varied else ""
+    seed = " --seed 100" if statistics.SEED in sweep.varied else ""
     note = f"As best.yaml, beside this page. It runs by: python experiments/ppo.py --config best.yaml{seed}"
     return [Section(title, note, text=recipe)]
 

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlx import inputs
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import ALL_LAYERS, DataConfig
@@ -28,6 +27,7 @@ from rlx.models import loading, lora
 from rlx.models.policy import Policy
 from rlx.models.tiny import no_progress_bars, whole_folder
 from rlx.rollout.weight_sync import gather
+from rlx.runs import preflight
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.checkpoint_catalog import Entry
 from rlx.storage.filesystem import patiently
@@ -72,7 +72,7 @@ def export(found: Entry, wanted: Export, folder: Path) -> float:
     assert found.manifest
     _check(wanted)
     patiently(partial(checkpoint_catalog.verify, found, found.manifest.files), f"reading checkpoint {found.name}")
-    path = inputs.model_folder(wanted.config)
+    path = preflight.model_folder(wanted.config)
     with no_progress_bars():
         policy, tokenizer = _loaded(wanted.config, path)
         patiently(partial(_fill, policy, found, wanted.average), f"reading checkpoint {found.name}")

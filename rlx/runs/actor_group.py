@@ -19,15 +19,16 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rlx import actors, controller
+from rlx import actors
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
-from rlx.controller import LAST, Report, RunError, RunStopped, Say
-from rlx.plan import Plan, plan
 from rlx.rewards import reward_model
 from rlx.rollout import engine_pool
 from rlx.rollout.engine_args import adapter_config, engine_args
+from rlx.runs import ray_train
+from rlx.runs.ray_train import LAST, Report, RunError, RunStopped, Say
+from rlx.runs.resources import Plan, plan
 from rlx.storage.filesystem import Storage
 
 _ABORT_S = 30.0  # a controller that takes longer to end is killed
@@ -64,7 +65,7 @@ class Crew:
             ConfigError: there is no room within a minute.
         """
         self._made_for = _made_for(config, model)
-        self._box, self._number, self._failures = controller.new_box(), 0, 0
+        self._box, self._number, self._failures = ray_train.new_box(), 0, 0
         self._job, self._seen = "", 0  # box of the run that it is at, and how many of its reports were seen
         self._training = self._stopped = self.is_over = False
         self._gone = threading.Event()  # the workers are
@@ -112,10 +113,10 @@ class Crew:
         """
         self._training = self._training or self._start_workers(config, folder, tables)
         self._number, self._seen, self._stopped = self._number + 1, 0, False
-        while controller.failure(self._box, self._failures + 1):
+        while ray_train.failure(self._box, self._failures + 1):
             self._failures += 1  # after the end of the run before
         actors = {"engines": self.engines, "reward_models": self.reward_models}
-        self._job = controller.post_job(self._box, self._number, {**job, **actors})
+        self._job = ray_train.post_job(self._box, self._number, {**job, **actors})
         try:
             metrics = self._watched(config.scaling.max_failures, on_report, say, grace_s)
             self._await_end()
@@ -127,8 +128,8 @@ class Crew:
             self.close()
             raise
         finally:
-            controller.take_back_job(self._box, self._number)
-            controller.clear(f"{self._job}/")
+            ray_train.take_back_job(self._box, self._number)
+            ray_train.clear(f"{self._job}/")
             self._job = ""
 
     def stop(self, patience_s: float = _STOP_S) -> None:
@@ -138,8 +139,8 @@ class Crew:
         if not job or self.is_over:
             return
         self._stopped = True
-        controller.ask_to_stop(job)
-        while self._job == job and not controller.has_ended(job):
+        ray_train.ask_to_stop(job)
+        while self._job == job and not ray_train.has_ended(job):
             if time.monotonic() > deadline or self._gone.is_set():
                 self.close()
                 return
@@ -156,7 +157,7 @@ class Crew:
             ray.kill(actor)
         if self._is_own:
             remove_placement_group(self._group)
-        controller.clear(self._box)
+        ray_train.clear(self._box)
 
     def _watched(self, max_failures: int, on_report: Report, say: Say, grace_s: float) -> dict[str, Any]:
         """Passes the reports of the run that was posted on, as they come; the last one's metrics."""
@@ -167,7 +168,7 @@ class Crew:
         except KeyboardInterrupt:
             if metrics and grace_s:
                 say(f"interrupted: finishing the step and a checkpoint, {grace_s:.0f} s at most; again ends it at once")
-                controller.ask_to_stop(self._job)
+                ray_train.ask_to_stop(self._job)
                 for metrics, checkpoint in self._reports(max_failures, say, time.monotonic() + grace_s):
                     on_report(metrics, checkpoint)
             raise
@@ -177,7 +178,7 @@ class Crew:
         """Returns once the workers are done with what follows the last report, their last records for MLflow above all;
         a crew that takes too long for it is closed."""
         deadline = time.monotonic() + _END_S
-        while not (controller.has_ended(self._job) or controller.failure(self._box, self._failures + 1)):
+        while not (ray_train.has_ended(self._job) or ray_train.failure(self._box, self._failures + 1)):
             if self._gone.wait(_POLL_S):
                 return
             if time.monotonic() > deadline:
@@ -191,9 +192,9 @@ class Crew:
         before = self._failures
         while time.monotonic() < until:
             gone = self._gone.is_set()  # asked before looking, so that nothing is missed
-            for words in controller.said(self._job):
+            for words in ray_train.said(self._job):
                 say(words)
-            if (report := controller.reported(self._job, self._seen + 1)) is not None:
+            if (report := ray_train.reported(self._job, self._seen + 1)) is not None:
                 self._seen += 1
                 last = report[0].pop(LAST)
                 yield report
@@ -202,11 +203,11 @@ class Crew:
                 continue
             if self._stopped:
                 raise RunStopped("the run was stopped")
-            if error := controller.fatal_error(self._job):
+            if error := ray_train.fatal_error(self._job):
                 raise RunError(error)
             if gone:
                 raise RunError(self._outcome["words"])
-            if failure := controller.failure(self._box, self._failures + 1):
+            if failure := ray_train.failure(self._box, self._failures + 1):
                 self._failures += 1
                 if 0 <= max_failures < self._failures - before or all(
                     actors.is_dead(engine) for engine in self.engines
@@ -238,14 +239,14 @@ class Crew:
     def _start_workers(self, config: RunConfig, folder: Storage, tables: Mapping[str, Any]) -> bool:
         """Has Ray Train start the workers, which wait for jobs."""
         trainer = _trainer(config, self._box, folder, tables)
-        trainer.run_config.callbacks = controller.callbacks(self._box, self._group, plan(config).places[0])
+        trainer.run_config.callbacks = ray_train.callbacks(self._box, self._group, plan(config).places[0])
 
         def train() -> None:
             try:
                 trainer.fit()
                 self._outcome["words"] = "the workers ended"
             except BaseException as error:
-                self._outcome["words"] = controller.error_words(error)
+                self._outcome["words"] = ray_train.error_words(error)
             finally:
                 self._gone.set()
 
@@ -253,7 +254,7 @@ class Crew:
         return True
 
     def _end_workers(self) -> None:
-        if self._gone.is_set() or (train_controller := controller.handle(self._box, _START_S)) is None:
+        if self._gone.is_set() or (train_controller := ray_train.handle(self._box, _START_S)) is None:
             return
         try:
             ray.get(train_controller.abort.remote(), timeout=_ABORT_S)
@@ -309,12 +310,12 @@ def work(setup: dict[str, Any]) -> None:
     # Here, so that Train's controller need not import torch and transformers.
     import torch
 
-    from rlx import doctor
+    from rlx.runs import doctor
     from rlx.training.loop import train_loop
 
     rank = ray.train.get_context().get_world_rank()
-    for job in controller.jobs(setup["box"]):
-        with controller.fatal_errors_posted(job["box"], rank):
+    for job in ray_train.jobs(setup["box"]):
+        with ray_train.fatal_errors_posted(job["box"], rank):
             (doctor.examine if job.get("examine") else train_loop)(job)
         gc.collect()  # the run's models and optimizers are full of circles
         if torch.cuda.is_available():

@@ -13,13 +13,14 @@ from typing import Any
 
 import yaml
 
-from rlx import comparison, records
-from rlx.comparison import Group, Mode, answer, best_first, format_table, groups, table
+from rlx.analysis import loading, static_figure, statistics, tables
+from rlx.analysis.loading import METRIC, Setting, Sweep
+from rlx.analysis.statistics import Group, Mode, answer, best_first, groups
+from rlx.analysis.tables import format_table, table
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
-from rlx.records import METRIC, Setting, Sweep
 from rlx.tracking import mlflow
 
 _PLACE = ("name", "storage")  # settings that say where a run is kept, not what it does
@@ -39,13 +40,13 @@ def write(
     That run gets the answer as its description, and the mean of the best setting as its own value of the metric.
     What is compared, and the errors, are those of `compared`.
     """
-    from rlx import page  # plotly takes its time
+    from rlx.analysis import page  # plotly takes its time
 
     shown = compared(sweep, metric, mode, by, against)
     recipe = best_settings(sweep, shown["settings"], uri)
     texts = {
         "analysis.html": page.render(sweep, shown, recipe, uri, metric, mode),
-        "trials.csv": comparison.trial_table(sweep, metric, mode).to_csv(index=False),
+        "trials.csv": tables.trial_table(sweep, metric, mode).to_csv(index=False),
     }
     texts |= {"best.yaml": recipe} if recipe else {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +54,7 @@ def write(
     for name, found in shown.items():
         title, file = f"{sweep.name}: {metric}, {name}", name.replace(" ", "_")
         texts[f"{file}.md"] = f"# {title}\n\n{format_table(table(found))}\n"
-        comparison.figure(found, title, metric).savefig(folder / f"{file}.png", dpi=150)
+        static_figure.figure(found, title, metric).savefig(folder / f"{file}.png", dpi=150)
         pictures.append(f"{file}.png")
     for file, text in texts.items():
         (folder / file).write_text(text)
@@ -100,10 +101,10 @@ def best_settings(sweep: Sweep, found: Sequence[Group], uri: str) -> str:
         return ""
     trial = found[0].ended[0]
     try:
-        config = records.run_config(uri, trial)
+        config = loading.run_config(uri, trial)
     except ConfigError:
         return ""
-    seed = {comparison.SEED} & set(sweep.varied)
+    seed = {statistics.SEED} & set(sweep.varied)
     tree = essentials(config, without=seed, keep=set(sweep.varied) - seed)
     notes = f"# The best setting of the sweep {sweep.name}; what is not here is at its default.\n"
     notes += "# The trial changed while it ran: this is how it ended.\n" if trial.origins else ""

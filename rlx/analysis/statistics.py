@@ -11,24 +11,16 @@ picked; no interval here corrects for that.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from rich import box
-from rich.measure import Measurement
-from rich.table import Table
 from scipy.special import stdtrit
 
+from rlx.analysis.loading import METRIC, Setting, Sweep, Trial, check_metric
 from rlx.config.errors import ConfigError, nearest
-from rlx.records import METRIC, Setting, Sweep, Trial, check_metric
-from rlx.tracking.console import plain_console, printed
 
 Mode = Literal["max", "min"]
 
@@ -39,8 +31,6 @@ NAMED = len(_COLOURS)
 """groups whose curves a figure names: the best ones"""
 BANDS = 3
 """groups whose curves a figure draws with their intervals: more would hide each other"""
-_SPARE = ("tokens", "lowest", "highest", "seconds")  # columns that a narrow terminal goes without, the first first
-_SHOWN = 20  # groups whose intervals a static figure has room for
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,85 +198,6 @@ def _value(group: Group) -> str:
     return f"{as_text(group.mean)}{interval} over {count} run{'s' if count > 1 else ''}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
-
-
-def rank(sweep: Sweep, metric: str = METRIC, mode: Mode = "max", by: str | None = None) -> pd.DataFrame:
-    """One row per setting, or per value of `by`, as `groups`: what it is, what it reached, and what it took."""
-    return table(groups(sweep, metric, mode, by))
-
-
-def table(found: Sequence[Group]) -> pd.DataFrame:
-    """One row per group: rank, settings, number of values, their mean, its interval and their extremes, what a run took
-    on average, and what is to be said of its trials, if anything is."""
-    keys = list(dict.fromkeys(key for group in found for key in group.settings))
-    names = dict(zip(keys, short_names(keys), strict=True))
-    rows = [
-        {"rank": place}
-        | {names[key]: group.settings.get(key) for key in keys}
-        | {"runs": len(group.values), "mean": group.mean, "±": group.half}
-        | {"lowest": min(group.values, default=math.nan), "highest": max(group.values, default=math.nan)}
-        | {"tokens": cost(group, "tokens"), "seconds": cost(group, "seconds"), "notes": _notes(group.trials)}
-        for place, group in enumerate(found, 1)
-    ]
-    return pd.DataFrame(rows).drop(columns=[] if any(row["notes"] for row in rows) else "notes")
-
-
-def cost(group: Group, kind: Literal["tokens", "seconds"]) -> float:
-    """Response tokens generated, or seconds of training, by a run on average; NaN if none has ended."""
-    if kind == "tokens":
-        each = [trial.history["tokens/total"].max() for trial in group.ended]
-    else:
-        each = [trial.seconds for trial in group.ended]
-    return float(np.mean(each)) if each else math.nan
-
-
-def trial_table(sweep: Sweep, metric: str = METRIC, mode: Mode = "max") -> pd.DataFrame:
-    """One row per trial, as `ranked`: name, varied settings, last, best and first value, what it took, how it ended."""
-    rows = [
-        {"rank": place, "trial": trial.name}
-        | dict(zip(short_names(trial.settings), trial.settings.values(), strict=True))
-        | {"final": final(trial, metric), "best": _best(trial, metric, mode)}
-        | {"first": float(trial.curve(metric).get(0, math.nan))}
-        | {"steps": max(trial.history.index, default=0), "tokens": trial.history["tokens/total"].max()}
-        | {"seconds": trial.seconds, "status": trial.status, "stopped": trial.stopped}
-        | {"from": ", ".join(trial.origins)}
-        for place, trial in enumerate(ranked(sweep, metric, mode), 1)
-    ]
-    return pd.DataFrame(rows)
-
-
-def format_table(shown: pd.DataFrame, width: int | None = None) -> str:
-    """A table as text that is Markdown, too.
-
-    Args:
-        width: a terminal's, for which `_SPARE` columns are left out as need be. Without them the table may still be
-            wider: then texts are folded, numbers never.
-    """
-    spare = [column for column in _SPARE if column in shown]
-    while width and spare and _measured(shown).maximum > width:
-        shown = shown.drop(columns=spare.pop(0))
-    fitting = min(width or 10_000, _measured(shown).maximum)
-    return printed(_drawn(shown), max(fitting, _measured(shown).minimum))
-
-
-def _drawn(shown: pd.DataFrame) -> Table:
-    drawn = Table(box=box.MARKDOWN)
-    for column in shown:
-        number = pd.api.types.is_numeric_dtype(shown[column])
-        drawn.add_column(str(column), justify="right" if number else "left", no_wrap=number)
-    for row in shown.itertuples(index=False):
-        drawn.add_row(*(as_text(value) for value in row))
-    return drawn
-
-
-def _measured(shown: pd.DataFrame) -> Measurement:
-    """How narrow and how wide a table can be."""
-    console = plain_console(width=10_000)
-    return Measurement.get(console, console.options, _drawn(shown))
-
-
 def as_text(value: Any, digits: int = 3) -> str:
     """A cell or an axis label: so many digits of a number, but whole numbers and thousands whole; - for none."""
     if isinstance(value, str):
@@ -303,15 +214,6 @@ def _best(trial: Trial, metric: str, mode: Mode) -> float:
     return float(curve.max() if mode == "max" else curve.min())
 
 
-def _notes(trials: Sequence[Trial]) -> str:
-    """What a mean does not say: trials that did not end as planned, and those that went on from others."""
-    ends = Counter(trial.status.lower() for trial in trials if trial.status != "FINISHED" and trial.stopped is None)
-    stops = sorted(str(trial.stopped) for trial in trials if trial.stopped is not None)
-    notes = [f"{count} {status}" if len(trials) > 1 else status for status, count in ends.items()]
-    notes += [f"stopped at {', '.join(stops)}"] if stops else []
-    return "; ".join([*notes, *(f"went on from {origin}" for trial in trials for origin in trial.origins)])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One static picture
 
@@ -319,59 +221,3 @@ def _notes(trials: Sequence[Trial]) -> str:
 def shades(count: int) -> list[str]:
     """A colour for each of so many groups, best first: distinct ones for those that are named, grey for the others."""
     return [*_COLOURS, *["#b8b8b8"] * count][:count]
-
-
-def figure(found: Sequence[Group], title: str, metric: str = METRIC) -> Figure:
-    """Mean curves of the groups, and beside them each run's last value with the means and their intervals.
-
-    The best few curves have their intervals as bands; those of all but the best groups are grey.
-    """
-    known = [group for group in found if group.values]
-    drawn = Figure(figsize=(12, max(5.2, 1.6 + 0.3 * min(len(known), _SHOWN))))
-    curves, ends = drawn.add_axes((0.06, 0.11, 0.41, 0.74)), drawn.add_axes((0.74, 0.11, 0.24, 0.74))
-    for place, (group, shade) in reversed(list(enumerate(zip(known, shades(len(known)), strict=True)))):
-        _draw_mean(curves, mean_curve(group, metric), shade, place < BANDS)
-        if place < _SHOWN:
-            _draw_ends(ends, place, group, shade)
-    for axes in (curves, ends):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#e8e8e8", linewidth=0.8)
-    curves.set(xlabel="PPO step (0: before training)", ylabel=metric)
-    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ends.set_yticks(range(len(known[:_SHOWN])), [_folded(group.label) for group in known[:_SHOWN]], fontsize=8)
-    ends.invert_yaxis()
-    ends.set_title("last value of each run; mean, 95 % interval", fontsize=9)
-    drawn.text(0.02, 0.94, title, fontsize=13, fontweight="bold")
-    drawn.text(0.02, 0.9, _of_runs(known, len(found) - len(known)), fontsize=9, color="#707070")
-    return drawn
-
-
-def _of_runs(known: Sequence[Group], without: int) -> str:
-    counts = sorted({len(group.values) for group in known})
-    note = f"mean and 95 % interval of {' or '.join(map(str, counts)) or 'no'} runs each"
-    return note + (f"; {without} without a value left out" if without else "")
-
-
-def _folded(label: str) -> str:
-    """A label in lines of at most 50 characters, cut between its settings."""
-    lines = [""]
-    for part in label.split(", "):
-        if len(lines[-1]) + len(part) > 48 and lines[-1]:
-            lines.append("")
-        lines[-1] += (", " if lines[-1] else "") + part
-    return "\n".join(lines)
-
-
-def _draw_mean(axes: Axes, curve: pd.DataFrame, shade: str, banded: bool) -> None:
-    axes.plot(
-        curve.index, curve["mean"], "o-" if banded else "-", color=shade, linewidth=2 if banded else 1, markersize=4
-    )
-    if banded:
-        axes.fill_between(curve.index, curve["low"], curve["high"], color=shade, alpha=0.15, linewidth=0)
-
-
-def _draw_ends(axes: Axes, place: int, group: Group, shade: str) -> None:
-    around = place + (np.linspace(-0.12, 0.12, len(group.values)) if len(group.values) > 1 else np.zeros(1))
-    axes.plot(group.values, around, "o", color=shade, alpha=0.5, markersize=5)
-    half = 0 if math.isnan(group.half) else group.half
-    axes.errorbar(group.mean, place, xerr=half, fmt="|", color=shade, markersize=14, capsize=4)

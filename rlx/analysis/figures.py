@@ -15,9 +15,10 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from rlx.comparison import BANDS, NAMED, Group, as_text, cost, mean_curve, shades, short_names
-from rlx.importance import numbers, on_log_scale
-from rlx.records import Setting
+from rlx.analysis.importance import numbers, on_log_scale
+from rlx.analysis.loading import Setting
+from rlx.analysis.statistics import BANDS, NAMED, Group, as_text, mean_curve, shades, short_names
+from rlx.analysis.tables import cost
 
 _FEW = 6  # so many different values of a setting are all written at its axis, unless two of them are
 _CLOSE = 0.06  # of the axis or less apart: they would overprint

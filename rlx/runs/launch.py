@@ -20,13 +20,14 @@ import ray
 import ray.train
 import yaml
 
-from rlx import inputs, run_folder
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
-from rlx.controller import Report, RunStopped, Say
-from rlx.crew import Crew
-from rlx.plan import check_room, plan
+from rlx.runs import preflight
+from rlx.runs.actor_group import Crew
+from rlx.runs.folder import check_new, check_start, write
+from rlx.runs.ray_train import Report, RunStopped, Say
+from rlx.runs.resources import check_room, plan
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import local_folder, open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
@@ -34,7 +35,7 @@ from rlx.tracking import mlflow, outbox, tracker
 from rlx.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from rlx.doctor import Verdict
+    from rlx.runs.doctor import Verdict
 
 
 # Nobody preempts or scrapes a cluster that lives in this process: no actors for that.
@@ -112,16 +113,16 @@ def run(
         RunError: training failed.
         RunStopped: `stop` was called meanwhile.
     """
-    path = inputs.ready(config, tables=tables)
+    path = preflight.ready(config, tables=tables)
     check_writable(folder)
     if config.checkpoint.start_from and not (resume and checkpoint_catalog.whole(folder)):
-        run_folder.check_start(config)
+        check_start(config)
     if not resume and parent is None:  # later on its records wait for a server that does not answer
         mlflow.check(tracking_uri(config))
     crew, say = _hired(config, path), say or _LOG.warning
     try:
         # Before there is a run: one without prompts leaves no trace.
-        tables = tables or inputs.prompt_tables(config, path)
+        tables = tables or preflight.prompt_tables(config, path)
         record = _opened(config, folder, resume, parent, tags or {}, say)
         metrics = _trained(crew, config, folder, record, on_report, say, tables)
         return Result(config.name or "", folder.path, metrics, record.run_id)
@@ -162,13 +163,13 @@ def examine(config: RunConfig) -> list[Verdict]:
         ConfigError: the input cannot be used.
         RunError: a step failed.
     """
-    from rlx import doctor
+    from rlx.runs import doctor
 
-    path = inputs.ready(config)
+    path = preflight.ready(config)
     crew = _hired(config, path)
     try:
         with tempfile.TemporaryDirectory(prefix="rlx-check-") as folder:
-            tables, place = inputs.prompt_tables(config, path), open_storage(f"{folder}/check")
+            tables, place = preflight.prompt_tables(config, path), open_storage(f"{folder}/check")
             job = _job(doctor.rest(config), place, "") | {"examine": True}
             figures = crew.run(config, job, place, tables, _ignore, lambda words: None)
     finally:
@@ -202,7 +203,7 @@ def _trained(
     job, events = _job(config, folder, record.uri), _Events(record, say)
     try:
         metrics = crew.run(config, job, folder, tables, on_report or _ignore, events, config.checkpoint.grace_s)
-        run_folder.write(folder / "result.json", json.dumps(metrics))
+        write(folder / "result.json", json.dumps(metrics))
         status = "FINISHED"
     except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
         status = "FINISHED"
@@ -231,7 +232,7 @@ def _close(record: Tracker, folder: Storage, say: Say, config: RunConfig) -> Non
 
 def _job(config: RunConfig, folder: Storage, uri: str) -> dict[str, Any]:
     """What the workers are told of a run."""
-    return {"config": config.model_dump(), "model": inputs.model_folder(config), "folder": folder, "tracking": uri}
+    return {"config": config.model_dump(), "model": preflight.model_folder(config), "folder": folder, "tracking": uri}
 
 
 def _opened(
@@ -242,10 +243,10 @@ def _opened(
     if resume:
         (folder / _TRAIN_RECORD).delete()
     else:
-        run_folder.check_new(config, folder)
+        check_new(config, folder)
     # On a resume too: what was changed for the rest of the run holds for a later one.
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    run_folder.write(folder / "config.yaml", text)
+    write(folder / "config.yaml", text)
     record = Tracker(uri, folder, "driver", say)
     record.open(
         config.tracking.experiment,

@@ -17,10 +17,11 @@ from pyarrow import fs
 from rich import box
 from rich.table import Table
 
-from rlx import run_folder
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
+from rlx.runs import folder
+from rlx.runs.folder import finished, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
 from rlx.storage.addresses import below, open_storage, resolved
 from rlx.storage.checkpoint_catalog import Entry
@@ -84,16 +85,16 @@ def runs(storage: str) -> list[Run]:
         for trial in (place / "sweeps" / sweep / "runs").names():
             address = below(storage, "sweeps", sweep, "runs", trial)
             trials.append(_read(_from_here(address), address))
-    return [run for run in (*own, *trials) if run_folder.exists(run.folder)]
+    return [run for run in (*own, *trials) if folder.exists(run.folder)]
 
 
 def find(which: str, storage: str) -> Run:
     """A run by its name, or by its folder or address; ConfigError if there is none, with the nearest name."""
     if "/" not in which:
-        run_folder.find(open_storage(storage, create=False) / "runs", which)
+        folder.find(open_storage(storage, create=False) / "runs", which)
         return _read(which, below(storage, "runs", which))
     run = _read(_from_here(resolved(which)), resolved(which))
-    if not run_folder.exists(run.folder):
+    if not folder.exists(run.folder):
         raise ConfigError(f"no run in {run.folder.path}")
     return run
 
@@ -164,8 +165,8 @@ def _read(called: str, address: str) -> Run:
     folder = open_storage(address, create=False)
     config, problem, done = None, "", 0
     try:
-        config = from_tree(run_folder.saved_config(folder), f"{folder.path}/config.yaml")
-        last = run_folder.finished(config, folder)
+        config = from_tree(saved_config(folder), f"{folder.path}/config.yaml")
+        last = finished(config, folder)
         done = last["step"] if last else 0
     except ConfigError as error:
         problem = str(error)

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from rlx import controller
 from rlx.algorithms import masking
 from rlx.config.run import RunConfig
+from rlx.runs import ray_train
 from rlx.training.experience import Experience
 from rlx.training.loop import annotate, estimate
 from rlx.training.setup import assemble
@@ -70,7 +70,7 @@ def examine(setup: dict[str, Any]) -> None:
         figures["signal"] = max(figures.get("signal", 0.0), *run.largest([float(batch.advantages.abs().max())]))
         run.push(run.config.rollout.sync_timeout_s)
     figures["moved"] = run.largest([float(fingerprint(run) != before)])[0]
-    controller.report(run.box, figures | sync_figures(run), last=True)
+    ray_train.report(run.box, figures | sync_figures(run), last=True)
     run.close()
 
 
