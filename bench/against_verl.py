@@ -34,7 +34,7 @@ import table
 import workload
 from rollout import described
 
-from rlx.command_line import exit_code
+from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.runs import preflight

@@ -19,7 +19,7 @@ import rollout
 import table
 import workload
 
-from rlx.command_line import exit_code
+from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig

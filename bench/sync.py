@@ -28,7 +28,7 @@ import workload
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlx.command_line import exit_code
+from rlx.cli.options import exit_code
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.mesh import Grid

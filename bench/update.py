@@ -22,7 +22,7 @@ import bare
 import table
 import workload
 
-from rlx.command_line import exit_code
+from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.data.stream import PromptStream, read_shard

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlx.command_line import add_settings, parse
+from rlx.cli.options import add_settings, parse
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from rlx.command_line import exit_code
+from rlx.cli.options import exit_code
 from rlx.config.run import RunConfig
 from rlx.runs import listing
 from rlx.storage.addresses import resolved

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rlx.command_line import add_settings, end_on_sigterm, exit_code, parse
+from rlx.cli.options import add_settings, end_on_sigterm, exit_code, parse
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig

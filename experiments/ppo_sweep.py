@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlx.command_line import add_settings, end_on_sigterm, exit_code, parse
+from rlx.cli.options import add_settings, end_on_sigterm, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 
@@ -60,20 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Starts or resumes the sweep, shows it, and writes its analysis."""
-    from rlx import sweep
     from rlx.analysis import loading, report, tables
     from rlx.runs import launch, preflight
     from rlx.storage.addresses import local_folder, open_storage
+    from rlx.sweeps import tuner
+    from rlx.sweeps.records import Sweep
     from rlx.tracking import console, mlflow, outbox
-    from rlx.trials import Sweep
 
     started = time.monotonic()
     tree = with_overrides(tree, preflight.absolute_paths(from_tree(tree)))
     storage = open_storage(tree["storage"])
     if args.resume is not None:
-        plan = sweep.saved_sweep(storage, args.resume or None)
+        plan = tuner.saved_sweep(storage, args.resume or None)
         plan = replace(plan, tree=plan.tree | {"storage": tree["storage"]})  # which may have been moved since
-        again = sweep.begin_again(plan, storage) if args.restart_errored else []
+        again = tuner.begin_again(plan, storage) if args.restart_errored else []
     else:
         name, again = tree.pop("name", None) or (storage / "sweeps").free_name("sweep"), []
         chosen = (args.trials, args.search, args.scheduler, args.seeds, args.max_concurrent)
@@ -86,13 +86,13 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         launch.connect(config)
         end_on_sigterm()
         if args.resume is None:
-            plan = sweep.create_sweep(plan, storage)
-        lines = [sweep.described(plan), *(f"{trial} runs again" for trial in again)]
+            plan = tuner.create_sweep(plan, storage)
+        lines = [tuner.described(plan), *(f"{trial} runs again" for trial in again)]
         where = [f"in MLflow: {mlflow.ui_command(uri)}"]
         where.append(f"at: {mlflow.run_address(uri, outbox.run_id(storage / 'sweeps' / plan.name))}")
         shown.console.print(*lines, *where, sep="\n", soft_wrap=True)
-        results = sweep.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
-    failed = sweep.failures(results)
+        results = tuner.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
+    failed = tuner.failures(results)
     for reason in failed:
         print(f"error: {reason}", file=sys.stderr)
     print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")

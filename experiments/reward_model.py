@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlx.command_line import exit_code
+from rlx.cli.options import exit_code
 from rlx.config.run import RunConfig
 
 DRAWN = 16_384  # questions drawn for the generated pairs; a quarter of them are different

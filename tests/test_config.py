@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlx.command_line import add_settings, parse
+from rlx.cli.options import add_settings, parse
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, is_setting, setting_keys

@@ -13,10 +13,12 @@ from ray.tune.schedulers.pbt import _explore
 
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.schedulers import REPLAYING, SCHEDULERS, first_rung
-from rlx.search import METRIC, MODE, Listed, Space
 from rlx.storage.addresses import open_storage
-from rlx.trials import Records, Trials, trial_name
+from rlx.sweeps.records import Records, trial_name
+from rlx.sweeps.schedulers import REPLAYING, SCHEDULERS, first_rung
+from rlx.sweeps.searchers import Listed
+from rlx.sweeps.space import METRIC, MODE, Space
+from rlx.sweeps.trial_source import Trials
 
 LAM: Space = {"algorithm.lam": tune.uniform(0.1, 0.9)}
 

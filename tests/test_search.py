@@ -14,8 +14,9 @@ from ray import tune
 from ray.tune.search import Searcher
 
 from rlx.config.errors import ConfigError
-from rlx.schedulers import SCHEDULERS
-from rlx.search import ADAPTIVE, METRIC, SEARCHES, Listed, extremes, fingerprint, load_space, searcher, settled
+from rlx.sweeps.schedulers import SCHEDULERS
+from rlx.sweeps.searchers import ADAPTIVE, SEARCHES, Listed, searcher
+from rlx.sweeps.space import METRIC, extremes, fingerprint, load_space, settled
 
 SHIPPED = Path(__file__).resolve().parent.parent / "search_spaces"
 RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.lam": tune.uniform(0.0, 1.0)}

@@ -9,10 +9,12 @@ from ray.tune.experiment import Experiment, Trial
 from ray.tune.search import Searcher
 
 from rlx.config.errors import ConfigError
-from rlx.search import METRIC, MODE, Listed
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.trials import Record, Records, Trials, trial_name
+from rlx.sweeps.records import Record, Records, trial_name
+from rlx.sweeps.searchers import Listed
+from rlx.sweeps.space import METRIC, MODE
+from rlx.sweeps.trial_source import Trials
 
 SETTINGS = [{"train.epochs": 1}, {"train.epochs": 2}, {"train.epochs": 3}]
 

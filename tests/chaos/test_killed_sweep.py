@@ -15,7 +15,7 @@ from runs import comparable
 
 from rlx.runs.folder import mlflow_run
 from rlx.storage.addresses import open_storage
-from rlx.trials import Records
+from rlx.sweeps.records import Records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 KILLS = int(os.environ.get("RLX_KILLS", "10"))

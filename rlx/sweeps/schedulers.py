@@ -21,7 +21,7 @@ from ray.tune.schedulers import (
 from ray.tune.search.sample import Categorical, Domain, Integer
 
 from rlx.config.run import RunConfig
-from rlx.search import Space, last, rounded
+from rlx.sweeps.space import Space, last, rounded
 
 _TIME = "step"
 

@@ -6,45 +6,38 @@ figures are analysis's.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
-import re
 import signal
-import threading
-import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from ray import tune
-from ray.tune.experiment import Trial
 
-from rlx import search
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import flatten
 from rlx.runs import folder, launch
 from rlx.runs.folder import exists, saved_config
 from rlx.runs.resources import nodes, plan
-from rlx.schedulers import PAUSING, REPLAYING, SCHEDULERS, first_rung
-from rlx.search import ADAPTIVE, METRIC, MODE, Space
 from rlx.storage.filesystem import Storage
+from rlx.sweeps import searchers, space
+from rlx.sweeps.callback import SweepCallback, Watch
+from rlx.sweeps.records import Record, Records, Sweep, trial_name
+from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, first_rung
+from rlx.sweeps.searchers import ADAPTIVE
+from rlx.sweeps.space import METRIC, MODE, Space, fingerprint, load_space, settled
+from rlx.sweeps.trainable import leg_number, newest_leg, trainable
+from rlx.sweeps.trial_source import Trials
 from rlx.tracking import mlflow
 from rlx.tracking.tracker import Tracker
-from rlx.trial import leg_number, newest_leg, trainable
-from rlx.trials import Record, Records, Sweep, Trials, trial_name
 
 _LOG = logging.getLogger("rlx")
 _RECORD = "sweep.json"
 _PATIENCE_S = 10.0  # with MLflow
 _TUNE = "tune"  # the folder with Tune's own records
-
-Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
-"""(trial, its settings, its newest metrics, its state), called whenever one of them changes"""
 
 
 def checked(sweep: Sweep) -> Sweep:
@@ -53,18 +46,18 @@ def checked(sweep: Sweep) -> Sweep:
     Raises:
         ConfigError: its space cannot be used, or its search, scheduler and seeds do not go together.
     """
-    space = search.load_space(sweep.space, sweep.tree)
+    space = load_space(sweep.space, sweep.tree)
     if sweep.seeds > 1 and "seed" in space:
         raise ConfigError(f"--seeds {sweep.seeds}: {sweep.space} varies the seed already")
     if sweep.scheduler in PAUSING and sweep.max_concurrent:
         raise ConfigError(f"--max-concurrent: the trials of --scheduler {sweep.scheduler} take turns by themselves")
     if sweep.scheduler == "pbt":
         sweep = _population(sweep, space)
-    drawn = search.searcher(sweep.search, space, sweep.trials, sweep.config.seed)
-    if not isinstance(drawn, search.Listed):
+    drawn = searchers.searcher(sweep.search, space, sweep.trials, sweep.config.seed)
+    if not isinstance(drawn, searchers.Listed):
         return sweep
     for settings in drawn.settings:
-        from_tree(with_overrides(sweep.tree, search.settled(space, settings)), f"--space {sweep.space}")
+        from_tree(with_overrides(sweep.tree, settled(space, settings)), f"--space {sweep.space}")
     return replace(sweep, trials=len(drawn.settings))
 
 
@@ -88,7 +81,7 @@ def create_sweep(sweep: Sweep, storage: Storage) -> Sweep:
     folder, sweep = storage / "sweeps" / sweep.name, checked(sweep)
     if (folder / _RECORD).exists():
         raise ConfigError(f"sweep {sweep.name!r} exists in {folder.path}: --resume {sweep.name} continues it")
-    config, space = sweep.config, search.load_space(sweep.space, sweep.tree)
+    config, space = sweep.config, load_space(sweep.space, sweep.tree)
     varied = [*space, *(["seed"] if sweep.seeds > 1 else [])]
     asked = {"search": sweep.search, "scheduler": sweep.scheduler, "seeds": sweep.seeds}
     mlflow.check(launch.tracking_uri(config))
@@ -101,7 +94,7 @@ def create_sweep(sweep: Sweep, storage: Storage) -> Sweep:
         | {f"rlx.{key}": str(value) for key, value in asked.items()},
     )
     tracker.close(_PATIENCE_S)
-    sweep = replace(sweep, space_fingerprint=search.fingerprint(sweep.space))
+    sweep = replace(sweep, space_fingerprint=fingerprint(sweep.space))
     (folder / _RECORD).write_text(json.dumps(asdict(sweep), indent=1))
     return sweep
 
@@ -120,7 +113,7 @@ def saved_sweep(storage: Storage, name: str | None) -> Sweep:
         raise ConfigError(f"{record.path} is damaged: it is not what rlx wrote") from None
     if not Path(sweep.space).is_file():
         raise ConfigError(f"the search space {sweep.space} of sweep {sweep.name} is gone: put it back to resume")
-    if search.fingerprint(sweep.space) != sweep.space_fingerprint:
+    if space.fingerprint(sweep.space) != sweep.space_fingerprint:
         raise ConfigError(f"the search space {sweep.space} is not what it was when sweep {sweep.name} began")
     return sweep
 
@@ -150,9 +143,9 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
         tracker.open(sweep.config.tracking.experiment, sweep.name, params={}, tags={})
     (folder / _TUNE).delete()
     try:
-        _Watcher.watch, _Watcher.interrupted = watch, False
+        SweepCallback.watch, SweepCallback.interrupted = watch, False
         _tuner(sweep, storage).fit()
-        if _Watcher.interrupted:
+        if SweepCallback.interrupted:
             raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns as if it were done
         (folder / _TUNE).delete()
         results = Records(folder).all()
@@ -213,7 +206,7 @@ def concurrency(sweep: Sweep) -> int:
 
 
 def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
-    folder, config, space = storage / "sweeps" / sweep.name, sweep.config, search.load_space(sweep.space, sweep.tree)
+    folder, config, space = storage / "sweeps" / sweep.name, sweep.config, load_space(sweep.space, sweep.tree)
     records = Records(folder)
     known = {name: _as_it_is(folder, name, record) for name, record in records.all().items()}
     # Trials that Tune starts side by side; those that take turns are all there from the start.
@@ -222,7 +215,7 @@ def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
     begun = {name.removeprefix("trial_"): record.step for name, record in known.items()}
     first_of_each = [known[name].settings for name in sorted(known)][:: sweep.seeds]
     trials = Trials(
-        search.searcher(sweep.search, space, sweep.trials, config.seed, first_of_each),
+        searchers.searcher(sweep.search, space, sweep.trials, config.seed, first_of_each),
         space,
         records,
         known=known,
@@ -248,131 +241,7 @@ def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
             name=_TUNE,
             storage_path=folder.path,
             storage_filesystem=storage.filesystem,
-            callbacks=[_Watcher(sweep, folder)],
+            callbacks=[SweepCallback(sweep, folder)],
             verbose=0,
         ),
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tune's callback
-
-
-def _answer_interrupts() -> None:
-    """From now on Ctrl-C says that it was heard, and then does what Tune has put there, which takes ten seconds."""
-    on_interrupt = signal.getsignal(signal.SIGINT)
-
-    def heard(number: int, frame: types.FrameType | None) -> None:
-        _LOG.warning("interrupted: ending the trials, which takes some seconds; again does not wait for them")
-        if callable(on_interrupt):
-            on_interrupt(number, frame)
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, heard)
-
-
-def _harmless(method: Callable[..., None]) -> Callable[..., None]:
-    """Makes an error a warning: Tune ends a sweep whose callback fails."""
-
-    @functools.wraps(method)
-    def guarded(*args: Any) -> None:
-        try:
-            method(*args)
-        except Exception as error:
-            _LOG.warning("the sweep goes on: %s: %s", type(error).__name__, error)
-
-    return guarded
-
-
-class _Watcher(tune.Callback):
-    """Shows and records the trials, and closes the records of one that was killed."""
-
-    # Tune keeps its callbacks with the sweep, pickled; what concerns this process alone is no part of that.
-    watch: Watch = staticmethod(lambda trial, settings, metrics, state: None)
-    interrupted = False
-
-    def __init__(self, sweep: Sweep, folder: Storage) -> None:
-        self.ends: dict[str, str] = {}  # by trial, how its MLflow run is to end
-        self.sweep, self.records = folder, Records(folder)
-        self.steps, self.uri = sweep.config.train.steps, launch.tracking_uri(sweep.config)
-
-    def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
-        if iteration == 0:  # Tune has put its own there by now
-            _answer_interrupts()
-
-    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.ends[trial_name(trial)] = "KILLED"  # unless it comes to another end
-        self._show(trial, {}, "running")
-
-    def on_trial_result(
-        self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any
-    ) -> None:
-        self._record_report(trial, result)
-        self._show(trial, result, "running")
-
-    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.ends[trial_name(trial)] = "FINISHED"
-        state = "finished" if trial.last_result.get("step", 0) >= self.steps else "stopped"
-        self._record_end(trial, state, "")
-        self._show(trial, trial.last_result, state)
-
-    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.ends[trial_name(trial)] = "FAILED"
-        self._record_end(trial, "failed", _last_words(trial))
-        self._settle(trial)
-        self._show(trial, trial.last_result, "failed")
-
-    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
-        """All trials' processes are gone: those of an interrupted sweep too, of which Tune tells no more than this."""
-        for trial in trials:
-            if trial_name(trial) in self.ends:
-                self._settle(trial)
-        waiting = any(trial.status in (Trial.PENDING, Trial.PAUSED) for trial in trials)
-        _Watcher.interrupted = waiting or "KILLED" in self.ends.values()
-
-    @_harmless
-    def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
-        _Watcher.watch(trial_name(trial), trial.config, metrics, state)
-
-    @_harmless
-    def _record_report(self, trial: Trial, result: Mapping[str, Any]) -> None:
-        if "time/eval" not in result:
-            return
-        record = self.records.read(trial_name(trial))
-        settings, reports = dict(trial.config), [each for each in record.reports if each[0] < result["step"]]
-        new = {"settings": settings, "reports": [*reports, (result["step"], result[METRIC])]}
-        self.records.write(trial_name(trial), record.model_copy(update=new))
-
-    @_harmless
-    def _record_end(self, trial: Trial, state: str, words: str) -> None:
-        record = self.records.read(trial_name(trial))
-        if not record.is_over:
-            if state == "stopped":
-                with self._tracker(trial, "sweep") as tracker:
-                    tracker.set_tags({"rlx.stopped": str(trial.last_result.get("step", 0))})
-            self.records.write(trial_name(trial), record.model_copy(update={"state": state, "words": words}))
-
-    @_harmless
-    def _settle(self, trial: Trial) -> None:
-        if folder.exists(self._folder(trial)):
-            with self._tracker(trial, "driver") as tracker:  # it also sends what the trial's process has left
-                tracker.end(self.ends[trial_name(trial)])
-
-    def _folder(self, trial: Trial) -> Storage:
-        """Of a trial's newest run."""
-        return self.sweep / "runs" / newest_leg(self.sweep, trial_name(trial))
-
-    @contextmanager
-    def _tracker(self, trial: Trial, writer: str) -> Iterator[Tracker]:
-        tracker = Tracker(self.uri, self._folder(trial), writer)
-        yield tracker
-        tracker.close(1)
-
-
-def _last_words(trial: Trial) -> str:
-    """Why a trial failed, in one line."""
-    file = Path(trial.error_file or "")
-    lines = file.read_text().strip().splitlines() if file.is_file() else []
-    if not lines or ("RunError" not in lines[-1] and "ray.exceptions.Actor" in "".join(lines)):
-        return "its process was killed"
-    return re.sub(r"^rlx[\w.]*: ", "", lines[-1])[:500]

@@ -17,17 +17,17 @@ import ray
 from ray import tune
 from ray.tune.trainable.function_trainable import wrap_function
 
-from rlx import search
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import flatten
 from rlx.runs import launch, preflight
 from rlx.runs.folder import exists, saved_config
 from rlx.runs.resources import plan
-from rlx.schedulers import PAUSING, REPLAYING
-from rlx.search import METRIC
 from rlx.storage.addresses import below
 from rlx.storage.filesystem import Storage
-from rlx.trials import Records, Sweep
+from rlx.sweeps import space
+from rlx.sweeps.records import Records, Sweep
+from rlx.sweeps.schedulers import PAUSING, REPLAYING
+from rlx.sweeps.space import METRIC
 
 _POINTER = "pointer.json"
 _START = ("checkpoint.start_from", "checkpoint.start_with")
@@ -65,7 +65,7 @@ def trainable(sweep: Sweep, storage: Storage) -> Any:
 def _shared_tables(sweep: Sweep) -> Any:
     """The prompt tables in the object store, prepared once for all trials; None if the trials differ in prompts."""
     apart = ("data.", "eval.", "model.")
-    if any(key.startswith(apart) for key in search.load_space(sweep.space, sweep.tree)):
+    if any(key.startswith(apart) for key in space.load_space(sweep.space, sweep.tree)):
         return None
     return ray.put(preflight.prompt_tables(sweep.config, preflight.model_folder(sweep.config)))
 

@@ -8,91 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
 from ray.tune.experiment import Experiment, Trial
 from ray.tune.experiment.config_parser import _create_trial_from_spec, _make_parser
 from ray.tune.search import Searcher
 from ray.tune.search.search_algorithm import SearchAlgorithm
 
-from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree
-from rlx.config.run import RunConfig
-from rlx.search import METRIC, Space, settled
-from rlx.storage.filesystem import Storage, patiently
-
-State = Literal["open", "finished", "stopped", "failed"]
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What a sweep is made of; kept with it, so that it can be resumed."""
-
-    name: str
-    tree: dict[str, Any]  # the config that all trials share
-    space: str  # path of the search space
-    trials: int = 4  # settings to try; a grid's own number once the sweep is checked
-    search: str = "random"
-    scheduler: str = "none"
-    seeds: int = 1  # runs of each setting
-    max_concurrent: int | None = None
-    space_fingerprint: str = field(default="")
-
-    @property
-    def config(self) -> RunConfig:
-        return from_tree(self.tree)
-
-
-class Record(BaseModel):
-    """What is kept of a trial."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    settings: dict[str, Any]
-    state: State = "open"  # stopped: by a scheduler
-    reports: list[tuple[int, float]] = []  # step and held-out accuracy of each evaluation
-    words: str = ""  # why it failed
-    begun: int = 1  # how often it was begun from the start
-
-    @property
-    def is_over(self) -> bool:
-        return self.state != "open"
-
-    @property
-    def step(self) -> int:
-        return self.reports[-1][0] if self.reports else 0
-
-
-class Records:
-    """The records of a sweep's trials, a file each; the driver alone writes them."""
-
-    def __init__(self, sweep: Storage) -> None:
-        self.folder = sweep / "trials"
-
-    def read(self, name: str) -> Record:
-        """ConfigError if it is not what rlx wrote."""
-        file = self.folder / f"{name}.json"
-        try:
-            return Record.model_validate_json(patiently(file.read_text, f"reading {file.path}"))
-        except ValueError:  # pydantic's are among them, and what is no text
-            raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
-
-    def write(self, name: str, record: Record) -> None:
-        file = self.folder / f"{name}.json"
-        patiently(partial(file.write_text, record.model_dump_json()), f"writing {file.path}")
-
-    def all(self) -> dict[str, Record]:
-        """Every trial's, by name."""
-        names = [name.removesuffix(".json") for name in self.folder.names() if name.endswith(".json")]
-        return {name: self.read(name) for name in names}
-
-
-def trial_name(trial: Trial) -> str:
-    """trial_00003 and the like: its number in the sweep, whenever and wherever it runs."""
-    return f"trial_{trial.trial_id}"
+from rlx.sweeps.records import Record, Records
+from rlx.sweeps.space import METRIC, Space, settled
 
 
 class Trials(SearchAlgorithm):
