@@ -25,7 +25,7 @@ from typing import Any
 
 from rlx.config.run import RunConfig
 from rlx.runs import preflight
-from rlx.runs.folder import mlflow_run
+from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow

@@ -117,7 +117,13 @@ OnRanks = Callable[..., list[Any]]
 def on_ranks() -> OnRanks:
     """Calls `function(rank, ranks, *args)` in that many processes of a gloo group; gives the ranks' results."""
     # The processes are forked from one that has imported what is slow to import, also of what test files import.
-    slow = ["rlx.train_loop", "rlx.launch", "rlx.warm_start", "transformers.models.auto.modeling_auto", "pytest"]
+    slow = [
+        "rlx.training.loop",
+        "rlx.runs.launch",
+        "rlx.models.tiny",
+        "transformers.models.auto.modeling_auto",
+        "pytest",
+    ]
     multiprocessing.get_context("forkserver").set_forkserver_preload(slow)
 
     def run(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

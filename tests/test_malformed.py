@@ -28,8 +28,8 @@ from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, setting_keys
 from rlx.config.sections import DataConfig
 from rlx.data import files
-from rlx.runs import folder
-from rlx.runs.folder import finished
+from rlx.runs import run_folder
+from rlx.runs.run_folder import finished
 from rlx.storage import addresses, checkpoint_catalog, checkpoint_files, checkpoint_manifest
 from rlx.storage.checkpoint_files import CheckpointError, Parts, Shard
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
@@ -429,9 +429,9 @@ def test_any_address_is_resolved_or_refused(address: str, tmp_path: Path, monkey
 # --- what a run keeps beside its checkpoints
 
 GOOD: dict[str, tuple[bytes, Callable[[Storage], Any]]] = {
-    "run.json": (b'{"mlflow_run": "0123"}', folder.mlflow_run),
+    "run.json": (b'{"mlflow_run": "0123"}', run_folder.mlflow_run),
     "result.json": (b'{"step": 40, "eval/accuracy": 0.5}', lambda folder: finished(RunConfig(), folder)),
-    "config.yaml": (SETTINGS, folder.saved_config),
+    "config.yaml": (SETTINGS, run_folder.saved_config),
 }
 BAD_RECORDS = [(name, text) for name in GOOD for text in ("", "{}", "null", "[]", "4", "{a", "[[1, 2]]", nested(1100))]
 BAD_RECORDS += [("run.json", f'{{"mlflow_run": {value}}}') for value in ("null", "[]", "4", "{}")]

@@ -25,9 +25,9 @@ from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.runs import preflight
 from rlx.runs.actor_group import Crew
-from rlx.runs.folder import check_new, check_start, write
 from rlx.runs.ray_train import Report, RunStopped, Say
 from rlx.runs.resources import check_room, plan
+from rlx.runs.run_folder import check_new, check_start, write
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import local_folder, open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable

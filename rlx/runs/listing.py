@@ -20,8 +20,8 @@ from rich.table import Table
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.runs import folder
-from rlx.runs.folder import finished, saved_config
+from rlx.runs import run_folder
+from rlx.runs.run_folder import finished, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
 from rlx.storage.addresses import below, open_storage, resolved
 from rlx.storage.checkpoint_catalog import Entry
@@ -85,16 +85,16 @@ def runs(storage: str) -> list[Run]:
         for trial in (place / "sweeps" / sweep / "runs").names():
             address = below(storage, "sweeps", sweep, "runs", trial)
             trials.append(_read(_from_here(address), address))
-    return [run for run in (*own, *trials) if folder.exists(run.folder)]
+    return [run for run in (*own, *trials) if run_folder.exists(run.folder)]
 
 
 def find(which: str, storage: str) -> Run:
     """A run by its name, or by its folder or address; ConfigError if there is none, with the nearest name."""
     if "/" not in which:
-        folder.find(open_storage(storage, create=False) / "runs", which)
+        run_folder.find(open_storage(storage, create=False) / "runs", which)
         return _read(which, below(storage, "runs", which))
     run = _read(_from_here(resolved(which)), resolved(which))
-    if not folder.exists(run.folder):
+    if not run_folder.exists(run.folder):
         raise ConfigError(f"no run in {run.folder.path}")
     return run
 

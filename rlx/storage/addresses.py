@@ -16,7 +16,7 @@ import os
 import re
 import urllib.parse
 
-PROFILES = (Path("storage"), Path(__file__).resolve().parent.parent / "storage")
+PROFILES = (Path("storage"), Path(__file__).resolve().parents[2] / "storage")
 """folders of NAME.yaml: here, and beside rlx"""
 _S3_OPTIONS = ("region", "endpoint_override", "scheme")
 _SECRET = re.compile(r"key|secret|token|password", re.IGNORECASE)  # no option of an address is called like this

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import signal
 import threading
@@ -15,13 +16,14 @@ from typing import Any
 from ray import tune
 from ray.tune.experiment import Trial
 
-from rlx.runs import folder, launch
+from rlx.runs import launch, run_folder
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import Records, Sweep, trial_name
 from rlx.sweeps.space import METRIC
 from rlx.sweeps.trainable import newest_leg
-from rlx.sweeps.tuner import _LOG
 from rlx.tracking.tracker import Tracker
+
+_LOG = logging.getLogger("rlx")
 
 Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
 """(trial, its settings, its newest metrics, its state), called whenever one of them changes"""
@@ -127,7 +129,7 @@ class SweepCallback(tune.Callback):
 
     @_harmless
     def _settle(self, trial: Trial) -> None:
-        if folder.exists(self._folder(trial)):
+        if run_folder.exists(self._folder(trial)):
             with self._tracker(trial, "driver") as tracker:  # it also sends what the trial's process has left
                 tracker.end(self.ends[trial_name(trial)])
 

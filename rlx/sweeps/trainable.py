@@ -20,8 +20,8 @@ from ray.tune.trainable.function_trainable import wrap_function
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import flatten
 from rlx.runs import launch, preflight
-from rlx.runs.folder import exists, saved_config
 from rlx.runs.resources import plan
+from rlx.runs.run_folder import exists, saved_config
 from rlx.storage.addresses import below
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import space

@@ -19,9 +19,9 @@ from ray import tune
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import flatten
-from rlx.runs import folder, launch
-from rlx.runs.folder import exists, saved_config
+from rlx.runs import launch, run_folder
 from rlx.runs.resources import nodes, plan
+from rlx.runs.run_folder import exists, saved_config
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import searchers, space
 from rlx.sweeps.callback import SweepCallback, Watch
@@ -65,7 +65,7 @@ def _population(sweep: Sweep, space: Space) -> Sweep:
     """A sweep by population based training: what is handed on is there as soon as it is asked for, and stays."""
     if sweep.search != "random" or sweep.seeds > 1:
         raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
-    if fixed := [key for key in space if folder.is_fixed(key)]:
+    if fixed := [key for key in space if run_folder.is_fixed(key)]:
         raise ConfigError(f"--space {sweep.space}: {fixed[0]} cannot change within a run, as --scheduler pbt would")
     kept = {"checkpoint.every": first_rung(sweep.config), "checkpoint.keep": None, "checkpoint.beside": False}
     return replace(sweep, tree=with_overrides(sweep.tree, kept))

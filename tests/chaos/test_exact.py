@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from conftest import KILLED_S, History, Script, assert_all_end, mlflow_history
-from runs import MEASURED
+from run_cases import MEASURED
 
-from rlx.runs import folder
+from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 
@@ -40,7 +40,7 @@ class Place:
         return [*where, *run, "--checkpoint.every", "2", "--scaling.num-workers", str(ranks)]
 
     def history(self, name: str) -> History:
-        run_id = folder.mlflow_run(open_storage(self.address) / "runs" / name)
+        run_id = run_folder.mlflow_run(open_storage(self.address) / "runs" / name)
         whole = mlflow_history(self.records, run_id)
         return {key: by_step for key, by_step in whole.items() if not key.startswith(MEASURED)}
 
@@ -93,7 +93,7 @@ def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(ranks: in
         while kills < KILLS and killed_at_random(run, moments, kept):
             kills += 1
             kept = place.newest(name)
-            begun = folder.exists(open_storage(place.address) / "runs" / name)
+            begun = run_folder.exists(open_storage(place.address) / "runs" / name)
             again = ["--storage", place.address, "--resume", name] if begun else place.words(name, ranks)
             run = script("ppo.py", *again)
             print(f"kill {kills}/{KILLS} of {name}: goes on from step {kept}", flush=True)

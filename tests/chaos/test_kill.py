@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from conftest import KILLED_S, History, Script, assert_all_end, mlflow_history
-from runs import MEASURED
+from run_cases import MEASURED
 
-from rlx.runs import folder
+from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.tracking import mlflow
@@ -25,7 +25,7 @@ def words(storage: Path, model: Path, name: str, steps: int) -> list[str]:
 
 
 def history(storage: Path, name: str) -> History:
-    whole = mlflow_history(storage, folder.mlflow_run(open_storage(str(storage)) / "runs" / name))
+    whole = mlflow_history(storage, run_folder.mlflow_run(open_storage(str(storage)) / "runs" / name))
     return {key: by_step for key, by_step in whole.items() if not key.startswith(MEASURED)}
 
 
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_a_run_cleanly(tiny_model: Path, tmp_path: Path, script: Sta
     assert_all_end(run, 5)
     assert run.output.read_text().endswith("interrupted: --resume continues the run\n")
     assert newest(tmp_path, "stopped") == last_step(run)
-    assert status(tmp_path, folder.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
+    assert status(tmp_path, run_folder.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
 
 
 def test_sigterm_ends_a_run_as_ctrl_c_does(tiny_model: Path, tmp_path: Path, script: Start) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from conftest import KILLED_S, Script, assert_all_end, mlflow_history
-from runs import comparable
+from run_cases import comparable
 
-from rlx.runs.folder import mlflow_run
+from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage
 from rlx.sweeps.records import Records
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OnRanks
-from test_model import run_of, updated
+from test_policy import run_of, updated
 from torch import Tensor, nn
 
 from rlx.models import logprobs

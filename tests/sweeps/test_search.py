@@ -1,7 +1,6 @@
 """Search spaces, and the settings that each search draws from them."""
 
 import json
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +12,13 @@ import pytest
 from ray import tune
 from ray.tune.search import Searcher
 
+from rlx.cli import sweep
 from rlx.config.errors import ConfigError
 from rlx.sweeps.schedulers import SCHEDULERS
 from rlx.sweeps.searchers import ADAPTIVE, SEARCHES, Listed, searcher
 from rlx.sweeps.space import METRIC, extremes, fingerprint, load_space, settled
 
-SHIPPED = Path(__file__).resolve().parent.parent / "search_spaces"
+SHIPPED = Path(__file__).resolve().parents[2] / "search_spaces"
 RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.lam": tune.uniform(0.0, 1.0)}
 CHOICES = {"train.epochs": tune.choice([1, 2, 4]), "algorithm.lam": tune.choice([0.9, 1.0])}
 
@@ -278,5 +278,4 @@ for name in ("bayesopt", "hyperopt"):
 
 
 def test_the_script_offers_what_there_is() -> None:
-    script = runpy.run_path(str(SHIPPED.parent / "experiments" / "ppo_sweep.py"))
-    assert script["SEARCHES"] == list(SEARCHES) and script["SCHEDULERS"] == list(SCHEDULERS)
+    assert list(SEARCHES) == sweep.SEARCHES and list(SCHEDULERS) == sweep.SCHEDULERS

@@ -18,12 +18,12 @@ import yaml
 from rlx import __version__
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.runs import folder, listing
+from rlx.runs import listing, run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_manifest import Manifest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_run(storage: str, name: str, *names: str, **settings: Any) -> RunConfig:
@@ -126,7 +126,7 @@ def test_commands_go_on_from_a_run(storage: str, shown: Shown) -> None:
         ["python", "experiments/ppo.py", "--from", "try1@best", "--storage", "kept"],
         ["python", "experiments/export.py", "try1", "--checkpoint", "best", "--storage", "kept"],
     ]
-    assert folder.checkpoint_of("try1@best", "kept")[1].step == 10
+    assert run_folder.checkpoint_of("try1@best", "kept")[1].step == 10
 
 
 def test_the_usual_storage_need_not_be_named(storage: str, shown: Shown) -> None:
@@ -153,7 +153,7 @@ def test_a_run_by_its_folder(storage: str, shown: Shown) -> None:
         ["python", "experiments/ppo.py", "--from", "kept/sweeps/s/runs/trial_00000@best"],
         ["python", "experiments/export.py", "kept/sweeps/s/runs/trial_00000", "--checkpoint", "best"],
     ]
-    assert folder.checkpoint_of("kept/sweeps/s/runs/trial_00000@best", "storage")[1].step == 10
+    assert run_folder.checkpoint_of("kept/sweeps/s/runs/trial_00000@best", "storage")[1].step == 10
 
 
 def test_without_a_best_there_is_a_newest(storage: str, shown: Shown) -> None:
@@ -232,7 +232,7 @@ def test_it_starts_without_what_is_slow_to_import(storage: str) -> None:
     words = [str(ROOT / "experiments" / "checkpoints.py"), "try1", "--storage", storage]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=Path.cwd())
     *_, modules = done.stdout.splitlines()
-    assert "rlx.listing" in modules.split() and done.returncode == 0
+    assert "rlx.runs.listing" in modules.split() and done.returncode == 0
     slow = {"torch", "ray", "vllm", "mlflow", "transformers", "pandas", "matplotlib"}
     assert not slow & set(modules.split())
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sweeps import BASE, Run, config, log_run, log_sweep
+from sweep_cases import BASE, Run, config, log_run, log_sweep
 
 from rlx.analysis import loading
 from rlx.config.errors import ConfigError

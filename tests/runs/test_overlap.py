@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import NothingLeft
-from runs import STEPS, Done, comparable, small, train
+from run_cases import STEPS, Done, comparable, small, train
 
 from rlx.config.run import RunConfig
 

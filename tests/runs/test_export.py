@@ -16,7 +16,7 @@ import yaml
 from conftest import OnRanks, start_engine, stop_engine
 from peft import AutoPeftModelForCausalLM
 from pyarrow import fs
-from runs import small
+from run_cases import small
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,7 +37,7 @@ from rlx.storage.filesystem import Storage
 from rlx.training import setup, trainer
 from rlx.types import Prompt, Sampling, Weight
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = torch.randint(6, 90, (5, 20), generator=torch.Generator().manual_seed(4))
 PROMPT = 12  # tokens of each row; the others are its response
 LORA = {"model__lora_rank": 4, "model__lora_alpha": 8.0}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 import pytest
-from sweeps import sweep, trial
+from sweep_cases import sweep, trial
 
 from rlx.analysis import figures
 from rlx.analysis.loading import METRIC

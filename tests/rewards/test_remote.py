@@ -29,12 +29,13 @@ from hypothesis import strategies as st
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import RewardConfig
-from rlx.rewards import remote, scoring
+from rlx.rewards import remote as remote_module
+from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError
 from rlx.rewards.remote import RemoteReward
 from rlx.types import Prompt, Response
 
-SCRIPT = Path(__file__).parents[1] / "experiments" / "reward_server.py"
+SCRIPT = Path(__file__).parents[2] / "experiments" / "reward_server.py"
 KEY = "s3cret-k3y"
 OWN = """
 def lengths(prompts, completions, answers):
@@ -296,7 +297,7 @@ def test_the_last_failure_comes_out_after_all_attempts(
 
 def test_each_wait_is_twice_the_last(faulty: Callable[..., Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
+    monkeypatch.setattr(remote_module, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
     server = faulty(reply(500))
     with pytest.raises(RewardError, match="5 attempts"):
         RemoteReward.from_config(config(server.url))([response()])
@@ -356,7 +357,7 @@ def test_a_slow_first_answer_is_asked_for_again(faulty: Callable[..., Faulty]) -
 
 
 def test_a_huge_answer_is_not_read_to_its_end(faulty: Callable[..., Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_MOST_BYTES", 100_000)
+    monkeypatch.setattr(remote_module, "_MOST_BYTES", 100_000)
     server = faulty(drip(START + b"Content-Length: 1000000000\r\n\r\n" + b" " * 200_000))
     assert refusal(remote(server.url, url_retries=0)) == "answered more than 100000 bytes (1 attempt)"
 

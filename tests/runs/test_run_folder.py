@@ -10,8 +10,8 @@ import yaml
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.runs import folder
-from rlx.runs.folder import checkpoint_of
+from rlx.runs import run_folder
+from rlx.runs.run_folder import checkpoint_of
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import Entry
@@ -77,7 +77,7 @@ def storage(tmp_path: Path) -> Path:
     ],
 )
 def test_a_checkpoint_has_many_names(which: str, step: int, storage: Path) -> None:
-    address, found = folder.checkpoint_of(which.format(storage), str(storage))
+    address, found = run_folder.checkpoint_of(which.format(storage), str(storage))
     assert found.step == step and found.manifest
     assert address.rstrip("/").endswith(f"{storage}/runs/a/{found.name}")
     assert checkpoint_catalog.entry(open_storage(address, create=False)) == found  # the address leads there
@@ -88,7 +88,7 @@ def test_a_relative_folder_becomes_an_address_that_holds_anywhere(
 ) -> None:
     monkeypatch.chdir(storage)
     for which in ("runs/a@5", "./runs/a/step_000005"):
-        assert folder.checkpoint_of(which, "elsewhere")[0] == f"{storage}/runs/a/step_000005"
+        assert run_folder.checkpoint_of(which, "elsewhere")[0] == f"{storage}/runs/a/step_000005"
 
 
 def test_a_checkpoint_on_s3_is_named_alike(bucket: str, s3_server: str) -> None:
@@ -111,7 +111,7 @@ def test_a_checkpoint_on_s3_is_named_alike(bucket: str, s3_server: str) -> None:
 
 def test_the_best_is_by_what_the_run_says(tmp_path: Path) -> None:
     made(tmp_path / "runs" / "b", checkpoint__best_by="loss", checkpoint__best_mode="min")
-    assert folder.checkpoint_of("b@best", str(tmp_path))[1].step == 5
+    assert run_folder.checkpoint_of("b@best", str(tmp_path))[1].step == 5
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_best_is_by_what_the_run_says(tmp_path: Path) -> None:
 def test_what_is_not_there_is_one_line(which: str, kind: type[Exception], said: str, storage: Path) -> None:
     before = sorted(storage.rglob("*"))
     with pytest.raises(kind) as refused:
-        folder.checkpoint_of(which.format(storage), str(storage))
+        run_folder.checkpoint_of(which.format(storage), str(storage))
     assert said in str(refused.value) and "\n" not in str(refused.value)
     assert sorted(storage.rglob("*")) == before
 
@@ -139,7 +139,7 @@ def test_what_is_not_there_is_one_line(which: str, kind: type[Exception], said: 
 def test_settings_are_inherited(tmp_path: Path) -> None:
     said: list[str] = []
     found = put(tmp_path, 5, seed=7, train__steps=31, model__lora_rank=4, storage="elsewhere")
-    tree = folder.settings_of(found, said.append)
+    tree = run_folder.settings_of(found, said.append)
     assert from_tree(tree) == from_tree(settings(seed=7, train__steps=31, model__lora_rank=4, storage="elsewhere"))
     assert said == []
 
@@ -163,7 +163,7 @@ def test_what_a_stranger_could_use_is_not_inherited_and_said(
     said: list[str] = []
     found = put(tmp_path, 5, train__steps=31, **changes)
     before = settings(train__steps=31, **changes)
-    assert folder.settings_of(found, said.append) == with_overrides(before, left)
+    assert run_folder.settings_of(found, said.append) == with_overrides(before, left)
     assert said == [f"not taken from step_000005, give them again if they are meant: {', '.join(left)}"]
     assert found.manifest and found.manifest.config == before  # what was read stays as it is
 
@@ -177,21 +177,21 @@ def starting(place: Path | str, way: str = "state", **changes: Any) -> RunConfig
 
 def refusal(config: RunConfig) -> str:
     with pytest.raises(ConfigError) as refused:
-        folder.check_start(config)
+        run_folder.check_start(config)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
 def test_a_run_starts_from_a_checkpoint_that_fits(tmp_path: Path) -> None:
-    folder.check_start(RunConfig(name="b"))
+    run_folder.check_start(RunConfig(name="b"))
     place = put(tmp_path, 5, train__steps=5).place.path
-    folder.check_start(starting(place, train__steps=6, train__prompts_per_step=16))
-    folder.check_start(starting(place, "weights", train__steps=3, seed=9))  # its own steps, its own prompts
+    run_folder.check_start(starting(place, train__steps=6, train__prompts_per_step=16))
+    run_folder.check_start(starting(place, "weights", train__steps=3, seed=9))  # its own steps, its own prompts
 
 
 def test_a_checkpoint_that_has_a_start_of_its_own_is_one_to_start_from(tmp_path: Path) -> None:
     place = put(tmp_path, 5, checkpoint__start_from="/elsewhere/step_000001", train__steps=5).place.path
-    folder.check_start(starting(place, train__steps=6))
+    run_folder.check_start(starting(place, train__steps=6))
 
 
 @pytest.mark.parametrize("way", ["weights", "state"])

@@ -18,12 +18,12 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
-from rlx.runs.folder import finished
+from rlx.runs.run_folder import finished
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Refused = Callable[..., str]
 SCRIPTS = ("ppo.py", "ppo_sweep.py", "analyze.py")
 SECTIONS = [name for name, field in RunConfig.model_fields.items() if hasattr(field.annotation, "model_fields")]

@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-from test_rollout import PROMPTS, SAMPLING, drawn_by, versions
+from test_engine import PROMPTS, SAMPLING, drawn_by, versions
 
 from rlx.actors import RolloutError
 from rlx.mesh import Grid

@@ -1,7 +1,7 @@
 """Which of two settings matters, where there is something to say."""
 
 import pytest
-from sweeps import sweep, trial
+from sweep_cases import sweep, trial
 
 from rlx.analysis.importance import FEWEST, importance, numbers, on_log_scale
 from rlx.analysis.statistics import groups

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
-from sweeps import sweep, trial
+from sweep_cases import sweep, trial
 
 from rlx.analysis import static_figure, statistics, tables
 from rlx.analysis.loading import METRIC, Setting

@@ -419,7 +419,7 @@ def test_what_its_writer_sends_after_all_is_not_missed(
     begin(one := Tracker(f"http://127.0.0.1:{s3.free_port()}", folder, "driver", Said().put))
     assert one.close(0) == 1
     there = outbox.entry_names
-    monkeypatch.setattr(outbox, "_entry_names", lambda outbox: [*there(outbox), "000009.json"])  # gone since
+    monkeypatch.setattr(outbox, "entry_names", lambda outbox: [*there(outbox), "000009.json"])  # gone since
     again = Tracker(database, folder, "driver", Said().put)
     assert again.close(LONG_S) == 0 and again.run_id
 

@@ -14,8 +14,8 @@ from conftest import History, NothingLeft, Script, mlflow_history
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
-from rlx.runs import folder, launch
-from rlx.runs.folder import mlflow_run, saved_config
+from rlx.runs import launch, run_folder
+from rlx.runs.run_folder import mlflow_run, saved_config
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import tuner
@@ -109,7 +109,7 @@ def prepared(model: Path, folder: Path, space: str, answer: str = "", **options:
 
 
 def run_of(plan: Sweep, storage: Storage) -> str:
-    return folder.mlflow_run(storage / "sweeps" / plan.name)
+    return run_folder.mlflow_run(storage / "sweeps" / plan.name)
 
 
 def children(plan: Sweep, storage: Storage) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def status_of(plan: Sweep, storage: Storage) -> str:
 
 def history(plan: Sweep, storage: Storage, leg: str) -> History:
     """The metrics of a trial's run, by step."""
-    run_id = folder.mlflow_run(storage / "sweeps" / plan.name / "runs" / leg)
+    run_id = run_folder.mlflow_run(storage / "sweeps" / plan.name / "runs" / leg)
     return mlflow_history(Path(storage.path), run_id)
 
 

@@ -17,7 +17,7 @@ import ray
 import torch
 import torch.distributed as dist
 from conftest import start_engine, stop_engine
-from test_rollout import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
+from test_engine import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
 from torch import Tensor
 
 from rlx.models import loading, lora, policy

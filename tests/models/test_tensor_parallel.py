@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import NothingLeft, OnRanks
-from runs import STEPS, Done, comparable, small, train
-from test_checkpoint import averaged, files, step, whole, write
-from test_model import WAYS, padded, updated
+from run_cases import STEPS, Done, comparable, small, train
+from test_checkpoint_files import averaged, files, step, whole, write
+from test_policy import WAYS, padded, updated
 from torch import Tensor
 from transformers import (
     AutoTokenizer,

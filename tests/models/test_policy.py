@@ -189,10 +189,10 @@ def test_forgotten_activations_are_computed_again_without_dropout(tiny_model: Pa
     plain, checkpointed = (load_policy(str(tiny_model), head=None) for _ in range(2))
     checkpoint_gradients(checkpointed)
     saved = []
-    for policy in (plain, checkpointed):
+    for one in (plain, checkpointed):
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: k.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
-            loss = policy(*padded(), 1.0).logprobs.sum()
+            loss = one(*padded(), 1.0).logprobs.sum()
         loss.backward()
         saved.append(sum(kept))
     assert saved[1] < 0.5 * saved[0]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NothingLeft
-from runs import STEPS, Done, comparable, small, train
+from run_cases import STEPS, Done, comparable, small, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlx.config.run import RunConfig

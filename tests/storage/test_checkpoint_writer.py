@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rlx.saver
 import s3
 import torch
 import torch.distributed as dist
 from conftest import OnRanks, Where
 
-from rlx.storage import checkpoint_catalog, checkpoint_manifest
+from rlx.storage import checkpoint_catalog, checkpoint_manifest, checkpoint_writer
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_files import Parts, Shard
 from rlx.storage.checkpoint_manifest import Manifest
@@ -40,7 +39,7 @@ def shards(step: int, size: int = 1000) -> dict[str, Shard]:
 
 def saver(where: Where, retention: Retention = Retention()) -> Saver:  # noqa: B008 - it is frozen
     os.environ.update(where[1])
-    rlx.saver._SECOND_LOOK_S = 0.0  # this process is the test's own
+    checkpoint_writer._SECOND_LOOK_S = 0.0  # this process is the test's own
     return Saver(open_storage(where[0]), retention)
 
 
@@ -72,7 +71,7 @@ class Hasty:
 
     def __enter__(self) -> "Hasty":
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(rlx.saver, "patiently", functools.partial(patiently, wait=self.waits.append))
+        self.patch.setattr(checkpoint_writer, "patiently", functools.partial(patiently, wait=self.waits.append))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -299,13 +298,13 @@ def test_another_runs_checkpoint_is_sound_or_an_error_on_all_ranks(
 def save_again(rank: int, ranks: int, where: Where) -> list[bool]:
     """Whether there was a manifest while this rank's file was written, each time."""
     one, seen = saver(where), []
-    write = rlx.saver.checkpoint.write
+    write = checkpoint_writer.checkpoint_files.write
 
     def watched(shards: Any, file: Path) -> None:
         seen.append(Path(where[0], "step_000001", checkpoint_manifest.MANIFEST).exists())
         write(shards, file)
 
-    rlx.saver.checkpoint.write = watched
+    checkpoint_writer.checkpoint_files.write = watched
     for _ in range(2):
         saved(one, 1)
         dist.barrier()

@@ -11,7 +11,7 @@ import matplotlib.image
 import pandas as pd
 import pytest
 from plotly.offline import get_plotlyjs
-from sweeps import Run, config, log_sweep
+from sweep_cases import Run, config, log_sweep
 
 from rlx.analysis import loading, report, statistics, tables
 from rlx.analysis.importance import FEWEST
@@ -19,7 +19,7 @@ from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.sections import flatten
 from rlx.tracking import mlflow
 
-SCRIPT = Path(__file__).parents[1] / "experiments" / "analyze.py"
+SCRIPT = Path(__file__).parents[2] / "experiments" / "analyze.py"
 LR, KIND = "train.actor_lr", "algorithm.advantage"
 ALWAYS = {"analysis.html", "trials.csv", "settings.md", "settings.png"}
 FIGURES = ["Intervals", "Learning curves", "Parallel coordinates", "Slices", "Cost and result"]

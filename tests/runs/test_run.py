@@ -17,13 +17,13 @@ import ray
 import s3
 import yaml
 from conftest import NothingLeft, Script
-from runs import STEPS, Done, comparable, small, train
+from run_cases import STEPS, Done, comparable, small, train
 
 from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
 from rlx.data import reasoning_gym
-from rlx.runs import actor_group, folder, launch
-from rlx.runs.folder import saved_config
+from rlx.runs import actor_group, launch, run_folder
+from rlx.runs.run_folder import saved_config
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
@@ -172,7 +172,7 @@ def test_mlflow_holds_the_config_and_the_samples(run: Done) -> None:
     assert record.info.status == "FINISHED"
     assert record.data.params == {k: str(v) for k, v in flatten(run.config).items() if v is not None}
     saved = yaml.safe_load(artifact(run, "config.yaml").read_text())
-    assert saved == folder.saved_config(open_storage(run.result.folder)) == run.config.model_dump(mode="json")
+    assert saved == run_folder.saved_config(open_storage(run.result.folder)) == run.config.model_dump(mode="json")
     assert from_tree(saved) == run.config
     assert [len(sample_rows(run, step)) for step in (0, 2, 4)] == [6, 6, 6]  # rank 0's half of the held-out prompts
 
@@ -181,7 +181,7 @@ def test_the_result_is_the_last_report(run: Done) -> None:
     assert [metrics["step"] for metrics, _ in run.reports] == [0, 1, 2, 3, 4]
     assert run.result.metrics == run.reports[-1][0]
     assert run.result.metrics["reward/mean"] == run.history["reward/mean"][STEPS][0]
-    assert folder.finished(run.config, open_storage(run.result.folder)) == run.result.metrics
+    assert run_folder.finished(run.config, open_storage(run.result.folder)) == run.result.metrics
 
 
 def test_checkpoints_are_whole(run: Done) -> None:

@@ -1,0 +1,51 @@
+"""The runs of a storage, or one run's checkpoints: python experiments/checkpoints.py [RUN] [--storage ADDRESS]"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+
+from rlx.cli.options import exit_code
+from rlx.config.run import RunConfig
+from rlx.runs import listing
+from rlx.storage.addresses import resolved
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Lists the runs of a storage; with RUN, its checkpoints and how to go on from them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name, or its folder or address")
+    parser.add_argument(
+        "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    return exit_code(lambda: show_run(args.run, args.storage) if args.run else show_runs(args.storage))
+
+
+def show_runs(storage: str) -> int:
+    """Prints a row per run."""
+    found = listing.runs(storage)
+    if not found:
+        print(f"no runs in {resolved(storage)} yet: python experiments/ppo.py makes one")
+        return 0
+    print(listing.runs_table(found, _width()))
+    print("\ncheckpoints of one of them: python experiments/checkpoints.py RUN")
+    return 0
+
+
+def show_run(which: str, storage: str) -> int:
+    """Prints a row per checkpoint of a run, where they lie, and the commands that go on from them."""
+    run = listing.find(which, storage)
+    steps = f"{run.done} of {run.config.train.steps} steps done" if run.config else run.problem
+    print(f"run {run.called}: {steps}\n")
+    print(listing.checkpoints_table(run, _width()) if run.checkpoints else "no checkpoints yet")
+    print("\n" + "\n".join([f"in {run.address}", *listing.commands(run, storage)]))
+    return 0
+
+
+def _width() -> int | None:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

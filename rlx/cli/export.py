@@ -1,0 +1,102 @@
+"""A checkpoint's policy for transformers and vLLM: python experiments/export.py RUN [--checkpoint best] [--out DIR]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlx.cli.options import exit_code
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
+from rlx.runs import listing
+from rlx.runs.run_folder import checkpoint_of
+from rlx.storage import checkpoint_catalog
+from rlx.storage.addresses import local_folder
+from rlx.tracking import mlflow
+
+SHOWN = (*listing.WATCHED, "eval/ema/accuracy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Writes a checkpoint's policy as a Hugging Face folder, adapters merged in, and compares what was "
+        "written with the trainer's own model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's name, NAME@STEP, or the folder or address of a checkpoint")
+    parser.add_argument("--checkpoint", metavar="STEP", help="newest (default), best, or a step's number")
+    parser.add_argument("--out", metavar="DIR", help="new folder for it (default: exports/RUN-step_000040)")
+    parser.add_argument(
+        "--weights", choices=("policy", "average"), default="policy", help="average: that of train.ema_decay"
+    )
+    parser.add_argument("--adapter", action="store_true", help="the adapters alone, as peft loads them")
+    parser.add_argument("--register", metavar="NAME", help="also a new version of this registered model in MLflow")
+    parser.add_argument(
+        "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return exit_code(lambda: write(args))
+
+
+def write(args: argparse.Namespace) -> int:
+    """Finds the checkpoint, exports it, and says what it is and how to load it."""
+    _, found = checkpoint_of(which(args.run, args.checkpoint), args.storage)
+    manifest = found.manifest
+    assert manifest
+    config = from_tree(manifest.config, f"checkpoint {found.name}")
+    if "/" not in args.run:  # its storage may have been moved since
+        config = config.model_copy(update={"storage": args.storage})
+    kind = ("-average" if args.weights == "average" else "") + ("-adapter" if args.adapter else "")
+    folder = free_folder(args.out or f"exports/{config.name}-{found.name}{kind}")
+    from rlx.runs import export  # slow to import
+
+    wanted = export.Export(config, args.weights == "average", args.adapter)
+    apart = export.export(found, wanted, folder)
+    figures = "  ".join(f"{name} {manifest.metrics[name]:.4g}" for name in SHOWN if name in manifest.metrics)
+    print(f"exported run {config.name}, step {manifest.step}, {args.weights} weights, {config.model.dtype}: {figures}")
+    print(f"to {folder}")
+    print(f"largest difference of a log-probability from the trainer's: {apart:.2g}")
+    print(f"load it: {loading(folder, args.adapter)}")
+    if args.register:
+        uri = config.tracking.uri or mlflow.default_uri(local_folder(config.storage))
+        version = registered(uri, manifest.mlflow_run_id, folder, args.register)
+        print(f"registered as {args.register}, version {version}: {mlflow.ui_command(uri)}")
+    return 0
+
+
+def registered(uri: str, run_id: str | None, folder: Path, name: str) -> str:
+    """Which version of the registered model it has become; ConfigError if MLflow does not take it."""
+    if run_id is None:
+        raise ConfigError(f"--register {name}: MLflow had not answered when the checkpoint was written")
+    try:
+        return mlflow.register(uri, run_id, folder, name)
+    except Exception as error:  # each kind of store has its own
+        raise ConfigError(f"--register {name}: {mlflow.cause(error)}; the model is in {folder}") from None
+
+
+def which(run: str, step: str | None) -> str:
+    """RUN and --checkpoint as one; ConfigError if RUN names a checkpoint itself, or is a URI, which has to."""
+    if step is None:
+        return run
+    if "@" in run or "://" in run or checkpoint_catalog.is_checkpoint_name(Path(run).name):
+        raise ConfigError(f"--checkpoint {step} goes with a run's name or folder: {run} names a checkpoint, or has to")
+    return f"{run}@{step}"
+
+
+def free_folder(out: str) -> Path:
+    """The folder to write; ConfigError if there is something already."""
+    folder = Path(out).expanduser().resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--out {folder} exists already: give another folder, or delete it")
+    return folder
+
+
+def loading(folder: Path, adapter: bool) -> str:
+    """What to write in Python to have the model."""
+    if adapter:
+        return f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
+    return f'transformers.AutoModelForCausalLM.from_pretrained("{folder}")'
