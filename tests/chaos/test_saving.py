@@ -158,7 +158,7 @@ def test_a_kill_at_any_moment_costs_nothing_that_was_reported(
 FULL_DISK = """
 import sys, torch
 from pathlib import Path
-from rlx import checkpoint
+from rlx.storage import checkpoint_files as checkpoint
 shards = {"x": checkpoint.Shard(torch.ones(1_000_000), (0,), (1_000_000,))}
 checkpoint.write({"x": checkpoint.Shard(torch.ones(1000), (0,), (1000,))}, Path(sys.argv[1], "fits"))
 try:

@@ -261,8 +261,8 @@ class Hides(PathFinder):
 
 sys.meta_path = [Hides if finder is PathFinder else finder for finder in sys.meta_path]
 from ray import tune
-from rlx.config import ConfigError
-from rlx.search import searcher
+from rlx.config.errors import ConfigError
+from rlx.sweeps.searchers import searcher
 
 for name in ("bayesopt", "hyperopt"):
     try:

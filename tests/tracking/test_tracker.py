@@ -264,8 +264,8 @@ def test_an_answer_that_is_lost_doubles_nothing(proxy: s3.Proxy, folder: Storage
 
 WRITER = """
 import sys
-from rlx.storage import open_storage
-from rlx.tracker import Tracker
+from rlx.storage.addresses import open_storage
+from rlx.tracking.tracker import Tracker
 one = Tracker(sys.argv[1], open_storage(sys.argv[2]), "rank_0", lambda words: None)
 for step in (2, 3):
     one.log({"reward/mean": step / 8}, step)
