@@ -88,9 +88,9 @@ def by_trl(config: RunConfig, path: str, prompts: alike.Prompts) -> Measured:
     """TRL's counted steps, in a process with the resources of an engine and a worker."""
     import ray
 
-    from rlx.runs.resources import plan
+    from rlx.runs.resources import plan_resources
 
-    cpus = max(1, round(plan(config).total().get("CPU", 1.0)))
+    cpus = max(1, round(plan_resources(config).total().get("CPU", 1.0)))
     process: Any = ray.remote(max_calls=1)(trained).options(
         num_cpus=cpus, num_gpus=alike.gpus(config), runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
     )

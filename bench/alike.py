@@ -36,12 +36,12 @@ _ALIKE: dict[str, Any] = {
 
 def check(config: RunConfig, other: str) -> None:
     """ConfigError for a config of which another library would not do the same work."""
-    from rlx.runs.resources import plan
+    from rlx.runs.resources import plan_resources
 
     if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
         one_each = config.rollout.engines == config.scaling.num_workers == 1
         hint = "; CUDA_VISIBLE_DEVICES=0 shows rlx one of them" if one_each else ""
-        raise ConfigError(f"{other} is measured on one GPU at most: {plan(config)} is more{hint}")
+        raise ConfigError(f"{other} is measured on one GPU at most: {plan_resources(config)} is more{hint}")
     for key, wanted in _ALIKE.items():
         section, name = key.split(".")
         if (given := getattr(getattr(config, section), name)) != wanted:
@@ -50,9 +50,9 @@ def check(config: RunConfig, other: str) -> None:
 
 def gpus(config: RunConfig) -> float:
     """That engine and worker have together."""
-    from rlx.runs.resources import plan
+    from rlx.runs.resources import plan_resources
 
-    return plan(config).total().get("GPU", 0.0)
+    return plan_resources(config).total().get("GPU", 0.0)
 
 
 def prompts(config: RunConfig, path: str, tables: Mapping[str, Any]) -> Prompts:

@@ -33,9 +33,9 @@ from rlx.models import fsdp
 from rlx.models.policy import Policy
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_files import Trained
+from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.checkpoint_writer import Retention, Saved, Saver
+from rlx.storage.checkpoint_writer import CheckpointWriter, FinishedCheckpoint, Retention
 from rlx.storage.filesystem import Storage
 
 _WARM = 1  # first checkpoints that are not counted
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def policy(hidden: int, layers: int) -> Trained:
+def policy(hidden: int, layers: int) -> ModelAndOptimizer:
     """A random model that has taken one optimizer step, sharded over the one rank."""
     config = LlamaConfig(
         vocab_size=4096,
@@ -84,16 +84,16 @@ def policy(hidden: int, layers: int) -> Trained:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    return Trained(sharded, optimizer)
+    return ModelAndOptimizer(sharded, optimizer)
 
 
-def measure(trained: Trained, run: Storage, disk: Path, count: int) -> dict[str, Any]:
+def measure(trained: ModelAndOptimizer, run: Storage, disk: Path, count: int) -> dict[str, Any]:
     """Medians over the counted checkpoints, then the same state by torch.save to this machine's disk."""
-    saver = Saver(run, Retention())
+    saver = CheckpointWriter(run, Retention())
     stalls, writes, bare = [], [], []
     for step in range(1, _WARM + count + 1):
         started = time.perf_counter()
-        saver.save(checkpoint_files.staged({"policy": trained}, {}), _manifest(step))
+        saver.save(checkpoint_files.copy_shards({"policy": trained}, {}), _manifest(step))
         stalls.append(time.perf_counter() - started)
         writes.append(_awaited(saver).seconds)
         bare.append(_torch_save(trained, disk / "bare.pt"))
@@ -127,13 +127,13 @@ def _manifest(step: int) -> Manifest:
     )
 
 
-def _awaited(saver: Saver) -> Saved:
+def _awaited(saver: CheckpointWriter) -> FinishedCheckpoint:
     while not (news := saver.news()):
         time.sleep(0.001)
     return news
 
 
-def _torch_save(trained: Trained, file: Path) -> float:
+def _torch_save(trained: ModelAndOptimizer, file: Path) -> float:
     """Seconds until the same state is on the disk."""
     started = time.perf_counter()
     with file.open("wb") as stream:
@@ -143,7 +143,7 @@ def _torch_save(trained: Trained, file: Path) -> float:
     return time.perf_counter() - started
 
 
-def _state_bytes(trained: Trained) -> int:
+def _state_bytes(trained: ModelAndOptimizer) -> int:
     """Of the parameters and the optimizer's state."""
     moments = [tensor for state in trained.optimizer.state.values() for tensor in state.values()]
     return sum(tensor.numel() * tensor.element_size() for tensor in (*trained.model.parameters(), *moments))

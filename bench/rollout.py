@@ -82,9 +82,9 @@ def alone(config: RunConfig, path: str, tables: Mapping[str, Any]) -> list[tuple
     import ray
 
     from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT
-    from rlx.runs.resources import plan
+    from rlx.runs.resources import plan_resources
 
-    resources = plan(config).engines[0]
+    resources = plan_resources(config).engines[0]
     on_gpu = resources.get("GPU", 0) > 0
     process: Any = ray.remote(max_calls=1)(bare.rollout).options(  # what it leaves on a GPU goes with its process
         num_cpus=resources.get("CPU", 0),
@@ -125,9 +125,9 @@ def requests(
 
 def described(config: RunConfig) -> dict[str, Any]:
     """How both were set."""
-    from rlx.runs.resources import plan
+    from rlx.runs.resources import plan_resources
 
-    needed = plan(config)
+    needed = plan_resources(config)
     train, chosen = config.train, config.rollout
     return {
         "precision": config.model.dtype,

@@ -31,14 +31,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlx.cli.options import exit_code
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.mesh import Grid
+from rlx.mesh import Mesh
 from rlx.models import fsdp, loading, lora
 from rlx.rollout import engine_args, engine_pool
-from rlx.rollout.engine_group import Fleet
-from rlx.rollout.engine_pool import Rollouts
+from rlx.rollout.engine_group import EngineGroup
+from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync import channels
 from rlx.rollout.weight_sync.channels import Group, Incoming
-from rlx.rollout.weight_sync.sender import Direct
+from rlx.rollout.weight_sync.sender import WeightSender
 from rlx.rollout.weight_sync.topology import Source
 
 _WARM, _ROUNDS = 2, 10
@@ -105,12 +105,12 @@ class Trainer:
         backend = "nccl" if config.scaling.use_gpu else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self.dtype = getattr(torch, config.model.dtype)
-        grid = Grid.of(self.device.type, 1)
+        grid = Mesh.of(self.device.type, 1)
         self.policy: Any = fsdp.shard(loading.load_policy(path, head=None), grid.mesh, self.dtype)
         self.engine = engine
         self.on_one_gpu = config.rollout.resources_per_engine.get("GPU", 1.0) < 1
-        self.ways = Direct(0, 1, self.device, [engine], config.rollout.transport)
-        self.fleet = Fleet(Rollouts([engine], 0), grid, self.dtype, 0, print, self.ways)
+        self.ways = WeightSender(0, 1, self.device, [engine], config.rollout.transport)
+        self.fleet = EngineGroup(EnginePool([engine], 0), grid, self.dtype, 0, print, self.ways)
 
     def measure(self) -> tuple[dict[str, float], dict[str, Any]]:
         pushes = seconds(self._push)

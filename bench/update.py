@@ -153,11 +153,11 @@ def rank(job: dict[str, Any]) -> None:
     import ray.train
     from measure import Memory, now
 
-    from rlx.training.loop import annotate, estimate
-    from rlx.training.setup import assemble
+    from rlx.training.loop import compute_advantages, compute_logprobs
+    from rlx.training.setup import build_run
     from rlx.training.update import update
 
-    run = assemble(job)
+    run = build_run(job)
     late = run.scores_late
     memory = Memory(run.device)
     judged = made_up(run.config, run.tokenizer, run.grid.dp_rank, run.grid.dp_size)
@@ -174,7 +174,7 @@ def rank(job: dict[str, Any]) -> None:
             result["bare"].append(ray.get(loop.round.remote()))
         started = now(run.device)
         (made,) = run.experiences(judged)
-        batch, _ = estimate(run, annotate(run, made, late))
+        batch, _ = compute_advantages(run, compute_logprobs(run, made, late))
         memory.forget()
         between = now(run.device)
         update(run, batch, late)
@@ -208,7 +208,7 @@ def made_up(config: RunConfig, tokenizer: Any, rank: int, ranks: int) -> list[An
     """This rank's share of a step: real prompts, and completions and scores drawn at random."""
     import numpy as np
 
-    from rlx.types import Completion, Judged
+    from rlx.types import Completion, ScoredCompletion
 
     stream = PromptStream(read_shard("train"), config.seed, rank, ranks)
     limit, draw = config.rollout.max_tokens, np.random.default_rng((config.seed, rank))
@@ -218,7 +218,7 @@ def made_up(config: RunConfig, tokenizer: Any, rank: int, ranks: int) -> list[An
             length = int(draw.integers(max(1, limit // 8), limit + 1))
             ids = tuple(int(i) for i in draw.integers(0, len(tokenizer), length))
             completion = Completion(prompt, sample, ids, (-1.0,) * length, length < limit, 0)
-            judged.append(Judged(completion, float(draw.random()), False, {}))
+            judged.append(ScoredCompletion(completion, float(draw.random()), False, {}))
     return judged
 
 

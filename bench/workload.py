@@ -169,7 +169,7 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
         preflight.check_files(config)
         preflight.check_rewards(config)
         path = model_folder(config)
-        preflight.check(config, path)
+        preflight.check_model(config, path)
         config = config.model_copy(update={"storage": folder, "model": config.model.model_copy(update={"path": path})})
         launch.connect(config)
         try:

@@ -9,5 +9,5 @@ __version__ = "0.2.0"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Many small actors on few cores are the plan of a run on a laptop, no reason for a warning; of an engine or a worker
 # that died, the run itself tells in a line.
-_OURS_TO_TELL = "worker processes have been started on node|A worker died or was killed|Task Engine[.]"
+_OURS_TO_TELL = "worker processes have been started on node|A worker died or was killed|Task VLLMEngine[.]"
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _OURS_TO_TELL)

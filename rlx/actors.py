@@ -34,11 +34,11 @@ def is_dead(engine: Any) -> bool:
     return bool(state.actors(engine._actor_id.hex()).get("State") == "DEAD")
 
 
-def is_over(call: Any, deadline: float) -> bool:
+def is_done(call: Any, deadline: float) -> bool:
     return bool(ray.wait([call], timeout=0)[0]) or time.monotonic() >= deadline
 
 
-def answer(call: Any, engine: int, deadline: float) -> Any:
+def get_result(call: Any, engine: int, deadline: float) -> Any:
     """What an engine answers to a call until `deadline`, a time of `time.monotonic()`.
 
     Raises:

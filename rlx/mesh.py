@@ -16,7 +16,7 @@ DATA, TENSOR = "data", "tensor"
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class Mesh:
     """A process's place among all; neighbours have successive ranks and train on the same completions."""
 
     mesh: DeviceMesh  # [replicas, tp]; without tensor parallelism [replicas]
@@ -25,7 +25,7 @@ class Grid:
     tp: int  # neighbours that share each layer's matrices
 
     @classmethod
-    def of(cls, device_type: str, tp: int) -> Grid:
+    def of(cls, device_type: str, tp: int) -> Mesh:
         """The grid over the default process group; a collective call."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         if tp == 1:

@@ -73,7 +73,7 @@ Scorer = Callable[[Sequence[Response]], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoredCompletion:
     """A completion and what the reward functions say of it."""
 
     completion: Completion
@@ -84,7 +84,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class ShardedWeight:
     """A tensor on its way to the engines."""
 
     name: str  # as Hugging Face names it

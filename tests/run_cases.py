@@ -10,7 +10,7 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.runs import launch
 from rlx.runs.launch import Result
-from rlx.runs.ray_train import Report, Say
+from rlx.runs.ray_train import Notify, Report
 from rlx.storage.addresses import open_storage
 
 STEPS = 4
@@ -35,7 +35,7 @@ def train(
     resume: bool = False,
     records: Path | None = None,
     on_report: Report | None = None,
-    say: Say | None = None,
+    say: Notify | None = None,
     keep: bool = True,
 ) -> Done:
     """Runs a config.

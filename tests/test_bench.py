@@ -25,7 +25,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.models import tiny
-from rlx.runs.resources import plan
+from rlx.runs.resources import plan_resources
 
 MAINS = {
     "rollout": rollout.main,
@@ -219,7 +219,7 @@ def test_the_gpu_defaults_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_gpu_defaults_are_a_config(gpus: int, placement: str) -> None:
     defaults = workload.GPU | workload.gpu_shares(gpus, placement == "shared")
     config = from_tree(with_overrides({}, defaults | {"rollout.placement": placement}))
-    needed = plan(config)
+    needed = plan_resources(config)
     assert needed.total()["GPU"] == gpus and needed.engines[0]["GPU"] == (1 if gpus > 1 else 0.5)
     assert config.model.dtype == "bfloat16" and config.critic == config.reference == "none"
 

@@ -31,7 +31,7 @@ from rlx.data import files
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished
 from rlx.storage import addresses, checkpoint_catalog, checkpoint_files, checkpoint_manifest
-from rlx.storage.checkpoint_files import CheckpointError, Parts, Shard
+from rlx.storage.checkpoint_files import CheckpointError, CheckpointReader, Shard
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
 from rlx.storage.filesystem import Storage, StorageError
 from rlx.tracking import console
@@ -342,7 +342,7 @@ def all_read(second: bytes, folder: Path) -> dict[str, torch.Tensor]:
     places = [Storage(SimpleNamespace(open_input_file=watched), str(folder / f"rank_{rank}")) for rank in range(2)]
     for place, content in zip(places, [FILES[0], second], strict=True):
         Path(place.path).write_bytes(content)
-    with pytest.MonkeyPatch.context() as patched, Parts(places) as parts:
+    with pytest.MonkeyPatch.context() as patched, CheckpointReader(places) as parts:
         patched.setattr(torch, "empty", unfilled)
         found = {name: parts.whole(name) for name in parts.names}
         for name in SHAPES.keys() & found:

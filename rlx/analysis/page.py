@@ -27,7 +27,7 @@ _PICKED = "The best of many means is flattered by having been picked: to be sure
 
 
 @dataclass(frozen=True, eq=False)
-class Section:
+class PageSection:
     """A heading, what is to be known of it in a sentence or two, and what it shows, in this order."""
 
     title: str
@@ -65,26 +65,26 @@ def render(
         *(_compared(title, groups, metric) for title, groups in compared.items() if groups is not found),
         *_answers(found, uri),
         *_again(sweep, found, recipe),
-        Section("Every trial", "Best last value first.", table=_filled(tables.trial_table(sweep, metric, mode))),
+        PageSection("Every trial", "Best last value first.", table=_filled(tables.trial_table(sweep, metric, mode))),
     ]
-    return _html(f"Sweep {sweep.name}", statistics.answer(found, metric), facts, sections)
+    return _html(f"Sweep {sweep.name}", statistics.summary_sentence(found, metric), facts, sections)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What it says
 
 
-def _ranking(found: Sequence[Group], questions: int | None) -> Section:
+def _ranking(found: Sequence[Group], questions: int | None) -> PageSection:
     floor = f", but no less than {questions} other questions could change" if questions else ""
     note = (
         f"Settings by the mean of the last value over their runs; ± is half the 95 % interval: Student's t{floor}. "
         "Tokens (generated) and seconds (of steps and evaluations, not of the start of engines; a process is slow in "
         f"its first step) are a run's on average. {_PICKED if len(found) > 1 else ''}"
     )
-    return Section("Settings, ranked", note, table=tables.table(found))
+    return PageSection("Settings, ranked", note, table=tables.table(found))
 
 
-def _pictures(found: Sequence[Group], metric: str, mode: Mode) -> list[Section]:
+def _pictures(found: Sequence[Group], metric: str, mode: Mode) -> list[PageSection]:
     """Figures of the settings that have values; of what they vary, if they do."""
     known = [group for group in found if group.values]
     if not known:
@@ -94,42 +94,42 @@ def _pictures(found: Sequence[Group], metric: str, mode: Mode) -> list[Section]:
         "keeps its last value. Click a name to hide it."
     )
     sections = [
-        Section("Intervals", "Each setting's mean, and the runs that it comes from.", figures.intervals(known, metric)),
-        Section("Learning curves", means, figures.curves(known, metric)),
+        PageSection("Intervals", "Each setting's mean and the runs behind it.", figures.intervals(known, metric)),
+        PageSection("Learning curves", means, figures.curves(known, metric)),
     ]
     if figures.varied(known):
         drag = "A line per setting. Drag along an axis to pick a range of it; a click on the axis lets go."
         sections += [
-            Section("Parallel coordinates", drag, figures.parallel_coordinates(known, metric)),
-            Section("Slices", "The means by one varied setting at a time.", figures.slices(known, metric)),
+            PageSection("Parallel coordinates", drag, figures.parallel_coordinates(known, metric)),
+            PageSection("Slices", "The means by one varied setting at a time.", figures.slices(known, metric)),
             _importance(known, mode),
         ]
     costs = "The means against what a run took on average."
-    return [*sections, Section("Cost and result", costs, figures.costs(known, metric))]
+    return [*sections, PageSection("Cost and result", costs, figures.costs(known, metric))]
 
 
-def _importance(known: Sequence[Group], mode: Mode) -> Section:
+def _importance(known: Sequence[Group], mode: Mode) -> PageSection:
     title = "Importance of each setting"
     try:
         shares = importance(known, mode)
     except ConfigError as error:
-        return Section(title, f"Not given: {error}.")
+        return PageSection(title, f"Not given: {error}.")
     note = (
         "fANOVA: the share of the differences between the means that each setting explains by itself. The shares add "
         "up to 100 % even where all differences are chance: read them only if intervals above lie apart."
     )
-    return Section(title, note, figures.importances(shares))
+    return PageSection(title, note, figures.importances(shares))
 
 
-def _compared(title: str, groups: Sequence[Group], metric: str) -> Section:
+def _compared(title: str, groups: Sequence[Group], metric: str) -> PageSection:
     known = [group for group in groups if group.values]
-    told = statistics.apart(*known) if len(known) == 2 else ""
+    told = statistics.difference_sentence(*known) if len(known) == 2 else ""
     told += " Each was picked as the best of its sweep, which flatters both." if "sweep" in groups[0].settings else ""
     drawn = figures.curves(known, metric) if known else None
-    return Section(f"Compared {title}", told, drawn, tables.table(groups))
+    return PageSection(f"Compared {title}", told, drawn, tables.table(groups))
 
 
-def _answers(found: Sequence[Group], uri: str) -> list[Section]:
+def _answers(found: Sequence[Group], uri: str) -> list[PageSection]:
     """What the best trial of the best setting and the worst of the worst answered to the same held-out prompts."""
     title = "Samples of the best and the worst trial"
     ended = [trial for group in found for trial in group.ended]
@@ -137,9 +137,9 @@ def _answers(found: Sequence[Group], uri: str) -> list[Section]:
         return []
     shown = side_by_side(loading.samples(uri, ended[0]), loading.samples(uri, ended[-1]))
     if shown.empty:
-        return [Section(title, "Not given: MLflow has no prompt that both answered.")]
+        return [PageSection(title, "Not given: MLflow has no prompt that both answered.")]
     note = f"Greedy answers at the last evaluation. Best: {_who(ended[0])}. Worst: {_who(ended[-1])}."
-    return [Section(title, note, table=shown)]
+    return [PageSection(title, note, table=shown)]
 
 
 def side_by_side(best: pd.DataFrame, worst: pd.DataFrame) -> pd.DataFrame:
@@ -159,22 +159,22 @@ def _who(trial: Trial) -> str:
     return f"{trial.name} ({', '.join(f'{name} {as_text(value)}' for name, value in settings)})"
 
 
-def _again(sweep: Sweep, found: Sequence[Group], recipe: str) -> list[Section]:
+def _again(sweep: Sweep, found: Sequence[Group], recipe: str) -> list[PageSection]:
     title = "The best setting"
     if not found[0].values:
         return []
     if not recipe:
-        return [Section(title, "Not given: its config.yaml is not in MLflow, or of another version of rlx.")]
+        return [PageSection(title, "Not given: its config.yaml is not in MLflow, or of another version of rlx.")]
     seed = " --seed 100" if statistics.SEED in sweep.varied else ""
     note = f"As best.yaml, beside this page. It runs by: python experiments/ppo.py --config best.yaml{seed}"
-    return [Section(title, note, text=recipe)]
+    return [PageSection(title, note, text=recipe)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # HTML
 
 
-def _html(title: str, lead: str, facts: Mapping[str, str], sections: Sequence[Section]) -> str:
+def _html(title: str, lead: str, facts: Mapping[str, str], sections: Sequence[PageSection]) -> str:
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
         Path(__file__).with_name("page.html").read_text()
     )

@@ -15,7 +15,7 @@ import yaml
 
 from rlx.analysis import loading, static_figure, statistics, tables
 from rlx.analysis.loading import METRIC, Setting, Sweep
-from rlx.analysis.statistics import Group, Mode, answer, best_first, groups
+from rlx.analysis.statistics import Group, Mode, best_first, groups, summary_sentence
 from rlx.analysis.tables import format_table, table
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
@@ -67,7 +67,9 @@ def write(
 def _describe(sweep: Sweep, found: Sequence[Group], uri: str, metric: str) -> None:
     """Gives a sweep's own MLflow run, which else is an empty row, its answer and its best mean."""
     door = mlflow.client(uri)
-    door.set_tag(sweep.run_id, "mlflow.note.content", f"{answer(found, metric)} analysis/analysis.html has the rest.")
+    door.set_tag(
+        sweep.run_id, "mlflow.note.content", f"{summary_sentence(found, metric)} analysis/analysis.html has the rest."
+    )
     if found[0].values:
         door.log_metric(sweep.run_id, metric, found[0].mean, step=0)
 

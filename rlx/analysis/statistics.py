@@ -91,7 +91,7 @@ def _quantile(freedom: float) -> float:
     return float(stdtrit(freedom, (1 + LEVEL) / 2))
 
 
-def apart(one: Group, other: Group) -> str:
+def difference_sentence(one: Group, other: Group) -> str:
     """By how much two groups differ, in a sentence."""
     gap, half = difference(one, other)
     if math.isnan(half):
@@ -176,7 +176,7 @@ def ranked(sweep: Sweep, metric: str = METRIC, mode: Mode = "max") -> list[Trial
     return sorted(sweep.trials, key=place)
 
 
-def answer(found: Sequence[Group], metric: str = METRIC) -> str:
+def summary_sentence(found: Sequence[Group], metric: str = METRIC) -> str:
     """Which setting wins, by how much, and whether that may be chance: one sentence of the groups, best first."""
     known = [group for group in found if group.values]
     if not known:

@@ -55,9 +55,9 @@ def analyze(args: argparse.Namespace) -> int:
     shown = report.compared(sweep, args.metric, args.mode, args.by, against)
     for found in shown.values():
         print(f"{tables.format_table(tables.table(found), width)}\n")
-    print(f"{statistics.answer(shown['settings'], args.metric)}\n")
+    print(f"{statistics.summary_sentence(shown['settings'], args.metric)}\n")
     if against:
-        print(f"{statistics.apart(*shown[f'against {against.name}'])}\n")
+        print(f"{statistics.difference_sentence(*shown[f'against {against.name}'])}\n")
     if (best := shown["settings"][0]).ended:
         run = mlflow.client(uri).get_run(best.trials[0].runs[-1]).data.tags.get("rlx.folder", "RUN")
         print(f"its model: python experiments/export.py {run} --checkpoint best --register NAME\n")

@@ -39,7 +39,7 @@ def show_runs(storage: str) -> int:
 
 def show_run(which: str, storage: str) -> int:
     """Prints a row per checkpoint of a run, where they lie, and the commands that go on from them."""
-    run = listing.find(which, storage)
+    run = listing.find_run(which, storage)
     steps = f"{run.done} of {run.config.train.steps} steps done" if run.config else run.problem
     print(f"run {run.called}: {steps}\n")
     print(listing.checkpoints_table(run, _width()) if run.checkpoints else "no checkpoints yet")

@@ -60,7 +60,7 @@ def train(args: argparse.Namespace) -> int:
     started, given = time.monotonic(), vars(args)
     config = RunConfig(storage=resolved(args.storage))
     pairs = preferences.read_pairs(args.pairs) if "pairs" in given else preferences.generated_pairs(args.seed, DRAWN)
-    pairs, held_out = preferences.hold_out(pairs, args.held_out)
+    pairs, held_out = preferences.hold_out_pairs(pairs, args.held_out)
     models = open_storage(str(local_folder(config.storage) / "models"))
     folder = Path(given.get("out") or f"{models.path}/{models.free_name('reward')}").resolve()
     preferences.check_new(folder)
@@ -98,11 +98,11 @@ def _recorded(config: RunConfig, name: str, params: Mapping[str, Any]) -> Iterat
     from rlx.tracking import mlflow
 
     uri, status = launch.tracking_uri(config), "FAILED"
-    mlflow.check(uri)
+    mlflow.check_server(uri)
     texts, tags = {key: str(value) for key, value in params.items()}, {"rlx.kind": "reward_model"}
     experiment, now = config.tracking.experiment, _milliseconds()
     run_id = mlflow.make_run(uri, uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)
-    record = mlflow.Record(uri, run_id)
+    record = mlflow.MLflowRun(uri, run_id)
     try:
         yield record
         status = "FINISHED"

@@ -65,7 +65,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     from rlx.runs import launch, preflight
     from rlx.storage.addresses import local_folder, open_storage
     from rlx.sweeps import tuner
-    from rlx.sweeps.records import Sweep
+    from rlx.sweeps.records import SweepPlan
     from rlx.tracking import console, mlflow, outbox
 
     started = time.monotonic()
@@ -78,12 +78,12 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     else:
         name, again = tree.pop("name", None) or (storage / "sweeps").free_name("sweep"), []
         chosen = (args.trials, args.search, args.scheduler, args.seeds, args.max_concurrent)
-        plan = Sweep(name, tree, str(Path(args.space).resolve()), *chosen)
+        plan = SweepPlan(name, tree, str(Path(args.space).resolve()), *chosen)
     config = from_tree(plan.tree)
     uri = launch.tracking_uri(config)
     with console.SweepProgress(config.train.steps) as shown:
         with console.RunProgress(config.train.steps, shown.console) as making:
-            preflight.ready(config, making.warm_start)
+            preflight.prepare(config, making.warm_start)
         launch.connect(config)
         end_on_sigterm()
         if args.resume is None:
@@ -92,7 +92,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         where = [f"in MLflow: {mlflow.ui_command(uri)}"]
         where.append(f"at: {mlflow.run_address(uri, outbox.run_id(storage / 'sweeps' / plan.name))}")
         shown.console.print(*lines, *where, sep="\n", soft_wrap=True)
-        results = tuner.run(plan, storage, resume=args.resume is not None, watch=shown.watch)
+        results = tuner.run_sweep(plan, storage, resume=args.resume is not None, watch=shown.watch)
     failed = tuner.failures(results)
     for reason in failed:
         print(f"error: {reason}", file=sys.stderr)

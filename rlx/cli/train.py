@@ -97,7 +97,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
             shown.step(metrics, checkpoint)
 
         shown.console.print(f"run {name}: {config.train.steps} steps, in {folder.path}")
-        preflight.ready(config, shown.warm_start)
+        preflight.prepare(config, shown.warm_start)
         shown.say("starting")
         launch.connect(config)
         end_on_sigterm()
@@ -115,7 +115,7 @@ def check(base: dict[str, Any], given: dict[str, Any]) -> int:
     config = from_tree(with_overrides(base, given))
     config = from_tree(with_overrides(config.model_dump(), preflight.absolute_paths(config)))
     with console.RunProgress(1) as shown:
-        preflight.ready(config, shown.warm_start)
+        preflight.prepare(config, shown.warm_start)
         shown.say("a few steps at learning rate 0")
         launch.connect(config)
         verdicts = launch.examine(config)

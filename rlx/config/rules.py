@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-IDLE = {
+NEEDS = {
     "checkpoint.best_mode": "checkpoint.best_by",
     "checkpoint.start_with": "checkpoint.start_from",
     "model.lora_alpha": "model.lora_rank",

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field, NonNegativeInt
 from pydantic.fields import FieldInfo
 
-from rlx.config.rules import IDLE, OFF
+from rlx.config.rules import NEEDS, OFF
 from rlx.config.sections import (
     GENERATED,
     GROUPED,
@@ -86,7 +86,7 @@ class RunConfig(Section):
     def _nothing_is_set_in_vain(self) -> Self:
         given, defaults = flatten(self), {name: field.default for name, field in settings().items()}
         given["algorithm.importance"] = self.importance
-        for key, needed in IDLE.items():
+        for key, needed in NEEDS.items():
             if given[key] != defaults[key] and given[needed] in OFF:
                 raise ValueError(f"{key} does nothing without {needed}")
         return self

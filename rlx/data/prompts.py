@@ -84,13 +84,13 @@ _cached_tokenizer = functools.cache(load_tokenizer)
 def _tokenize(batch: pa.Table, model: str, trust: bool, system: str | None, limit: int) -> pa.Table:
     """One block of rows -> the same rows with token_ids, those longer than `limit` left out."""
     tokenizer = _cached_tokenizer(model, trust)
-    token_ids = [encode(tokenizer, question, system) for question in batch["question"].to_pylist()]
+    token_ids = [encode_prompt(tokenizer, question, system) for question in batch["question"].to_pylist()]
     # Typed, so that an empty block fits to the others.
     table = batch.append_column("token_ids", pa.array(token_ids, pa.list_(pa.int32())))
     return table.filter(pa.array([len(ids) <= limit for ids in token_ids], pa.bool_()))
 
 
-def encode(tokenizer: Any, question: str, system: str | None) -> list[int]:
+def encode_prompt(tokenizer: Any, question: str, system: str | None) -> list[int]:
     if not tokenizer.chat_template:
         return list(tokenizer(f"{system}\n\n{question}" if system else question).input_ids)
     messages = [{"role": "system", "content": system}] if system else []

@@ -59,7 +59,7 @@ def _units(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     return units if len(units) > 1 else []
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of an FSDP shard; all ranks call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -72,7 +72,7 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
         if weight.grad is not None:
             meshes.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
     gradients = ([w.grad for w in weights if w.grad is not None] for weights in meshes.values())
-    norm = nn.utils.get_total_norm([gathered(nn.utils.get_total_norm(of_one)) for of_one in gradients])
+    norm = nn.utils.get_total_norm([full_tensor(nn.utils.get_total_norm(of_one)) for of_one in gradients])
     for weights in meshes.values():
         nn.utils.clip_grads_with_norm_(weights, limit, norm)
     return norm

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlx.config.errors import ConfigError
 from rlx.models.fsdp import decoder_layers
-from rlx.models.logprobs import logit_scores
+from rlx.models.logprobs import score_logits
 from rlx.models.lora import Adapters, add_adapters
 from rlx.models.policy import Critic, Policy
 
@@ -87,7 +87,7 @@ def compile_layers(part: nn.Module) -> None:
     for layer in decoder_layers(part):
         layer.forward = torch.compile(layer.forward, dynamic=True)  # not `layer.compile`: FSDP's hooks stay outside
     if isinstance(part, Policy):
-        part.scores = torch.compile(logit_scores)
+        part.scores = torch.compile(score_logits)
 
 
 def _zero(weight: Tensor, seed: int) -> None:

@@ -17,11 +17,11 @@ CHUNK = 2**27
 KEPT = 2**30
 """logits that may wait for the backward pass instead of being computed again: 4 GiB in float32"""
 
-Scores = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
+LogitScorer = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 """(logits, targets, temperature, whether entropy is wanted) -> log-probabilities, entropy"""
 
 
-def logit_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each of N tokens, `[N]`, and if asked for the entropy in nats, from their logits, `[N, V]`."""
     scaled = logits.float()
     if temperature != 1.0:
@@ -45,7 +45,7 @@ def token_logprobs(
     targets: Tensor,
     temperature: float,
     entropy: bool,
-    scores: Scores = logit_scores,
+    scores: LogitScorer = score_logits,
     kept: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each of N tokens, `[N]`, and if asked for the entropy in nats of what it is drawn from, `[N]`.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import ALL_LAYERS
-from rlx.types import Weight
+from rlx.types import ShardedWeight
 
 _ADAPTER = "default"  # peft's name for the only adapter
 _BASE = ".base_layer."
@@ -44,27 +44,27 @@ def adapters_off(policy: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def engine_weights(policy: nn.Module) -> list[Weight]:
+def engine_weights(policy: nn.Module) -> list[ShardedWeight]:
     """The policy's weights as the engines load them: Hugging Face names, adapters merged in, no value head."""
     named = {name.removeprefix("lm."): p for name, p in policy.named_parameters() if name.startswith("lm.")}
 
-    def weight(name: str, base: Tensor) -> Weight:
+    def weight(name: str, base: Tensor) -> ShardedWeight:
         layer = name.removesuffix(f"{_BASE}weight")
         down, up = (named.get(f"{layer}.{side}.{_ADAPTER}.weight") for side in ("lora_A", "lora_B"))
         if layer == name or down is None or up is None:
-            return Weight(name.replace(_BASE, "."), tuple(base.shape), (base,))
+            return ShardedWeight(name.replace(_BASE, "."), tuple(base.shape), (base,))
         adapted: Any = policy.get_submodule(f"lm.{layer}")
         merged = partial(_merged, scale=adapted.scaling[_ADAPTER])
-        return Weight(f"{layer}.weight", tuple(base.shape), (base, down, up), merged)
+        return ShardedWeight(f"{layer}.weight", tuple(base.shape), (base, down, up), merged)
 
     return [weight(name, p) for name, p in named.items() if ".lora_" not in name]
 
 
-def adapter_weights(policy: nn.Module) -> list[Weight]:
+def adapter_weights(policy: nn.Module) -> list[ShardedWeight]:
     """The adapters alone, under the names that peft gives them in a file."""
     named = [(name, p) for name, p in policy.named_parameters() if ".lora_" in name]
     return [
-        Weight(
+        ShardedWeight(
             f"base_model.model.{name.removeprefix('lm.').replace(f'.{_ADAPTER}.', '.')}",
             tuple(p.shape),
             (p,),

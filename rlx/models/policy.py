@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from rlx.models.logprobs import KEPT, Scores, logit_scores, token_logprobs
+from rlx.models.logprobs import KEPT, LogitScorer, score_logits, token_logprobs
 
 
-class Tokens:
+class ResponseTokens:
     """The N response tokens of padded rows, row by row: no head is ever applied to prompts or padding."""
 
     def __init__(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, places: tuple[Tensor, Tensor]) -> None:
@@ -37,7 +37,7 @@ class Tokens:
         return flat.new_zeros(self._shape).index_put(self._places, flat)
 
 
-class Scored(NamedTuple):
+class PolicyOutput(NamedTuple):
     """What a policy says about responses; every tensor `[B, T]` float32 over response tokens, zero where padded.
 
     A tuple, as FSDP in torch 2.11 finds no tensors in a dataclass, and without them no end of the backward pass.
@@ -55,7 +55,7 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.value_head = value_head
-        self.scores: Scores = logit_scores  # or the same, compiled
+        self.scores: LogitScorer = score_logits  # or the same, compiled
         self.kept = KEPT  # roles.py gives a GPU's number; 0 where memory counts more than time
 
     def forward(
@@ -66,7 +66,7 @@ class Policy(nn.Module):
         places: tuple[Tensor, Tensor],
         temperature: float,
         entropy: bool = False,
-    ) -> Scored:
+    ) -> PolicyOutput:
         """Scores the response tokens.
 
         Args:
@@ -78,7 +78,7 @@ class Policy(nn.Module):
             entropy: whether that of each token's distribution is wanted too.
         """
         lm: Any = self.lm
-        tokens = Tokens(ids, prompt_lengths, mask, places)
+        tokens = ResponseTokens(ids, prompt_lengths, mask, places)
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
         vocabulary, targets = head.weight.shape[0], tokens.targets
         logprobs, entropies = token_logprobs(
@@ -86,7 +86,7 @@ class Policy(nn.Module):
         )
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
         spread = None if entropies is None else tokens.grid(entropies)
-        return Scored(tokens.grid(logprobs), spread, None if values is None else tokens.grid(values))
+        return PolicyOutput(tokens.grid(logprobs), spread, None if values is None else tokens.grid(values))
 
 
 class Critic(nn.Module):
@@ -99,5 +99,5 @@ class Critic(nn.Module):
 
     def forward(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
         """Values `[B, T]`: column t is the value before the response's token t is drawn, zero where padded."""
-        tokens = Tokens(ids, prompt_lengths, mask, places)
+        tokens = ResponseTokens(ids, prompt_lengths, mask, places)
         return tokens.grid(self.value_head(tokens.hidden(self.backbone)).squeeze(-1).float())

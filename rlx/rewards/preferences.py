@@ -94,7 +94,7 @@ def generated_pairs(seed: int, size: int) -> list[Pair]:
     ]
 
 
-def hold_out(pairs: Sequence[Pair], count: int) -> tuple[list[Pair], list[Pair]]:
+def hold_out_pairs(pairs: Sequence[Pair], count: int) -> tuple[list[Pair], list[Pair]]:
     """(training pairs, the last `count`): whose prompts are held out is not trained on."""
     held_out = list(pairs[-count:])
     prompts = {pair.prompt for pair in held_out}

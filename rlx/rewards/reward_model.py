@@ -35,7 +35,7 @@ class RewardModelError(RuntimeError):
 # The classifier
 
 
-def encode(tokenizer: Any, question: str, completion: str, system: str | None = None) -> list[int]:
+def encode_response(tokenizer: Any, question: str, completion: str, system: str | None = None) -> list[int]:
     """The token ids that are scored: the chat of question and completion, or both joined if there is no chat template.
 
     The end token comes last, put there if neither template nor tokenizer did.
@@ -77,7 +77,7 @@ class Classifier:
         """
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         limit = min(positions or self.tokenizer.model_max_length, self.tokenizer.model_max_length)
-        rows = [encode(self.tokenizer, question, completion, system) for question, completion in pairs]
+        rows = [encode_response(self.tokenizer, question, completion, system) for question, completion in pairs]
         return [row if len(row) <= limit else row[:1] + row[1 - limit :] for row in rows]
 
     def scores(self, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlx.config.run import RunConfig
 from rlx.config.sections import ALL_LAYERS
-from rlx.runs.resources import plan
+from rlx.runs.resources import plan_resources
 
 
 def engine_args(config: RunConfig) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def engine_args(config: RunConfig) -> dict[str, Any]:
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + settings.max_tokens,
         max_num_seqs=settings.max_num_seqs,
-        on_gpu=plan(config).engines[0].get("GPU", 0) > 0,
+        on_gpu=plan_resources(config).engines[0].get("GPU", 0) > 0,
         kv_cache_mib=settings.kv_cache_mib,
         gpu_memory=settings.gpu_memory_utilization,
         eager=settings.enforce_eager,

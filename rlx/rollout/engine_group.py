@@ -13,31 +13,31 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from rlx.actors import RolloutError, answer
-from rlx.mesh import Grid
-from rlx.rollout.engine_pool import PATIENCE_S, Draw, Rollouts
+from rlx.actors import RolloutError, get_result
+from rlx.mesh import Mesh
+from rlx.rollout.engine_pool import PATIENCE_S, EnginePool, PendingRollout
 from rlx.rollout.weight_sync import push
-from rlx.rollout.weight_sync.sender import Direct
-from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
+from rlx.rollout.weight_sync.sender import WeightSender
+from rlx.types import Completion, Prompt, Sampling, ShardedWeight, WeightSyncError
 
 
 @dataclass
-class Fleet:
+class EngineGroup:
     """Every rank holds one and makes the same calls in the same order."""
 
-    rollouts: Rollouts
-    grid: Grid
+    rollouts: EnginePool
+    grid: Mesh
     dtype: torch.dtype  # that the engines hold
     retries: int  # times that all engines may be lost in one round of generation
     say: Callable[[str], None]  # tells the person who watches
-    direct: Direct | None = None  # ways that weights may take; None: through Ray's object store alone
+    direct: WeightSender | None = None  # ways that weights may take; None: through Ray's object store alone
     _told: dict[int, str] = field(default_factory=dict, init=False)
 
-    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
         """Asks for a completion of each of these prompts, the replica's, by each sampling; does not wait."""
         return self.rollouts.begin(prompts if self.grid.leads else (), samplings, version)
 
-    def finish(self, draw: Draw, version: int, send_weights: Callable[[], None]) -> list[Completion]:
+    def finish(self, draw: PendingRollout, version: int, send_weights: Callable[[], None]) -> list[Completion]:
         """What was asked for, those of each prompt together, in order.
 
         Args:
@@ -57,14 +57,14 @@ class Fleet:
         words = "; ".join(self.rollouts.lost.values())
         raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {words}")
 
-    def wait(self, draw: Draw, version: int) -> bool:
+    def wait(self, draw: PendingRollout, version: int) -> bool:
         """Waits for what was asked for as long as engines are left; whether all ranks have all of theirs."""
         self.rollouts.finish(draw, version)
         return not self._shared_losses(not draw.is_whole)
 
     def push(
         self,
-        weights: Sequence[Weight],
+        weights: Sequence[ShardedWeight],
         version: int,
         timeout_s: float,
         starting: bool = False,
@@ -105,7 +105,7 @@ class Fleet:
             calls = {i: e.sleep.remote() for i, e in enumerate(self.rollouts.engines) if i not in self.rollouts.lost}
             for index, call in calls.items():
                 try:
-                    answer(call, index, time.monotonic() + self.rollouts.timeout_s)
+                    get_result(call, index, time.monotonic() + self.rollouts.timeout_s)
                 except RolloutError as error:
                     self.rollouts.lose(index, str(error))
         self.rollouts.lost = self._from_first(self.rollouts.lost)

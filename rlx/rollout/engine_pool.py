@@ -18,10 +18,10 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlx.actors import HUNG, EngineLostError, answer, is_alive, is_over
+from rlx.actors import HUNG, EngineLostError, get_result, is_alive, is_done
 from rlx.rollout.base import Output, Request
-from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
-from rlx.rollout.weight_sync.topology import Whereabouts
+from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT, VLLMEngine
+from rlx.rollout.weight_sync.topology import EngineLocation
 from rlx.types import Completion, Prompt, Sampling
 
 PATIENCE_S = 1.0
@@ -53,12 +53,12 @@ def start_engines(
         runtime_env={"env_vars": ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT},
     )
     places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
-    actor = ray.remote(Engine)
+    actor = ray.remote(VLLMEngine)
     return [actor.options(scheduling_strategy=place, **common).remote(model, options, adapter) for place in places]
 
 
 @dataclass
-class Draw:
+class PendingRollout:
     """Completions that were asked for: those that are there, and the calls that bring the others."""
 
     prompts: Sequence[Prompt]
@@ -66,7 +66,7 @@ class Draw:
     step: int  # that it was begun in
     groups: list[list[Completion] | None]  # of each prompt
     waiting: list[int]  # prompts that no engine has been asked for, or whose engine was lost
-    calls: dict[Any, Call] = field(default_factory=dict)
+    calls: dict[Any, EngineCall] = field(default_factory=dict)
     seconds: float = 0.0  # that the engines took, those of the slowest
 
     @property
@@ -80,7 +80,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class EngineCall:
     """What one engine was asked for."""
 
     engine: int
@@ -91,7 +91,7 @@ class Call:
 
 
 @dataclass
-class Rollouts:
+class EnginePool:
     """One rank's way to the engines.
 
     An engine that is lost gets no prompts until it holds the weights again; Ray meanwhile replaces its process.
@@ -103,22 +103,22 @@ class Rollouts:
     timeout_s: float = 600.0
     silence_s: float = 120.0  # longest that an engine's process may be there and say nothing
     lost: dict[int, str] = field(default_factory=dict)  # engines that failed, and their last words
-    there: dict[int, Whereabouts] = field(default_factory=dict, init=False)  # engines that were present last
+    there: dict[int, EngineLocation] = field(default_factory=dict, init=False)  # engines that were present last
     _silent: dict[int, float] = field(default_factory=dict, init=False)  # engines that do not answer, and since when
     _loads: Counter[int] = field(default_factory=Counter, init=False)  # tokens that each engine was asked for
 
-    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
         """Asks for a completion of each prompt by each sampling, with the weights of `version`, and does not wait.
 
         The completions of a prompt go to one engine, which then computes its prefix once; prompts go to the least
         loaded. What is drawn depends on (run seed, version, prompt, sample), not on which engine draws it: when one
         fails, the others draw the same in its place, unless weights have changed meanwhile.
         """
-        draw = Draw(prompts, samplings, version, [None] * len(prompts), list(range(len(prompts))))
+        draw = PendingRollout(prompts, samplings, version, [None] * len(prompts), list(range(len(prompts))))
         self._ask(draw, version)
         return draw
 
-    def finish(self, draw: Draw, version: int) -> None:
+    def finish(self, draw: PendingRollout, version: int) -> None:
         """Waits for all that was asked for; what no engine was left for is missing.
 
         Args:
@@ -155,7 +155,7 @@ class Rollouts:
             try:
                 if call not in up:
                     raise EngineLostError(f"engine {index} is gone")
-                self.there[index] = answer(call, index, math.inf)
+                self.there[index] = get_result(call, index, math.inf)
                 self.lost.pop(index, None)
                 self._silent.pop(index, None)
             except EngineLostError as error:
@@ -177,17 +177,17 @@ class Rollouts:
             if words.endswith(HUNG):
                 ray.kill(self.engines[index], no_restart=False)
 
-    def _answered(self, draw: Draw, version: int) -> Iterator[tuple[Call, list[Output] | None]]:
+    def _answered(self, draw: PendingRollout, version: int) -> Iterator[tuple[EngineCall, list[Output] | None]]:
         """Waits for one of the calls at least and takes out those that are over, with what was drawn; None if the call
         failed. The engine is lost then, unless it has been sent weights since and did not hang: it may have been
         replaced, and what it is asked for next tells."""
         first = min(call.deadline for call in draw.calls.values())
         ray.wait(list(draw.calls), timeout=max(0.0, first - time.monotonic()))
-        for pending in [pending for pending, call in draw.calls.items() if is_over(pending, call.deadline)]:
+        for pending in [pending for pending, call in draw.calls.items() if is_done(pending, call.deadline)]:
             call = draw.calls.pop(pending)
             self._loads[call.engine] -= call.tokens
             try:
-                outputs, seconds = answer(pending, call.engine, call.deadline)
+                outputs, seconds = get_result(pending, call.engine, call.deadline)
                 draw.seconds = max(draw.seconds, seconds)
                 yield call, outputs
             except EngineLostError as error:
@@ -195,7 +195,7 @@ class Rollouts:
                     self.lose(call.engine, str(error))
                 yield call, None
 
-    def _ask(self, draw: Draw, version: int) -> None:
+    def _ask(self, draw: PendingRollout, version: int) -> None:
         """Asks the live engines for what is waiting; if there are none, it goes on waiting."""
         live = [index for index in range(len(self.engines)) if index not in self.lost]
         if not draw.waiting or not live:
@@ -210,7 +210,7 @@ class Rollouts:
             tokens = sum(lengths[i] for i in share)
             self._loads[index] += tokens
             pending = self.engines[index].generate.remote(requests, version)
-            draw.calls[pending] = Call(index, share, version, deadline, tokens)
+            draw.calls[pending] = EngineCall(index, share, version, deadline, tokens)
         draw.waiting = []
 
     def _routed(self, lengths: Mapping[int, int], live: Sequence[int]) -> dict[int, list[int]]:
@@ -226,7 +226,7 @@ class Rollouts:
             heapq.heappush(loads, (load + lengths[i], turn, index))
         return {index: sorted(share) for index, share in shares.items() if share}
 
-    def _requests(self, draw: Draw, prompt: Prompt) -> list[Request]:
+    def _requests(self, draw: PendingRollout, prompt: Prompt) -> list[Request]:
         return [
             Request(prompt.token_ids, request_seed(self.seed, draw.step, prompt.id, k), sampling)
             for k, sampling in enumerate(draw.samplings)

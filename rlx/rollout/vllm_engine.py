@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from rlx.rollout.base import Output, Request
-from rlx.rollout.weight_sync.topology import Place, Whereabouts
+from rlx.rollout.weight_sync.topology import DeviceLocation, EngineLocation
 from rlx.types import Sampling, WeightSyncError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class _Update:
         return arrived
 
 
-class Engine:
+class VLLMEngine:
     """An async Ray actor around one vLLM engine; its weights carry a version, the step they belong to.
 
     If the engine fails its process ends, so that Ray starts it afresh: with the model's own weights, of no version.
@@ -155,10 +155,10 @@ class Engine:
 
     # An engine that Ray is restarting answers once it is up again; no other call is ever sent twice.
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
-    async def is_up(self) -> Whereabouts:
+    async def is_up(self) -> EngineLocation:
         """Where it computes, once there is someone to ask."""
         node = ray.get_runtime_context().get_node_id()
-        return Whereabouts(self._process, tuple(Place(node, gpu) for gpu in self._gpus))
+        return EngineLocation(self._process, tuple(DeviceLocation(node, gpu) for gpu in self._gpus))
 
     async def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
         """Completions in the order of the requests, begun with the weights of `version`, and the seconds they took.

@@ -27,8 +27,8 @@ from rlx.rewards import reward_model
 from rlx.rollout import engine_pool
 from rlx.rollout.engine_args import adapter_config, engine_args
 from rlx.runs import ray_train
-from rlx.runs.ray_train import LAST, Report, RunError, RunStopped, Say
-from rlx.runs.resources import Plan, plan
+from rlx.runs.ray_train import LAST, Notify, Report, RunError, RunStopped
+from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.filesystem import Storage
 
 _ABORT_S = 30.0  # a controller that takes longer to end is killed
@@ -52,7 +52,7 @@ _MADE_FOR = (
 )
 
 
-class Crew:
+class ActorGroup:
     """What a run works with, in a placement group of its own or in the one that a Tune trial holds for it."""
 
     def __init__(self, config: RunConfig, model: str) -> None:
@@ -72,7 +72,7 @@ class Crew:
         self._outcome: dict[str, str] = {}
         self.engines: list[Any] = []
         self.reward_models: list[Any] = []
-        needed, held = plan(config), ray.util.get_current_placement_group()
+        needed, held = plan_resources(config), ray.util.get_current_placement_group()
         self._group, self._is_own = held or placement_group(needed.bundles, needed.strategy), not held
         try:
             if not self._group.wait(_ROOM_S):
@@ -94,7 +94,7 @@ class Crew:
         folder: Storage,
         tables: Mapping[str, Any],
         on_report: Report,
-        say: Say,
+        say: Notify,
         grace_s: float = 0.0,
     ) -> dict[str, Any]:
         """Does a run and gives its last metrics.
@@ -159,7 +159,7 @@ class Crew:
             remove_placement_group(self._group)
         ray_train.clear(self._box)
 
-    def _watched(self, max_failures: int, on_report: Report, say: Say, grace_s: float) -> dict[str, Any]:
+    def _watched(self, max_failures: int, on_report: Report, say: Notify, grace_s: float) -> dict[str, Any]:
         """Passes the reports of the run that was posted on, as they come; the last one's metrics."""
         metrics: dict[str, Any] = {}
         try:
@@ -186,13 +186,13 @@ class Crew:
                 return
 
     def _reports(
-        self, max_failures: int, say: Say, until: float = math.inf
+        self, max_failures: int, say: Notify, until: float = math.inf
     ) -> Iterator[tuple[dict[str, Any], str | None]]:
         """A run's reports as they come, until its last, or until that time."""
         before = self._failures
         while time.monotonic() < until:
             gone = self._gone.is_set()  # asked before looking, so that nothing is missed
-            for words in ray_train.said(self._job):
+            for words in ray_train.take_messages(self._job):
                 say(words)
             if (report := ray_train.reported(self._job, self._seen + 1)) is not None:
                 self._seen += 1
@@ -216,13 +216,13 @@ class Crew:
                 say(f"{failure} - the workers are started again")
             self._gone.wait(_POLL_S)
 
-    def _start_engines(self, config: RunConfig, model: str, needed: Plan) -> list[Any]:
+    def _start_engines(self, config: RunConfig, model: str, needed: ResourcePlan) -> list[Any]:
         bundle = needed.engines[0]
         return engine_pool.start_engines(
             model, engine_args(config), bundle, self._group, needed.places[1], adapter_config(config)
         )
 
-    def _start_reward_models(self, config: RunConfig, needed: Plan) -> list[Any]:
+    def _start_reward_models(self, config: RunConfig, needed: ResourcePlan) -> list[Any]:
         if not needed.reward_models:
             return []
         settings = config.reward
@@ -239,7 +239,7 @@ class Crew:
     def _start_workers(self, config: RunConfig, folder: Storage, tables: Mapping[str, Any]) -> bool:
         """Has Ray Train start the workers, which wait for jobs."""
         trainer = _trainer(config, self._box, folder, tables)
-        trainer.run_config.callbacks = ray_train.callbacks(self._box, self._group, plan(config).places[0])
+        trainer.run_config.callbacks = ray_train.callbacks(self._box, self._group, plan_resources(config).places[0])
 
         def train() -> None:
             try:
@@ -292,7 +292,7 @@ def _trainer(config: RunConfig, box: str, folder: Storage, tables: Mapping[str, 
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.num_workers,
             use_gpu=scaling.use_gpu,
-            resources_per_worker=plan(config).workers[0],
+            resources_per_worker=plan_resources(config).workers[0],
             accelerator_type=scaling.accelerator_type,
         ),
         run_config=ray.train.RunConfig(
@@ -325,4 +325,4 @@ def work(setup: dict[str, Any]) -> None:
 def _made_for(config: RunConfig, model: str) -> list[Any]:
     """What must be the same in all runs of a crew."""
     settings = {key: value for key, value in flatten(config).items() if key.startswith(_MADE_FOR)}
-    return [model, plan(config), engine_args(config), adapter_config(config), _backend(config), settings]
+    return [model, plan_resources(config), engine_args(config), adapter_config(config), _backend(config), settings]

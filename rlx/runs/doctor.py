@@ -19,8 +19,8 @@ from rlx.algorithms import masking
 from rlx.config.run import RunConfig
 from rlx.runs import ray_train
 from rlx.training.experience import Experience
-from rlx.training.loop import annotate, estimate
-from rlx.training.setup import assemble
+from rlx.training.loop import compute_advantages, compute_logprobs
+from rlx.training.setup import build_run
 from rlx.training.trainer import Run
 from rlx.training.update import update
 
@@ -41,7 +41,7 @@ class Verdict:
     passed: bool
 
 
-def rest(config: RunConfig) -> RunConfig:
+def with_no_learning(config: RunConfig) -> RunConfig:
     """The config with all learning rates 0, so that a step changes nothing, and with the trainer's own logprobs."""
     train = config.train.model_copy(update={"actor_lr": 0.0, "critic_lr": 0.0, "critic_warmup": 0})
     algorithm = config.algorithm.model_copy(update={"old_logprobs": "recomputed"})
@@ -50,12 +50,12 @@ def rest(config: RunConfig) -> RunConfig:
 
 def examine(setup: dict[str, Any]) -> None:
     """Reports the figures that `verdicts` judges."""
-    run = assemble(setup)
+    run = build_run(setup)
     run.push()
-    before = fingerprint(run)
+    before = weights_fingerprint(run)
     figures = {"ratio": 0.0, "clipped": 0.0, "kl": 0.0, "gap": 0.0}
     for _ in range(ROUNDS):
-        batch, kl = estimate(run, drawn(run, run.scores_late))
+        batch, kl = compute_advantages(run, drawn(run, run.scores_late))
         batch, sums = update(run, batch, run.scores_late)
         s = run.summed(sums | {"kl": kl, "tokens": batch.mask.sum()})
         worst = {
@@ -69,7 +69,7 @@ def examine(setup: dict[str, Any]) -> None:
         figures |= {name: max(figures.get(name, 0.0), norm) for name, norm in norms.items()}
         figures["signal"] = max(figures.get("signal", 0.0), *run.largest([float(batch.advantages.abs().max())]))
         run.push(run.config.rollout.sync_timeout_s)
-    figures["moved"] = run.largest([float(fingerprint(run) != before)])[0]
+    figures["moved"] = run.largest([float(weights_fingerprint(run) != before)])[0]
     ray_train.report(run.box, figures | sync_figures(run), last=True)
     run.close()
 
@@ -80,7 +80,7 @@ def sync_figures(run: Run) -> dict[str, float]:
         run.push(run.config.rollout.sync_timeout_s)
         batch = drawn(run)
         sent = gap(run, batch)
-    return {"sync_gap": sent, "stale_gap": gap(run, annotate(run, batch))}
+    return {"sync_gap": sent, "stale_gap": gap(run, compute_logprobs(run, batch))}
 
 
 def drawn(run: Run, late: bool = False) -> Experience:
@@ -91,7 +91,7 @@ def drawn(run: Run, late: bool = False) -> Experience:
         selection.add(run.penalized(run.judge(completions, run.scorers)))
     run.rest()
     (batch,) = run.experiences(selection.take(last=True))
-    return annotate(run, batch, late)
+    return compute_logprobs(run, batch, late)
 
 
 def gap(run: Run, batch: Experience) -> float:
@@ -101,7 +101,7 @@ def gap(run: Run, batch: Experience) -> float:
     return s["apart"] / s["tokens"]
 
 
-def fingerprint(run: Run) -> list[float]:
+def weights_fingerprint(run: Run) -> list[float]:
     """Sums that change when a weight does, of this rank's shards."""
     weights = [p.detach() for trained in run.trained.values() for p in trained.model.parameters()]
     return [float(cast(DTensor, p).to_local().double().abs().sum()) for p in weights]

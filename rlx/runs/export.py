@@ -29,10 +29,10 @@ from rlx.models.tiny import no_progress_bars, whole_folder
 from rlx.rollout.weight_sync import gather
 from rlx.runs import preflight
 from rlx.storage import checkpoint_catalog, checkpoint_files
-from rlx.storage.checkpoint_catalog import Entry
-from rlx.storage.filesystem import patiently
+from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.storage.filesystem import retry
 from rlx.training import experience, setup
-from rlx.types import Completion, Judged, Prompt
+from rlx.types import Completion, Prompt, ScoredCompletion
 
 PROMPTS, TOKENS = 8, 8  # what the comparison is made on: held-out prompts, and tokens after each
 _LIMITS = {"float32": 1e-4, "bfloat16": 0.2}
@@ -52,7 +52,7 @@ class Export:
     adapter: bool = False  # the adapters alone, for peft, rather than merged into the model
 
 
-def export(found: Entry, wanted: Export, folder: Path) -> float:
+def export(found: CheckpointEntry, wanted: Export, folder: Path) -> float:
     """Writes a checkpoint's policy as a Hugging Face folder, in the config's dtype, whole or not at all.
 
     Args:
@@ -71,11 +71,11 @@ def export(found: Entry, wanted: Export, folder: Path) -> float:
     """
     assert found.manifest
     _check(wanted)
-    patiently(partial(checkpoint_catalog.verify, found, found.manifest.files), f"reading checkpoint {found.name}")
+    retry(partial(checkpoint_catalog.verify, found, found.manifest.files), f"reading checkpoint {found.name}")
     path = preflight.model_folder(wanted.config)
     with no_progress_bars():
         policy, tokenizer = _loaded(wanted.config, path)
-        patiently(partial(_fill, policy, found, wanted.average), f"reading checkpoint {found.name}")
+        retry(partial(_fill, policy, found, wanted.average), f"reading checkpoint {found.name}")
         completions = _completions(policy, tokenizer, wanted.config)
         trained = _scored(policy, completions)
         with whole_folder(folder) as unfinished:
@@ -109,11 +109,11 @@ def _loaded(config: RunConfig, path: str) -> tuple[Policy, Any]:
 
 
 @torch.no_grad()
-def _fill(policy: Policy, found: Entry, average: bool) -> None:
+def _fill(policy: Policy, found: CheckpointEntry, average: bool) -> None:
     """Puts the checkpoint's weights into the policy; frozen ones are not in it, and stay as the model folder has
     them."""
     prefix = "average." if average else "policy.model."
-    with checkpoint_files.Parts(found.files) as parts:
+    with checkpoint_files.CheckpointReader(found.files) as parts:
         for name, weight in policy.named_parameters():
             if weight.requires_grad:
                 weight.copy_(parts.read(f"{prefix}{name}", (0,) * weight.dim(), weight.shape, weight.shape))
@@ -155,7 +155,7 @@ def _merge(policy: Policy) -> None:
     for name, layer in list(policy.lm.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             base: Any = layer.get_base_layer()
-            base.weight.copy_(*gather.gathered([weights[f"{name}.weight"]], base.weight.dtype))
+            base.weight.copy_(*gather.gather_full([weights[f"{name}.weight"]], base.weight.dtype))
             policy.lm.set_submodule(name, base)
 
 
@@ -172,7 +172,7 @@ def _write_adapters(policy: Policy, config: RunConfig, path: str, dtype: torch.d
         inference_mode=True,
     ).save_pretrained(str(folder))
     weights = lora.adapter_weights(policy)
-    full = gather.gathered(weights, dtype)
+    full = gather.gather_full(weights, dtype)
     tensors = {weight.name: tensor.to(dtype).contiguous() for weight, tensor in zip(weights, full, strict=True)}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
@@ -190,7 +190,7 @@ def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Comp
     count = min(TOKENS, config.rollout.max_tokens)  # the model may have no more positions
     drawn = []
     for row in reasoning_gym.generated_questions(asked, config.eval.seed, PROMPTS):
-        ids = prompts.encode(tokenizer, row["question"], config.data.system)[-config.data.max_prompt_tokens :]
+        ids = prompts.encode_prompt(tokenizer, row["question"], config.data.system)[-config.data.max_prompt_tokens :]
         prompt = Prompt(row["entry"], tuple(ids), row["question"], row["answer"])
         found = lm.generate(
             torch.tensor([ids]),
@@ -207,7 +207,7 @@ def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Comp
 @torch.no_grad()
 def _scored(policy: Policy, completions: Sequence[Completion]) -> Tensor:
     """`[B, T]` log-probabilities as the trainer has them, at temperature 1."""
-    batch = experience.build([Judged(one, 0.0, False, {}) for one in completions], 0)
+    batch = experience.build([ScoredCompletion(one, 0.0, False, {}) for one in completions], 0)
     scored: Tensor = policy(*batch.inputs, 1.0).logprobs
     return scored
 

@@ -24,9 +24,9 @@ from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.runs import preflight
-from rlx.runs.actor_group import Crew
-from rlx.runs.ray_train import Report, RunStopped, Say
-from rlx.runs.resources import check_room, plan
+from rlx.runs.actor_group import ActorGroup
+from rlx.runs.ray_train import Notify, Report, RunStopped
+from rlx.runs.resources import check_room, plan_resources
 from rlx.runs.run_folder import check_new, check_start, write
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import local_folder, open_storage
@@ -52,7 +52,7 @@ _TRAIN_RECORD = "checkpoint_manager_snapshot.json"
 _LOG = logging.getLogger("rlx")
 _PATIENCE_S = 10.0  # with MLflow, at the end of a run
 
-_crew: Crew | None = None  # of this process
+_crew: ActorGroup | None = None  # of this process
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def connect(config: RunConfig) -> None:
             ray.init(address=config.ray_address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"ray_address {config.ray_address}: {one_line(error, 500)}") from None
-    check_room(plan(config))
+    check_room(plan_resources(config))
 
 
 def run(
@@ -93,7 +93,7 @@ def run(
     tags: Mapping[str, str] | None = None,
     tables: Mapping[str, Any] | None = None,
     on_report: Report | None = None,
-    say: Say | None = None,
+    say: Notify | None = None,
     keep: bool = False,
 ) -> Result:
     """Trains to the last step and gives the last step's metrics.
@@ -113,12 +113,12 @@ def run(
         RunError: training failed.
         RunStopped: `stop` was called meanwhile.
     """
-    path = preflight.ready(config, tables=tables)
+    path = preflight.prepare(config, tables=tables)
     check_writable(folder)
     if config.checkpoint.start_from and not (resume and checkpoint_catalog.whole(folder)):
         check_start(config)
     if not resume and parent is None:  # later on its records wait for a server that does not answer
-        mlflow.check(tracking_uri(config))
+        mlflow.check_server(tracking_uri(config))
     crew, say = _hired(config, path), say or _LOG.warning
     try:
         # Before there is a run: one without prompts leaves no trace.
@@ -131,7 +131,7 @@ def run(
             release()
 
 
-def send_pending(config: RunConfig, folder: Storage, say: Say) -> bool:
+def send_pending(config: RunConfig, folder: Storage, say: Notify) -> bool:
     """Sends MLflow what a run that is over could not send; False, and it is said, if the server still takes nothing."""
     if not outbox.pending(folder):
         return True
@@ -165,12 +165,12 @@ def examine(config: RunConfig) -> list[Verdict]:
     """
     from rlx.runs import doctor
 
-    path = preflight.ready(config)
+    path = preflight.prepare(config)
     crew = _hired(config, path)
     try:
         with tempfile.TemporaryDirectory(prefix="rlx-check-") as folder:
             tables, place = preflight.prompt_tables(config, path), open_storage(f"{folder}/check")
-            job = _job(doctor.rest(config), place, "") | {"examine": True}
+            job = _job(doctor.with_no_learning(config), place, "") | {"examine": True}
             figures = crew.run(config, job, place, tables, _ignore, lambda words: None)
     finally:
         release()
@@ -186,17 +186,23 @@ def tracking_uri(config: RunConfig) -> str:
 # Parts of a run
 
 
-def _hired(config: RunConfig, path: str) -> Crew:
+def _hired(config: RunConfig, path: str) -> ActorGroup:
     """The crew of this process's last run if it can do this one too, or a new one."""
     global _crew
     if not _crew or not _crew.suits(config, path):
         release()
-        _crew = Crew(config, path)
+        _crew = ActorGroup(config, path)
     return _crew
 
 
 def _trained(
-    crew: Crew, config: RunConfig, folder: Storage, record: Tracker, on_report: Report | None, say: Say, tables: Any
+    crew: ActorGroup,
+    config: RunConfig,
+    folder: Storage,
+    record: Tracker,
+    on_report: Report | None,
+    say: Notify,
+    tables: Any,
 ) -> dict[str, Any]:
     """The run from where it is to its last step: its last metrics; whatever happens, its records are closed."""
     status = "FAILED"
@@ -217,7 +223,7 @@ def _trained(
     return metrics
 
 
-def _close(record: Tracker, folder: Storage, say: Say, config: RunConfig) -> None:
+def _close(record: Tracker, folder: Storage, say: Notify, config: RunConfig) -> None:
     """Sends MLflow what it has not yet, also what a worker had no more time for; says what is left."""
     where = f"{folder.path}/outbox: --resume {config.name} sends them"
     taken = record.close(_PATIENCE_S) == 0
@@ -236,7 +242,7 @@ def _job(config: RunConfig, folder: Storage, uri: str) -> dict[str, Any]:
 
 
 def _opened(
-    config: RunConfig, folder: Storage, resume: bool, parent: Storage | None, tags: Mapping[str, str], say: Say
+    config: RunConfig, folder: Storage, resume: bool, parent: Storage | None, tags: Mapping[str, str], say: Notify
 ) -> Tracker:
     """The run's record in its folder and in MLflow, new or the one that is to go on."""
     uri = tracking_uri(config)
@@ -266,7 +272,7 @@ def _ignore(metrics: dict[str, Any], checkpoint: str | None) -> None:
 class _Events:
     """What a run says beside its metrics: passed on, and kept as a text file with its MLflow run."""
 
-    def __init__(self, record: Tracker, say: Say) -> None:
+    def __init__(self, record: Tracker, say: Notify) -> None:
         self.record, self.say = record, say
         self.file = f"events_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
         self.text = ""

@@ -24,7 +24,7 @@ from rlx.runs import run_folder
 from rlx.runs.run_folder import finished, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
 from rlx.storage.addresses import below, open_storage, resolved
-from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
 from rlx.tracking.console import printed
 
@@ -33,16 +33,16 @@ _NUMBERS = {"steps", "size", "step", "ranks"}  # columns that are right-aligned,
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class StoredCheckpoint:
     """A checkpoint folder, and what the filesystem tells of it."""
 
-    entry: Entry
+    entry: CheckpointEntry
     bytes: int  # of all its files
     written: float | None  # when it became whole, in seconds since the epoch, if the filesystem knows
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """A run as it lies on a storage."""
 
     called: str  # what scripts know it by: its name, or its address if it is not among the storage's own runs
@@ -51,14 +51,14 @@ class Run:
     config: RunConfig | None  # None if it cannot be read
     problem: str  # why not
     done: int  # steps
-    checkpoints: tuple[Checkpoint, ...]  # oldest first, also those that are not whole
+    checkpoints: tuple[StoredCheckpoint, ...]  # oldest first, also those that are not whole
 
     @property
-    def whole(self) -> list[Entry]:
+    def whole(self) -> list[CheckpointEntry]:
         return [one.entry for one in self.checkpoints if one.entry.manifest]
 
     @property
-    def newest(self) -> Entry | None:
+    def newest(self) -> CheckpointEntry | None:
         return self.whole[-1] if self.whole else None
 
     @property
@@ -66,7 +66,7 @@ class Run:
         return (self.config.checkpoint.best_by if self.config else None) or "eval/accuracy"
 
     @property
-    def best(self) -> Entry | None:
+    def best(self) -> CheckpointEntry | None:
         return checkpoint_catalog.best(
             self.whole, self.best_by, self.config.checkpoint.best_mode if self.config else "max"
         )
@@ -76,7 +76,7 @@ class Run:
         return sum(one.bytes for one in self.checkpoints)
 
 
-def runs(storage: str) -> list[Run]:
+def runs(storage: str) -> list[StoredRun]:
     """The runs of a storage, then the trials of its sweeps, each in the order of their names."""
     place = open_storage(storage, create=False)
     own = [_read(name, below(storage, "runs", name)) for name in (place / "runs").names()]
@@ -88,7 +88,7 @@ def runs(storage: str) -> list[Run]:
     return [run for run in (*own, *trials) if run_folder.exists(run.folder)]
 
 
-def find(which: str, storage: str) -> Run:
+def find_run(which: str, storage: str) -> StoredRun:
     """A run by its name, or by its folder or address; ConfigError if there is none, with the nearest name."""
     if "/" not in which:
         run_folder.find(open_storage(storage, create=False) / "runs", which)
@@ -99,7 +99,7 @@ def find(which: str, storage: str) -> Run:
     return run
 
 
-def runs_table(found: Sequence[Run], width: int | None = None) -> str:
+def runs_table(found: Sequence[StoredRun], width: int | None = None) -> str:
     """One row per run: steps done of how many, its newest and its best checkpoint, what all of them take."""
     rows = [
         {
@@ -107,7 +107,7 @@ def runs_table(found: Sequence[Run], width: int | None = None) -> str:
             "steps": f"{run.done}/{run.config.train.steps if run.config else '?'}",
             "newest": _name(run.newest),
             "best": _name(run.best),
-            "size": size(run.bytes),
+            "size": readable_size(run.bytes),
             "problem": run.problem or _not_whole(run),
         }
         for run in found
@@ -115,7 +115,7 @@ def runs_table(found: Sequence[Run], width: int | None = None) -> str:
     return _table(rows, width)
 
 
-def checkpoints_table(run: Run, width: int | None = None) -> str:
+def checkpoints_table(run: StoredRun, width: int | None = None) -> str:
     """One row per checkpoint: step, when written, size, ranks, metrics, and whether it is whole or what is wrong."""
     watched = tuple(dict.fromkeys([*WATCHED, run.best_by]))
     shown = [name for name in watched if any(one.metric(name) is not None for one in run.whole)]
@@ -123,14 +123,14 @@ def checkpoints_table(run: Run, width: int | None = None) -> str:
     for one in run.checkpoints:
         entry, manifest = one.entry, one.entry.manifest
         marks = [word for word, top in (("newest", run.newest), ("best", run.best)) if top and top.name == entry.name]
-        row = {"step": str(entry.step), "written": _when(one.written), "size": size(one.bytes)}
+        row = {"step": str(entry.step), "written": _when(one.written), "size": readable_size(one.bytes)}
         row["ranks"] = str(manifest.ranks) if manifest else "-"
         row |= {name: _number(entry.metric(name)) for name in shown}
         rows.append(row | {"state": entry.problem or "whole", "which": ", ".join(marks)})
     return _table(rows, width)
 
 
-def commands(run: Run, storage: str) -> list[str]:
+def commands(run: StoredRun, storage: str) -> list[str]:
     """The command lines that go on from a run: resume it, start another from its best checkpoint, export that.
 
     Args:
@@ -151,7 +151,7 @@ def commands(run: Run, storage: str) -> list[str]:
     return [shlex.join(["python", f"experiments/{script}", *words]) for script, *words in lines]
 
 
-def size(count: int) -> str:
+def readable_size(count: int) -> str:
     """A number of bytes: 512 B, 14.2 MiB."""
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     for unit in units:
@@ -161,7 +161,7 @@ def size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def _read(called: str, address: str) -> Run:
+def _read(called: str, address: str) -> StoredRun:
     folder = open_storage(address, create=False)
     config, problem, done = None, "", 0
     try:
@@ -172,17 +172,17 @@ def _read(called: str, address: str) -> Run:
         problem = str(error)
     found = tuple(_described(entry) for entry in checkpoint_catalog.entries(folder))
     steps = [one.entry.step for one in found if one.entry.manifest]
-    return Run(called, address, folder, config, problem, max([done, *steps]), found)
+    return StoredRun(called, address, folder, config, problem, max([done, *steps]), found)
 
 
-def _described(entry: Entry) -> Checkpoint:
+def _described(entry: CheckpointEntry) -> StoredCheckpoint:
     selector = fs.FileSelector(entry.place.path, recursive=True, allow_not_found=True)
     try:
         files = [info for info in entry.place.filesystem.get_file_info(selector) if info.is_file]
     except NotADirectoryError:  # a file called like a checkpoint
         files = []
     written = next((info.mtime for info in files if info.base_name == checkpoint_manifest.MANIFEST), None)
-    return Checkpoint(entry, sum(info.size for info in files), written.timestamp() if written else None)
+    return StoredCheckpoint(entry, sum(info.size for info in files), written.timestamp() if written else None)
 
 
 def _from_here(address: str) -> str:
@@ -193,12 +193,12 @@ def _from_here(address: str) -> str:
     return str(path.relative_to(here)) if near else address
 
 
-def _not_whole(run: Run) -> str:
+def _not_whole(run: StoredRun) -> str:
     count = len(run.checkpoints) - len(run.whole)
     return f"{count} of {len(run.checkpoints)} checkpoints not whole" if count else ""
 
 
-def _name(entry: Entry | None) -> str:
+def _name(entry: CheckpointEntry | None) -> str:
     return entry.name if entry else "-"
 
 

@@ -16,7 +16,7 @@ from rlx.rewards import remote, scoring
 from rlx.storage.addresses import local_folder, resolved
 
 
-def ready(
+def prepare(
     config: RunConfig,
     progress: Callable[[int, int, float], None] | None = None,
     tables: Mapping[str, Any] | None = None,
@@ -31,7 +31,7 @@ def ready(
         check_files(config)
     check_rewards(config)
     path = model_folder(config, progress)
-    check(config, path)
+    check_model(config, path)
     return path
 
 
@@ -56,7 +56,7 @@ def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] 
     return str(folder)
 
 
-def check(config: RunConfig, path: str) -> None:
+def check_model(config: RunConfig, path: str) -> None:
     """ConfigError for a model or a context length that cannot work; needs no cluster."""
     _check_layers(config, path)
     needed = config.data.max_prompt_tokens + config.rollout.max_tokens

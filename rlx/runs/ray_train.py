@@ -28,7 +28,7 @@ from rlx.config.errors import one_line
 
 Report = Callable[[dict[str, Any], str | None], None]
 """(a step's metrics, the path of the checkpoint that has become whole since the last one)"""
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 """what a person should know and no metric says, e.g. that an engine died and is left out until it is back"""
 
 LAST = "last"  # among a report's metrics: whether it is its job's last
@@ -79,7 +79,7 @@ def report(box: str, metrics: dict[str, Any], last: bool, checkpoint: ray.train.
     )
 
 
-def say(box: str, words: str) -> None:
+def notify(box: str, words: str) -> None:
     """Has the driver tell the person who watches."""
     _internal_kv_put(f"{box}/said/{time.time_ns():020d}".encode(), words.encode())
 
@@ -218,7 +218,7 @@ def reported(box: str, number: int) -> tuple[dict[str, Any], str | None] | None:
     return cloudpickle.loads(post)
 
 
-def said(box: str) -> list[str]:
+def take_messages(box: str) -> list[str]:
     """What a job has had to say since the last call."""
     words = []
     for key in sorted(_internal_kv_list(f"{box}/said/".encode())):

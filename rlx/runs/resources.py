@@ -19,7 +19,7 @@ _ROUNDING = 1e-6  # Ray counts in 1/10000
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResourcePlan:
     """The bundles of one run, by what they are for."""
 
     workers: list[Bundle]
@@ -175,7 +175,7 @@ def _total(bundles: Sequence[Bundle]) -> Bundle:
 # The cluster
 
 
-def plan(config: RunConfig) -> Plan:
+def plan_resources(config: RunConfig) -> ResourcePlan:
     """What a config asks for.
 
     Raises:
@@ -197,7 +197,7 @@ def plan(config: RunConfig) -> Plan:
         if (count := bundle.get("GPU", 0.0)) > 1 and count != int(count):
             raise ConfigError(f"{key}: {count:g} GPUs are neither whole ones nor a part of one")
     worker, engine, model = asked.values()
-    return Plan(
+    return ResourcePlan(
         [worker] * config.scaling.num_workers,
         [engine] * config.rollout.engines,
         [model] * models,
@@ -211,7 +211,7 @@ def nodes() -> list[Bundle]:
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
-def check_room(needed: Plan) -> None:
+def check_room(needed: ResourcePlan) -> None:
     """ConfigError, with the numbers, for a plan that the cluster could not hold if it were empty."""
     there = nodes()
     if needed.fits(there, 1):

@@ -14,8 +14,8 @@ from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import below, open_storage, resolved
-from rlx.storage.checkpoint_catalog import Entry
-from rlx.storage.filesystem import Storage, patiently
+from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.storage.filesystem import Storage, retry
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def exists(folder: Storage) -> bool:
 
 def write(file: Storage, text: str) -> None:
     """Writes a record; StorageError if the storage fails for good."""
-    patiently(partial(file.write_text, text), f"writing {file.path}")
+    retry(partial(file.write_text, text), f"writing {file.path}")
 
 
 def check_new(config: RunConfig, folder: Storage) -> None:
@@ -99,7 +99,7 @@ def check_resumable(config: RunConfig, saved: RunConfig) -> None:
             raise ConfigError(f"{key} is {then[key]} in run {saved.name}, which cannot change now: start a new run")
 
 
-def checkpoint_of(which: str, storage: str) -> tuple[str, Entry]:
+def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
     """The checkpoint that a person means, and its address.
 
     Args:
@@ -122,7 +122,7 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, Entry]:
     return below(address, found.name), found
 
 
-def settings_of(found: Entry, say: Callable[[str], None]) -> dict[str, Any]:
+def settings_of(found: CheckpointEntry, say: Callable[[str], None]) -> dict[str, Any]:
     """The settings in a checkpoint, for a new run; but those by which a stranger's file could run code here or send
     something elsewhere only as their defaults, which is said."""
     assert found.manifest
@@ -146,7 +146,7 @@ def check_start(config: RunConfig) -> None:
         check_resumable(config, from_tree(found.manifest.config | {"checkpoint": config.checkpoint.model_dump()}))
 
 
-def _sound(found: Entry) -> Entry:
+def _sound(found: CheckpointEntry) -> CheckpointEntry:
     if not found.manifest:
         raise ConfigError(f"checkpoint {found.place.path} is not whole: {found.problem}")
     return found

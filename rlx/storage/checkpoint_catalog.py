@@ -21,6 +21,7 @@ from rlx.storage.filesystem import StorageError
 import hashlib
 import re
 
+
 _NAME = re.compile(r"step_(\d{6,})")
 _DAMAGED = f"{MANIFEST}.damaged"
 _UNFINISHED = f"no {MANIFEST}: it was never finished"
@@ -33,7 +34,7 @@ class DamagedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint folder as it is found."""
 
     place: Storage
@@ -70,32 +71,32 @@ def folder_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def entries(folder: Storage) -> list[Entry]:
+def entries(folder: Storage) -> list[CheckpointEntry]:
     """The checkpoints of a run, oldest first; whole as far as names and sizes say."""
     found = [(int(match[1]), name) for name in folder.names() if (match := _NAME.fullmatch(name))]
     return [entry(folder / name) for _, name in sorted(found)]
 
 
-def entry(place: Storage) -> Entry:
+def entry(place: Storage) -> CheckpointEntry:
     """The checkpoint in a folder."""
     matched = _NAME.fullmatch(place.name)
     step = int(matched[1]) if matched else -1
     sizes = _sizes(place)
     if MANIFEST not in sizes:
-        return Entry(place, step, None, _SET_ASIDE if _DAMAGED in sizes else _UNFINISHED)
+        return CheckpointEntry(place, step, None, _SET_ASIDE if _DAMAGED in sizes else _UNFINISHED)
     try:
         manifest = Manifest.parsed((place / MANIFEST).read_text())
     except OtherFormatError as error:
         raise StorageError(f"checkpoint {place.path}: {error}") from None
     except ValueError as error:  # a UnicodeDecodeError is one too
-        return Entry(place, step, None, str(error))
+        return CheckpointEntry(place, step, None, str(error))
     if manifest.step != step:
-        return Entry(place, step, None, f"it is of step {manifest.step}, not of the one in its name")
+        return CheckpointEntry(place, step, None, f"it is of step {manifest.step}, not of the one in its name")
     for name, file in manifest.files.items():
         if sizes.get(name) != file.bytes:
             what = f"has {sizes[name]} bytes, not {file.bytes}" if name in sizes else "is missing"
-            return Entry(place, manifest.step, None, f"{name} {what}")
-    return Entry(place, manifest.step, manifest)
+            return CheckpointEntry(place, manifest.step, None, f"{name} {what}")
+    return CheckpointEntry(place, manifest.step, manifest)
 
 
 def _sizes(folder: Storage) -> dict[str, int]:
@@ -107,12 +108,12 @@ def _sizes(folder: Storage) -> dict[str, int]:
     return {info.base_name: info.size for info in found if info.is_file}
 
 
-def whole(folder: Storage) -> list[Entry]:
+def whole(folder: Storage) -> list[CheckpointEntry]:
     """The checkpoints of a run that are whole as far as names and sizes say, oldest first."""
     return [one for one in entries(folder) if one.manifest]
 
 
-def verify(checkpoint: Entry, names: Iterable[str]) -> None:
+def verify(checkpoint: CheckpointEntry, names: Iterable[str]) -> None:
     """DamagedError naming the first of these files whose bytes are not those that were written."""
     assert checkpoint.manifest
     for name in names:
@@ -124,7 +125,7 @@ def verify(checkpoint: Entry, names: Iterable[str]) -> None:
             raise DamagedError(f"checkpoint {checkpoint.name}: {name} is damaged: its checksum differs")
 
 
-def record(file: Storage) -> FileRecord:
+def file_record(file: Storage) -> FileRecord:
     """Size and checksum of a file."""
     return FileRecord(bytes=file.size() or 0, sha256=_sha256(file))
 
@@ -152,17 +153,17 @@ def commit(place: Storage, manifest: Manifest) -> None:
     (place / MANIFEST).write_text(manifest.text())
 
 
-def is_unfinished(checkpoint: Entry) -> bool:
+def is_unfinished(checkpoint: CheckpointEntry) -> bool:
     """Whether it was never finished, or has been set aside: no fault that anyone need hear of."""
     return checkpoint.problem in (_UNFINISHED, _SET_ASIDE)
 
 
-def is_set_aside(checkpoint: Entry) -> bool:
+def is_set_aside(checkpoint: CheckpointEntry) -> bool:
     """Whether it was found damaged before."""
     return checkpoint.problem == _SET_ASIDE
 
 
-def set_aside(checkpoint: Entry) -> None:
+def set_aside(checkpoint: CheckpointEntry) -> None:
     """Makes a damaged checkpoint one that is never chosen; its files stay until the step is written again."""
     manifest = checkpoint.place / MANIFEST
     if manifest.exists():  # somebody may have deleted it meanwhile
@@ -170,7 +171,7 @@ def set_aside(checkpoint: Entry) -> None:
         manifest.delete()
 
 
-def best(checkpoints: Sequence[Entry], by: str, mode: str) -> Entry | None:
+def best(checkpoints: Sequence[CheckpointEntry], by: str, mode: str) -> CheckpointEntry | None:
     """The whole checkpoint with the best value of a metric, the newest of equals; None if none has it."""
     sign = 1.0 if mode == "max" else -1.0
     rated = [(sign * value, one.step, one) for one in checkpoints if (value := one.metric(by)) is not None]
@@ -196,7 +197,7 @@ def prune(folder: Storage, keep: int | None, by: str | None, mode: str) -> None:
             one.place.delete()
 
 
-def chosen(folder: Storage, which: str, by: str, mode: str) -> Entry:
+def chosen(folder: Storage, which: str, by: str, mode: str) -> CheckpointEntry:
     """The checkpoint that a person means: newest, best, a step's number or a folder's name.
 
     Raises:

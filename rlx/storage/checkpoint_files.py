@@ -33,6 +33,7 @@ import os
 import torch
 
 
+
 _TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 _LAYOUT = "layout"  # in a file's header: of each tensor, its place in the whole
 _KINDS = {
@@ -52,7 +53,7 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class ModelAndOptimizer:
     """A model and the optimizer of its parameters."""
 
     model: nn.Module
@@ -68,7 +69,7 @@ class Shard:
     shape: tuple[int, ...]  # of the whole
 
 
-def staged(models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> dict[str, Shard]:
+def copy_shards(models: Mapping[str, ModelAndOptimizer], average: Mapping[str, Tensor]) -> dict[str, Shard]:
     """Copies in main memory of what this rank has to write: training may go on at once.
 
     A tensor that several ranks have alike is the first one's to write.
@@ -96,7 +97,7 @@ def write(shards: Mapping[str, Shard], file: Path) -> None:
     sync_folder(file.parent)
 
 
-def load(files: Sequence[Storage], models: Mapping[str, Trained], average: Mapping[str, Tensor]) -> None:
+def load(files: Sequence[Storage], models: Mapping[str, ModelAndOptimizer], average: Mapping[str, Tensor]) -> None:
     """Puts a checkpoint's tensors into models, optimizers and the average of the policy's weights; a collective call.
 
     What a config says of an optimizer (betas, decay) stays as this run's config has it.
@@ -104,7 +105,7 @@ def load(files: Sequence[Storage], models: Mapping[str, Trained], average: Mappi
     Raises:
         CheckpointError: it lacks a tensor of the model, or has it in another shape.
     """
-    with Parts(files) as parts:
+    with CheckpointReader(files) as parts:
         stepped = {name for name in models if any(key.startswith(f"{name}.optimizer.") for key in parts.names)}
         for name, tensor in _tensors(models, average, stepped):
             shard = _shard(tensor)
@@ -112,9 +113,9 @@ def load(files: Sequence[Storage], models: Mapping[str, Trained], average: Mappi
                 shard.local.copy_(parts.read(name, shard.offset, tuple(shard.local.shape), shard.shape))
 
 
-def load_weights(files: Sequence[Storage], models: Mapping[str, Trained]) -> None:
+def load_weights(files: Sequence[Storage], models: Mapping[str, ModelAndOptimizer]) -> None:
     """Puts a checkpoint's weights alone into the models that it has; optimizers stay fresh."""
-    with Parts(files) as parts:
+    with CheckpointReader(files) as parts:
         if not any(name.startswith("policy.model.") for name in parts.names):
             raise CheckpointError("the checkpoint has no weights of a policy")
         for name, trained in models.items():
@@ -126,7 +127,7 @@ def load_weights(files: Sequence[Storage], models: Mapping[str, Trained]) -> Non
                     )
 
 
-class Parts:
+class CheckpointReader:
     """The files of a checkpoint, open for reading any part of any of its tensors."""
 
     def __init__(self, files: Sequence[Storage]) -> None:
@@ -143,7 +144,7 @@ class Parts:
             self._open.close()
             raise
 
-    def __enter__(self) -> Parts:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -253,7 +254,7 @@ def _counts(values: Any) -> tuple[int, ...]:
 
 
 def _tensors(
-    models: Mapping[str, Trained], average: Mapping[str, Tensor], stepped: Sequence[str] | set[str]
+    models: Mapping[str, ModelAndOptimizer], average: Mapping[str, Tensor], stepped: Sequence[str] | set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The live tensors of what is trained, and of the optimizers that have stepped: frozen weights are the model
     folder's own.
@@ -272,7 +273,7 @@ def _tensors(
                     yield f"{name}.optimizer.{key}.{moment}", tensor
 
 
-def _weights(trained: Trained) -> dict[str, Tensor]:
+def _weights(trained: ModelAndOptimizer) -> dict[str, Tensor]:
     """The trained weights by name; one that has two names under the first."""
     weights = cast(dict[str, Tensor], get_model_state_dict(trained.model, options=_TRAINED_ONLY))
     # Under both names of a tied one: torch itself leaves out the first only.

@@ -17,13 +17,13 @@ from pathlib import Path
 from rlx.storage import checkpoint_catalog
 from rlx.storage import checkpoint_files
 from rlx.storage import checkpoint_manifest
-from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_files import Shard
 from rlx.storage.checkpoint_manifest import FileRecord
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.filesystem import Storage
 from rlx.storage.filesystem import StorageError
-from rlx.storage.filesystem import patiently
+from rlx.storage.filesystem import retry
 from typing import TypeVar
 from typing import cast
 import os
@@ -31,6 +31,7 @@ import shutil
 import tempfile
 import time
 import torch.distributed as dist
+
 
 
 T = TypeVar("T")
@@ -49,14 +50,14 @@ class Retention:
 
 
 @dataclass(frozen=True)
-class Saved:
+class FinishedCheckpoint:
     """A checkpoint that is whole and on the storage."""
 
     place: Storage
     seconds: float  # from the copy on, beside training
 
 
-class Saver:
+class CheckpointWriter:
     """One rank's part in writing a run's checkpoints; every rank makes the same calls in the same order."""
 
     def __init__(self, folder: Storage, retention: Retention) -> None:
@@ -66,8 +67,8 @@ class Saver:
         self._group = dist.new_group(backend="gloo")  # its own: training's collectives run at the same time
         self._thread = ThreadPoolExecutor(1, "saver")
         _remove_leftovers()
-        self._writing: Future[Saved] | None = None
-        self._news: Saved | None = None
+        self._writing: Future[FinishedCheckpoint] | None = None
+        self._news: FinishedCheckpoint | None = None
 
     def save(self, shards: Mapping[str, Shard], manifest: Manifest) -> None:
         """Begins to write a checkpoint, once the one before is done.
@@ -92,7 +93,7 @@ class Saver:
                     f"{self.folder.path}: a checkpoint is not written after {_LONGEST_S:.0f} s"
                 ) from None
 
-    def news(self) -> Saved | None:
+    def news(self) -> FinishedCheckpoint | None:
         """A checkpoint that has become whole since the last call, if there is one; StorageError if one could not."""
         if self._writing and self._writing.done():
             self.wait()
@@ -104,7 +105,7 @@ class Saver:
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
 
-    def newest(self, say: Callable[[str], None]) -> Entry | None:
+    def newest(self, say: Callable[[str], None]) -> CheckpointEntry | None:
         """The newest checkpoint whose every byte is what was written; None if there is none.
 
         One that is damaged is named by `say` on rank 0, and never chosen again. Each rank reads a share of the files.
@@ -128,28 +129,28 @@ class Saver:
             raise StorageError(f"no checkpoint in {self.folder.path} is whole; the oldest was {damaged}")
         return None
 
-    def sound(self, place: Storage) -> Entry:
+    def sound(self, place: Storage) -> CheckpointEntry:
         """Another run's checkpoint; StorageError unless every byte of it is what was written."""
         found = self._done_by_first(partial(checkpoint_catalog.entry, place), f"reading {place.path}")
         if damage := self._damage(found):
             raise StorageError(f"{place.path}: {damage}")
         return found
 
-    def _second_look(self, found: Entry) -> Entry:
+    def _second_look(self, found: CheckpointEntry) -> CheckpointEntry:
         """One that looks damaged is looked at again: a file system that others write to may show old sizes a while."""
         if not found.problem:
             return found
         time.sleep(_SECOND_LOOK_S)
         return self._done_by_first(partial(checkpoint_catalog.entry, found.place), f"reading {found.place.path}")
 
-    def _damage(self, found: Entry) -> str:
+    def _damage(self, found: CheckpointEntry) -> str:
         """What is wrong with the files of a checkpoint, the same on all ranks; empty if nothing is."""
         if not found.manifest:
             return f"checkpoint {found.name}: {found.problem}"
         share = sorted(found.manifest.files)[self.rank :: self.ranks]
         damage, failed = "", ""
         try:
-            patiently(partial(checkpoint_catalog.verify, found, share), f"reading checkpoint {found.name}")
+            retry(partial(checkpoint_catalog.verify, found, share), f"reading checkpoint {found.name}")
         except checkpoint_catalog.DamagedError as error:
             damage = str(error)
         except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -160,7 +161,7 @@ class Saver:
             raise StorageError(first)
         return next((damage for damage, _ in everyone if damage), "")
 
-    def _save(self, shards: Mapping[str, Shard], manifest: Manifest) -> Saved:
+    def _save(self, shards: Mapping[str, Shard], manifest: Manifest) -> FinishedCheckpoint:
         started = time.monotonic()
         place = self.folder / checkpoint_catalog.folder_name(manifest.step)
         what = f"writing checkpoint {place.name} to {self.folder.path}"
@@ -169,7 +170,7 @@ class Saver:
         # What is there of that step is no checkpoint any more before its files change.
         self._done_by_first((place / checkpoint_manifest.MANIFEST).delete, what)
         try:
-            own = (file.name, patiently(partial(_put, shards, file), what), "")
+            own = (file.name, retry(partial(_put, shards, file), what), "")
         except Exception as error:  # whatever it is, the other ranks must hear of it
             own = (file.name, None, _words(error))
         files, failed = self._exchanged(own)
@@ -181,7 +182,7 @@ class Saver:
             self._done_by_first(partial(checkpoint_catalog.prune, self.folder, *self._retained), f"pruning {self.folder.path}")
         except StorageError as error:
             raise StorageError(str(error) + self._give_up(place)) from error
-        return Saved(place, time.monotonic() - started)
+        return FinishedCheckpoint(place, time.monotonic() - started)
 
     @property
     def _retained(self) -> tuple[int | None, str | None, str]:
@@ -199,7 +200,7 @@ class Saver:
         outcome: list[tuple[T | None, str]] = [(None, "")]
         if self.rank == 0:
             try:
-                outcome = [(patiently(action, what), "")]
+                outcome = [(retry(action, what), "")]
             except Exception as error:
                 outcome = [(None, _words(error))]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
@@ -235,11 +236,11 @@ def _put(shards: Mapping[str, Shard], file: Storage) -> FileRecord:
     """Writes this rank's file: where it belongs, or on this machine first if the storage is remote."""
     if file.is_local:
         checkpoint_files.write(shards, Path(file.path))
-        return checkpoint_catalog.record(file)
+        return checkpoint_catalog.file_record(file)
     with tempfile.TemporaryDirectory(prefix=f"{_TEMPORARY}{os.getpid()}-") as folder:
         local = Path(folder, file.name)
         checkpoint_files.write(shards, local)
-        record = checkpoint_catalog.record(Storage.here(local))
+        record = checkpoint_catalog.file_record(Storage.here(local))
         file.take(local)
     if file.size() != record.bytes:
         raise OSError(f"{file.path} has {file.size()} bytes after the upload of {record.bytes}")

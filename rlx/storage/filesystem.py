@@ -18,6 +18,7 @@ import os
 import time
 
 
+
 T = TypeVar("T")
 ATTEMPTS = 6
 """tries of what fails on a storage, with back-off: 1, 2, 4, 8 and 16 s apart"""
@@ -140,7 +141,7 @@ def check_writable(folder: Storage) -> None:
         raise StorageError(f"storage {folder.path}: cannot write there: {advice(error)}") from None
 
 
-def patiently(action: Callable[[], T], what: str, wait: Callable[[float], Any] = time.sleep) -> T:
+def retry(action: Callable[[], T], what: str, wait: Callable[[float], Any] = time.sleep) -> T:
     """What the action returns, tried again while the storage fails.
 
     Args:

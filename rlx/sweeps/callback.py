@@ -18,9 +18,9 @@ from ray.tune.experiment import Trial
 
 from rlx.runs import launch, run_folder
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import Records, Sweep, trial_name
+from rlx.sweeps.records import SweepPlan, TrialRecords, trial_name
 from rlx.sweeps.space import METRIC
-from rlx.sweeps.trainable import newest_leg
+from rlx.sweeps.trainable import newest_attempt
 from rlx.tracking.tracker import Tracker
 
 _LOG = logging.getLogger("rlx")
@@ -66,9 +66,9 @@ class SweepCallback(tune.Callback):
     watch: Watch = staticmethod(lambda trial, settings, metrics, state: None)
     interrupted = False
 
-    def __init__(self, sweep: Sweep, folder: Storage) -> None:
+    def __init__(self, sweep: SweepPlan, folder: Storage) -> None:
         self.ends: dict[str, str] = {}  # by trial, how its MLflow run is to end
-        self.sweep, self.records = folder, Records(folder)
+        self.sweep, self.records = folder, TrialRecords(folder)
         self.steps, self.uri = sweep.config.train.steps, launch.tracking_uri(sweep.config)
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
@@ -135,7 +135,7 @@ class SweepCallback(tune.Callback):
 
     def _folder(self, trial: Trial) -> Storage:
         """Of a trial's newest run."""
-        return self.sweep / "runs" / newest_leg(self.sweep, trial_name(trial))
+        return self.sweep / "runs" / newest_attempt(self.sweep, trial_name(trial))
 
     @contextmanager
     def _tracker(self, trial: Trial, writer: str) -> Iterator[Tracker]:

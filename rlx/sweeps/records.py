@@ -12,13 +12,13 @@ from ray.tune.experiment import Trial
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.storage.filesystem import Storage, patiently
+from rlx.storage.filesystem import Storage, retry
 
 State = Literal["open", "finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepPlan:
     """What a sweep is made of; kept with it, so that it can be resumed."""
 
     name: str
@@ -36,7 +36,7 @@ class Sweep:
         return from_tree(self.tree)
 
 
-class Record(BaseModel):
+class TrialRecord(BaseModel):
     """What is kept of a trial."""
 
     model_config = ConfigDict(extra="forbid")
@@ -56,25 +56,25 @@ class Record(BaseModel):
         return self.reports[-1][0] if self.reports else 0
 
 
-class Records:
+class TrialRecords:
     """The records of a sweep's trials, a file each; the driver alone writes them."""
 
     def __init__(self, sweep: Storage) -> None:
         self.folder = sweep / "trials"
 
-    def read(self, name: str) -> Record:
+    def read(self, name: str) -> TrialRecord:
         """ConfigError if it is not what rlx wrote."""
         file = self.folder / f"{name}.json"
         try:
-            return Record.model_validate_json(patiently(file.read_text, f"reading {file.path}"))
+            return TrialRecord.model_validate_json(retry(file.read_text, f"reading {file.path}"))
         except ValueError:  # pydantic's are among them, and what is no text
             raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
 
-    def write(self, name: str, record: Record) -> None:
+    def write(self, name: str, record: TrialRecord) -> None:
         file = self.folder / f"{name}.json"
-        patiently(partial(file.write_text, record.model_dump_json()), f"writing {file.path}")
+        retry(partial(file.write_text, record.model_dump_json()), f"writing {file.path}")
 
-    def all(self) -> dict[str, Record]:
+    def all(self) -> dict[str, TrialRecord]:
         """Every trial's, by name."""
         names = [name.removesuffix(".json") for name in self.folder.names() if name.endswith(".json")]
         return {name: self.read(name) for name in names}

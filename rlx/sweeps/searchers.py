@@ -26,7 +26,7 @@ Points = Sequence[dict[str, Any]]
 """settings that are to be suggested first, in this order: those of a sweep that goes on"""
 
 
-class Listed(Searcher):
+class ListSearch(Searcher):
     """Suggests what is in a list, whatever comes of it."""
 
     def __init__(self, settings: Sequence[dict[str, Any]]) -> None:
@@ -43,7 +43,7 @@ class Listed(Searcher):
 def _random(space: Space, count: int, seed: int, points: Points) -> Searcher:
     """Each setting drawn from its domain by itself; a seed draws the same in every sweep."""
     state = np.random.RandomState(seed)
-    return Listed([drawn for _ in range(count) for _, drawn in generate_variants(space, random_state=state)])
+    return ListSearch([drawn for _ in range(count) for _, drawn in generate_variants(space, random_state=state)])
 
 
 def _grid(space: Space, count: int, seed: int, points: Points) -> Searcher:
@@ -52,7 +52,7 @@ def _grid(space: Space, count: int, seed: int, points: Points) -> Searcher:
         if isinstance(domain, Domain) and not isinstance(domain, Categorical):
             raise ConfigError(f"--search grid needs a list of values for {key}: use tune.choice")
     lists = {k: tune.grid_search(d.categories) if isinstance(d, Categorical) else d for k, d in space.items()}
-    return Listed([drawn for _, drawn in generate_variants(lists)])
+    return ListSearch([drawn for _, drawn in generate_variants(lists)])
 
 
 def _optuna(space: Space, count: int, seed: int, points: Points) -> Searcher:
@@ -65,7 +65,7 @@ def _optuna(space: Space, count: int, seed: int, points: Points) -> Searcher:
     return OptunaSearch(space, metric=METRIC, mode=MODE, seed=seed, points_to_evaluate=list(points) or None)
 
 
-class Surface(Searcher):
+class GaussianProcessSearch(Searcher):
     """Suggests where a Gaussian process over what its suggestions came to promises most, after a few at random.
 
     Ray's BayesOptSearch waits for ever once one of its first ten trials has failed, ends when the best point has been
@@ -128,7 +128,7 @@ def _bayesopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
     for key, domain in space.items():
         if not isinstance(domain, Float) or isinstance(domain.sampler, Quantized):
             raise ConfigError(f"--search bayesopt needs an unbroken range for {key}: use tune.uniform")
-    return Surface(space, seed, points)
+    return GaussianProcessSearch(space, seed, points)
 
 
 def _hyperopt(space: Space, count: int, seed: int, points: Points) -> Searcher:

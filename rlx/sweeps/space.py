@@ -60,7 +60,7 @@ def load_space(path: str, tree: Mapping[str, Any]) -> Space:
     return space
 
 
-def fingerprint(path: str) -> str:
+def space_fingerprint(path: str) -> str:
     """Changes when the file does."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
@@ -98,7 +98,7 @@ def last(domain: Integer) -> int:
     return int(domain.upper) - (not isinstance(domain.sampler, Quantized))
 
 
-def settled(space: Space, suggested: Mapping[str, Any]) -> dict[str, Any]:
+def complete_settings(space: Space, suggested: Mapping[str, Any]) -> dict[str, Any]:
     """A trial's settings: the space's constants, and what was suggested; a number from a range to four digits, so that
     it reads the same wherever it is shown."""
     constants = {key: value for key, value in space.items() if not isinstance(value, Domain | dict)}

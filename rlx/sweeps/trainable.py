@@ -20,12 +20,12 @@ from ray.tune.trainable.function_trainable import wrap_function
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import flatten
 from rlx.runs import launch, preflight
-from rlx.runs.resources import plan
+from rlx.runs.resources import plan_resources
 from rlx.runs.run_folder import exists, saved_config
 from rlx.storage.addresses import below
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import space
-from rlx.sweeps.records import Records, Sweep
+from rlx.sweeps.records import SweepPlan, TrialRecords
 from rlx.sweeps.schedulers import PAUSING, REPLAYING
 from rlx.sweeps.space import METRIC
 
@@ -33,7 +33,7 @@ _POINTER = "pointer.json"
 _START = ("checkpoint.start_from", "checkpoint.start_with")
 
 
-def trainable(sweep: Sweep, storage: Storage) -> Any:
+def trainable(sweep: SweepPlan, storage: Storage) -> Any:
     """A trial as Tune wants it, with all that its run needs reserved at once."""
     tables = _shared_tables(sweep)
 
@@ -57,12 +57,12 @@ def trainable(sweep: Sweep, storage: Storage) -> Any:
             super().cleanup()
 
     Trainable.__name__ = "trial"
-    needed = plan(sweep.config)
+    needed = plan_resources(sweep.config)
     bundles = tune.PlacementGroupFactory([{}, *needed.bundles], strategy=needed.strategy)  # {}: the trial's own process
     return tune.with_resources(Trainable, bundles)
 
 
-def _shared_tables(sweep: Sweep) -> Any:
+def _shared_tables(sweep: SweepPlan) -> Any:
     """The prompt tables in the object store, prepared once for all trials; None if the trials differ in prompts."""
     apart = ("data.", "eval.", "model.")
     if any(key.startswith(apart) for key in space.load_space(sweep.space, sweep.tree)):
@@ -70,16 +70,16 @@ def _shared_tables(sweep: Sweep) -> Any:
     return ray.put(preflight.prompt_tables(sweep.config, preflight.model_folder(sweep.config)))
 
 
-def _run_trial(sweep: Sweep, storage: Storage, settings: dict[str, Any], tables: Any) -> None:
+def _run_trial(sweep: SweepPlan, storage: Storage, settings: dict[str, Any], tables: Any) -> None:
     """In the trial's own process: one run, or the rest of one, its reports passed on to Tune."""
     name, folder = tune.get_context().get_trial_name(), storage / "sweeps" / sweep.name
-    record = Records(folder).read(name)
+    record = TrialRecords(folder).read(name)
     if sweep.scheduler in REPLAYING:
         for step, accuracy in record.reports:
             tune.report({"step": step, METRIC: accuracy})
     if record.is_over:
         return
-    leg, start = _leg(sweep, folder, name, settings, record.begun)
+    leg, start = _attempt(sweep, folder, name, settings, record.begun)
     config = from_tree(with_overrides(sweep.tree, settings | start | {"name": f"{sweep.name}.{leg}"}))
     launch.connect(config)
     launch.run(
@@ -103,33 +103,33 @@ def _relay(hand_over: bool, metrics: dict[str, Any], checkpoint: str | None) -> 
         tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(pointer))
 
 
-def _leg(
-    sweep: Sweep, folder: Storage, name: str, settings: Mapping[str, Any], begun: int
+def _attempt(
+    sweep: SweepPlan, folder: Storage, name: str, settings: Mapping[str, Any], begun: int
 ) -> tuple[str, dict[str, Any]]:
     """The run that a trial is to go on with or begin, and where a new one starts from.
 
     A trial is one run, unless it was begun again from the start or went on from another's checkpoint: each time it is
     a further one, NAME.2 and so on.
     """
-    newest, start = newest_leg(folder, name), _handed_over(sweep, name)
+    newest, start = newest_attempt(folder, name), _handed_over(sweep, name)
     if start:
         saved = saved_config(folder / "runs" / newest)
         same = with_overrides(saved, {**settings, **start}) == saved
-        return (newest if same else f"{name}.{leg_number(newest) + 1}"), start
-    if leg_number(newest) >= begun and exists(folder / "runs" / newest):
+        return (newest if same else f"{name}.{attempt_number(newest) + 1}"), start
+    if attempt_number(newest) >= begun and exists(folder / "runs" / newest):
         saved = flatten(from_tree(saved_config(folder / "runs" / newest)))
         return newest, {key: saved[key] for key in (*settings, *_START)}  # it goes on as it began
     return (name if begun == 1 else f"{name}.{begun}"), {}
 
 
-def newest_leg(folder: Storage, name: str) -> str:
+def newest_attempt(folder: Storage, name: str) -> str:
     """A trial's last run so far; its first if there is none yet."""
     runs = folder / "runs"
     legs = [leg for leg in runs.names() if leg.partition(".")[0] == name and exists(runs / leg)]
-    return max(legs, key=leg_number, default=name)
+    return max(legs, key=attempt_number, default=name)
 
 
-def _handed_over(sweep: Sweep, name: str) -> dict[str, Any]:
+def _handed_over(sweep: SweepPlan, name: str) -> dict[str, Any]:
     """Settings by which a run starts from the checkpoint of another trial that Tune has put in place of its own."""
     handed = tune.get_checkpoint()
     if handed is None:
@@ -142,7 +142,7 @@ def _handed_over(sweep: Sweep, name: str) -> dict[str, Any]:
     return dict(zip(_START, (address, "state"), strict=True))
 
 
-def leg_number(leg: str) -> int:
+def attempt_number(leg: str) -> int:
     return int(leg.partition(".")[2] or 1)
 
 

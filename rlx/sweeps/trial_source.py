@@ -15,20 +15,20 @@ from ray.tune.experiment.config_parser import _create_trial_from_spec, _make_par
 from ray.tune.search import Searcher
 from ray.tune.search.search_algorithm import SearchAlgorithm
 
-from rlx.sweeps.records import Record, Records
-from rlx.sweeps.space import METRIC, Space, settled
+from rlx.sweeps.records import TrialRecord, TrialRecords
+from rlx.sweeps.space import METRIC, Space, complete_settings
 
 
-class Trials(SearchAlgorithm):
+class TrialSource(SearchAlgorithm):
     """Gives Tune the trials of a sweep: settings in the order of the search, each with all seeds."""
 
     def __init__(
         self,
         search: Searcher,
         space: Space,
-        records: Records,
+        records: TrialRecords,
         *,
-        known: Mapping[str, Record] | None = None,
+        known: Mapping[str, TrialRecord] | None = None,
         count: int,
         seeds: Sequence[int],
         limit: int | None,
@@ -76,7 +76,7 @@ class Trials(SearchAlgorithm):
                 self._tell(number, None if failed else record.reports[-1][1])
                 continue
             if record is None:
-                self._records.write(name, record := Record(settings=settings))
+                self._records.write(name, record := TrialRecord(settings=settings))
             self._given.append(self._trial(f"{number:05d}", record.settings))
             return self._given[-1]
         return None
@@ -109,7 +109,7 @@ class Trials(SearchAlgorithm):
                 self._finished = True
             if suggested is None or self._finished:
                 return None
-            self._settings = settled(self._space, suggested)
+            self._settings = complete_settings(self._space, suggested)
         seed = self._seeds[turn]
         return self._settings | ({} if seed is None else {"seed": seed})
 

@@ -20,17 +20,17 @@ from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import flatten
 from rlx.runs import launch, run_folder
-from rlx.runs.resources import nodes, plan
+from rlx.runs.resources import nodes, plan_resources
 from rlx.runs.run_folder import exists, saved_config
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import searchers, space
 from rlx.sweeps.callback import SweepCallback, Watch
-from rlx.sweeps.records import Record, Records, Sweep, trial_name
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, trial_name
 from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, first_rung
 from rlx.sweeps.searchers import ADAPTIVE
-from rlx.sweeps.space import METRIC, MODE, Space, fingerprint, load_space, settled
-from rlx.sweeps.trainable import leg_number, newest_leg, trainable
-from rlx.sweeps.trial_source import Trials
+from rlx.sweeps.space import METRIC, MODE, Space, complete_settings, load_space, space_fingerprint
+from rlx.sweeps.trainable import attempt_number, newest_attempt, trainable
+from rlx.sweeps.trial_source import TrialSource
 from rlx.tracking import mlflow
 from rlx.tracking.tracker import Tracker
 
@@ -40,7 +40,7 @@ _PATIENCE_S = 10.0  # with MLflow
 _TUNE = "tune"  # the folder with Tune's own records
 
 
-def checked(sweep: Sweep) -> Sweep:
+def check_sweep(sweep: SweepPlan) -> SweepPlan:
     """The sweep as it will run.
 
     Raises:
@@ -54,14 +54,14 @@ def checked(sweep: Sweep) -> Sweep:
     if sweep.scheduler == "pbt":
         sweep = _population(sweep, space)
     drawn = searchers.searcher(sweep.search, space, sweep.trials, sweep.config.seed)
-    if not isinstance(drawn, searchers.Listed):
+    if not isinstance(drawn, searchers.ListSearch):
         return sweep
     for settings in drawn.settings:
-        from_tree(with_overrides(sweep.tree, settled(space, settings)), f"--space {sweep.space}")
+        from_tree(with_overrides(sweep.tree, complete_settings(space, settings)), f"--space {sweep.space}")
     return replace(sweep, trials=len(drawn.settings))
 
 
-def _population(sweep: Sweep, space: Space) -> Sweep:
+def _population(sweep: SweepPlan, space: Space) -> SweepPlan:
     """A sweep by population based training: what is handed on is there as soon as it is asked for, and stays."""
     if sweep.search != "random" or sweep.seeds > 1:
         raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
@@ -71,20 +71,20 @@ def _population(sweep: Sweep, space: Space) -> Sweep:
     return replace(sweep, tree=with_overrides(sweep.tree, kept))
 
 
-def planned(sweep: Sweep) -> int:
+def planned(sweep: SweepPlan) -> int:
     """How many trials it has."""
     return sweep.seeds * sweep.trials
 
 
-def create_sweep(sweep: Sweep, storage: Storage) -> Sweep:
+def create_sweep(sweep: SweepPlan, storage: Storage) -> SweepPlan:
     """Records a new sweep in its folder and in MLflow; ConfigError if its name is taken or it cannot be run."""
-    folder, sweep = storage / "sweeps" / sweep.name, checked(sweep)
+    folder, sweep = storage / "sweeps" / sweep.name, check_sweep(sweep)
     if (folder / _RECORD).exists():
         raise ConfigError(f"sweep {sweep.name!r} exists in {folder.path}: --resume {sweep.name} continues it")
     config, space = sweep.config, load_space(sweep.space, sweep.tree)
     varied = [*space, *(["seed"] if sweep.seeds > 1 else [])]
     asked = {"search": sweep.search, "scheduler": sweep.scheduler, "seeds": sweep.seeds}
-    mlflow.check(launch.tracking_uri(config))
+    mlflow.check_server(launch.tracking_uri(config))
     tracker = Tracker(launch.tracking_uri(config), folder, "driver")
     tracker.open(
         config.tracking.experiment,
@@ -94,12 +94,12 @@ def create_sweep(sweep: Sweep, storage: Storage) -> Sweep:
         | {f"rlx.{key}": str(value) for key, value in asked.items()},
     )
     tracker.close(_PATIENCE_S)
-    sweep = replace(sweep, space_fingerprint=fingerprint(sweep.space))
+    sweep = replace(sweep, space_fingerprint=space_fingerprint(sweep.space))
     (folder / _RECORD).write_text(json.dumps(asdict(sweep), indent=1))
     return sweep
 
 
-def saved_sweep(storage: Storage, name: str | None) -> Sweep:
+def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
     """A recorded sweep by name, or the newest one; ConfigError if there is none, or its search space has changed."""
     sweeps = storage / "sweeps"
     names = [n for n in sweeps.names() if (sweeps / n / _RECORD).exists()]
@@ -108,29 +108,29 @@ def saved_sweep(storage: Storage, name: str | None) -> Sweep:
     newest = max(names, key=lambda n: sweeps.filesystem.get_file_info((sweeps / n / _RECORD).path).mtime)
     record = sweeps / (name or newest) / _RECORD
     try:
-        sweep = Sweep(**record.read_json())
+        sweep = SweepPlan(**record.read_json())
     except (TypeError, ValueError):
         raise ConfigError(f"{record.path} is damaged: it is not what rlx wrote") from None
     if not Path(sweep.space).is_file():
         raise ConfigError(f"the search space {sweep.space} of sweep {sweep.name} is gone: put it back to resume")
-    if space.fingerprint(sweep.space) != sweep.space_fingerprint:
+    if space.space_fingerprint(sweep.space) != sweep.space_fingerprint:
         raise ConfigError(f"the search space {sweep.space} is not what it was when sweep {sweep.name} began")
     return sweep
 
 
-def begin_again(sweep: Sweep, storage: Storage) -> list[str]:
+def begin_again(sweep: SweepPlan, storage: Storage) -> list[str]:
     """Has the trials that failed run again, from the start, with the next resume; their names."""
     folder = storage / "sweeps" / sweep.name
-    records = Records(folder)
+    records = TrialRecords(folder)
     failed = {name: record for name, record in records.all().items() if record.state == "failed"}
     for name, record in failed.items():
-        newest = newest_leg(folder, name)
-        begun = leg_number(newest) + exists(folder / "runs" / newest)
-        records.write(name, Record(settings=record.settings, begun=begun))
+        newest = newest_attempt(folder, name)
+        begun = attempt_number(newest) + exists(folder / "runs" / newest)
+        records.write(name, TrialRecord(settings=record.settings, begun=begun))
     return list(failed)
 
 
-def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -> dict[str, Record]:
+def run_sweep(sweep: SweepPlan, storage: Storage, *, resume: bool = False, watch: Watch) -> dict[str, TrialRecord]:
     """Runs a recorded sweep, or the rest of it, to the end; what came of each trial, by name.
 
     The cluster must be connected. Ends the sweep's MLflow run.
@@ -148,7 +148,7 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
         if SweepCallback.interrupted:
             raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns as if it were done
         (folder / _TUNE).delete()
-        results = Records(folder).all()
+        results = TrialRecords(folder).all()
         if len(results) < planned(sweep) or not all(record.is_over for record in results.values()):
             raise KeyboardInterrupt  # it came while no trial was there to tell of it
         _send_pending(sweep, folder)
@@ -163,58 +163,58 @@ def run(sweep: Sweep, storage: Storage, *, resume: bool = False, watch: Watch) -
         tracker.close(_PATIENCE_S)
 
 
-def _send_pending(sweep: Sweep, folder: Storage) -> None:
+def _send_pending(sweep: SweepPlan, folder: Storage) -> None:
     """What trials could not send to MLflow, as long as it takes something."""
     for leg in (folder / "runs").names():
         if not launch.send_pending(sweep.config, folder / "runs" / leg, _LOG.warning):
             return
 
 
-def failures(results: Mapping[str, Record]) -> list[str]:
+def failures(results: Mapping[str, TrialRecord]) -> list[str]:
     """One line for each trial that failed: which, and its last words."""
     return [f"{name}: {record.words}" for name, record in results.items() if record.state == "failed"]
 
 
-def described(sweep: Sweep) -> str:
+def described(sweep: SweepPlan) -> str:
     """What a sweep is going to do, in one line."""
     there = len(nodes())
     what = f"{sweep.trials} settings x {sweep.seeds} seeds" if sweep.seeds > 1 else f"{sweep.trials} trials"
     return (
         f"sweep {sweep.name}: {what}, {concurrency(sweep)} at once on {there} {'node' if there == 1 else 'nodes'} "
-        f"({plan(sweep.config)} each), {sweep.config.train.steps} steps, search {sweep.search}, "
+        f"({plan_resources(sweep.config)} each), {sweep.config.train.steps} steps, search {sweep.search}, "
         f"scheduler {sweep.scheduler}"
     )
 
 
-def _as_it_is(folder: Storage, name: str, record: Record) -> Record:
+def _as_it_is(folder: Storage, name: str, record: TrialRecord) -> TrialRecord:
     """A trial's record with the settings of its newest run, which a kill may have kept from being recorded."""
-    newest = folder / "runs" / newest_leg(folder, name)
-    if leg_number(newest.name) == 1 or record.is_over:
+    newest = folder / "runs" / newest_attempt(folder, name)
+    if attempt_number(newest.name) == 1 or record.is_over:
         return record
     saved = flatten(from_tree(saved_config(newest)))
     return record.model_copy(update={"settings": {key: saved[key] for key in record.settings}})
 
 
-def concurrency(sweep: Sweep) -> int:
+def concurrency(sweep: SweepPlan) -> int:
     """How many trials can run at once: as many whole plans as the cluster has room for."""
     most = min(planned(sweep), sweep.max_concurrent or planned(sweep))
-    return max(1, plan(sweep.config).fits(nodes(), most))
+    return max(1, plan_resources(sweep.config).fits(nodes(), most))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Trials
 
 
-def _tuner(sweep: Sweep, storage: Storage) -> tune.Tuner:
+def _tuner(sweep: SweepPlan, storage: Storage) -> tune.Tuner:
     folder, config, space = storage / "sweeps" / sweep.name, sweep.config, load_space(sweep.space, sweep.tree)
-    records = Records(folder)
+    records = TrialRecords(folder)
     known = {name: _as_it_is(folder, name, record) for name, record in records.all().items()}
     # Trials that Tune starts side by side; those that take turns are all there from the start.
     side_by_side = planned(sweep) if sweep.scheduler in PAUSING else concurrency(sweep)
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(side_by_side)
     begun = {name.removeprefix("trial_"): record.step for name, record in known.items()}
     first_of_each = [known[name].settings for name in sorted(known)][:: sweep.seeds]
-    trials = Trials(
+    trials = TrialSource(
         searchers.searcher(sweep.search, space, sweep.trials, config.seed, first_of_each),
         space,
         records,

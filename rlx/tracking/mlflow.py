@@ -39,7 +39,7 @@ def default_uri(folder: Path) -> str:
     return f"sqlite:///{folder}/mlflow.db"
 
 
-class Record:
+class MLflowRun:
     """One MLflow run as a process writes it: what is sent again, with its own time, is there once.
 
     All of it raises whatever MLflow's client raises; `is_refusal` tells which of that is final.
@@ -185,7 +185,7 @@ def _experiment_id(uri: str, name: str) -> str:
     return str(client(uri).create_experiment(name, _artifacts(uri), kind))
 
 
-def check(uri: str) -> None:
+def check_server(uri: str) -> None:
     """ConfigError if there is no tracking server or database at an address."""
     send_briefly()
     try:

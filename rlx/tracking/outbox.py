@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rlx.config.errors import ConfigError
-from rlx.storage.filesystem import Storage, patiently
+from rlx.storage.filesystem import Storage, retry
 
 
 @dataclass
@@ -60,4 +60,4 @@ def read_run_record(folder: Storage) -> dict[str, Any]:
 
 def write_run_record(folder: Storage, known: str | None, key: str) -> None:
     file = folder / "run.json"
-    patiently(partial(file.write_text, json.dumps({"mlflow_run": known, "key": key})), f"writing {file.path}")
+    retry(partial(file.write_text, json.dumps({"mlflow_run": known, "key": key})), f"writing {file.path}")

@@ -22,20 +22,20 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rlx.storage.filesystem import Storage, StorageError, patiently
+from rlx.storage.filesystem import Storage, StorageError, retry
 from rlx.tracking import mlflow
-from rlx.tracking.mlflow import Record
+from rlx.tracking.mlflow import MLflowRun
 from rlx.tracking.outbox import OutboxEntry, entry_names, read_entry, read_run_record, run_id, write_run_record
 
 Say = Callable[[str], None]
 
 _LOG = logging.getLogger("rlx")
 _SENT_WITH: dict[str, Callable[..., None]] = {
-    "log": Record.log,
-    "log_samples": Record.log_samples,
-    "log_text": Record.log_text,
-    "set_tags": Record.set_tags,
-    "end": Record.end,
+    "log": MLflowRun.log,
+    "log_samples": MLflowRun.log_samples,
+    "log_text": MLflowRun.log_text,
+    "set_tags": MLflowRun.set_tags,
+    "end": MLflowRun.end,
 }
 _OPEN = "open"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0  # between attempts
@@ -72,7 +72,7 @@ class Tracker:
         self._hurry = threading.Event()  # cuts a pause between attempts short
         self._failures = 0  # in a row
         self._stuck = self._closed = writer is None
-        self._record: Record | None = None
+        self._record: MLflowRun | None = None
         if writer:
             self._take_over()
             mlflow.send_briefly()
@@ -106,7 +106,7 @@ class Tracker:
         """
         if self._closed:
             return
-        kept = patiently(partial(read_run_record, self.folder), f"reading {self.folder.path}/run.json")
+        kept = retry(partial(read_run_record, self.folder), f"reading {self.folder.path}/run.json")
         if "key" not in kept:
             write_run_record(self.folder, kept.get("mlflow_run"), uuid.uuid4().hex)
         texts = {key: str(value)[:6000] for key, value in params.items()}  # more is refused
@@ -147,7 +147,7 @@ class Tracker:
                 if entry.file is None and not entry.sent:
                     file = self._outbox / f"{next(self._numbers):06d}.json"
                     text = json.dumps({"kind": entry.kind, "content": entry.content})
-                    patiently(partial(file.write_text, text), f"writing {file.path}")
+                    retry(partial(file.write_text, text), f"writing {file.path}")
                     entry.file = file
 
     def close(self, patience_s: float) -> int:
@@ -176,10 +176,10 @@ class Tracker:
 
     def _take_over(self) -> None:
         """What an earlier tracker has left comes first; a file that it did not write is none of it."""
-        for name in patiently(partial(entry_names, self._outbox), f"reading {self._outbox.path}"):
+        for name in retry(partial(entry_names, self._outbox), f"reading {self._outbox.path}"):
             file = self._outbox / name
             try:
-                kept = patiently(partial(read_entry, file), f"reading {file.path}")
+                kept = retry(partial(read_entry, file), f"reading {file.path}")
                 if kept is None:
                     continue
                 if kept["kind"] not in {_OPEN, *_SENT_WITH}:
@@ -238,7 +238,7 @@ class Tracker:
             known = run_id(self.folder)
             if known is None:
                 raise _NotYet
-            self._record = Record(self.uri, known)
+            self._record = MLflowRun(self.uri, known)
         _SENT_WITH[entry.kind](self._record, **entry.content)
 
     def _open(self, *, parent: str | None, at: int, **about: Any) -> None:
@@ -253,7 +253,7 @@ class Tracker:
                 raise _NotYet
             known = mlflow.make_run(self.uri, key, parent=above, at=at, **about)
             write_run_record(self.folder, known, key)
-        self._record = Record(self.uri, known)
+        self._record = MLflowRun(self.uri, known)
 
     def _forget(self, entry: OutboxEntry) -> None:
         """Out of the outbox before anyone hears that nothing is left."""
@@ -261,7 +261,7 @@ class Tracker:
             entry.sent = True
         if entry.file:
             with suppress(StorageError):  # then it is sent again one day, which changes nothing
-                patiently(entry.file.delete, f"deleting {entry.file.path}")
+                retry(entry.file.delete, f"deleting {entry.file.path}")
         with self._changed:
             self._waiting.popleft()
             self._changed.notify_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlx.types import Judged
+from rlx.types import ScoredCompletion
 
 
 class Selection:
@@ -19,15 +19,15 @@ class Selection:
         """`wanted` groups of `samples` completions, on this rank; `greedy`: each comes with a further one at its end,
         the prompt's greedy completion, whose score is kept with the others; `at_once`: groups are not waited for."""
         self.wanted, self.samples, self.filtered, self.greedy, self.at_once = wanted, samples, filtered, greedy, at_once
-        self.drawn: list[Judged] = []  # all there were to choose from
+        self.drawn: list[ScoredCompletion] = []  # all there were to choose from
         self.tokens = 0  # that were generated for them
         self.varied = 0  # groups whose scores differ
         self.rounds = 0
-        self._kept: list[list[Judged]] = []
-        self._left_out: list[list[Judged]] = []
+        self._kept: list[list[ScoredCompletion]] = []
+        self._left_out: list[list[ScoredCompletion]] = []
         self._taken = 0  # groups
 
-    def add(self, judged: Sequence[Judged]) -> None:
+    def add(self, judged: Sequence[ScoredCompletion]) -> None:
         """Takes in whole groups, of a round or of a part of one."""
         size = self.samples + self.greedy
         for start in range(0, len(judged), size):
@@ -45,7 +45,7 @@ class Selection:
         """How many more groups are wanted."""
         return max(0, self.wanted - len(self._kept))
 
-    def take(self, last: bool = False) -> list[Judged]:
+    def take(self, last: bool = False) -> list[ScoredCompletion]:
         """Completions to train on that were not taken before.
 
         Unless they are wanted at once there are none before the `last` call: only then it is known which groups are

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlx.mesh import Grid
-from rlx.types import Judged
+from rlx.mesh import Mesh
+from rlx.types import ScoredCompletion
 
 
-def balanced(batch: Experience, count: int, grid: Grid) -> Experience:
+def balance_over_replicas(batch: Experience, count: int, grid: Mesh) -> Experience:
     """The replica's share of `count` mini-batches that hold the same completions as before, over all replicas, and as
     many on each; a collective call."""
     if grid.dp_size == 1:
@@ -30,7 +30,7 @@ def balanced(batch: Experience, count: int, grid: Grid) -> Experience:
     everyone = torch.empty(grid.dp_size, len(own), dtype=own.dtype, device=own.device)
     dist.all_gather_into_tensor(everyone.view(-1), own, group=grid.replicas)
     lengths, (length, width) = everyone[:, :-2].cpu(), everyone[:, -2:].amax(0).tolist()
-    owners = dealt(lengths, count)
+    owners = balance_lengths(lengths, count)
     mine, here = owners[grid.dp_rank], owners == grid.dp_rank
     leaving, coming = mine.bincount(minlength=grid.dp_size).tolist(), here.sum(1).tolist()
     by_owner = mine.argsort(stable=True).to(own.device)
@@ -40,13 +40,13 @@ def balanced(batch: Experience, count: int, grid: Grid) -> Experience:
         dist.all_to_all_single(received, column[by_owner], coming, leaving, group=grid.replicas)
         return received
 
-    whole = widened(batch, length, width)
+    whole = pad_to(batch, length, width)
     found = Experience(**{name: exchanged(column) for name, column in whole.columns.items()})
     by_minibatch = (here.nonzero()[:, 1] // (len(mine) // count)).argsort(stable=True)
     return replace(found.rows(by_minibatch.to(own.device)), place=torch.arange(len(mine), device=own.device))
 
 
-def build(judged: Sequence[Judged], pad_id: int) -> Experience:
+def build(judged: Sequence[ScoredCompletion], pad_id: int) -> Experience:
     """One rank's completions as `[B, L]` token ids and `[B, T]` response tensors, on the CPU."""
     completions = [one.completion for one in judged]
     ids = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
@@ -66,17 +66,17 @@ def build(judged: Sequence[Judged], pad_id: int) -> Experience:
     )
 
 
-def joined(parts: Sequence[Experience]) -> Experience:
+def concat(parts: Sequence[Experience]) -> Experience:
     """The completions of several experiences, one after the other, padded to the longest."""
     if len(parts) == 1:
         return parts[0]
     length, width = max(part.ids.shape[1] for part in parts), max(part.mask.shape[1] for part in parts)
-    alike = [widened(part, length, width).columns for part in parts]
+    alike = [pad_to(part, length, width).columns for part in parts]
     whole = Experience(**{name: torch.cat([columns[name] for columns in alike]) for name in alike[0]})
     return replace(whole, place=torch.arange(len(whole.scores), device=whole.scores.device))
 
 
-def widened(part: Experience, length: int, width: int) -> Experience:
+def pad_to(part: Experience, length: int, width: int) -> Experience:
     """The same with `ids` padded to `[B, length]` and the rest to `[B, width]`."""
 
     def column(name: str, grid: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def minibatches(experience: Experience, count: int) -> list[Experience]:
     return [experience.rows(slice(i, i + rows // count)) for i in range(0, rows, rows // count)]
 
 
-def dealt(lengths: Tensor, count: int) -> Tensor:
+def balance_lengths(lengths: Tensor, count: int) -> Tensor:
     """Which replica is to train on each completion, `[R, B]` from the lengths `[R, B]` of those that each has.
 
     Those of each of `count` mini-batches are dealt by themselves, the longest first, to and fro: to replicas 0, 1, 1,

@@ -18,9 +18,9 @@ from rlx.algorithms.advantages import token_rewards as place_rewards
 from rlx.algorithms.kl import log_ratio_kl
 from rlx.config.sections import GROUPED
 from rlx.training.collector import Selection
-from rlx.training.experience import Experience, joined
-from rlx.training.metrics import Clock, evaluate, rollout_sums, summarize
-from rlx.training.setup import assemble
+from rlx.training.experience import Experience, concat
+from rlx.training.metrics import StepTimer, evaluate, rollout_sums, summarize
+from rlx.training.setup import build_run
 from rlx.training.trainer import Run
 from rlx.training.update import update
 
@@ -31,7 +31,7 @@ def train_loop(setup: dict[str, Any]) -> None:
     Args:
         setup: what launch made for all ranks; see `assembly.assemble`.
     """
-    run = assemble(setup)
+    run = build_run(setup)
     config, late = run.config, run.scores_late
     run.push()  # the engines may still be starting
     if run.step == 0:
@@ -39,14 +39,14 @@ def train_loop(setup: dict[str, Any]) -> None:
     else:
         run.report(run.metrics, [])  # the driver may not have heard of the checkpoint's own step
     while not run.stopping:
-        clock = Clock()
+        clock = StepTimer()
         selection, parts = run.selection(), []
         while run.wants_more(selection):  # once, unless groups whose scores are all equal are left out
-            parts += draw(run, selection, clock)  # 1 to 5
+            parts += collect(run, selection, clock)  # 1 to 5
         with clock("annotate"):
             run.rest()
-            parts += [annotate(run, part, late) for part in run.experiences(selection.take(last=True))]
-            batch, kl = estimate(run, joined(parts))  # 6 advantages and returns
+            parts += [compute_logprobs(run, part, late) for part in run.experiences(selection.take(last=True))]
+            batch, kl = compute_advantages(run, concat(parts))  # 6 advantages and returns
         with clock("update"):
             batch, sums = update(run, batch, late)  # 7 losses, backward, clip, step
         with clock("rollout"):
@@ -60,7 +60,7 @@ def train_loop(setup: dict[str, Any]) -> None:
     run.close()
 
 
-def draw(run: Run, selection: Selection, clock: Clock) -> list[Experience]:
+def collect(run: Run, selection: Selection, clock: StepTimer) -> list[Experience]:
     """The next round of prompts, part by part: completions, their scores, and what policy and reference say of those
     that are to be trained on whatever the other parts bring."""
     parts: list[Experience] = []
@@ -69,12 +69,12 @@ def draw(run: Run, selection: Selection, clock: Clock) -> list[Experience]:
         with clock("reward"):
             selection.add(run.penalized(run.judge(completions, run.scorers)))  # 3
         with clock("annotate"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
-            parts += [annotate(run, part) for part in run.experiences(selection.take())]
+            parts += [compute_logprobs(run, part) for part in run.experiences(selection.take())]
     return parts
 
 
 @torch.no_grad()
-def annotate(run: Run, batch: Experience, late: bool = False) -> Experience:
+def compute_logprobs(run: Run, batch: Experience, late: bool = False) -> Experience:
     """Adds the old policy's logprobs and entropy, the reference's logprobs and the values.
 
     Without a reference its logprobs are the policy's own, and without a critic the values are 0. With `late` the first
@@ -95,10 +95,10 @@ def annotate(run: Run, batch: Experience, late: bool = False) -> Experience:
     return replace(batch, **columns)
 
 
-def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
+def compute_advantages(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
     """Adds advantages and returns; also the summed KL to the reference."""
     settings, mask = run.config.algorithm, batch.mask
-    scores, greedy = shaped(run, batch)
+    scores, greedy = normalize_rewards(run, batch)
     kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_kind)
     kl_coef, lam = run.kl.coef if settings.kl_in == "reward" else 0.0, settings.lam
     if settings.advantage in GROUPED:  # what a group is compared by is the whole reward, KL included
@@ -115,7 +115,7 @@ def estimate(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
     return replace(batch, advantages=advantages, returns=returns), masking.masked_sum(kl, mask)
 
 
-def shaped(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
+def normalize_rewards(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
     """The scores, and those of the greedy completions, normalised by all scores so far and clipped, as configured."""
     settings, grids = run.config.algorithm, [batch.scores, batch.greedy]
     if settings.normalize_scores:

@@ -15,7 +15,7 @@ from rlx.algorithms import kl, masking
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience
 from rlx.training.trainer import Run, Sums
-from rlx.types import Judged
+from rlx.types import ScoredCompletion
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class _End:
 _END = _End()
 
 
-class Clock:
+class StepTimer:
     """Wall-clock seconds of the parts of a step."""
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
     Where an average of the policy's weights is kept, it answers too.
     """
     started = time.perf_counter()
-    judged = held_out_answers(run)
-    metrics = over_ranks(run, judged, "eval")
+    judged = answer_held_out(run)
+    metrics = mean_over_ranks(run, judged, "eval")
     if run.average:
         with run.averaged():
-            metrics |= over_ranks(run, held_out_answers(run), "eval/ema")
+            metrics |= mean_over_ranks(run, answer_held_out(run), "eval/ema")
     metrics["time/eval"] = time.perf_counter() - started
     kept = judged[: run.config.tracking.samples]
     texts = run.tokenizer.batch_decode([one.completion.token_ids for one in kept], skip_special_tokens=True)
@@ -81,11 +81,11 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
     ]
 
 
-def held_out_answers(run: Run) -> list[Judged]:
+def answer_held_out(run: Run) -> list[ScoredCompletion]:
     return run.judge(run.answer_greedily(run.held_out), run.held_out_scorers)
 
 
-def over_ranks(run: Run, judged: Sequence[Judged], prefix: str) -> dict[str, float]:
+def mean_over_ranks(run: Run, judged: Sequence[ScoredCompletion], prefix: str) -> dict[str, float]:
     """Accuracy, reward and length, mean over all ranks' answers."""
     columns = {
         "accuracy": [float(one.right) for one in judged],

@@ -16,35 +16,35 @@ import torch
 from torch import Tensor
 
 from rlx.data import stream
-from rlx.rollout.engine_group import Fleet
-from rlx.rollout.engine_pool import Draw
-from rlx.storage.checkpoint_files import Parts, Shard
+from rlx.rollout.engine_group import EngineGroup
+from rlx.rollout.engine_pool import PendingRollout
+from rlx.storage.checkpoint_files import CheckpointReader, Shard
 from rlx.types import Completion, Sampling
 
 _COLUMNS = ("prompts", "versions", "lengths", "finished", "tokens", "logprobs")
 
 
 @dataclass
-class Round:
+class QueuedRollout:
     """A round of prompts on its way, in parts."""
 
     position: int  # of the prompt stream before its prompts were taken
-    parts: list[Draw]
+    parts: list[PendingRollout]
     is_whole: bool = False  # all ranks are known to have all of theirs
 
 
 @dataclass
-class Rounds:
+class RolloutQueue:
     """One rank's; every rank makes the same calls in the same order."""
 
-    fleet: Fleet
+    fleet: EngineGroup
     prompts: stream.PromptStream
     samplings: Sequence[Sampling]  # of each prompt one completion by each
     size: int  # prompts of a round, over all ranks
     parts: int  # that a round is handed out in
     ahead: int  # steps that a completion's weights may be older than those that are trained
     seconds: float = 0.0  # that the engines took for the rounds that were handed out since this was set to 0
-    _begun: deque[Round] = field(default_factory=deque, init=False)
+    _begun: deque[QueuedRollout] = field(default_factory=deque, init=False)
 
     def next(self, step: int, steps: int, send_weights: Callable[[], None]) -> Iterator[list[Completion]]:
         """The completions of the next round, part by part, those of each prompt together.
@@ -95,14 +95,14 @@ class Rounds:
                 shards[f"ahead.{number}.asked"] = Shard(asked, (0,), tuple(asked.shape))
         return shards
 
-    def restore(self, parts: Parts, step: int, ranks: int) -> None:
+    def restore(self, parts: CheckpointReader, step: int, ranks: int) -> None:
         """Takes up the rounds of a checkpoint that are not too old for this run, and are what it would have asked for;
         the others will be drawn again.
 
         Args:
             ranks: with completions of their own, that the checkpoint was taken on.
         """
-        number, found = 0, deque[Round]()
+        number, found = 0, deque[QueuedRollout]()
         while f"ahead.{number}.position" in parts.names:
             position = int(parts.whole(f"ahead.{number}.position"))
             columns = {name: parts.whole(f"ahead.{number}.{name}") for name in _COLUMNS}
@@ -110,23 +110,23 @@ class Rounds:
             if not is_ours or number >= self.ahead or step + number - int(columns["versions"].min()) > self.ahead:
                 self.prompts.position = position
                 break
-            found.append(Round(position, [self._share(columns, ranks, step + number)], is_whole=True))
+            found.append(QueuedRollout(position, [self._share(columns, ranks, step + number)], is_whole=True))
             number += 1
         self._begun = found
 
-    def _new(self, step: int) -> Round:
+    def _new(self, step: int) -> QueuedRollout:
         position = self.prompts.position
         prompts = self.prompts.next(self.size)
         edges = [len(prompts) * i // self.parts for i in range(self.parts + 1)]
         shares = [prompts[start:stop] for start, stop in itertools.pairwise(edges)]
-        return Round(position, [self.fleet.begin(share, self.samplings, step) for share in shares])
+        return QueuedRollout(position, [self.fleet.begin(share, self.samplings, step) for share in shares])
 
     def _asked(self) -> Tensor:
         """What a round is made of, as numbers."""
         each = [(one.temperature, one.top_p, float(one.top_k), float(one.max_tokens)) for one in self.samplings]
         return torch.tensor([float(self.size), *itertools.chain.from_iterable(each)], dtype=torch.float64)
 
-    def _share(self, columns: Mapping[str, Tensor], ranks: int, step: int) -> Draw:
+    def _share(self, columns: Mapping[str, Tensor], ranks: int, step: int) -> PendingRollout:
         """This rank's completions of a round that `ranks` ranks have written, one after the other."""
         group = len(self.samplings)
         # Rank r of R has every R-th prompt from the r-th on.
@@ -134,7 +134,7 @@ class Rounds:
         rows = order[self.prompts.rank :: self.prompts.ranks].flatten()
         own = _completions({name: column[rows] for name, column in columns.items()}, self.prompts, group)
         groups: list[list[Completion] | None] = [own[i : i + group] for i in range(0, len(own), group)]
-        return Draw([one[0].prompt for one in groups if one], self.samplings, step, groups, [])
+        return PendingRollout([one[0].prompt for one in groups if one], self.samplings, step, groups, [])
 
 
 def _columns(completions: Sequence[Completion], width: int) -> dict[str, Tensor]:

@@ -19,25 +19,25 @@ from rlx.algorithms import adaptive
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.data import prompts, reasoning_gym, stream
-from rlx.mesh import DATA, TENSOR, Grid
+from rlx.mesh import DATA, TENSOR, Mesh
 from rlx.models import fsdp, loading, logprobs, lora, tensor_parallel
 from rlx.rewards import reward_model, scoring
 from rlx.rewards.remote import RemoteReward
-from rlx.rollout.engine_group import Fleet
-from rlx.rollout.engine_pool import Rollouts
-from rlx.rollout.weight_sync.sender import Direct
+from rlx.rollout.engine_group import EngineGroup
+from rlx.rollout.engine_pool import EnginePool
+from rlx.rollout.weight_sync.sender import WeightSender
 from rlx.runs import ray_train
-from rlx.storage.checkpoint_files import Trained
-from rlx.storage.checkpoint_writer import Retention, Saver
-from rlx.storage.filesystem import Storage, patiently
+from rlx.storage.checkpoint_files import ModelAndOptimizer
+from rlx.storage.checkpoint_writer import CheckpointWriter, Retention
+from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.tracker import Tracker
 from rlx.training import trainer
-from rlx.training.rollout_queue import Rounds
+from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.trainer import Run
 from rlx.types import Sampling, Scorer
 
 
-def assemble(setup: Mapping[str, Any]) -> Run:
+def build_run(setup: Mapping[str, Any]) -> Run:
     """This rank's objects, continued from the newest checkpoint if the run has one.
 
     Args:
@@ -50,12 +50,12 @@ def assemble(setup: Mapping[str, Any]) -> Run:
     device = ray.train.torch.get_device()
     if device.type == "cpu":
         torch.set_num_threads(threads(config))
-    grid = Grid.of(device.type, config.parallel.tp)
+    grid = Mesh.of(device.type, config.parallel.tp)
     _forget_peak(device)
     trained, reference = models(config, setup["model"], grid.mesh)
     tokenizer = prompts.load_tokenizer(setup["model"], config.model.trust_remote_code)
     held_out = stream.read_shard("held_out")
-    recorded, say = grid.rank == 0 and not setup.get("examine"), partial(ray_train.say, setup["box"])
+    recorded, say = grid.rank == 0 and not setup.get("examine"), partial(ray_train.notify, setup["box"])
     settings, source, chosen = config.algorithm, config.data, config.checkpoint
     sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, grid, device)
     remote = _remote_scorers(config, setup["reward_models"], grid.dp_rank)
@@ -64,7 +64,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         device=device,
         grid=grid,
         trained=trained,
-        average=trainer.average(config, trained["policy"].model),
+        average=trainer.initial_ema(config, trained["policy"].model),
         rates=learning_rates(config, trained),
         copy=reference,
         rounds=_rounds(config, fleet, sampling, _stream("train", config.seed, grid)),
@@ -76,7 +76,7 @@ def assemble(setup: Mapping[str, Any]) -> Run:
         scorers=_scorers(config, source.seed, source.size) | remote,
         held_out_scorers=_scorers(config, config.eval.seed, config.eval.size) | remote,
         tracker=Tracker(setup["tracking"], setup["folder"], "rank_0" if recorded else None, say),
-        saver=Saver(setup["folder"], Retention(chosen.keep, chosen.best_by, chosen.best_mode)),
+        saver=CheckpointWriter(setup["folder"], Retention(chosen.keep, chosen.best_by, chosen.best_mode)),
         box=setup["box"],
         kl=adaptive.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
         scores=adaptive.RunningScores(),
@@ -102,29 +102,29 @@ def _forget_peak(device: torch.device) -> None:
 
 def _check_shared(folder: Storage) -> None:
     """ConfigError if this worker's node does not see the run's folder that the driver has made."""
-    if not patiently((folder / "run.json").exists, f"reading {folder.path}"):
+    if not retry((folder / "run.json").exists, f"reading {folder.path}"):
         node = ray.util.get_node_ip_address()
         raise ConfigError(
             f"storage: {folder.path} is not there on node {node}: name a folder that all nodes have mounted, or s3"
         )
 
 
-def _stream(table: str, seed: int, grid: Grid) -> stream.PromptStream:
+def _stream(table: str, seed: int, grid: Mesh) -> stream.PromptStream:
     """This replica's share of a prompt table."""
     return stream.PromptStream(stream.read_shard(table), seed, grid.dp_rank, grid.dp_size)
 
 
-def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Grid, device: torch.device) -> Fleet:
+def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Mesh, device: torch.device) -> EngineGroup:
     settings, engines = config.rollout, setup["engines"]
     # Adapters go to an engine's own process, which writes them down for vLLM.
     alone = config.model.lora_sync == "adapter"
-    return Fleet(
-        rollouts=Rollouts(engines, config.seed, grid.dp_rank, settings.timeout_s, settings.sync_timeout_s),
+    return EngineGroup(
+        rollouts=EnginePool(engines, config.seed, grid.dp_rank, settings.timeout_s, settings.sync_timeout_s),
         grid=grid,
         dtype=getattr(torch, config.model.dtype),
         retries=settings.retries,
-        say=partial(ray_train.say, setup["box"]),
-        direct=None if alone else Direct(grid.rank, grid.ranks, device, engines, settings.transport),
+        say=partial(ray_train.notify, setup["box"]),
+        direct=None if alone else WeightSender(grid.rank, grid.ranks, device, engines, settings.transport),
     )
 
 
@@ -133,13 +133,13 @@ def _sampling(config: RunConfig, tokenizer: Any) -> Sampling:
     return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, chosen.max_tokens, (tokenizer.eos_token_id,))
 
 
-def _rounds(config: RunConfig, fleet: Fleet, sampling: Sampling, prompts: stream.PromptStream) -> Rounds:
+def _rounds(config: RunConfig, fleet: EngineGroup, sampling: Sampling, prompts: stream.PromptStream) -> RolloutQueue:
     """Each prompt is answered so many times, and greedily once more if the estimator asks for that."""
     train, ahead = config.train, config.rollout.max_staleness
     samplings = [sampling] * train.samples_per_prompt
     if config.algorithm.advantage == "remax":
         samplings.append(sampling.greedy)
-    return Rounds(fleet, prompts, samplings, train.prompts_per_step, config.rollout.parts, ahead)
+    return RolloutQueue(fleet, prompts, samplings, train.prompts_per_step, config.rollout.parts, ahead)
 
 
 def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:
@@ -158,7 +158,7 @@ def _remote_scorers(config: RunConfig, models: Sequence[Any], replica: int) -> d
     return remote
 
 
-def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained], Any]:
+def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, ModelAndOptimizer], Any]:
     """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the grid's mesh."""
     chosen = config.model
     trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
@@ -175,7 +175,7 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, Trained],
         if config.train.gradient_checkpointing:
             loading.checkpoint_gradients(part)
         sharded = _sharded(config, name, part, mesh)
-        trained[name] = Trained(sharded, _optimizer(config, sharded))
+        trained[name] = ModelAndOptimizer(sharded, _optimizer(config, sharded))
     if config.reference != "copy":
         return trained, None
     return trained, _sharded(config, "reference", loading.load_reference(path, trust_remote_code=trust), mesh)
@@ -190,7 +190,7 @@ def _sharded(config: RunConfig, name: str, part: Any, mesh: Any) -> Any:
     return fsdp.shard(part, mesh, getattr(torch, config.model.dtype), offload=name in config.model.offload)
 
 
-def scattered(config: RunConfig, trained: Mapping[str, Trained]) -> frozenset[str]:
+def scattered(config: RunConfig, trained: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
     """The models whose gradients in full, float32 on every rank while micro-batches add up, are more than a sixteenth
     of a worker's GPU memory; none where no other rank could have the rest."""
     if not config.scaling.use_gpu or config.replicas == 1:
@@ -225,7 +225,7 @@ def _optimizer(config: RunConfig, part: Any) -> torch.optim.Optimizer:
     )
 
 
-def learning_rates(config: RunConfig, trained: Mapping[str, Trained]) -> dict[str, list[float]]:
+def learning_rates(config: RunConfig, trained: Mapping[str, ModelAndOptimizer]) -> dict[str, list[float]]:
     """Of each model's parameter groups: the body, then a value head, which learns at the critic's."""
     body = {"policy": config.train.actor_lr, "critic": config.train.critic_lr}
     heads = {name: len(part.optimizer.param_groups) - 1 for name, part in trained.items()}

@@ -25,25 +25,25 @@ from rlx import __version__
 from rlx.algorithms import adaptive, advantages, importance_sampling
 from rlx.config.run import RunConfig
 from rlx.data import stream
-from rlx.mesh import Grid
+from rlx.mesh import Mesh
 from rlx.models import fsdp, lora
-from rlx.models.policy import Scored
+from rlx.models.policy import PolicyOutput
 from rlx.rewards import functions, scoring
-from rlx.rollout.engine_group import Fleet
+from rlx.rollout.engine_group import EngineGroup
 from rlx.runs import ray_train
 from rlx.storage import checkpoint_files
 from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_catalog import Entry
-from rlx.storage.checkpoint_files import Trained
+from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.checkpoint_writer import Saver
-from rlx.storage.filesystem import patiently
+from rlx.storage.checkpoint_writer import CheckpointWriter
+from rlx.storage.filesystem import retry
 from rlx.tracking.tracker import Tracker
 from rlx.training import experience
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience
-from rlx.training.rollout_queue import Rounds
-from rlx.types import Completion, Judged, Prompt, Response, Sampling, Scorer
+from rlx.training.rollout_queue import RolloutQueue
+from rlx.types import Completion, Prompt, Response, Sampling, ScoredCompletion, Scorer
 
 _PATIENCE_S = 5.0  # with MLflow, at the end of a run
 
@@ -57,21 +57,21 @@ class Run:
 
     config: RunConfig
     device: torch.device
-    grid: Grid
-    trained: dict[str, Trained]  # the policy, and the critic if it is a model of its own
+    grid: Mesh
+    trained: dict[str, ModelAndOptimizer]  # the policy, and the critic if it is a model of its own
     average: dict[str, Tensor]  # of the policy's weights, by name; empty if none is kept
     rates: dict[str, list[float]]  # of each model's parameter groups, the learning rate before the schedule
     copy: Any  # the frozen reference, if it is a model of its own
-    rounds: Rounds
+    rounds: RolloutQueue
     supervised: stream.PromptStream | None  # prompts whose answers are learnt beside the reward
     held_out: list[Prompt]  # this replica's share
-    fleet: Fleet
+    fleet: EngineGroup
     sampling: Sampling
     tokenizer: Any
     scorers: dict[str, Scorer]
     held_out_scorers: dict[str, Scorer]
     tracker: Tracker
-    saver: Saver
+    saver: CheckpointWriter
     box: str  # where the driver listens
     kl: adaptive.AdaptiveKL
     scores: adaptive.RunningScores
@@ -129,7 +129,7 @@ class Run:
         """The likeliest completion of each prompt under the policy as it is; a collective call."""
         return self.fleet.finish(self.fleet.begin(prompts, [self.sampling.greedy], self.step), self.step, self.push)
 
-    def judge(self, completions: Sequence[Completion], scorers: Mapping[str, Scorer]) -> list[Judged]:
+    def judge(self, completions: Sequence[Completion], scorers: Mapping[str, Scorer]) -> list[ScoredCompletion]:
         """Each completion with its score."""
         settings = self.config.reward
         pattern = re.compile(settings.answer_pattern) if settings.answer_pattern else None
@@ -141,9 +141,9 @@ class Run:
         # Once per replica: scorers may fail, or draw lots.
         scores = self.grid.shared(scoring.score(responses, scorers, settings) if self.grid.leads else None)
         parts = [dict(zip(scores.parts, row, strict=True)) for row in zip(*scores.parts.values(), strict=True)]
-        return [Judged(*one) for one in zip(completions, scores.total, scores.right, parts, strict=True)]
+        return [ScoredCompletion(*one) for one in zip(completions, scores.total, scores.right, parts, strict=True)]
 
-    def penalized(self, judged: Sequence[Judged]) -> list[Judged]:
+    def penalized(self, judged: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
         """The same, what is taken off for the length taken off."""
         chosen, limit = self.config.algorithm, self.config.rollout.max_tokens
         lengths = torch.tensor([len(one.completion.token_ids) for one in judged])
@@ -176,7 +176,7 @@ class Run:
             return selection.rounds == 0
         return self.largest([selection.missing])[0] > 0 and selection.rounds < self.config.algorithm.filter_rounds
 
-    def experiences(self, judged: Sequence[Judged]) -> list[Experience]:
+    def experiences(self, judged: Sequence[ScoredCompletion]) -> list[Experience]:
         """Completions and their scores as tensors on this rank's device; none of none."""
         return [experience.build(judged, self.tokenizer.pad_token_id or 0).to(self.device)] if judged else []
 
@@ -190,14 +190,14 @@ class Run:
         for prompt in self.supervised.next(count):
             ids = self.tokenizer(prompt.answer, add_special_tokens=False).input_ids
             ids = tuple([*ids, self.tokenizer.eos_token_id][:limit])
-            rows.append(Judged(Completion(prompt, 0, ids, (0.0,) * len(ids), True, self.step), 0.0, True, {}))
+            rows.append(ScoredCompletion(Completion(prompt, 0, ids, (0.0,) * len(ids), True, self.step), 0.0, True, {}))
         return self.experiences(rows)[0]
 
-    def before_update(self, batch: Experience) -> Scored:
+    def before_update(self, batch: Experience) -> PolicyOutput:
         """What the old policy says of its responses, or what the engines said of each token when they drew it."""
         if self.config.algorithm.old_logprobs == "rollout":
-            return Scored(batch.rollout_logprobs, -batch.rollout_logprobs, None)  # entropy is the mean of -log p
-        scored: Scored = self.policy(*batch.inputs, self.sampling.temperature, True)
+            return PolicyOutput(batch.rollout_logprobs, -batch.rollout_logprobs, None)  # entropy is the mean of -log p
+        scored: PolicyOutput = self.policy(*batch.inputs, self.sampling.temperature, True)
         return scored
 
     def reference_logprobs(self, batch: Experience) -> Tensor | None:
@@ -300,7 +300,7 @@ class Run:
         self.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
         started = time.perf_counter()
         due = self.step > self._saved and (last or self.is_due(self.config.checkpoint.every))
-        shards = checkpoint_files.staged(self.trained, self.average) if due else {}
+        shards = checkpoint_files.copy_shards(self.trained, self.average) if due else {}
         if due and self.grid.leads:  # neighbours have the same completions
             shards |= self.rounds.state()
         if due:
@@ -351,36 +351,36 @@ class Run:
 
     def restore(self) -> None:
         """Continues from the run's newest checkpoint that is whole; if there is none, begins where the config says."""
-        if found := self.saver.newest(partial(ray_train.say, self.box)):
+        if found := self.saver.newest(partial(ray_train.notify, self.box)):
             self._take(found)
         elif self.config.checkpoint.start_from:
             self._start_from(self.saver.sound(open_storage(self.config.checkpoint.start_from, create=False)))
 
-    def _start_from(self, found: Entry) -> None:
+    def _start_from(self, found: CheckpointEntry) -> None:
         if self.config.checkpoint.start_with == "state":
             self._take(found)
             return
-        patiently(partial(checkpoint_files.load_weights, found.files, self.trained), f"reading {found.place.path}")
-        self.average = average(self.config, self.policy)
+        retry(partial(checkpoint_files.load_weights, found.files, self.trained), f"reading {found.place.path}")
+        self.average = initial_ema(self.config, self.policy)
 
-    def _take(self, found: Entry) -> None:
+    def _take(self, found: CheckpointEntry) -> None:
         assert found.manifest
         manifest = found.manifest
         load = partial(checkpoint_files.load, found.files, self.trained, self.average)
-        patiently(load, f"reading {found.place.path}")
+        retry(load, f"reading {found.place.path}")
         self.step = self._saved = manifest.step
         self.tokens, self.metrics, self.evaluation = manifest.tokens, manifest.metrics, dict(manifest.evaluation)
         self.kl.load_state_dict(manifest.kl)
         self.scores.load_state_dict(manifest.scores)
         self.rounds.prompts.seek(manifest.cursor)
-        patiently(partial(self._take_rounds, found, manifest.replicas), f"reading {found.place.path}")
+        retry(partial(self._take_rounds, found, manifest.replicas), f"reading {found.place.path}")
 
-    def _take_rounds(self, found: Entry, replicas: int) -> None:
-        with checkpoint_files.Parts(found.files) as parts:
+    def _take_rounds(self, found: CheckpointEntry, replicas: int) -> None:
+        with checkpoint_files.CheckpointReader(found.files) as parts:
             self.rounds.restore(parts, self.step, replicas)
 
 
-def average(config: RunConfig, policy: Any) -> dict[str, Tensor]:
+def initial_ema(config: RunConfig, policy: Any) -> dict[str, Tensor]:
     """The average of the policy's trained weights at the start, by name; empty if the config asks for none."""
     if config.train.ema_decay is None:
         return {}

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rlx.algorithms import adaptive, losses
 from rlx.models import fsdp
-from rlx.models.policy import Scored
+from rlx.models.policy import PolicyOutput
 from rlx.training import experience
-from rlx.training.experience import Experience, balanced
+from rlx.training.experience import Experience, balance_over_replicas
 from rlx.training.trainer import Run, Sums
 
 
@@ -32,7 +32,7 @@ def update(run: Run, batch: Experience, late: bool = False) -> tuple[Experience,
 
     Raises: see `check_norms`.
     """
-    batch = balanced(batch, run.config.train.minibatches, run.grid)
+    batch = balance_over_replicas(batch, run.config.train.minibatches, run.grid)
     batches = experience.minibatches(batch, run.config.train.minibatches)
     cut, sizes = run.cut(batches), denominators(run, batches)
     sums: Sums = {"positions": sum(micro.ids.numel() for micros in cut for micro in micros)}
@@ -41,9 +41,9 @@ def update(run: Run, batch: Experience, late: bool = False) -> tuple[Experience,
         if number == 0:  # nothing has changed yet
             sums |= {f"first/{name}": done[name] for name in ("policy/approx_kl", "updated") if name in done}
             if late:
-                fill_in(batch, micros)
+                fill_first_pass(batch, micros)
         _add(sums, done)
-        if number > 0 and too_far(run, done, size):
+        if number > 0 and exceeds_target_kl(run, done, size):
             discard_gradients(run)
             break
         _add(sums, optimizer_step(run, number))
@@ -51,7 +51,7 @@ def update(run: Run, batch: Experience, late: bool = False) -> tuple[Experience,
     return batch, sums
 
 
-def fill_in(batch: Experience, micros: Sequence[Experience]) -> None:
+def fill_first_pass(batch: Experience, micros: Sequence[Experience]) -> None:
     """Gives a batch what a first pass over some of its completions has said of them."""
     for micro in micros:
         place = micro.place, slice(micro.mask.shape[1])
@@ -59,7 +59,7 @@ def fill_in(batch: Experience, micros: Sequence[Experience]) -> None:
         batch.entropy[place] = micro.entropy
 
 
-def too_far(run: Run, done: Sums, size: Size) -> bool:
+def exceeds_target_kl(run: Run, done: Sums, size: LossDenominators) -> bool:
     """Whether the policy has moved further from the old one than algorithm.stop_kl allows, over all ranks."""
     limit = run.config.algorithm.stop_kl
     if limit is None or "policy" not in run.learning:
@@ -68,23 +68,23 @@ def too_far(run: Run, done: Sums, size: Size) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class LossDenominators:
     """What the losses of an optimizer step are divided by: its size over all ranks."""
 
     tokens: float
     policy: float  # tokens or responses, as algorithm.aggregation has it
 
 
-def denominators(run: Run, batches: Sequence[Experience]) -> list[Size]:
+def denominators(run: Run, batches: Sequence[Experience]) -> list[LossDenominators]:
     """The size of each mini-batch."""
     sums: Sums = {}
     for i, part in enumerate(batches):
         sums |= {f"tokens/{i}": part.mask.sum(), f"policy/{i}": _token_weights(run, part)[1]}
     total = run.summed(sums)
-    return [Size(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(batches))]
+    return [LossDenominators(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(batches))]
 
 
-def accumulate(run: Run, micros: Sequence[Experience], size: Size, number: int, late: bool) -> Sums:
+def accumulate(run: Run, micros: Sequence[Experience], size: LossDenominators, number: int, late: bool) -> Sums:
     """Gradients of the step's optimizer step `number`: of its micro-batches, and of the supervised rows beside them;
     with `late` this pass gives the micro-batches their old logprobs, and minus these for an entropy that is not asked
     for: an exact one takes as long as the loss does."""
@@ -98,7 +98,7 @@ def accumulate(run: Run, micros: Sequence[Experience], size: Size, number: int, 
     return sums
 
 
-def backward(run: Run, micro: Experience, size: Size, late: bool) -> Sums:
+def backward(run: Run, micro: Experience, size: LossDenominators, late: bool) -> Sums:
     """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks; for `late` see
     `accumulate`."""
     settings, mask = run.config.algorithm, micro.mask
@@ -124,7 +124,7 @@ def backward(run: Run, micro: Experience, size: Size, late: bool) -> Sums:
     return stats
 
 
-def policy_losses(run: Run, scored: Scored, micro: Experience, size: float) -> tuple[Tensor, Sums]:
+def policy_losses(run: Run, scored: PolicyOutput, micro: Experience, size: float) -> tuple[Tensor, Sums]:
     """The policy's loss with entropy bonus and KL, where they are part of it; and its statistics."""
     settings, mask = run.config.algorithm, micro.mask
     weights, _ = _token_weights(run, micro)
@@ -173,7 +173,7 @@ def optimizer_step(run: Run, number: int) -> Sums:
     for name in run.learning:
         optimizer = run.trained[name].optimizer
         for group, lr in zip(optimizer.param_groups, run.rates[name], strict=True):
-            group["lr"] = lr * lr_scale(run, name, number)
+            group["lr"] = lr * scheduled_lr_scale(run, name, number)
         optimizer.step()
         optimizer.zero_grad()
     run.update_average()
@@ -194,7 +194,7 @@ def check_norms(run: Run, sums: Sums) -> None:
             )
 
 
-def lr_scale(run: Run, name: str, number: int) -> float:
+def scheduled_lr_scale(run: Run, name: str, number: int) -> float:
     """The schedule's factor at the step's optimizer step `number`. The policy's begins after the critic's warm-up."""
     train = run.config.train
     late, per_step = train.critic_warmup if name == "policy" else 0, train.epochs * train.minibatches

@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from rlx.analysis import page
-from rlx.analysis.page import Section
+from rlx.analysis.page import PageSection
 
 
 def answers(**texts: str) -> pd.DataFrame:
@@ -34,14 +34,14 @@ def test_empty_columns_are_left_out() -> None:
 def test_texts_are_escaped_wherever_they_stand() -> None:
     evil = "<script>alert(1)</script>"
     figure = go.Figure(go.Scatter(x=[1], y=[1], name=evil))
-    section = Section(evil, evil, figure, pd.DataFrame({evil: [evil]}), evil)
+    section = PageSection(evil, evil, figure, pd.DataFrame({evil: [evil]}), evil)
     html = page._html(evil, evil, {evil: evil}, [section])
     assert evil not in html
     assert html.count("&lt;script&gt;alert(1)") == 10
 
 
 def test_a_table_has_its_cells_as_a_person_reads_them() -> None:
-    html = page._html("t", "l", {}, [Section("s", table=pd.DataFrame({"n": [0.5, None], "t": ["a", None]}))])
+    html = page._html("t", "l", {}, [PageSection("s", table=pd.DataFrame({"n": [0.5, None], "t": ["a", None]}))])
     assert '<th class="number">n</th><th class="text">t</th>' in html
     assert '<td class="number">0.5</td><td class="text">a</td>' in html
     assert '<td class="number">-</td><td class="text">-</td>' in html

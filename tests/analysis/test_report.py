@@ -85,7 +85,9 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, n
     assert {Path(file.path).name for file in stored} == ALWAYS | recipe
     assert len(pd.read_csv(tmp_path / "trials.csv")) == len(loaded.trials)
     own, found = mlflow.client(uri).get_run(loaded.run_id).data, report.compared(loaded)["settings"]
-    assert own.tags["mlflow.note.content"] == f"{statistics.answer(found)} analysis/analysis.html has the rest."
+    assert (
+        own.tags["mlflow.note.content"] == f"{statistics.summary_sentence(found)} analysis/analysis.html has the rest."
+    )
     assert own.metrics == ({"eval/accuracy": found[0].mean} if recipe else {})
     height, width, _ = matplotlib.image.imread(tmp_path / "settings.png").shape
     assert (height, width) >= (700, 1500)

@@ -11,7 +11,7 @@ from sweep_cases import sweep, trial
 
 from rlx.analysis import static_figure, statistics, tables
 from rlx.analysis.loading import METRIC, Setting
-from rlx.analysis.statistics import answer, apart, difference, groups, mean_interval
+from rlx.analysis.statistics import difference, difference_sentence, groups, mean_interval, summary_sentence
 from rlx.analysis.tables import rank
 from rlx.config.errors import ConfigError
 
@@ -134,26 +134,29 @@ def test_the_difference_is_that_of_welch() -> None:
     interval = stats.ttest_ind(other, one, equal_var=False).confidence_interval(0.95)
     assert gap == pytest.approx(0.6125 - 0.8 / 3)
     assert (gap - half, gap + half) == pytest.approx((interval.low, interval.high), abs=1e-9)
-    assert apart(better, worse) == f"The means differ by 0.35 ± {half:.2g} (95 %, Welch): which may be chance."
+    assert (
+        difference_sentence(better, worse)
+        == f"The means differ by 0.35 ± {half:.2g} (95 %, Welch): which may be chance."
+    )
 
 
 def test_equal_runs_have_no_spread_and_one_run_no_interval() -> None:
     both = sweep(*(trial(i, setting(i // 2, i), {9: float(i // 2)}) for i in range(5)))
     two, one, zero = groups(both)
     assert difference(one, zero) == (1.0, 0.0)
-    assert apart(one, zero).endswith("more than chance.")
+    assert difference_sentence(one, zero).endswith("more than chance.")
     assert math.isnan(difference(two, one)[1])
-    assert apart(two, one) == "The means differ by 1; there is no interval without two runs of each."
+    assert difference_sentence(two, one) == "The means differ by 1; there is no interval without two runs of each."
 
 
 def test_runs_that_agree_by_luck_are_no_certainty() -> None:
     runs = [trial(i, setting(1 + i // 3, i), {0: 0.5, 9: 0.87 - 0.02 * (i // 3)}) for i in range(6)]
     certain, doubtful = groups(sweep(*runs)), groups(sweep(*runs, questions=512))
-    assert answer(certain).endswith("do not overlap.")
-    assert answer(doubtful).endswith("the intervals overlap.")
-    assert apart(*certain).endswith("more than chance.")
+    assert summary_sentence(certain).endswith("do not overlap.")
+    assert summary_sentence(doubtful).endswith("the intervals overlap.")
+    assert difference_sentence(*certain).endswith("more than chance.")
     assert difference(*doubtful)[1] == pytest.approx(math.hypot(doubtful[0].half, doubtful[1].half))
-    assert apart(*doubtful).endswith("which may be chance.")
+    assert difference_sentence(*doubtful).endswith("which may be chance.")
     curve = statistics.mean_curve(doubtful[0], METRIC)
     assert curve["high"].iloc[-1] - curve["mean"].iloc[-1] == pytest.approx(doubtful[0].half)
 
@@ -161,7 +164,9 @@ def test_runs_that_agree_by_luck_are_no_certainty() -> None:
 def test_the_answer_says_whether_intervals_overlap() -> None:
     def told(*values: tuple[float, ...]) -> str:
         runs = [(lr, seed, value) for lr, each in enumerate(values) for seed, value in enumerate(each)]
-        return answer(groups(sweep(*(trial(0, {LR: lr, "seed": seed}, {9: value}) for lr, seed, value in runs))))
+        return summary_sentence(
+            groups(sweep(*(trial(0, {LR: lr, "seed": seed}, {9: value}) for lr, seed, value in runs)))
+        )
 
     assert told((0.7, 0.71, 0.72), (0.5, 0.51, 0.52)) == (
         "actor_lr 0 wins with eval/accuracy 0.71 ± 0.025 over 3 runs; the next is 0.51 ± 0.025 over 3 runs "
@@ -173,7 +178,7 @@ def test_the_answer_says_whether_intervals_overlap() -> None:
 
 
 def test_without_a_result_there_is_no_winner() -> None:
-    assert answer(groups(sweep(trial(0, {LR: 1.0}, {5: 0.5}, status="RUNNING")))) == (
+    assert summary_sentence(groups(sweep(trial(0, {LR: 1.0}, {5: 0.5}, status="RUNNING")))) == (
         "No trial has ended with eval/accuracy yet."
     )
 

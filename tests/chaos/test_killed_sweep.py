@@ -15,7 +15,7 @@ from run_cases import comparable
 
 from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage
-from rlx.sweeps.records import Records
+from rlx.sweeps.records import TrialRecords
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 KILLS = int(os.environ.get("RLX_KILLS", "10"))
@@ -39,7 +39,7 @@ def outcome(storage: Path, name: str) -> dict[str, Any]:
         trial: mlflow_history(storage, mlflow_run(folder / "runs" / trial)) for trial in (folder / "runs").names()
     }
     logged = {trial: comparable(history, range(STEPS + 1)) for trial, history in histories.items()}
-    return {"records": Records(folder).all(), "logged": logged}
+    return {"records": TrialRecords(folder).all(), "logged": logged}
 
 
 def killed_within(run: Script, seconds: float) -> bool:

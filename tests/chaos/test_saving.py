@@ -19,9 +19,9 @@ from conftest import Where
 
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_files import Parts, Shard
+from rlx.storage.checkpoint_files import CheckpointReader, Shard
 from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.checkpoint_writer import Retention, Saver
+from rlx.storage.checkpoint_writer import CheckpointWriter, Retention
 from rlx.storage.filesystem import Storage
 
 RANKS, KEPT = 2, 2
@@ -43,7 +43,7 @@ def save_forever(rank: int, where: Where, scratch: str, reports: str) -> None:
     os.environ.update(where[1])
     tempfile.tempdir = scratch  # what is left of an upload is to be found
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=RANKS)
-    saver = Saver(open_storage(where[0]), Retention(KEPT, "reward"))
+    saver = CheckpointWriter(open_storage(where[0]), Retention(KEPT, "reward"))
     damaged: list[str] = []
     newest = saver.newest(damaged.append)
     assert damaged == []
@@ -117,7 +117,7 @@ def checked(folder: Storage) -> int:
     assert newest.manifest
     checkpoint_catalog.verify(newest, newest.manifest.files)
     assert newest.manifest.tokens == newest.step
-    with Parts([newest.place / name for name in newest.manifest.files]) as parts:
+    with CheckpointReader([newest.place / name for name in newest.manifest.files]) as parts:
         assert sorted(parts.names) == sorted(SIZES)
         for name, size in SIZES.items():
             assert parts.whole(name).equal(torch.full((RANKS, size), float(newest.step)))

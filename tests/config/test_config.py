@@ -466,7 +466,7 @@ def test_a_model_must_be_divisible_by_the_gpus_that_it_is_split_over(tmp_path: P
     (tmp_path / "config.json").write_text('{"num_attention_heads": 14}')
     split = {"rollout.tensor_parallel": 4, "rollout.resources_per_engine.GPU": 4}
     with pytest.raises(ConfigError, match=r"rollout.tensor_parallel 4 does not divide the 14 attention heads"):
-        preflight.check(from_tree(with_overrides({}, split)), str(tmp_path))
+        preflight.check_model(from_tree(with_overrides({}, split)), str(tmp_path))
 
 
 def test_generation_ahead_is_corrected_for_unless_told_otherwise() -> None:
@@ -484,11 +484,11 @@ def test_a_prompt_file_is_missed_before_a_model_is_made(setting: str, tmp_path: 
     given = {"storage": str(tmp_path / "storage"), "data.source": str(tmp_path / "there.jsonl"), "data.params": {}}
     given |= {setting: str(tmp_path / "p.jsonl")} | ({"algorithm.ptx_coef": 0.1} if "ptx" in setting else {})
     with pytest.raises(ConfigError, match=rf"^{setting} .*p\.jsonl: no such file$"):
-        preflight.ready(from_tree(with_overrides({}, given)))
+        preflight.prepare(from_tree(with_overrides({}, given)))
     assert not (tmp_path / "storage").exists()
 
 
 def test_a_trial_on_another_machine_needs_no_prompt_file(tiny_model: Path, tmp_path: Path) -> None:
     given = {"storage": str(tmp_path), "data.source": str(tmp_path / "p.jsonl"), "data.params": {}}
     config = from_tree(with_overrides({}, given | {"model.path": str(tiny_model)}))
-    assert preflight.ready(config, tables={"train": None}) == str(tiny_model)
+    assert preflight.prepare(config, tables={"train": None}) == str(tiny_model)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlx.config import loading
-from rlx.mesh import Grid
+from rlx.mesh import Mesh
 from rlx.models import fsdp
 from rlx.training import setup
 
@@ -58,7 +58,7 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
             "scaling": {"num_workers": ranks},
         }
     )
-    grid = Grid.of("cuda", tp)
+    grid = Mesh.of("cuda", tp)
     trained, _ = setup.models(settings, path, grid.mesh)
     policy: Any = trained["policy"].model
     generator = torch.Generator().manual_seed(0)
@@ -71,11 +71,11 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
         (scored.values.square().mean() - scored.logprobs.mean()).backward()
         if number == 0:
             found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach()}
-            found |= {f"gradient {name}": fsdp.gathered(p.grad).clone() for name, p in policy.named_parameters()}
+            found |= {f"gradient {name}": fsdp.full_tensor(p.grad).clone() for name, p in policy.named_parameters()}
         found[f"norm {number}"] = fsdp.clip_gradients(policy, 1.0)
         trained["policy"].optimizer.step()
         trained["policy"].optimizer.zero_grad()
-    found |= {f"weight {name}": fsdp.gathered(p.detach()).clone() for name, p in policy.named_parameters()}
+    found |= {f"weight {name}": fsdp.full_tensor(p.detach()).clone() for name, p in policy.named_parameters()}
     torch.save({name: tensor.cpu() for name, tensor in found.items()}, Path(results, f"{ranks}-{tp}-{rank}"))
     dist.destroy_process_group()
 

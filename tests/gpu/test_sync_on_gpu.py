@@ -26,16 +26,16 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlx.config import loading
-from rlx.mesh import Grid
+from rlx.mesh import Mesh
 from rlx.models import fsdp, lora
 from rlx.rollout import engine_args, engine_pool
-from rlx.rollout.engine_group import Fleet
-from rlx.rollout.engine_pool import Rollouts
+from rlx.rollout.engine_group import EngineGroup
+from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync import push
-from rlx.rollout.weight_sync.sender import Direct
+from rlx.rollout.weight_sync.sender import WeightSender
 from rlx.runs import launch
 from rlx.training import experience, setup
-from rlx.types import Completion, Judged, Prompt, Sampling
+from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
 
 pytestmark = pytest.mark.gpu
 CLOSE, FAR = 0.02, 0.05  # mean |difference of log-probabilities|, bfloat16
@@ -91,10 +91,10 @@ class Trainer:
                 "scaling": {"num_workers": ranks},
             }
         )
-        self.grid = Grid.of("cuda", tp)
+        self.grid = Mesh.of("cuda", tp)
         self.policy: Any = setup.models(settings, path, self.grid.mesh)[0]["policy"].model
-        self.ways = Direct(rank, ranks, self.device, engines)
-        self.fleet = Fleet(Rollouts(engines, 0), self.grid, torch.bfloat16, 0, lambda _: None, self.ways)
+        self.ways = WeightSender(rank, ranks, self.device, engines)
+        self.fleet = EngineGroup(EnginePool(engines, 0), self.grid, torch.bfloat16, 0, lambda _: None, self.ways)
         self.version = 0
         self.is_smaller = False
 
@@ -138,14 +138,14 @@ class Trainer:
 
     def gap(self, index: int) -> float:
         """Mean difference between an engine's log-probabilities and the policy's; all ranks call it."""
-        rollouts = Rollouts([self.fleet.rollouts.engines[index]], 0)
+        rollouts = EnginePool([self.fleet.rollouts.engines[index]], 0)
         # Neighbours score the same: what is drawn twice at once may differ in the last bits, and so in tokens.
         drawn = drawn_by(rollouts, PROMPTS, SAMPLING, 1, self.version) if self.grid.leads else None
         return float(self.gaps(self.grid.shared(drawn)).mean())
 
     def gaps_around_push(self) -> tuple[float, float]:
         """The same of the first and the last eight tokens of completions that were half drawn when new weights came."""
-        rollouts, long = Rollouts(self.fleet.rollouts.engines, 0), replace(SAMPLING, max_tokens=LONG)
+        rollouts, long = EnginePool(self.fleet.rollouts.engines, 0), replace(SAMPLING, max_tokens=LONG)
         drawn_by(rollouts, PROMPTS, long, 1, self.version)  # whatever takes longer at first
         started = time.monotonic()
         drawn_by(rollouts, PROMPTS, long, 1, self.version)
@@ -162,7 +162,7 @@ class Trainer:
     @torch.no_grad()
     def gaps(self, completions: list[Completion]) -> Tensor:
         """Of each token, `[B, T]`: all completions are as long as may be."""
-        drawn = [Judged(completion, 0.0, False, {}) for completion in completions]
+        drawn = [ScoredCompletion(completion, 0.0, False, {}) for completion in completions]
         batch = experience.build(drawn, 0).to(self.device)
         assert batch.mask.all()
         scored = self.policy(*batch.inputs, 1.0)

@@ -25,15 +25,15 @@ from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config import loading
 from rlx.config.errors import ConfigError
 from rlx.data import prompts, stream
-from rlx.mesh import Grid
+from rlx.mesh import Mesh
 from rlx.models import fsdp, logprobs, lora, policy
 from rlx.models.loading import checkpoint_gradients, compile_layers, load_critic, load_policy, load_reference
 from rlx.models.policy import Policy
 from rlx.rollout.weight_sync import gather
-from rlx.storage.checkpoint_files import Trained
+from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import experience, loop, metrics, setup, trainer, update
 from rlx.training.experience import Experience
-from rlx.types import Completion, Judged, Prompt, Sampling
+from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
 
 PAD = 0
 PROMPTS = (3, 9, 5, 6)  # tokens each
@@ -157,7 +157,7 @@ def test_merged_weights_are_those_of_the_policy_with_adapters(folder: str, tmp_p
     plain = load_policy(folder, head=None)
     weights = lora.engine_weights(policy)
     names = [weight.name for weight in weights]
-    plain.lm.load_state_dict(dict(zip(names, gather.gathered(weights, torch.float32), strict=True)), strict=False)
+    plain.lm.load_state_dict(dict(zip(names, gather.gather_full(weights, torch.float32), strict=True)), strict=False)
     merged = plain(*padded(), 1.0).logprobs
     torch.testing.assert_close(merged, policy(*padded(), 1.0).logprobs, atol=1e-5, rtol=0)
     assert [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()] == names
@@ -318,9 +318,9 @@ def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str 
         "algorithm": {"kl_coef": 0.1},
     }
     settings = loading.from_tree(loading.with_overrides(tree, way))
-    grid = Grid.of(device, settings.parallel.tp)
+    grid = Mesh.of(device, settings.parallel.tp)
     trained, reference = setup.models(settings, path, grid.mesh)
-    trained = {name: Trained(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
+    trained = {name: ModelAndOptimizer(t.model, torch.optim.SGD(t.model.parameters())) for name, t in trained.items()}
     nothing: Any = None
     return trainer.Run(
         config=settings,
@@ -328,7 +328,7 @@ def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str 
         grid=grid,
         trained=trained,
         rates={name: [0.1] for name in trained},
-        average=trainer.average(settings, trained["policy"].model),
+        average=trainer.initial_ema(settings, trained["policy"].model),
         copy=reference,
         rounds=nothing,
         supervised=stream.PromptStream(ANSWERS, 0, grid.dp_rank, grid.dp_size) if settings.data.ptx_source else None,
@@ -354,14 +354,14 @@ def updated(
     replicas = run.grid.dp_size
     run.rates = {name: [0.03] for name in run.rates}  # with larger steps, rounding in the first shows in the second
     own = [c for c in completions() if c.prompt.id % replicas == run.grid.dp_rank]
-    judged = [Judged(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy=0.5) for c in own]
+    judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy=0.5) for c in own]
     start = experience.build(judged, PAD).to(run.device)
     for _ in range(2):  # in the second round the policy is no longer the reference
         wave = torch.sin(start.groups[:, None] + torch.arange(start.mask.shape[1], device=device))
-        said = loop.annotate(run, start).logprobs
+        said = loop.compute_logprobs(run, start).logprobs
         batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
-        batch = loop.annotate(run, batch, run.scores_late)
-        batch, kl = loop.estimate(run, batch)
+        batch = loop.compute_logprobs(run, batch, run.scores_late)
+        batch, kl = loop.compute_advantages(run, batch)
         batch, sums = update.update(run, batch, run.scores_late)
         sums = run.summed(sums | {"kl": kl, "entropy": (batch.entropy * batch.mask).sum()})
     state = {f"{n}.{k}": p for n, t in run.trained.items() for k, p in t.model.named_parameters()}
@@ -382,12 +382,12 @@ def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience
     """What the policy says of completions; what annotate adds if engines said something else; a step on that."""
     ways = ({}, {"algorithm.old_logprobs": "rollout", **ALONE})
     runs = [run_of(path, way | {"train.minibatches": 1}, 60) for way in ways]
-    start = experience.build([Judged(c, float(c.sample), True, {}) for c in completions()], PAD)
-    own = loop.annotate(runs[0], start)
+    start = experience.build([ScoredCompletion(c, float(c.sample), True, {}) for c in completions()], PAD)
+    own = loop.compute_logprobs(runs[0], start)
     runs[1].policy.forward = refuse
-    theirs = loop.annotate(runs[1], replace(start, rollout_logprobs=own.logprobs - 0.1 * own.mask))
+    theirs = loop.compute_logprobs(runs[1], replace(start, rollout_logprobs=own.logprobs - 0.1 * own.mask))
     del runs[1].policy.forward
-    return own, theirs, runs[1].summed(update.update(runs[1], loop.estimate(runs[1], theirs)[0])[1])
+    return own, theirs, runs[1].summed(update.update(runs[1], loop.compute_advantages(runs[1], theirs)[0])[1])
 
 
 def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model: Path) -> None:
@@ -404,19 +404,19 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     run = run_of(path, way, 60)
     assert run.scores_late
     own = [c for c in completions() if c.prompt.id % ranks == rank]
-    judged = [Judged(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
+    judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
     start = experience.build(judged, PAD)
-    said = loop.annotate(run, start).logprobs
+    said = loop.compute_logprobs(run, start).logprobs
     start = replace(start, rollout_logprobs=said - 0.3 * torch.sin(torch.arange(said.shape[1])) * start.mask)
     forward = run.policy.forward
     if late and run.config.train.minibatches == 1:
         run.policy.forward = refuse
-    batch = loop.annotate(run, start, late)
+    batch = loop.compute_logprobs(run, start, late)
     run.policy.forward = forward
     first, *others = experience.minibatches(batch, run.config.train.minibatches)
     assert bool(first.logprobs.any()) != late
     assert all(other.logprobs.any() for other in others)
-    batch, _ = loop.estimate(run, batch)
+    batch, _ = loop.compute_advantages(run, batch)
     batch, own_sums = update.update(run, batch, late)
     sums: dict[str, Any] = run.summed(own_sums)
     selection = run.selection()
@@ -507,8 +507,8 @@ def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[s
     for run in (run_of(path, {"train.minibatches": 1}, 60) for _ in range(2)):
         run.scattered = frozenset({"policy", "critic"} if found else ())
         own = [c for c in completions() if c.prompt.id % ranks == rank]
-        start = experience.build([Judged(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
-        batch, _ = loop.estimate(run, loop.annotate(run, start))
+        start = experience.build([ScoredCompletion(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
+        batch, _ = loop.compute_advantages(run, loop.compute_logprobs(run, start))
         (micros,), (size,) = run.cut([batch]), update.denominators(run, [batch])
         assert len(micros) > 1
         run.reduce_gradients(False)
@@ -529,7 +529,7 @@ def test_gradients_that_a_rank_never_has_in_full_are_the_same(on_ranks: OnRanks,
 
 
 def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = (Trained(torch.nn.Linear(10, size, bias=False), None) for size in (10, 11))
+    small, large = (ModelAndOptimizer(torch.nn.Linear(10, size, bias=False), None) for size in (10, 11))
     monkeypatch.setattr(logprobs, "kept_on_gpu", lambda share: int(share * 200))
     alone = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}
     two = alone | {"num_workers": 2}
@@ -558,8 +558,8 @@ def compiled(rank: int, ranks: int, path: str, adapters: lora.Adapters | None) -
         policy = load_policy(path, head=None, adapters=adapters)
         checkpoint_gradients(policy)
         prepare(policy)
-        policy.scores = logprobs.logit_scores  # only the layers are compiled: graphs are theirs
-        fsdp.shard(policy, Grid.of("cpu", 1).mesh, torch.float32)
+        policy.scores = logprobs.score_logits  # only the layers are compiled: graphs are theirs
+        fsdp.shard(policy, Mesh.of("cpu", 1).mesh, torch.float32)
         scored = policy(*padded(), 1.0).logprobs
         scored.sum().backward()
         gradients = {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
@@ -643,8 +643,10 @@ def spoilt(rank: int, ranks: int, path: str) -> list[str]:
     stopping = {"algorithm.stop_kl": 1.0, "train.epochs": 3}
     for way, column in (({}, "advantages"), (stopping, "advantages"), ({}, "returns")):
         run = run_of(path, way, 60)
-        batch = loop.annotate(run, experience.build([Judged(c, 1.0, True, {}) for c in completions()], PAD))
-        batch = loop.estimate(run, batch)[0]
+        batch = loop.compute_logprobs(
+            run, experience.build([ScoredCompletion(c, 1.0, True, {}) for c in completions()], PAD)
+        )
+        batch = loop.compute_advantages(run, batch)[0]
         try:
             update.update(run, replace(batch, **{column: math.nan * getattr(batch, column)}))
         except FloatingPointError as error:
@@ -668,10 +670,10 @@ def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
         prompts = [Prompt(i, (7, 8), "question", "answer") for i in range(2)]
         rows = [Completion(prompts[i // 2], i % 2, (9, 10), (-1.0, -1.0), True, 0) for i in range(4)]
         scores = (1.0, 0.0, 2.0, 2.0)
-        judged = [Judged(row, score, True, {}, greedy=0.5) for row, score in zip(rows, scores, strict=True)]
+        judged = [ScoredCompletion(row, score, True, {}, greedy=0.5) for row, score in zip(rows, scores, strict=True)]
         kl = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [2.0, 3.0]])  # kl_coef is 0.1
         batch = replace(experience.build(judged, PAD), logprobs=kl, ref_logprobs=torch.zeros(4, 2))
-        found[kind] = loop.estimate(run, batch)[0].advantages
+        found[kind] = loop.compute_advantages(run, batch)[0].advantages
     return found
 
 

@@ -22,12 +22,12 @@ from transformers import (
 
 from rlx.config import loading, run
 from rlx.config.errors import ConfigError
-from rlx.mesh import Grid
+from rlx.mesh import Mesh
 from rlx.models import fsdp, tensor_parallel
 from rlx.models.loading import load_policy
 from rlx.runs import preflight
 from rlx.storage import checkpoint_catalog, checkpoint_files
-from rlx.storage.checkpoint_files import Trained
+from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import setup
 
 UNCUT = [way for way in WAYS if "model.lora_rank" not in way]
@@ -62,9 +62,9 @@ def learnt(policy: Any, weights: Tensor) -> dict[str, Any]:
     scored = policy(*padded(), 0.7, True)
     loss = ((scored.logprobs + 0.1 * scored.entropy + scored.values) * weights).sum()
     loss.backward()
-    gradients = {name: fsdp.gathered(p.grad).clone() for name, p in policy.named_parameters()}
+    gradients = {name: fsdp.full_tensor(p.grad).clone() for name, p in policy.named_parameters()}
     norm = fsdp.clip_gradients(policy, 0.5)
-    clipped = {name: fsdp.gathered(p.grad).clone() for name, p in policy.named_parameters()}
+    clipped = {name: fsdp.full_tensor(p.grad).clone() for name, p in policy.named_parameters()}
     found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach(), "gradients": gradients}
     return found | {"loss": loss.detach(), "norm": norm, "clipped": clipped}
 
@@ -76,7 +76,7 @@ def weights_of_tokens() -> Tensor:
 def learnt_on_ranks(rank: int, ranks: int, path: str, tp: int) -> dict[str, Any]:
     """The same, and the shape of one matrix as this process holds it in a forward pass."""
     chosen = settings_of(ranks, tp, model={"critic": "head", "value_head_init": "normal"})
-    trained, _ = setup.models(chosen, path, Grid.of("cpu", tp).mesh)
+    trained, _ = setup.models(chosen, path, Mesh.of("cpu", tp).mesh)
     policy: Any = trained["policy"].model
     shapes: list[tuple[int, ...]] = []
     projection = policy.lm.base_model.layers[0].mlp.up_proj
@@ -132,7 +132,7 @@ def test_an_update_does_not_depend_on_how_layers_are_cut(
 
 
 def told(rank: int, ranks: int) -> tuple[list[Any], list[float]]:
-    grid = Grid.of("cpu", 2)
+    grid = Mesh.of("cpu", 2)
     drawn = [f"replica {grid.dp_rank} of {grid.dp_size}"] if grid.leads else None
     return grid.shared(drawn), grid.add(torch.tensor([1.0, float(rank)])).tolist()
 
@@ -146,15 +146,15 @@ def test_neighbours_hear_from_their_first_and_count_once(on_ranks: OnRanks) -> N
 # --- checkpoints
 
 
-def trained_of(path: str, ranks: int, tp: int) -> dict[str, Trained]:
-    return setup.models(settings_of(ranks, tp), path, Grid.of("cpu", tp).mesh)[0]
+def trained_of(path: str, ranks: int, tp: int) -> dict[str, ModelAndOptimizer]:
+    return setup.models(settings_of(ranks, tp), path, Mesh.of("cpu", tp).mesh)[0]
 
 
 def save(rank: int, ranks: int, path: str, tp: int, target: str) -> dict[str, Any]:
     trained = trained_of(path, ranks, tp)
     step(trained)
     average = averaged(trained, 0.5)
-    write(checkpoint_files.staged(trained, average), target, rank)
+    write(checkpoint_files.copy_shards(trained, average), target, rank)
     return whole(trained, average)
 
 
@@ -196,10 +196,10 @@ def test_a_model_that_cannot_be_cut_is_refused(chosen: PreTrainedConfig, tp: int
 
 
 def test_it_is_refused_before_work_starts(tiny_model: Path, tmp_path: Path) -> None:
-    preflight.check(small(tiny_model, tmp_path, "cut", parallel__tp=2), str(tiny_model))
+    preflight.check_model(small(tiny_model, tmp_path, "cut", parallel__tp=2), str(tiny_model))
     with pytest.raises(ConfigError, match=rf"model {tiny_model} has num_attention_heads 4, no multiple of 8"):
         three = {"scaling__num_workers": 8, "train__prompts_per_step": 8, "parallel__tp": 8}
-        preflight.check(small(tiny_model, tmp_path, "cut", **three), str(tiny_model))
+        preflight.check_model(small(tiny_model, tmp_path, "cut", **three), str(tiny_model))
 
 
 # --- whole runs

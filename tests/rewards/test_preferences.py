@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlx.config.errors import ConfigError
 from rlx.rewards import preferences
-from rlx.rewards.preferences import Pair, Recipe, bradley_terry_loss, generated_pairs, hold_out, read_pairs
+from rlx.rewards.preferences import Pair, Recipe, bradley_terry_loss, generated_pairs, hold_out_pairs, read_pairs
 from rlx.rewards.reward_model import RewardModel, load_classifier
 
 PAIRS = [Pair(prompt=f"{i} + {i * 7 % 10} =", chosen=f"{i}", rejected=f"-{i}") for i in range(96)]
@@ -94,11 +94,11 @@ def test_generated_pairs_hold_the_answer_and_a_number_near_it() -> None:
 
 def test_a_prompt_is_never_on_both_sides() -> None:
     again = [*PAIRS, Pair(prompt=PAIRS[0].prompt, chosen="a", rejected="b")]
-    training, held_out = hold_out(again, 10)
+    training, held_out = hold_out_pairs(again, 10)
     assert held_out == again[-10:]
     assert training == PAIRS[1:-9]
     with pytest.raises(ConfigError, match="96 pairs are too few to hold 96 out"):
-        hold_out(PAIRS, 96)
+        hold_out_pairs(PAIRS, 96)
 
 
 # --- training
@@ -115,7 +115,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train
 
 def train(base: Path, folder: Path, recipe: Recipe, pairs: Sequence[Pair] = PAIRS) -> Trained:
     reports: list[dict[str, float]] = []
-    training, held_out = hold_out(pairs, 30)
+    training, held_out = hold_out_pairs(pairs, 30)
     result = preferences.train(
         str(base),
         folder,

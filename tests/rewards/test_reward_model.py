@@ -17,7 +17,7 @@ from rlx.rewards.reward_model import (
     ModelReward,
     RewardModel,
     RewardModelError,
-    encode,
+    encode_response,
     load_classifier,
     start_reward_models,
     token_batches,
@@ -77,7 +77,7 @@ def test_the_chat_is_encoded_with_one_end(template: str | None, system: str | No
     tokenizer = build_tokenizer()
     if template != "as it is":
         tokenizer.chat_template = template
-    assert tokenizer.decode(encode(tokenizer, "1 + 2 =", "3", system)) == text
+    assert tokenizer.decode(encode_response(tokenizer, "1 + 2 =", "3", system)) == text
 
 
 def test_long_texts_are_cut_on_the_left_behind_the_first_token(decoder: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_score_does_not_hang_on_batch_padding_or_order(kind: str, request: pyt
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        alone = [model(torch.tensor([encode(tokenizer, *pair)])).logits.item() for pair in PAIRS]
+        alone = [model(torch.tensor([encode_response(tokenizer, *pair)])).logits.item() for pair in PAIRS]
     assert max(alone) - min(alone) > 0.1
     for budget in (1, 300, 100_000):
         assert RewardModel(str(folder), batch_tokens=budget).score(PAIRS) == pytest.approx(alone, abs=1e-5)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from rlx.actors import EngineLostError, RolloutError
 from rlx.models import loading, lora, policy
-from rlx.rollout.engine_pool import Rollouts, request_seed
+from rlx.rollout.engine_pool import EnginePool, request_seed
 from rlx.rollout.vllm_engine import by_newer_runner
 from rlx.rollout.weight_sync import buckets, object_store, push
-from rlx.rollout.weight_sync.gather import gathered
+from rlx.rollout.weight_sync.gather import gather_full
 from rlx.training import experience
-from rlx.types import Completion, Judged, Prompt, Sampling, Weight, WeightSyncError
+from rlx.types import Completion, Prompt, Sampling, ScoredCompletion, ShardedWeight, WeightSyncError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(1,))
 CLOSE, FAR = 1e-4, 1e-2
@@ -44,7 +44,7 @@ PROMPTS = prompts([3, 9, LONG, 20])
 
 
 def drawn_by(
-    rollouts: Rollouts, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
+    rollouts: EnginePool, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
 ) -> list[Completion]:
     """All completions in a row; the last words of the engines if there are none."""
     draw = rollouts.begin(prompts, [sampling] * samples, version)
@@ -92,11 +92,11 @@ class Side:
     engine: Any
     policy: policy.Policy
     version: int = 0
-    weights: Callable[[nn.Module], list[Weight]] = lora.engine_weights  # what is sent of the policy
+    weights: Callable[[nn.Module], list[ShardedWeight]] = lora.engine_weights  # what is sent of the policy
 
     def push(self) -> None:
         self.version += 1
-        assert Rollouts([self.engine], seed=0).present(60) == {0: self.engine}  # it may be starting
+        assert EnginePool([self.engine], seed=0).present(60) == {0: self.engine}  # it may be starting
         assert push.push(self.weights(self.policy), {0: self.engine}, self.version, sender=True) == {}
 
     def change(self) -> None:
@@ -107,7 +107,9 @@ class Side:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
     def generate(self, sampling: Sampling = SAMPLING, samples: int = 2, timeout_s: float = 60.0) -> list[Completion]:
-        return drawn_by(Rollouts([self.engine], seed=0, timeout_s=timeout_s), PROMPTS, sampling, samples, self.version)
+        return drawn_by(
+            EnginePool([self.engine], seed=0, timeout_s=timeout_s), PROMPTS, sampling, samples, self.version
+        )
 
     def gap(self, completions: Sequence[Completion], temperature: float = 1.0) -> float:
         """The largest difference between the engine's logprobs and the policy's."""
@@ -116,7 +118,7 @@ class Side:
     @torch.no_grad()
     def gaps(self, completions: Sequence[Completion], temperature: float = 1.0) -> Tensor:
         """[B, T] the difference at each token, 0 where there is none."""
-        batch = experience.build([Judged(drawn, 0.0, False, {}) for drawn in completions], 0)
+        batch = experience.build([ScoredCompletion(drawn, 0.0, False, {}) for drawn in completions], 0)
         scored = self.policy(*batch.inputs, temperature)
         return ((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs()
 
@@ -229,7 +231,7 @@ def test_logprobs_of_a_cut_distribution_are_renormalised(tied: Side) -> None:
 def test_a_draw_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> None:
     completions = tied.generate(samples=3)
     assert tied.generate(samples=3) == completions
-    rollouts = Rollouts([tied.engine], seed=0)
+    rollouts = EnginePool([tied.engine], seed=0)
     backwards = drawn_by(rollouts, PROMPTS[::-1], SAMPLING, 3, tied.version)
     assert sorted(backwards, key=lambda c: (c.prompt.id, c.sample)) == completions
     # The other engine with the same weights, which for it are not tied.
@@ -237,9 +239,9 @@ def test_a_draw_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> Non
     (embedding,) = (weight for weight in weights if weight.name == "model.embed_tokens.weight")
     head = replace(embedding, name="lm_head.weight")
     assert push.push([*weights, head], {0: untied.engine}, tied.version, sender=True) == {}
-    pair = Rollouts([tied.engine, untied.engine], seed=0, rank=1)
+    pair = EnginePool([tied.engine, untied.engine], seed=0, rank=1)
     assert drawn_by(pair, PROMPTS, SAMPLING, 3, tied.version) == completions
-    assert drawn_by(Rollouts([tied.engine], seed=1), PROMPTS, SAMPLING, 3, tied.version) != completions
+    assert drawn_by(EnginePool([tied.engine], seed=1), PROMPTS, SAMPLING, 3, tied.version) != completions
 
 
 def test_samples_of_a_prompt_differ(tied: Side) -> None:
@@ -273,7 +275,7 @@ def test_max_tokens_truncates(tied: Side) -> None:
 
 def test_a_prompt_that_cannot_be_taken_fails_alone(tied: Side) -> None:
     (endless,) = prompts([1000])
-    rollouts = Rollouts([tied.engine], seed=0)
+    rollouts = EnginePool([tied.engine], seed=0)
     with pytest.raises(RolloutError, match=r"engine 0 refused a prompt: .*256"):
         drawn_by(rollouts, [endless], SAMPLING, 1, tied.version)
     assert rollouts.lost == {}
@@ -291,7 +293,7 @@ def test_request_seeds_are_stable_and_distinct() -> None:
 
 
 def test_prompts_are_spread_evenly_and_each_goes_to_one_engine() -> None:
-    rollouts = Rollouts([None] * 3, seed=0)
+    rollouts = EnginePool([None] * 3, seed=0)
     shares = rollouts._routed({i: 26 for i in range(9)}, range(3))
     assert sorted(i for share in shares.values() for i in share) == list(range(9))
     assert [len(share) for share in shares.values()] == [3, 3, 3]
@@ -303,12 +305,12 @@ def test_prompts_are_spread_evenly_and_each_goes_to_one_engine() -> None:
 
 
 def test_engines_that_are_lost_get_no_prompts() -> None:
-    shares = Rollouts([None] * 3, seed=0)._routed({i: 26 for i in range(4)}, [0, 2])
+    shares = EnginePool([None] * 3, seed=0)._routed({i: 26 for i in range(4)}, [0, 2])
     assert {index: len(share) for index, share in shares.items()} == {0: 2, 2: 2}
 
 
 def test_every_rank_begins_with_another_engine() -> None:
-    shares = [Rollouts([None] * 3, seed=0, rank=rank)._routed({0: 26}, range(3)) for rank in range(4)]
+    shares = [EnginePool([None] * 3, seed=0, rank=rank)._routed({0: 26}, range(3)) for rank in range(4)]
     assert shares == [{0: [0]}, {1: [0]}, {2: [0]}, {0: [0]}]
 
 
@@ -321,19 +323,21 @@ def tensors(dtype: torch.dtype) -> list[tuple[str, Tensor]]:
     return [(name, torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()]
 
 
-def weight(name: str, tensor: Tensor) -> Weight:
-    return Weight(name, tuple(tensor.shape), (tensor,))
+def weight(name: str, tensor: Tensor) -> ShardedWeight:
+    return ShardedWeight(name, tuple(tensor.shape), (tensor,))
 
 
-def packed(weights: Sequence[Weight], dtype: torch.dtype = torch.float32) -> object_store.Bucket:
-    return object_store.pack(buckets.layout(weights, dtype), gathered(weights, dtype))
+def packed(weights: Sequence[ShardedWeight], dtype: torch.dtype = torch.float32) -> object_store.Bucket:
+    return object_store.pack(buckets.layout(weights, dtype), gather_full(weights, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 def test_tensors_survive_buckets_of_any_size(dtype: torch.dtype, bucket_bytes: int) -> None:
     sent = tensors(dtype)
-    parts = [packed(group, dtype) for group in buckets.grouped([weight(*pair) for pair in sent], dtype, bucket_bytes)]
+    parts = [
+        packed(group, dtype) for group in buckets.group_weights([weight(*pair) for pair in sent], dtype, bucket_bytes)
+    ]
     assert len(parts) == {1: 5, 100: 3, 1 << 20: 1}[bucket_bytes]
     received = [pair for bucket in parts for pair in object_store.unpack(bucket)]
     assert [name for name, _ in received] == [name for name, _ in sent]
@@ -364,7 +368,7 @@ ENDLESS = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=150, stop_to
 def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
     """New weights come while completions are drawn: how far each token's logprob is from the old policy's and from
     the new one's."""
-    rollouts = Rollouts([side.engine], seed=0)
+    rollouts = EnginePool([side.engine], seed=0)
     draw = rollouts.begin(PROMPTS, [ENDLESS] * 24, side.version)
     time.sleep(0.2)
     old = copy.deepcopy(side.policy)
@@ -404,7 +408,7 @@ def begun(side: Side, timeout_s: float) -> tuple[object_store.ObjectStorePush, l
     weights = lora.engine_weights(side.policy)
     update = object_store.ObjectStorePush({0: side.engine}, side.version + 1, timeout_s)
     update.start(len(weights), keep=False)
-    return update, [packed(group) for group in buckets.grouped(weights, torch.float32, 100_000)]
+    return update, [packed(group) for group in buckets.group_weights(weights, torch.float32, 100_000)]
 
 
 def assert_only_an_update_helps(side: Side) -> None:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from test_engine import PROMPTS, SAMPLING, drawn_by, versions
 
 from rlx.actors import RolloutError
-from rlx.mesh import Grid
+from rlx.mesh import Mesh
 from rlx.models import loading, lora
 from rlx.rollout.base import Output, Request
-from rlx.rollout.engine_group import Fleet
-from rlx.rollout.engine_pool import Draw, Rollouts
-from rlx.types import Completion, Prompt, Sampling, Weight, WeightSyncError
+from rlx.rollout.engine_group import EngineGroup
+from rlx.rollout.engine_pool import EnginePool, PendingRollout
+from rlx.types import Completion, Prompt, Sampling, ShardedWeight, WeightSyncError
 
 LONG = replace(SAMPLING, temperature=2.0, max_tokens=120)
 SAMPLES = 40
@@ -36,7 +36,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def weights(tiny_model: Path) -> list[Weight]:
+def weights(tiny_model: Path) -> list[ShardedWeight]:
     """The tiny model's, good for the engine that ties its embeddings and for the one that does not."""
     tied = lora.engine_weights(loading.load_policy(str(tiny_model), head=None))
     (embedding,) = (weight for weight in tied if weight.name == "model.embed_tokens.weight")
@@ -48,11 +48,13 @@ def said() -> list[str]:
     return []
 
 
-def fleet_of(engines: tuple[Any, ...], said: list[str], retries: int = 1) -> Fleet:
-    return Fleet(Rollouts(engines, seed=0, timeout_s=120), Grid.of("cpu", 1), torch.float32, retries, said.append)
+def fleet_of(engines: tuple[Any, ...], said: list[str], retries: int = 1) -> EngineGroup:
+    return EngineGroup(
+        EnginePool(engines, seed=0, timeout_s=120), Mesh.of("cpu", 1), torch.float32, retries, said.append
+    )
 
 
-def generated(fleet: Fleet, version: int, send_weights: Callable[[], None]) -> list[Completion]:
+def generated(fleet: EngineGroup, version: int, send_weights: Callable[[], None]) -> list[Completion]:
     return fleet.finish(fleet.begin(PROMPTS, [LONG] * SAMPLES, version), version, send_weights)
 
 
@@ -68,7 +70,7 @@ def killed_soon(engine: Any, seconds: float = 0.3) -> None:
 
 @pytest.mark.slow
 def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
-    engines: tuple[Any, Any], weights: list[Weight], said: list[str]
+    engines: tuple[Any, Any], weights: list[ShardedWeight], said: list[str]
 ) -> None:
     version, fleet = next(versions), fleet_of(engines, said)
 
@@ -88,13 +90,13 @@ def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
         fleet.push(weights, version + 1, 120)
         assert time.monotonic() < started + 120
     assert said[1:] == ["engine 0 is back"]
-    own = Rollouts([engines[0]], seed=0)
+    own = EnginePool([engines[0]], seed=0)
     assert drawn_by(own, PROMPTS, LONG, SAMPLES, version + 1) == generated(fleet, version + 1, send_weights)
 
 
 @pytest.mark.slow
 def test_when_all_engines_die_they_are_waited_for_and_the_completions_are_the_same(
-    engines: tuple[Any, Any], weights: list[Weight], said: list[str]
+    engines: tuple[Any, Any], weights: list[ShardedWeight], said: list[str]
 ) -> None:
     version, fleet = next(versions), fleet_of(engines, said)
 
@@ -110,17 +112,17 @@ def test_when_all_engines_die_they_are_waited_for_and_the_completions_are_the_sa
     assert sorted(said[2:]) == ["engine 0 is back", "engine 1 is back"]
 
 
-class Hopeless(Rollouts):
+class Hopeless(EnginePool):
     """Engines of which none ever answers."""
 
-    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
         self.lost = {0: "engine 0 died: out of memory"}
-        return Draw(prompts, samplings, version, [None], [0])
+        return PendingRollout(prompts, samplings, version, [None], [0])
 
 
 def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -> None:
     sent: list[int] = []
-    fleet = Fleet(Hopeless([None], seed=0), Grid.of("cpu", 1), torch.float32, 2, said.append)
+    fleet = EngineGroup(Hopeless([None], seed=0), Mesh.of("cpu", 1), torch.float32, 2, said.append)
     with pytest.raises(RolloutError, match=r"all engines failed, 3 times in a row, at step 7: .*out of memory"):
         fleet.finish(fleet.begin(PROMPTS[:1], [SAMPLING], 7), 7, lambda: sent.append(1))
     assert len(sent) == 2
@@ -140,14 +142,14 @@ class Replaced:
 def test_an_engine_that_was_sent_weights_since_is_not_lost_by_an_earlier_failure(
     ray_cluster: None, holds: int, lost: list[int]
 ) -> None:
-    rollouts = Rollouts([Replaced.remote()], seed=0)
+    rollouts = EnginePool([Replaced.remote()], seed=0)
     draw = rollouts.begin(PROMPTS, [SAMPLING], 1)
     rollouts.finish(draw, holds)
     assert list(rollouts.lost) == lost
     assert draw.is_whole is not bool(lost)
 
 
-def test_a_push_that_reaches_no_engine_names_each(weights: list[Weight], said: list[str]) -> None:
+def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], said: list[str]) -> None:
     @ray.remote
     class Broken:
         def is_up(self) -> bool:

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from rlx.rollout.weight_sync.gather import gathered
-from rlx.types import Weight
+from rlx.rollout.weight_sync.gather import gather_full
+from rlx.types import ShardedWeight
 
 ROWS = (1, 2, 5, 8)  # on three ranks: none, one, two and three of them on a rank
 
@@ -20,19 +20,19 @@ def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     return base + scale * (up @ down)
 
 
-def sharded(ranks: int) -> tuple[list[Weight], list[Tensor]]:
+def sharded(ranks: int) -> tuple[list[ShardedWeight], list[Tensor]]:
     """Weights of all kinds, and what they are in full."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(3, rows) for rows in ROWS])
     full = [p.detach().clone() for p in model.parameters()]
     fully_shard(model, mesh=(mesh := init_device_mesh("cpu", (ranks,))))
-    weights = [Weight(name, tuple(p.shape), (p,)) for name, p in model.named_parameters()]
+    weights = [ShardedWeight(name, tuple(p.shape), (p,)) for name, p in model.named_parameters()]
     base, down, up = torch.randn(5, 7), torch.randn(2, 7), torch.randn(5, 2)
     parts = tuple(distribute_tensor(part, mesh) for part in (base, down, up))
-    weights.append(Weight("merged", (5, 7), parts, partial(merged, scale=0.5)))
+    weights.append(ShardedWeight("merged", (5, 7), parts, partial(merged, scale=0.5)))
     full.append(merged(base, down, up, 0.5))
-    weights.append(Weight("whole", (2, 7), (down,)))
-    weights.append(Weight("replicated", (5, 2), (distribute_tensor(up, mesh, [Replicate()]),)))
+    weights.append(ShardedWeight("whole", (2, 7), (down,)))
+    weights.append(ShardedWeight("replicated", (5, 2), (distribute_tensor(up, mesh, [Replicate()]),)))
     return weights, [*full, down, up]
 
 
@@ -41,7 +41,7 @@ def differences(rank: int, ranks: int) -> list[tuple[str, bool]]:
     assert any(isinstance(part, DTensor) for weight in weights for part in weight.parts)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        for weight, one, expected in zip(weights, gathered(weights, dtype), full, strict=True):
+        for weight, one, expected in zip(weights, gather_full(weights, dtype), full, strict=True):
             travelled = ranks > 1 and not weight.join and weight.name not in ("whole", "replicated")
             as_told = one.dtype == (dtype if travelled else torch.float32)
             if weight.name == "whole":

@@ -21,13 +21,13 @@ from test_engine import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
 from torch import Tensor
 
 from rlx.models import loading, lora, policy
-from rlx.rollout.engine_pool import Rollouts
+from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync import buckets, channels, push, receiver, sender
 from rlx.rollout.weight_sync.channels import GivenUpError, Incoming
 from rlx.rollout.weight_sync.receiver import Receiver
-from rlx.rollout.weight_sync.sender import Course, Delivery, Direct
+from rlx.rollout.weight_sync.sender import SyncPlan, WeightBroadcast, WeightSender
 from rlx.rollout.weight_sync.topology import Source, Transport
-from rlx.types import Weight, WeightSyncError
+from rlx.types import ShardedWeight, WeightSyncError
 
 BUCKET = 100_000  # bytes: the tiny model's larger tensors alone, some together
 SECONDS = 60.0
@@ -40,10 +40,10 @@ class Pair:
 
     engines: tuple[Any, Any]
     policy: policy.Policy
-    ways: Direct
+    ways: WeightSender
     version: int = field(default_factory=lambda: next(versions))
 
-    def weights(self) -> list[Weight]:
+    def weights(self) -> list[ShardedWeight]:
         """Good for the engine that ties its embeddings and for the one that does not."""
         tied = lora.engine_weights(self.policy)
         (embedding,) = (weight for weight in tied if weight.name == "model.embed_tokens.weight")
@@ -54,7 +54,7 @@ class Pair:
     ) -> dict[int, str]:
         """Sends the weights; the harm is done when the engines have said that they are there."""
         self.version += 1
-        rollouts = Rollouts(self.engines, seed=0)
+        rollouts = EnginePool(self.engines, seed=0)
         present = rollouts.present(patience_s)
         if harm:
             harm()
@@ -72,7 +72,7 @@ class Pair:
     def gaps(self, engines: Sequence[Any]) -> list[float]:
         """Of each engine, the largest difference between its logprobs and the policy's."""
         sides = [Side(engine, self.policy, self.version) for engine in engines]
-        return [side.gap(drawn_by(Rollouts([side.engine], 0), PROMPTS, SAMPLING, 2, self.version)) for side in sides]
+        return [side.gap(drawn_by(EnginePool([side.engine], 0), PROMPTS, SAMPLING, 2, self.version)) for side in sides]
 
     def change(self) -> None:
         Side(None, self.policy, self.version).change()
@@ -89,7 +89,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(params=["auto", "gloo"])
 def pair(request: pytest.FixtureRequest, engines: tuple[Any, Any], tiny_model: Path) -> Iterator[Pair]:
     transport: Transport = request.param
-    ways = Direct(0, 1, torch.device("cpu"), engines, transport)
+    ways = WeightSender(0, 1, torch.device("cpu"), engines, transport)
     yield Pair(engines, loading.load_policy(str(tiny_model), head=None), ways)
     ways.close()
 
@@ -101,13 +101,13 @@ def process(engine: Any) -> int:
 def until_both_have_it(pair: Pair) -> None:
     deadline = time.monotonic() + START_S
     # Both are there before it is sent: one that comes up meanwhile would have been left out.
-    while len(Rollouts(pair.engines, 0).present(10)) < 2 or pair.push():
+    while len(EnginePool(pair.engines, 0).present(10)) < 2 or pair.push():
         assert time.monotonic() < deadline
     assert max(pair.gaps(pair.engines)) < CLOSE
 
 
 def test_updates_in_many_buckets_are_whole_one_after_the_other(pair: Pair) -> None:
-    assert len(buckets.grouped(pair.weights(), torch.float32, BUCKET)) > 4
+    assert len(buckets.group_weights(pair.weights(), torch.float32, BUCKET)) > 4
     groups = []
     for _ in range(3):
         assert pair.push() == {}
@@ -215,13 +215,13 @@ def test_a_rank_that_hears_no_answers_learns_at_once_that_a_reader_failed(
 ) -> None:
     """Of several ranks that share memory with engines, the first alone gets what engines answer."""
     tensors = [torch.randn(1000) for _ in range(4)]
-    groups = [[Weight(str(i), (1000,), (tensor,))] for i, tensor in enumerate(tensors)]
+    groups = [[ShardedWeight(str(i), (1000,), (tensor,))] for i, tensor in enumerate(tensors)]
     layouts = tuple(buckets.layout(group, torch.float32) for group in groups)
     store, sources = channels.kept("127.0.0.1", SECONDS), {0: (Source("shared", 1),)}
-    course = Course("update", ("127.0.0.1", store.port), "none", {"nccl": 1, "gloo": 1}, sources, {0: "process"})
-    second = Direct(1, 2, torch.device("cpu"), engines)
+    course = SyncPlan("update", ("127.0.0.1", store.port), "none", {"nccl": 1, "gloo": 1}, sources, {0: "process"})
+    second = WeightSender(1, 2, torch.device("cpu"), engines)
     second.store = store
-    delivery = Delivery(second, course, layouts, 1, SECONDS, keep=False)
+    delivery = WeightBroadcast(second, course, layouts, 1, SECONDS, keep=False)
 
     def out_of_memory(*_: Any) -> Tensor:
         raise RuntimeError("no room")
@@ -250,9 +250,9 @@ def test_a_rank_that_hears_no_answers_learns_at_once_that_a_reader_failed(
 def test_a_model_that_is_split_over_processes_gets_its_weights(
     split: Any, tiny_model: Path, transport: Transport
 ) -> None:
-    ways = Direct(0, 1, torch.device("cpu"), [split], transport)
+    ways = WeightSender(0, 1, torch.device("cpu"), [split], transport)
     side = Side(split, loading.load_policy(str(tiny_model), head=None), next(versions))
-    rollouts = Rollouts([split], seed=0)
+    rollouts = EnginePool([split], seed=0)
     for _ in range(2):
         side.change()
         side.version += 1

@@ -2,15 +2,15 @@
 
 import pytest
 
-from rlx.rollout.weight_sync.topology import Place, Source, Transport, Whereabouts, routes
+from rlx.rollout.weight_sync.topology import DeviceLocation, EngineLocation, Source, Transport, routes
 
 
-def engine(*gpus: str, node: str = "a") -> Whereabouts:
-    return Whereabouts("process", tuple(Place(node, gpu) for gpu in gpus))
+def engine(*gpus: str, node: str = "a") -> EngineLocation:
+    return EngineLocation("process", tuple(DeviceLocation(node, gpu) for gpu in gpus))
 
 
-def ranks(*gpus: str, node: str = "a") -> list[Place]:
-    return [Place(node, gpu) for gpu in gpus]
+def ranks(*gpus: str, node: str = "a") -> list[DeviceLocation]:
+    return [DeviceLocation(node, gpu) for gpu in gpus]
 
 
 def nccl(rank: int) -> Source:

@@ -47,4 +47,4 @@ def test_no_gradient_is_no_fault_where_all_scores_are_equal() -> None:
 
 def test_engine_and_trainer_are_compared_whatever_the_ratio_is_to() -> None:
     config = from_tree({"algorithm": {"old_logprobs": "rollout"}})
-    assert doctor.rest(config).algorithm.old_logprobs == "recomputed"
+    assert doctor.with_no_learning(config).algorithm.old_logprobs == "recomputed"

@@ -24,18 +24,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlx import __version__
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.mesh import Grid
+from rlx.mesh import Mesh
 from rlx.models import fsdp, lora
-from rlx.rollout.engine_pool import Rollouts
+from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync import gather
 from rlx.runs import export
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.filesystem import Storage
 from rlx.training import setup, trainer
-from rlx.types import Prompt, Sampling, Weight
+from rlx.types import Prompt, Sampling, ShardedWeight
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = torch.randint(6, 90, (5, 20), generator=torch.Generator().manual_seed(4))
@@ -66,16 +66,16 @@ class Made:
         return self.storage / "runs" / str(self.config.name)
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> CheckpointEntry:
         return checkpoint_catalog.entry(Storage.here(self.folder / "step_000003"))
 
 
 def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str) -> dict[str, Any]:
     """One optimizer step by the trainer's own models, and this rank's file of a checkpoint."""
     config = from_tree(tree)
-    models, _ = setup.models(config, path, Grid.of("cpu", config.parallel.tp).mesh)
+    models, _ = setup.models(config, path, Mesh.of("cpu", config.parallel.tp).mesh)
     policy: Any = models["policy"].model
-    average = trainer.average(config, policy)
+    average = trainer.initial_ema(config, policy)
     for part in models.values():
         for i, weight in enumerate(p for p in part.model.parameters() if p.requires_grad):
             weight.grad = weight.detach() * 0.1 + 0.01 * (-1) ** i  # adapters' B is 0, and must not stay so
@@ -83,7 +83,7 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
     for name, weight in policy.named_parameters():
         if name in average:
             average[name].mul_(0.5).add_(weight.detach(), alpha=0.5)
-    checkpoint_files.write(checkpoint_files.staged(models, average), Path(folder, f"rank_{rank:05d}.safetensors"))
+    checkpoint_files.write(checkpoint_files.copy_shards(models, average), Path(folder, f"rank_{rank:05d}.safetensors"))
     seen: dict[str, Any] = {"weights": {}, "logprobs": {}}
     seen["adapters"] = in_full(lora.adapter_weights(policy))
     with torch.no_grad():
@@ -99,8 +99,8 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
     return seen
 
 
-def in_full(weights: list[Weight]) -> dict[str, Tensor]:
-    full = gather.gathered(weights, torch.float32)
+def in_full(weights: list[ShardedWeight]) -> dict[str, Tensor]:
+    full = gather.gather_full(weights, torch.float32)
     return {weight.name: tensor.clone() for weight, tensor in zip(weights, full, strict=True)}
 
 
@@ -114,7 +114,7 @@ def make(kind: str, on_ranks: OnRanks, path: Path, storage: Path) -> Made:
     seen = on_ranks(ranks, trained, config.model_dump(), str(path), str(place))[0]
     (run / "run.json").write_text('{"mlflow_run": "0"}')
     (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    files = {file.name: checkpoint_catalog.record(Storage.here(file)) for file in place.iterdir()}
+    files = {file.name: checkpoint_catalog.file_record(Storage.here(file)) for file in place.iterdir()}
     assert len(files) == ranks
     metrics = {"eval/accuracy": 0.75, "reward/mean": 0.5, "time/step": 3.0}
     manifest = Manifest(
@@ -241,7 +241,7 @@ def test_vllm_loads_it(ray_cluster: None, made: Make, tmp_path: Path) -> None:
         prompts = [Prompt(i, tuple(row[: 4 + i].tolist()), "", "") for i, row in enumerate(ROWS)]
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, stop_token_ids=())
         ray.get(engine.__ray_call__.remote(lambda actor: setattr(actor, "version", 0)))  # as if it had been sent them
-        rollouts = Rollouts([engine], seed=0)
+        rollouts = EnginePool([engine], seed=0)
         rollouts.finish(draw := rollouts.begin(prompts, [sampling], 0), 0)
     finally:
         stop_engine(engine)

@@ -42,7 +42,7 @@ def put(storage: str, name: str, step: int, ranks: int = 2, **metrics: float) ->
     place = open_storage(storage) / "runs" / name / checkpoint_catalog.folder_name(step)
     for rank in range(ranks):
         (place / f"rank_{rank:05d}.safetensors").write_text(f"{rank}" * 1000)
-    files = {file: checkpoint_catalog.record(place / file) for file in place.names()}
+    files = {file: checkpoint_catalog.file_record(place / file) for file in place.names()}
     known = {key.replace("__", "/"): value for key, value in metrics.items()}
     manifest = Manifest(
         rlx=__version__, step=step, ranks=ranks, metrics=known, tokens=0, kl={}, scores={}, cursor={}, evaluation={},
@@ -111,7 +111,7 @@ def test_a_runs_checkpoints(storage: str, shown: Shown) -> None:
     assert (fourth["written"], fourth["size"], fourth["ranks"]) == ("-", "2.0 KiB", "-")
     assert [row["which"] for row in (third, fourth)] == ["", ""]
     folder = Path(storage, "runs/try1/step_000020")
-    assert second["size"] == listing.size(sum(file.stat().st_size for file in folder.iterdir()))
+    assert second["size"] == listing.readable_size(sum(file.stat().st_size for file in folder.iterdir()))
 
 
 def commands(text: str) -> list[list[str]]:
@@ -182,7 +182,7 @@ def test_all_runs(storage: str, shown: Shown) -> None:
     assert [try1[key] for key in ("run", "steps", "newest", "best")] == ["try1", "20/40", "step_000020", "step_000010"]
     assert try1["problem"] == "2 of 4 checkpoints not whole"
     files = Path(storage, "runs/try1").rglob("step_*/*")
-    assert try1["size"] == listing.size(sum(file.stat().st_size for file in files))
+    assert try1["size"] == listing.readable_size(sum(file.stat().st_size for file in files))
     assert list(fresh.values()) == ["fresh", "0/40", "-", "-", "0 B", ""]
     assert trial["run"] == "kept/sweeps/s/runs/trial_00000"  # what the script takes for RUN
     assert broken["steps"] == "0/?" and re.fullmatch(r".*/config\.yaml is damaged.*", broken["problem"])
@@ -241,4 +241,4 @@ def test_it_starts_without_what_is_slow_to_import(storage: str) -> None:
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (14 << 20, "14.0 MiB"), (2 << 40, "2.0 TiB")]
 )
 def test_sizes_are_readable(count: int, text: str) -> None:
-    assert listing.size(count) == text
+    assert listing.readable_size(count) == text

@@ -13,7 +13,7 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
-from rlx.runs.resources import Bundle, Plan, check_room, plan
+from rlx.runs.resources import Bundle, ResourcePlan, check_room, plan_resources
 
 CLUSTER = Path(__file__).with_name("virtual_cluster.py")
 ONE_GPU, BIG = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 64.0, "GPU": 2.0}
@@ -49,24 +49,24 @@ def gpus(*parts: float) -> list[Bundle]:
 def test_whole_plans_that_fit_on_a_node(
     workers: list[Bundle], engines: list[Bundle], node: dict[str, float], count: int
 ) -> None:
-    assert Plan(workers, engines).fits([node]) == count
+    assert ResourcePlan(workers, engines).fits([node]) == count
 
 
 def test_each_bundle_is_on_one_node() -> None:
-    two_and_one = Plan([{"CPU": 2.0}], [{"CPU": 1.0}])
+    two_and_one = ResourcePlan([{"CPU": 2.0}], [{"CPU": 1.0}])
     assert two_and_one.fits([{"CPU": 1.0}] * 8) == 0
     assert two_and_one.fits([{"CPU": 2.0}, {"CPU": 1.0}]) == 1
     assert two_and_one.fits([{"CPU": 3.0}, {"CPU": 2.0}, {"CPU": 1.0}]) == 2
-    assert Plan(gpus(2), gpus(2)).fits([{"GPU": 3.0}] * 4) == 2  # a third GPU of a node is of no use
+    assert ResourcePlan(gpus(2), gpus(2)).fits([{"GPU": 3.0}] * 4) == 2  # a third GPU of a node is of no use
 
 
 def test_the_count_ends_where_it_is_told_to() -> None:
-    assert Plan([{"CPU": 1.0}], []).fits([{"CPU": 1000.0}], most=3) == 3
+    assert ResourcePlan([{"CPU": 1.0}], []).fits([{"CPU": 1000.0}], most=3) == 3
 
 
 def test_what_the_head_chooses_by_sums_a_node_may_be_unable_to_cut() -> None:
     """The first node has 2 GPUs, which is enough for three times 0.6 in sum: Ray tries that, and nothing else."""
-    four = Plan(gpus(0.6, 0.6, 0.6, 0.6), [])
+    four = ResourcePlan(gpus(0.6, 0.6, 0.6, 0.6), [])
     assert four.fits([{"GPU": 2.0}, {"GPU": 2.0}]) == 0
     assert four.fits([{"GPU": 4.0}]) == 1
 
@@ -75,25 +75,25 @@ def test_what_the_head_chooses_by_sums_a_node_may_be_unable_to_cut() -> None:
     ("strategy", "counts"), [("PACK", (2, 1)), ("STRICT_PACK", (2, 0)), ("SPREAD", (2, 1)), ("STRICT_SPREAD", (0, 1))]
 )
 def test_a_strategy_rules_nodes_out(strategy: str, counts: tuple[int, int]) -> None:
-    two = Plan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy=strategy)
+    two = ResourcePlan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy=strategy)
     assert (two.fits([{"CPU": 4.0}]), two.fits([{"CPU": 1.0}, {"CPU": 1.0}])) == counts
 
 
 def test_places_are_those_of_the_reserved_bundles() -> None:
-    mixed = Plan(gpus(0.4, 0.6), [{"CPU": 1.0}, {"CPU": 2.0}], gpus(2))
+    mixed = ResourcePlan(gpus(0.4, 0.6), [{"CPU": 1.0}, {"CPU": 2.0}], gpus(2))
     assert mixed.bundles == [{"GPU": 2}, {"GPU": 0.6}, {"GPU": 0.4}, {"CPU": 2.0}, {"CPU": 1.0}]
     assert mixed.places == ([2, 1], [4, 3], [0])
 
 
 def test_a_plan_says_what_it_is_made_of() -> None:
-    small = Plan([{"CPU": 0.5}] * 2, [{"CPU": 1.0, "GPU": 1.0}])
+    small = ResourcePlan([{"CPU": 0.5}] * 2, [{"CPU": 1.0, "GPU": 1.0}])
     assert str(small) == "2 workers and 1 engine" and small.total() == {"CPU": 2.0, "GPU": 1.0}
-    assert str(Plan([], [], [{"CPU": 1.0}])) == "1 reward model"
+    assert str(ResourcePlan([], [], [{"CPU": 1.0}])) == "1 reward model"
 
 
 def test_engines_that_share_gpus_are_in_the_bundles_of_the_workers() -> None:
     halves = [{"CPU": 1.0, "GPU": 0.5}] * 2
-    shared = Plan(halves, halves, gpus(0.5), shared=True)
+    shared = ResourcePlan(halves, halves, gpus(0.5), shared=True)
     assert shared.bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"GPU": 0.5}]
     assert shared.places == ([0, 1], [0, 1], [2])
     assert shared.fits([{"CPU": 8.0, "GPU": 5.0}]) == 2  # four GPUs for the pairs, one for both reward models
@@ -104,8 +104,8 @@ def test_engines_that_share_gpus_are_in_the_bundles_of_the_workers() -> None:
 # From a config
 
 
-def configured(**changes: Any) -> Plan:
-    return plan(from_tree({"train": {"prompts_per_step": 8}} | changes))
+def configured(**changes: Any) -> ResourcePlan:
+    return plan_resources(from_tree({"train": {"prompts_per_step": 8}} | changes))
 
 
 def test_a_worker_on_a_gpu_has_a_whole_one_unless_told_otherwise() -> None:
@@ -126,26 +126,29 @@ def test_one_and_a_half_gpus_are_refused() -> None:
 
 
 def test_a_plan_that_fits_is_let_through(ray_cluster: None) -> None:
-    check_room(Plan([{"CPU": 2.0}], [{"CPU": 2.0}]))
+    check_room(ResourcePlan([{"CPU": 2.0}], [{"CPU": 2.0}]))
 
 
 @pytest.mark.parametrize(
     ("needed", "line"),
     [
-        (Plan([{"CPU": 3.0}], [{"CPU": 1.5}]), "scaling: 1 worker and 1 engine need 4.5 CPU but the cluster has 4"),
-        (Plan(gpus(0.5), []), "scaling: 1 worker need 0.5 GPU but the cluster has 0"),
         (
-            Plan([{"CPU": 5.0, "GPU": 1.0}], []),
+            ResourcePlan([{"CPU": 3.0}], [{"CPU": 1.5}]),
+            "scaling: 1 worker and 1 engine need 4.5 CPU but the cluster has 4",
+        ),
+        (ResourcePlan(gpus(0.5), []), "scaling: 1 worker need 0.5 GPU but the cluster has 0"),
+        (
+            ResourcePlan([{"CPU": 5.0, "GPU": 1.0}], []),
             "scaling: 1 worker need 5 CPU but the cluster has 4, 1 GPU but the cluster has 0",
         ),
         (
-            Plan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy="STRICT_SPREAD"),
+            ResourcePlan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy="STRICT_SPREAD"),
             "scaling: 1 worker and 1 engine need 1 CPU, 1 CPU, which do not go together on 1 nodes with 4 CPU",
         ),
     ],
 )
 def test_a_plan_the_cluster_can_never_meet_is_refused_with_the_numbers(
-    ray_cluster: None, needed: Plan, line: str
+    ray_cluster: None, needed: ResourcePlan, line: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         check_room(needed)
@@ -156,13 +159,13 @@ def test_a_plan_the_cluster_can_never_meet_is_refused_with_the_numbers(
 # Against Ray
 
 
-def random_plan(draws: random.Random) -> Plan:
+def random_plan(draws: random.Random) -> ResourcePlan:
     def drawn(most: int) -> list[Bundle]:
         gpu = draws.choice([0, 0.25, 0.4, 0.5, 0.6, 1, 2])
         bundle = {"CPU": draws.choice([0.5, 1.0, 1.5, 2.0])} | ({"GPU": gpu} if gpu else {})
         return [bundle] * draws.randint(1, most)
 
-    return Plan(drawn(4), drawn(3))
+    return ResourcePlan(drawn(4), drawn(3))
 
 
 def on_virtual_cluster(what: str, given: Any) -> Any:

@@ -14,7 +14,7 @@ from rlx.runs import run_folder
 from rlx.runs.run_folder import checkpoint_of
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_catalog import Entry
+from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.filesystem import StorageError
 
@@ -28,7 +28,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     return from_tree(with_overrides({}, given)).model_dump(mode="json")
 
 
-def put(folder: Path | str, step: int, accuracy: float = 0.0, **changes: Any) -> Entry:
+def put(folder: Path | str, step: int, accuracy: float = 0.0, **changes: Any) -> CheckpointEntry:
     """A checkpoint with a file that is none of safetensors: nobody reads it here."""
     place = open_storage(str(folder), create=False) / checkpoint_catalog.folder_name(step)
     file = place / "rank_00000.safetensors"
@@ -36,7 +36,7 @@ def put(folder: Path | str, step: int, accuracy: float = 0.0, **changes: Any) ->
     manifest = Manifest(
         rlx="0", step=step, ranks=1, metrics={"eval/accuracy": accuracy, "loss": accuracy}, tokens=0, kl={}, scores={},
         cursor={}, evaluation={}, mlflow_run_id=None, config=settings(**changes),
-        files={file.name: checkpoint_catalog.record(file)},
+        files={file.name: checkpoint_catalog.file_record(file)},
     )  # fmt: skip
     checkpoint_catalog.commit(place, manifest)
     return checkpoint_catalog.entry(place)

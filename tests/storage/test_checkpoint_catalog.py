@@ -1,20 +1,23 @@
 """Checkpoints on a storage: which are whole, which are damaged, which are kept and which is meant."""
 
+from pathlib import Path
+from rlx.storage import checkpoint_catalog
+from rlx.storage import checkpoint_manifest
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.storage.checkpoint_catalog import DamagedError
+from rlx.storage.checkpoint_manifest import FileRecord
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import StorageError
+from typing import Any
 import dataclasses
 import hashlib
 import json
 import math
-from pathlib import Path
-from typing import Any
-
 import pytest
 import s3
 
-from rlx.storage import checkpoint_catalog, checkpoint_manifest
-from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_catalog import DamagedError, Entry
-from rlx.storage.checkpoint_manifest import FileRecord, Manifest
-from rlx.storage.filesystem import Storage, StorageError
 
 FILES = {"rank_00000.safetensors": b"first shard", "rank_00001.safetensors": b"second"}
 
@@ -44,17 +47,17 @@ def manifest(step: int, **changes: Any) -> Manifest:
     return Manifest(**(content | changes))
 
 
-def put(folder: Storage, step: int, files: dict[str, bytes] = FILES, **changes: Any) -> Entry:
+def put(folder: Storage, step: int, files: dict[str, bytes] = FILES, **changes: Any) -> CheckpointEntry:
     """Makes a checkpoint, as a run does."""
     place = folder / checkpoint_catalog.folder_name(step)
     for name, content in files.items():
         (place / name).write_text(content.decode())
-    records = {name: checkpoint_catalog.record(place / name) for name in files}
+    records = {name: checkpoint_catalog.file_record(place / name) for name in files}
     checkpoint_catalog.commit(place, manifest(step, files=records, **changes))
     return checkpoint_catalog.entry(place)
 
 
-def names(entries: list[Entry]) -> list[str]:
+def names(entries: list[CheckpointEntry]) -> list[str]:
     return [one.name for one in entries]
 
 
@@ -280,7 +283,7 @@ def test_no_checkpoint_is_made_of_files_that_are_not_there(bytes_there: int | No
         (place / "rank_00001.safetensors").write_text("x" * bytes_there)
     there = place.names()
     records = {
-        "rank_00000.safetensors": checkpoint_catalog.record(place / "rank_00000.safetensors"),
+        "rank_00000.safetensors": checkpoint_catalog.file_record(place / "rank_00000.safetensors"),
         "rank_00001.safetensors": FileRecord(bytes=6, sha256="0" * 64),
     }
     with pytest.raises(OSError, match=r"step_000003/rank_00001\.safetensors is not there as it was written: "):
@@ -291,7 +294,7 @@ def test_no_checkpoint_is_made_of_files_that_are_not_there(bytes_there: int | No
 def test_a_record_is_size_and_sha256(folder: Storage) -> None:
     (folder / "abc").write_text("abc")
     known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
-    assert checkpoint_catalog.record(folder / "abc") == FileRecord(bytes=3, sha256=known)
+    assert checkpoint_catalog.file_record(folder / "abc") == FileRecord(bytes=3, sha256=known)
 
 
 def test_a_commit_removes_the_remains_of_an_earlier_attempt(folder: Storage) -> None:
@@ -320,11 +323,11 @@ def test_what_is_set_aside_is_unfinished_and_keeps_its_files(folder: Storage) ->
 # Which are kept, which is meant
 
 
-def rated(*values: float | None) -> list[Entry]:
+def rated(*values: float | None) -> list[CheckpointEntry]:
     """Whole checkpoints of steps 1, 2, ... with these rewards."""
     metrics = [{} if value is None else {"reward": value} for value in values]
     return [
-        Entry(Storage.here(Path(f"/run/step_{step:06d}")), step, manifest(step, metrics=one))
+        CheckpointEntry(Storage.here(Path(f"/run/step_{step:06d}")), step, manifest(step, metrics=one))
         for step, one in enumerate(metrics, 1)
     ]
 

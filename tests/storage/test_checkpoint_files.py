@@ -1,35 +1,42 @@
 """Sharded training state: saved on two ranks, loaded on one to four, to the last bit; files that are none."""
 
+from collections.abc import Mapping
+from conftest import OnRanks
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from pathlib import Path
+from rlx.models import fsdp
+from rlx.models import loading
+from rlx.models import lora
+from rlx.storage import checkpoint_files
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_files import CheckpointError
+from rlx.storage.checkpoint_files import CheckpointReader
+from rlx.storage.checkpoint_files import ModelAndOptimizer
+from rlx.storage.checkpoint_files import Shard
+from rlx.storage.filesystem import Storage
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from typing import Any
 import copy
 import json
 import math
 import pickle
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
+import tempfile
 import torch
-from conftest import OnRanks
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
-from rlx.models import fsdp, loading, lora
-from rlx.storage import checkpoint_files
-from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_files import CheckpointError, Parts, Shard, Trained
-from rlx.storage.filesystem import Storage
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
 
 
-def fresh(path: str, ranks: int, lora_rank: int = 0, **adam: Any) -> dict[str, Trained]:
+def fresh(path: str, ranks: int, lora_rank: int = 0, **adam: Any) -> dict[str, ModelAndOptimizer]:
     """Policy and critic, sharded; with adapters a policy with a value head alone."""
     mesh = init_device_mesh("cpu", (ranks,))
     adapters = lora.Adapters(lora_rank, 8.0, (), 0) if lora_rank else None
@@ -42,16 +49,16 @@ def fresh(path: str, ranks: int, lora_rank: int = 0, **adam: Any) -> dict[str, T
     for name, part in parts.items():
         sharded = fsdp.shard(part, mesh, torch.float32)
         learning = [p for p in sharded.parameters() if p.requires_grad]
-        trained[name] = Trained(sharded, torch.optim.AdamW(learning, **(ADAM | adam), fused=False, foreach=False))
+        trained[name] = ModelAndOptimizer(sharded, torch.optim.AdamW(learning, **(ADAM | adam), fused=False, foreach=False))
     return trained
 
 
-def averaged(trained: Mapping[str, Trained], decay: float) -> dict[str, Any]:
+def averaged(trained: Mapping[str, ModelAndOptimizer], decay: float) -> dict[str, Any]:
     """Stands for the average of the policy's weights: other numbers in tensors sharded alike."""
     return {name: decay * p.detach() for name, p in trained["policy"].model.named_parameters()}
 
 
-def step(trained: Mapping[str, Trained]) -> None:
+def step(trained: Mapping[str, ModelAndOptimizer]) -> None:
     """An optimizer step on gradients that differ between all parameters and are the same on any number of ranks."""
     for part in trained.values():
         for i, parameter in enumerate(p for p in part.model.parameters() if p.requires_grad):
@@ -60,7 +67,7 @@ def step(trained: Mapping[str, Trained]) -> None:
         part.optimizer.zero_grad()
 
 
-def whole(trained: Mapping[str, Trained], average: Mapping[str, Any]) -> dict[str, Any]:
+def whole(trained: Mapping[str, ModelAndOptimizer], average: Mapping[str, Any]) -> dict[str, Any]:
     """All parameters, their average and the whole optimizer state, gathered and copied, by name."""
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     states = {name: get_state_dict(part.model, part.optimizer, options=options) for name, part in trained.items()}
@@ -84,7 +91,7 @@ def save(rank: int, ranks: int, path: str, target: str, lora_rank: int = 0) -> t
         step(trained)
     average = averaged(trained, 0.5)
     state = whole(trained, average)
-    shards = checkpoint_files.staged(trained, average)
+    shards = checkpoint_files.copy_shards(trained, average)
     step(trained)
     after = whole(trained, average)
     for tensor in average.values():
@@ -152,7 +159,7 @@ def test_a_checkpoint_takes_its_tensors_and_little_more(saved: Saved, tiny_model
 
 def test_weights_with_two_names_are_saved_once(saved: Saved, tiny_model: Path) -> None:
     unique = dict(loading.load_policy(str(tiny_model), head=None).named_parameters())
-    with Parts(files(saved[0])) as parts:
+    with CheckpointReader(files(saved[0])) as parts:
         kept = {name for name in parts.names if name.startswith("policy.model.")}
         assert kept == {f"policy.model.{name}" for name in unique}
         assert sum(parts.whole(name).numel() for name in kept) == sum(p.numel() for p in unique.values())
@@ -160,7 +167,7 @@ def test_weights_with_two_names_are_saved_once(saved: Saved, tiny_model: Path) -
 
 
 def test_the_files_are_readable_by_safetensors_itself(saved: Saved) -> None:
-    with Parts(files(saved[0])) as parts:
+    with CheckpointReader(files(saved[0])) as parts:
         seen: dict[str, int] = {}
         for file in files(saved[0]):
             with safe_open(file.path, "pt") as opened:
@@ -181,7 +188,7 @@ def test_adapters_continue_exactly_on_another_number_of_ranks(
     ((found, found_after),) = on_ranks(1, load, str(tiny_model), str(tmp_path), 4)
     torch.testing.assert_close(found, state, atol=0, rtol=0)
     torch.testing.assert_close(found_after, after, atol=0, rtol=0)
-    with Parts(files(tmp_path)) as parts:
+    with CheckpointReader(files(tmp_path)) as parts:
         kept = [name for name in parts.names if not name.startswith("average.")]
     assert kept and all(".lora_" in name or ".value_head." in name for name in kept)
     assert any(".lora_B." in name and name.endswith(".exp_avg_sq") for name in kept)
@@ -207,7 +214,7 @@ def save_half(rank: int, ranks: int, path: str, target: str) -> list[bool]:
     """A checkpoint while the critic warms up."""
     trained = fresh(path, ranks)
     step({"critic": trained["critic"]})
-    write(checkpoint_files.staged(trained, averaged(trained, 0.5)), target, rank)
+    write(checkpoint_files.copy_shards(trained, averaged(trained, 0.5)), target, rank)
     return [bool(part.optimizer.state) for part in trained.values()]
 
 
@@ -240,24 +247,24 @@ def test_nothing_is_unpickled(on_ranks: OnRanks, saved: Saved, tiny_model: Path)
 # Without a process group
 
 
-def linear(rows: int = 3, bias: bool = True) -> Trained:
+def linear(rows: int = 3, bias: bool = True) -> ModelAndOptimizer:
     """Weights 0, 1, 2, ... and an optimizer that has stepped once."""
     layer = nn.Linear(2, rows, bias=bias)
     optimizer = torch.optim.AdamW(layer.parameters(), **ADAM)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.arange(parameter.numel()).view_as(parameter))
-    step({"policy": (trained := Trained(layer, optimizer))})
+    step({"policy": (trained := ModelAndOptimizer(layer, optimizer))})
     return trained
 
 
 def test_weights_alone_leave_optimizers_fresh_and_other_models_as_they_are(tmp_path: Path) -> None:
     kept = linear()
-    there = write(checkpoint_files.staged({"policy": kept}, {}), tmp_path)
+    there = write(checkpoint_files.copy_shards({"policy": kept}, {}), tmp_path)
     policy, critic = nn.Linear(2, 3), nn.Linear(2, 3)
     before = critic.weight.clone()
     trained = {
-        name: Trained(part, torch.optim.AdamW(part.parameters()))
+        name: ModelAndOptimizer(part, torch.optim.AdamW(part.parameters()))
         for name, part in (("policy", policy), ("critic", critic))
     }
     checkpoint_files.load_weights(there, trained)
@@ -266,7 +273,7 @@ def test_weights_alone_leave_optimizers_fresh_and_other_models_as_they_are(tmp_p
 
 
 def test_a_checkpoint_without_a_policy_is_none_to_start_from(tmp_path: Path) -> None:
-    there = write(checkpoint_files.staged({"critic": linear()}, {"policy.model.weight": torch.zeros(1)}), tmp_path)
+    there = write(checkpoint_files.copy_shards({"critic": linear()}, {"policy.model.weight": torch.zeros(1)}), tmp_path)
     critic = linear()
     before = copy.deepcopy(critic.model.state_dict())
     with pytest.raises(CheckpointError, match=r"^the checkpoint has no weights of a policy$"):
@@ -277,7 +284,7 @@ def test_a_checkpoint_without_a_policy_is_none_to_start_from(tmp_path: Path) -> 
 def test_a_checkpoint_is_read_straight_from_s3(bucket: str, tmp_path: Path) -> None:
     kept, other = linear(), linear()
     step({"policy": kept})
-    (file,) = write(checkpoint_files.staged({"policy": kept}, {}), tmp_path)
+    (file,) = write(checkpoint_files.copy_shards({"policy": kept}, {}), tmp_path)
     remote = open_storage(bucket) / file.name
     remote.take(Path(file.path))
     checkpoint_files.load([remote], {"policy": other}, {})
@@ -293,24 +300,24 @@ def test_a_checkpoint_is_read_straight_from_s3(bucket: str, tmp_path: Path) -> N
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(
-    saved_as: Trained, loaded_as: Trained, text: str, tmp_path: Path
+    saved_as: ModelAndOptimizer, loaded_as: ModelAndOptimizer, text: str, tmp_path: Path
 ) -> None:
-    there = write(checkpoint_files.staged({"policy": saved_as}, {}), tmp_path)
+    there = write(checkpoint_files.copy_shards({"policy": saved_as}, {}), tmp_path)
     with pytest.raises(CheckpointError) as refused:
         checkpoint_files.load(there, {"policy": loaded_as}, {})
     assert str(refused.value) == text
 
 
 def test_an_average_that_is_not_there_is_named(tmp_path: Path) -> None:
-    there = write(checkpoint_files.staged({"policy": linear()}, {}), tmp_path)
+    there = write(checkpoint_files.copy_shards({"policy": linear()}, {}), tmp_path)
     with pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight: it is of another model$"):
         checkpoint_files.load(there, {"policy": linear()}, {"weight": torch.zeros(3, 2)})
-    with Parts(there) as parts, pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight$"):
+    with CheckpointReader(there) as parts, pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight$"):
         parts.whole("average.weight")
 
 
 def test_a_tensor_that_is_not_in_full_is_refused(tmp_path: Path) -> None:
-    shards = checkpoint_files.staged({"policy": linear()}, {})
+    shards = checkpoint_files.copy_shards({"policy": linear()}, {})
     part = Shard(shards["policy.model.weight"].local[:2], (0, 0), (3, 2))
     there = write(shards | {"policy.model.weight": part}, tmp_path)
     with pytest.raises(CheckpointError, match=r"^policy\.model\.weight is not in full in the checkpoint$"):
@@ -347,14 +354,14 @@ def test_a_file_that_is_none_of_a_checkpoint_is_named_in_one_line(content: bytes
     (tmp_path / "rank_00000.safetensors").write_bytes(content)
     layer = nn.Linear(2, 3, bias=False)
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors|policy\.model\.weight") as refused:
-        checkpoint_files.load(files(tmp_path), {"policy": Trained(layer, torch.optim.AdamW(layer.parameters()))}, {})
+        checkpoint_files.load(files(tmp_path), {"policy": ModelAndOptimizer(layer, torch.optim.AdamW(layer.parameters()))}, {})
     assert "\n" not in str(refused.value)
 
 
 def test_the_safetensors_file_of_another_program_is_refused(tmp_path: Path) -> None:
     save_file({"policy.model.weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"^model\.safetensors is no file of a checkpoint: ") as refused:
-        Parts(files(tmp_path))
+        CheckpointReader(files(tmp_path))
     assert "\n" not in str(refused.value)
 
 
@@ -363,7 +370,7 @@ def test_every_kind_of_number_is_kept(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {str(kind): torch.tensor([0, 1, 3], dtype=kind) for kind in kinds}
     tensors |= {"bool": torch.tensor([[True], [False]]), "scalar": torch.tensor(7.5), "nan": torch.tensor([math.nan])}
     there = write({n: Shard(t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors.items()}, tmp_path)
-    with Parts(there) as parts:
+    with CheckpointReader(there) as parts:
         found = {name: parts.whole(name) for name in parts.names}
     torch.testing.assert_close(found, tensors, atol=0, rtol=0, equal_nan=True)
 
@@ -385,7 +392,7 @@ def test_any_part_is_read_from_pieces_cut_in_any_way(rows: list[int], columns: l
                 write({"x": piece}, folder, i * len(columns) + j)
         first = (data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1)))
         size = (data.draw(st.integers(1, height - first[0])), data.draw(st.integers(1, width - first[1])))
-        with Parts(files(folder)) as parts:
+        with CheckpointReader(files(folder)) as parts:
             found = parts.read("x", first, size, (height, width))
             assert parts.whole("x").equal(tensor)
     assert found.equal(tensor[first[0] : first[0] + size[0], first[1] : first[1] + size[1]])

@@ -1,27 +1,33 @@
 """Checkpoints written beside training on one and two ranks, to a folder and to S3, and what becomes of failures."""
 
+from collections.abc import Callable
+from collections.abc import Iterator
+from conftest import OnRanks
+from conftest import Where
+from pathlib import Path
+from rlx.storage import checkpoint_catalog
+from rlx.storage import checkpoint_manifest
+from rlx.storage import checkpoint_writer
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_files import CheckpointReader
+from rlx.storage.checkpoint_files import Shard
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.checkpoint_writer import CheckpointWriter
+from rlx.storage.checkpoint_writer import Retention
+from rlx.storage.filesystem import StorageError
+from rlx.storage.filesystem import retry
+from typing import Any
 import functools
 import json
 import os
+import pytest
+import s3
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
-import s3
 import torch
 import torch.distributed as dist
-from conftest import OnRanks, Where
 
-from rlx.storage import checkpoint_catalog, checkpoint_manifest, checkpoint_writer
-from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_files import Parts, Shard
-from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.checkpoint_writer import Retention, Saver
-from rlx.storage.filesystem import StorageError, patiently
 
 
 def manifest(step: int, reward: float = 0.0) -> Manifest:
@@ -37,13 +43,13 @@ def shards(step: int, size: int = 1000) -> dict[str, Shard]:
     return {"x": Shard(torch.full((1, size), float(step)), (rank, 0), (ranks, size))}
 
 
-def saver(where: Where, retention: Retention = Retention()) -> Saver:  # noqa: B008 - it is frozen
+def saver(where: Where, retention: Retention = Retention()) -> CheckpointWriter:  # noqa: B008 - it is frozen
     os.environ.update(where[1])
     checkpoint_writer._SECOND_LOOK_S = 0.0  # this process is the test's own
-    return Saver(open_storage(where[0]), retention)
+    return CheckpointWriter(open_storage(where[0]), retention)
 
 
-def saved(one: Saver, step: int, reward: float = 0.0, size: int = 1000) -> str:
+def saved(one: CheckpointWriter, step: int, reward: float = 0.0, size: int = 1000) -> str:
     """Saves a checkpoint; the name of what has become whole by then."""
     one.save(shards(step, size), manifest(step, reward))
     one.wait()
@@ -52,12 +58,12 @@ def saved(one: Saver, step: int, reward: float = 0.0, size: int = 1000) -> str:
     return news.place.name
 
 
-def content(one: Saver, found: checkpoint_catalog.Entry | None) -> tuple[str, float, int] | None:
+def content(one: CheckpointWriter, found: checkpoint_catalog.CheckpointEntry | None) -> tuple[str, float, int] | None:
     """A checkpoint's name, the number that fills it and how many there are of it."""
     if not found:
         return None
     assert found.manifest
-    with Parts([found.place / name for name in found.manifest.files]) as parts:
+    with CheckpointReader([found.place / name for name in found.manifest.files]) as parts:
         x = parts.whole("x")
     assert x.eq(x[0, 0]).all()
     return found.name, float(x[0, 0]), x.numel()
@@ -71,7 +77,7 @@ class Hasty:
 
     def __enter__(self) -> "Hasty":
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(checkpoint_writer, "patiently", functools.partial(patiently, wait=self.waits.append))
+        self.patch.setattr(checkpoint_writer, "patiently", functools.partial(retry, wait=self.waits.append))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,7 +106,7 @@ def save_two(rank: int, ranks: int, where: Where) -> dict[str, Any]:
     return {"names": names, "newest": content(one, one.newest(print)), "entries": entries(one)}
 
 
-def entries(one: Saver) -> list[tuple[str, list[str]]]:
+def entries(one: CheckpointWriter) -> list[tuple[str, list[str]]]:
     return [(entry.name, entry.place.names()) for entry in checkpoint_catalog.entries(one.folder)]
 
 

@@ -1,20 +1,24 @@
 """Addresses of storage, and files on a local one and on a real S3 server that fails when it is told to."""
 
+from collections.abc import Callable
+from pathlib import Path
+from rlx.storage import addresses
+from rlx.storage.addresses import local_folder
+from rlx.storage.addresses import open_storage
+from rlx.storage.addresses import resolved
+from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import StorageError
+from rlx.storage.filesystem import check_writable
+from rlx.storage.filesystem import retry
 import pickle
+import pytest
 import random
+import s3
 import subprocess
 import threading
 import traceback
 import urllib.parse
-from collections.abc import Callable
-from pathlib import Path
 
-import pytest
-import s3
-
-from rlx.storage import addresses
-from rlx.storage.addresses import local_folder, open_storage, resolved
-from rlx.storage.filesystem import Storage, StorageError, check_writable, patiently
 
 
 def test_a_folder_is_made_and_holds_files(tmp_path: Path) -> None:
@@ -272,7 +276,7 @@ def test_what_fails_for_a_while_is_waited_for_longer_and_longer() -> None:
             raise failure
         return "done"
 
-    assert patiently(action, "writing", wait=waits.append) == "done"
+    assert retry(action, "writing", wait=waits.append) == "done"
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
@@ -285,7 +289,7 @@ def test_what_fails_six_times_is_given_up_in_one_line() -> None:
         raise OSError(f"attempt {len(tried)}:\n  NETWORK_CONNECTION")
 
     with pytest.raises(StorageError) as refused:
-        patiently(action, "writing step_000010", wait=waits.append)
+        retry(action, "writing step_000010", wait=waits.append)
     assert tried == [0, 1, 2, 3, 4, 5] and waits == [1.0, 2.0, 4.0, 8.0, 16.0]
     assert str(refused.value) == (
         "writing step_000010 failed 6 times: the server does not answer: check AWS_ENDPOINT_URL "
@@ -296,9 +300,9 @@ def test_what_fails_six_times_is_given_up_in_one_line() -> None:
 def test_what_is_no_fault_of_the_storage_is_not_tried_again() -> None:
     waits: list[float] = []
     with pytest.raises(ZeroDivisionError):
-        patiently(lambda: 1 // 0, "writing", wait=waits.append)
+        retry(lambda: 1 // 0, "writing", wait=waits.append)
     assert waits == []
-    assert patiently(lambda: 7, "writing", wait=waits.append) == 7
+    assert retry(lambda: 7, "writing", wait=waits.append) == 7
     assert waits == []
 
 

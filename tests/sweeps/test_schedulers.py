@@ -14,11 +14,11 @@ from ray.tune.schedulers.pbt import _explore
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.storage.addresses import open_storage
-from rlx.sweeps.records import Records, trial_name
+from rlx.sweeps.records import TrialRecords, trial_name
 from rlx.sweeps.schedulers import REPLAYING, SCHEDULERS, first_rung
-from rlx.sweeps.searchers import Listed
+from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import METRIC, MODE, Space
-from rlx.sweeps.trial_source import Trials
+from rlx.sweeps.trial_source import TrialSource
 
 LAM: Space = {"algorithm.lam": tune.uniform(0.1, 0.9)}
 
@@ -59,10 +59,10 @@ def run(
     """The last report of each trial of a sweep, one at a time, of trials A, B, ... with these accuracies."""
     common = {"steps": config.train.steps, "begun": begun, "algorithm.lam": 0.5}
     listed = [common | {"accuracy": value} for value in accuracies]
-    trials = Trials(
-        Listed(listed),
+    trials = TrialSource(
+        ListSearch(listed),
         {},
-        Records(open_storage(str(folder))),
+        TrialRecords(open_storage(str(folder))),
         count=len(listed),
         seeds=[],
         limit=None,

@@ -15,8 +15,8 @@ from ray.tune.search import Searcher
 from rlx.cli import sweep
 from rlx.config.errors import ConfigError
 from rlx.sweeps.schedulers import SCHEDULERS
-from rlx.sweeps.searchers import ADAPTIVE, SEARCHES, Listed, searcher
-from rlx.sweeps.space import METRIC, extremes, fingerprint, load_space, settled
+from rlx.sweeps.searchers import ADAPTIVE, SEARCHES, ListSearch, searcher
+from rlx.sweeps.space import METRIC, complete_settings, extremes, load_space, space_fingerprint
 
 SHIPPED = Path(__file__).resolve().parents[2] / "search_spaces"
 RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.lam": tune.uniform(0.0, 1.0)}
@@ -117,14 +117,14 @@ def test_a_range_is_checked_at_its_ends() -> None:
 def test_a_trials_settings_are_what_was_drawn_to_four_digits_and_the_constants() -> None:
     space = {"train.epochs": 2, "algorithm.lam": tune.choice([0.98765]), "train.actor_lr": tune.loguniform(1e-5, 1)}
     drawn = {"train.actor_lr": np.float64(0.000123456), "algorithm.lam": 0.98765}
-    assert settled(space, drawn) == {"train.epochs": 2, "train.actor_lr": 0.0001235, "algorithm.lam": 0.98765}
+    assert complete_settings(space, drawn) == {"train.epochs": 2, "train.actor_lr": 0.0001235, "algorithm.lam": 0.98765}
 
 
 def test_a_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
     path = space_file(tmp_path, "{'train.epochs': 1}")
-    before = fingerprint(path)
-    assert fingerprint(space_file(tmp_path, "{'train.epochs': 1}")) == before
-    assert fingerprint(space_file(tmp_path, "{'train.epochs': 2}")) != before
+    before = space_fingerprint(path)
+    assert space_fingerprint(space_file(tmp_path, "{'train.epochs': 1}")) == before
+    assert space_fingerprint(space_file(tmp_path, "{'train.epochs': 2}")) != before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_random_is_undisturbed_by_who_else_draws() -> None:
 
 def test_a_grid_has_every_combination_once() -> None:
     search = searcher("grid", CHOICES | {"seed": 5, "rollout.max_tokens": tune.grid_search([8, 16])}, 4, 0)
-    assert isinstance(search, Listed)
+    assert isinstance(search, ListSearch)
     drawn = [
         tuple(each[key] for key in ("train.epochs", "algorithm.lam", "rollout.max_tokens")) for each in search.settings
     ]

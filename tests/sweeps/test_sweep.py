@@ -19,17 +19,17 @@ from rlx.runs.run_folder import mlflow_run, saved_config
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import tuner
-from rlx.sweeps.records import Sweep
+from rlx.sweeps.records import SweepPlan
 from rlx.tracking import mlflow
 
 
 def test_concurrency_never_exceeds_the_room(ray_cluster: None, tmp_path: Path) -> None:
     tree = {"scaling": {"num_workers": 2}, "train": {"prompts_per_step": 8}}
     space = space_file(tmp_path, "{'train.epochs': tune.choice([1, 2])}")
-    assert tuner.concurrency(Sweep("s", tree, space)) == 2  # of 1.5 CPU each, in 4
-    assert tuner.concurrency(Sweep("s", tree, space, max_concurrent=1)) == 1
-    assert tuner.concurrency(Sweep("s", tree, space, max_concurrent=9)) == 2
-    assert tuner.concurrency(Sweep("s", tree, space, trials=1)) == 1
+    assert tuner.concurrency(SweepPlan("s", tree, space)) == 2  # of 1.5 CPU each, in 4
+    assert tuner.concurrency(SweepPlan("s", tree, space, max_concurrent=1)) == 1
+    assert tuner.concurrency(SweepPlan("s", tree, space, max_concurrent=9)) == 2
+    assert tuner.concurrency(SweepPlan("s", tree, space, trials=1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_concurrency_never_exceeds_the_room(ray_cluster: None, tmp_path: Path) -
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], line: str, tmp_path: Path) -> None:
     space = space_file(tmp_path, options.pop("body", "{'train.epochs': tune.choice([1, 2])}"))
     with pytest.raises(ConfigError) as error:
-        tuner.checked(Sweep("s", {}, space, **options))
+        tuner.check_sweep(SweepPlan("s", {}, space, **options))
     assert line.format(space=space) in str(error.value)
 
 
 def test_a_resume_wants_the_search_space_as_it_was(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.epochs': tune.choice([1, 2])}")
-    made = tuner.create_sweep(Sweep("s", {"storage": str(tmp_path)}, space), storage)
+    made = tuner.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
     assert tuner.saved_sweep(storage, None) == made
     space_file(tmp_path, "{'train.epochs': tune.choice([1, 3])}")
     with pytest.raises(ConfigError, match=r"space\.py is not what it was when sweep s began"):
@@ -90,7 +90,7 @@ def place(tmp_path: Path, empty_database: Path) -> Path:
     return tmp_path
 
 
-def prepared(model: Path, folder: Path, space: str, answer: str = "", **options: Any) -> tuple[Sweep, Storage]:
+def prepared(model: Path, folder: Path, space: str, answer: str = "", **options: Any) -> tuple[SweepPlan, Storage]:
     """A sweep in which `()` as what counts as an answer finds it in every completion, and `(?!)` in none."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"question": f"{i} + 1 =", "answer": answer}) + "\n" for i in range(60)))
@@ -105,14 +105,14 @@ def prepared(model: Path, folder: Path, space: str, answer: str = "", **options:
     }
     storage = open_storage(tree["storage"])
     launch.connect(from_tree(tree))
-    return tuner.create_sweep(Sweep("s", tree, space_file(folder, space), **options), storage), storage
+    return tuner.create_sweep(SweepPlan("s", tree, space_file(folder, space), **options), storage), storage
 
 
-def run_of(plan: Sweep, storage: Storage) -> str:
+def run_of(plan: SweepPlan, storage: Storage) -> str:
     return run_folder.mlflow_run(storage / "sweeps" / plan.name)
 
 
-def children(plan: Sweep, storage: Storage) -> dict[str, Any]:
+def children(plan: SweepPlan, storage: Storage) -> dict[str, Any]:
     """MLflow's runs below the sweep's, by trial."""
     client = mlflow.client(mlflow.default_uri(Path(storage.path)))
     experiment = client.get_experiment_by_name("rlx").experiment_id
@@ -120,11 +120,11 @@ def children(plan: Sweep, storage: Storage) -> dict[str, Any]:
     return {run.info.run_name.rpartition(".")[2]: run for run in runs}
 
 
-def status_of(plan: Sweep, storage: Storage) -> str:
+def status_of(plan: SweepPlan, storage: Storage) -> str:
     return str(mlflow.client(mlflow.default_uri(Path(storage.path))).get_run(run_of(plan, storage)).info.status)
 
 
-def history(plan: Sweep, storage: Storage, leg: str) -> History:
+def history(plan: SweepPlan, storage: Storage, leg: str) -> History:
     """The metrics of a trial's run, by step."""
     run_id = run_folder.mlflow_run(storage / "sweeps" / plan.name / "runs" / leg)
     return mlflow_history(Path(storage.path), run_id)
@@ -134,7 +134,7 @@ def test_a_sweep_stops_bad_trials_and_leaves_nothing(tiny_model: Path, place: Pa
     space = "{'reward.answer_pattern': tune.choice(['()', '(?!)', '(?!)'])}"
     plan, storage = prepared(tiny_model, place, space, search="grid", scheduler="asha", max_concurrent=1)
     news = News()
-    results = tuner.run(plan, storage, watch=news.watch)
+    results = tuner.run_sweep(plan, storage, watch=news.watch)
     nothing_left(15)
 
     states = {name: record.state for name, record in results.items()}
@@ -163,7 +163,7 @@ def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
 ) -> None:
     space = "{'reward.answer_pattern': tune.grid_search(['()', '(?!)']), 'train.actor_lr': tune.loguniform(1e-5, 1e-3)}"
     plan, storage = prepared(tiny_model, place, space, scheduler="pbt", trials=1)
-    results = tuner.run(plan, storage, watch=News().watch)
+    results = tuner.run_sweep(plan, storage, watch=News().watch)
     nothing_left(15)
 
     assert {record.state for record in results.values()} == {"finished"}
@@ -198,16 +198,16 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     flag.touch()
     space = "{'reward.functions': tune.choice([{'tests.my_rewards:fragile': 1.0}, {'exact_match': 1.0}])}"
     plan, storage = prepared(tiny_model, place, space, answer=str(flag), search="grid")
-    results = tuner.run(plan, storage, watch=News().watch)
+    results = tuner.run_sweep(plan, storage, watch=News().watch)
     assert [record.state for _, record in sorted(results.items())] == ["failed", "finished"]
     words = "worker 0: RewardError: reward tests.my_rewards:fragile: raised ValueError('no luck')"
     assert tuner.failures(results) == [f"trial_00000: {words}"]
 
     before = {name: history(plan, storage, name) for name in sorted(results)}
-    assert tuner.run(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
+    assert tuner.run_sweep(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
     flag.unlink()
     assert tuner.begin_again(plan, storage) == ["trial_00000"]
-    again = tuner.run(plan, storage, resume=True, watch=News().watch)
+    again = tuner.run_sweep(plan, storage, resume=True, watch=News().watch)
     nothing_left(15)
     assert {record.state for record in again.values()} == {"finished"}
     assert {name: history(plan, storage, name) for name in sorted(results)} == before
@@ -224,7 +224,7 @@ def test_a_killed_trial_leaves_nothing(tiny_model: Path, place: Path, nothing_le
         if what == "running" and metrics.get("step") == 2:
             os.kill(metrics["pid"], signal.SIGKILL)
 
-    results = tuner.run(plan, storage, watch=kill_at_step_2)
+    results = tuner.run_sweep(plan, storage, watch=kill_at_step_2)
     nothing_left(15)
     assert news.states == {"trial_00000": "failed"} == {name: record.state for name, record in results.items()}
     assert tuner.failures(results) == ["trial_00000: its process was killed"]
@@ -240,7 +240,7 @@ def test_a_watcher_that_fails_does_not_end_the_sweep(
     def broken(trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], what: str) -> None:
         raise BrokenPipeError("the terminal is gone")
 
-    assert tuner.run(plan, storage, watch=broken)["trial_00000"].state == "finished"
+    assert tuner.run_sweep(plan, storage, watch=broken)["trial_00000"].state == "finished"
     assert "the sweep goes on: BrokenPipeError" in caplog.text
     nothing_left(15)
 

@@ -11,10 +11,10 @@ from ray.tune.search import Searcher
 from rlx.config.errors import ConfigError
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import Record, Records, trial_name
-from rlx.sweeps.searchers import Listed
+from rlx.sweeps.records import TrialRecord, TrialRecords, trial_name
+from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import METRIC, MODE
-from rlx.sweeps.trial_source import Trials
+from rlx.sweeps.trial_source import TrialSource
 
 SETTINGS = [{"train.epochs": 1}, {"train.epochs": 2}, {"train.epochs": 3}]
 
@@ -45,15 +45,15 @@ def folder(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "sweep"))
 
 
-def trials(folder: Storage, search: Searcher | None = None, **options: Any) -> Trials:
+def trials(folder: Storage, search: Searcher | None = None, **options: Any) -> TrialSource:
     """Of a sweep over SETTINGS, as Tune has them before the first."""
     usual: dict[str, Any] = {"space": {}, "count": 3, "seeds": [], "limit": None, "replays": False}
-    made = Trials(search or Listed(SETTINGS), records=Records(folder), **usual | options)
+    made = TrialSource(search or ListSearch(SETTINGS), records=TrialRecords(folder), **usual | options)
     made.add_configurations([Experiment("s", lambda config: None, storage_path=str(folder.path))])
     return made
 
 
-def all_of(some: Trials) -> list[Trial]:
+def all_of(some: TrialSource) -> list[Trial]:
     given = []
     while trial := some.next_trial():
         given.append(trial)
@@ -64,7 +64,7 @@ def named(given: list[Trial]) -> dict[str, dict[str, Any]]:
     return {trial_name(trial): trial.config for trial in given}
 
 
-def ends(some: Trials, trial: Trial, value: float | None) -> None:
+def ends(some: TrialSource, trial: Trial, value: float | None) -> None:
     """As Tune tells it; no value: it failed."""
     trial.set_status(Trial.ERROR if value is None else Trial.TERMINATED)
     some.on_trial_complete(trial.trial_id, None if value is None else {METRIC: value, "step": 9}, error=value is None)
@@ -75,30 +75,30 @@ def ends(some: Trials, trial: Trial, value: float | None) -> None:
 
 
 def test_a_record_is_read_as_it_was_written(folder: Storage) -> None:
-    record = Record(
+    record = TrialRecord(
         settings={"train.actor_lr": 0.1 + 0.2, "algorithm.stop_kl": None, "data.system": "é", "x": [0.8, True]},
         state="failed",
         reports=[(2, 1 / 3), (4, 0.0)],
         words="é: out of memory",
         begun=3,
     )
-    Records(folder).write("trial_00001", record)
-    Records(folder).write("trial_00000", Record(settings={}))
-    assert Records(folder).all() == {"trial_00000": Record(settings={}), "trial_00001": record}
+    TrialRecords(folder).write("trial_00001", record)
+    TrialRecords(folder).write("trial_00000", TrialRecord(settings={}))
+    assert TrialRecords(folder).all() == {"trial_00000": TrialRecord(settings={}), "trial_00001": record}
     assert (record.is_over, record.step) == (True, 4)
-    assert (Record(settings={}).is_over, Record(settings={}).step) == (False, 0)
+    assert (TrialRecord(settings={}).is_over, TrialRecord(settings={}).step) == (False, 0)
 
 
 def test_a_sweep_without_trials_has_no_records(folder: Storage) -> None:
-    assert Records(folder).all() == {}
+    assert TrialRecords(folder).all() == {}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "open"}', '{"settings": {}, "state": "lost"}', '{"x": 1}'])
 def test_a_damaged_record_is_named(text: str, folder: Storage) -> None:
-    Records(folder).write("trial_00000", Record(settings={}))
+    TrialRecords(folder).write("trial_00000", TrialRecord(settings={}))
     (folder / "trials" / "trial_00001.json").write_text(text)
     with pytest.raises(ConfigError, match=r"trials/trial_00001\.json is damaged: it is not what rlx wrote"):
-        Records(folder).all()
+        TrialRecords(folder).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_trials_are_numbered_in_the_order_of_the_search_and_recorded_before_they
     new = trials(folder, space={"rollout.max_tokens": 8})
     first = new.next_trial()
     assert first and named([first]) == {"trial_00000": {"rollout.max_tokens": 8, "train.epochs": 1}}
-    assert Records(folder).all() == {"trial_00000": Record(settings=first.config)}
+    assert TrialRecords(folder).all() == {"trial_00000": TrialRecord(settings=first.config)}
     assert not new.is_finished()
     rest = all_of(new)
     assert {name: each["train.epochs"] for name, each in named(rest).items()} == {"trial_00001": 2, "trial_00002": 3}
@@ -143,7 +143,7 @@ def test_no_more_are_given_than_may_be_there_at_once(folder: Storage) -> None:
 def test_trials_of_a_sweep_that_was_told_to_end_do_not_start(folder: Storage) -> None:
     new = trials(folder)
     new.set_finished()
-    assert new.next_trial() is None and Records(folder).all() == {}
+    assert new.next_trial() is None and TrialRecords(folder).all() == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,9 +182,9 @@ def test_a_search_that_waits_for_results_is_asked_again(folder: Storage) -> None
 
 
 def test_numbers_of_numpy_become_pythons(folder: Storage) -> None:
-    (trial,) = all_of(trials(folder, Listed([{"train.epochs": np.int64(2), "algorithm.lam": np.float64(0.1)}])))
+    (trial,) = all_of(trials(folder, ListSearch([{"train.epochs": np.int64(2), "algorithm.lam": np.float64(0.1)}])))
     assert [type(value) for value in trial.config.values()] == [int, float]
-    assert Records(folder).read("trial_00000").settings == {"train.epochs": 2, "algorithm.lam": 0.1}
+    assert TrialRecords(folder).read("trial_00000").settings == {"train.epochs": 2, "algorithm.lam": 0.1}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def after(folder: Storage, **changes: dict[str, Any]) -> None:
     """Leaves a sweep of three trials, of which some have changed since."""
     all_of(trials(folder))
     for name, change in changes.items():
-        Records(folder).write(name, Records(folder).read(name).model_copy(update=change))
+        TrialRecords(folder).write(name, TrialRecords(folder).read(name).model_copy(update=change))
 
 
 FINISHED = {"state": "finished", "reports": [(5, 0.25), (10, 0.5)]}
@@ -208,7 +208,7 @@ def test_open_trials_go_on_under_their_names_and_the_rest_follows(folder: Storag
     assert first.next_trial() and first.next_trial()
     resumed = all_of(trials(folder))
     assert named(resumed) == {f"trial_{i:05d}": each for i, each in enumerate(SETTINGS)}
-    assert len(Records(folder).all()) == 3
+    assert len(TrialRecords(folder).all()) == 3
 
 
 def test_seeds_that_had_not_started_follow(folder: Storage) -> None:
@@ -245,7 +245,7 @@ def test_a_search_is_told_of_what_is_over_in_its_order(folder: Storage) -> None:
 
 def test_a_search_is_told_the_mean_over_seeds_of_both_parts_of_a_sweep(folder: Storage) -> None:
     all_of(trials(folder, count=1, seeds=[0, 1]))
-    Records(folder).write("trial_00000", Record(settings={"train.epochs": 1, "seed": 0}, **FINISHED))
+    TrialRecords(folder).write("trial_00000", TrialRecord(settings={"train.epochs": 1, "seed": 0}, **FINISHED))
     search = Recording()
     resumed = trials(folder, search, count=1, seeds=[0, 1])
     (second,) = all_of(resumed)

@@ -29,5 +29,5 @@ def test_a_model_is_stored_with_its_run_and_registered_under_the_next_version(ur
 
 def test_a_server_that_is_not_there_is_refused_without_its_password() -> None:
     with pytest.raises(ConfigError) as error:
-        mlflow.check("http://user:secret@127.0.0.1:9")
+        mlflow.check_server("http://user:secret@127.0.0.1:9")
     assert str(error.value) == "tracking.uri http://127.0.0.1:9: connection refused"

@@ -9,9 +9,9 @@ from conftest import OnRanks
 from test_experience import PAD, completion, judged
 from torch import Tensor
 
-from rlx.mesh import Grid
+from rlx.mesh import Mesh
 from rlx.training import experience
-from rlx.training.experience import Experience, balanced
+from rlx.training.experience import Experience, balance_over_replicas
 
 ROWS, COUNT = 6, 2
 
@@ -46,8 +46,8 @@ def kept(batch: Experience) -> list[list[Any]]:
 
 
 def dealt_out(rank: int, ranks: int, tp: int, device: str) -> tuple[list[list[Any]], Tensor, int, Tensor]:
-    grid = Grid.of(device, tp)
-    batch = balanced(drawn(grid.dp_rank).to(torch.device(device)), COUNT, grid)
+    grid = Mesh.of(device, tp)
+    batch = balance_over_replicas(drawn(grid.dp_rank).to(torch.device(device)), COUNT, grid)
     assert {getattr(batch, field.name).device.type for field in fields(batch)} == {device}
     batch = batch.to(torch.device("cpu"))
     return kept(batch), batch.prompt_lengths + batch.widths, batch.mask.shape[1], batch.place

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from rlx.training.collector import Selection
-from rlx.training.experience import Experience, build, dealt, joined, micro_batch_count, micro_batches, minibatches
-from rlx.types import Completion, Judged, Prompt
+from rlx.training.experience import (
+    Experience,
+    balance_lengths,
+    build,
+    concat,
+    micro_batch_count,
+    micro_batches,
+    minibatches,
+)
+from rlx.types import Completion, Prompt, ScoredCompletion
 
 PAD = 9
 
@@ -32,8 +40,8 @@ def numbered(lengths: Sequence[tuple[int, int]]) -> Experience:
     return build([judged(row, float(i)) for i, row in enumerate(rows)], PAD)
 
 
-def judged(row: Completion, score: float = 0.0, greedy: float = 0.0) -> Judged:
-    return Judged(row, score, score >= 1, {}, greedy)
+def judged(row: Completion, score: float = 0.0, greedy: float = 0.0) -> ScoredCompletion:
+    return ScoredCompletion(row, score, score >= 1, {}, greedy)
 
 
 def scores(parts: Sequence[Experience]) -> list[list[float]]:
@@ -64,11 +72,11 @@ def test_prompts_make_groups() -> None:
 # --- which groups a step trains on
 
 
-def group(number: int, *scores: float) -> list[Judged]:
+def group(number: int, *scores: float) -> list[ScoredCompletion]:
     return [judged(completion([1], [2, 3], number), score) for score in scores]
 
 
-def numbers(rows: Sequence[Judged]) -> list[int]:
+def numbers(rows: Sequence[ScoredCompletion]) -> list[int]:
     return [row.completion.prompt.id for row in rows]
 
 
@@ -118,12 +126,12 @@ def test_the_greedy_completion_is_kept_as_a_score_alone() -> None:
 def test_parts_joined_are_the_whole() -> None:
     lengths = [(5, 1), (1, 3), (2, 2), (1, 6)]
     whole, parts = numbered(lengths), [numbered(lengths[:3]).rows(slice(1, 3)), numbered(lengths).rows(slice(3, 4))]
-    together = joined(parts)
+    together = concat(parts)
     assert together.ids.tolist() == [[2, 2, 2, 2, 0, 0, 0], [3, 3, 3, 3, 0, 0, 0], [4] * 7]
     for name in ("prompt_lengths", "mask", "rollout_logprobs", "scores", "groups"):
         assert getattr(together, name).tolist() == getattr(whole.rows(slice(1, 4)), name).tolist()
     assert together.place.tolist() == [0, 1, 2]
-    assert joined(parts[:1]) is parts[0]
+    assert concat(parts[:1]) is parts[0]
 
 
 def test_rows_are_cut_to_the_longest_prompt_with_response_and_the_longest_response() -> None:
@@ -256,9 +264,9 @@ def test_ranks_can_agree_on_more_micro_batches_than_one_needs() -> None:
 
 
 def test_completions_are_dealt_the_longest_first_to_and_fro() -> None:
-    assert dealt(torch.tensor([[5, 4, 3], [2, 6, 1]]), 1).tolist() == [[1, 1, 0], [0, 0, 1]]
-    assert dealt(torch.tensor([[5, 1], [1, 7]]), 2).tolist() == [[0, 1], [1, 0]]  # each mini-batch by itself
-    assert dealt(torch.tensor([[9], [9], [9]]), 1).tolist() == [[0], [1], [2]]  # equally long: none travels
+    assert balance_lengths(torch.tensor([[5, 4, 3], [2, 6, 1]]), 1).tolist() == [[1, 1, 0], [0, 0, 1]]
+    assert balance_lengths(torch.tensor([[5, 1], [1, 7]]), 2).tolist() == [[0, 1], [1, 0]]  # each mini-batch by itself
+    assert balance_lengths(torch.tensor([[9], [9], [9]]), 1).tolist() == [[0], [1], [2]]  # equally long: none travels
 
 
 def waiting(lengths: Sequence[Tensor], budget: int) -> float:
@@ -278,7 +286,7 @@ def test_replicas_whose_completions_are_dealt_wait_less_for_each_other(
     own, now = 0.0, 0.0
     for _ in range(5):
         drawn = (100 * (0.8 * torch.randn(replicas, 64, generator=generator)).exp()).long().clamp(4, 1000)
-        owners = dealt(drawn, 1)
+        owners = balance_lengths(drawn, 1)
         own += waiting(list(drawn), 4096) / 5
         now += waiting([drawn[owners == i] for i in range(replicas)], 4096) / 5
     print(f"{replicas} replicas: {own:.3f} as drawn, {now:.3f} dealt")
@@ -289,7 +297,7 @@ def test_replicas_whose_completions_are_dealt_wait_less_for_each_other(
 @pytest.mark.parametrize(("replicas", "count"), [(2, 1), (3, 2), (8, 4)])
 def test_dealt_completions_are_of_like_lengths(replicas: int, count: int) -> None:
     lengths = torch.randint(10, 500, (replicas, 16 * count), generator=torch.Generator().manual_seed(replicas))
-    owners = dealt(lengths, count)
+    owners = balance_lengths(lengths, count)
     for part, owner in zip(lengths.chunk(count, 1), owners.chunk(count, 1), strict=True):
         shares = torch.stack([part[owner == i].sort().values for i in range(replicas)])  # as many each, or it raises
         assert (shares.amax(0)[:-1] <= shares.amin(0)[1:]).all()  # the i-th of any is no longer than the next of any

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 
 from rlx.data.stream import PromptStream
-from rlx.rollout.engine_pool import Draw
+from rlx.rollout.engine_pool import PendingRollout
 from rlx.storage import checkpoint_files
-from rlx.storage.checkpoint_files import Parts
+from rlx.storage.checkpoint_files import CheckpointReader
 from rlx.storage.filesystem import Storage
-from rlx.training.rollout_queue import Rounds
+from rlx.training.rollout_queue import RolloutQueue
 from rlx.types import Completion, Prompt, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4, (1,))
@@ -33,15 +33,15 @@ class Engines:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> Draw:
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
         self.log.append(f"begin {len(prompts)} with {version}")
-        return Draw(prompts, samplings, version, [None] * len(prompts), list(range(len(prompts))))
+        return PendingRollout(prompts, samplings, version, [None] * len(prompts), list(range(len(prompts))))
 
-    def wait(self, draw: Draw, version: int) -> bool:
+    def wait(self, draw: PendingRollout, version: int) -> bool:
         self.finish(draw, version, lambda: None)
         return True
 
-    def finish(self, draw: Draw, version: int, send_weights: Callable[[], None]) -> list[Completion]:
+    def finish(self, draw: PendingRollout, version: int, send_weights: Callable[[], None]) -> list[Completion]:
         if not draw.is_whole:
             self.log.append(f"finish {len(draw.prompts)} of {draw.step}")
             draw.groups = [[self.drawn(p, k, draw.step) for k in range(len(draw.samplings))] for p in draw.prompts]
@@ -53,18 +53,18 @@ class Engines:
         return Completion(prompt, sample, tokens, (-1 / 3,) * len(tokens), sample == 0, version)
 
 
-def rounds(rank: int = 0, ranks: int = 1, **choices: Any) -> Rounds:
+def rounds(rank: int = 0, ranks: int = 1, **choices: Any) -> RolloutQueue:
     settings: dict[str, Any] = {"samplings": [SAMPLING] * 2, "size": 4, "parts": 1, "ahead": 0} | choices
-    return Rounds(Engines(), PromptStream(TABLE, 3, rank, ranks), **settings)  # type: ignore[arg-type]
+    return RolloutQueue(Engines(), PromptStream(TABLE, 3, rank, ranks), **settings)  # type: ignore[arg-type]
 
 
-def log(of: Rounds) -> list[str]:
+def log(of: RolloutQueue) -> list[str]:
     said: list[str] = of.fleet.log  # type: ignore[attr-defined]
     of.fleet.log = []  # type: ignore[attr-defined]
     return said
 
 
-def step(of: Rounds, number: int, steps: int = 10) -> list[Completion]:
+def step(of: RolloutQueue, number: int, steps: int = 10) -> list[Completion]:
     return [one for part in of.next(number, steps, lambda: None) for one in part]
 
 
@@ -110,17 +110,17 @@ def test_completions_that_are_too_old_are_never_handed_out() -> None:
         step(own, 3)
 
 
-def saved(ranks: Sequence[Rounds], folder: Path) -> list[Storage]:
+def saved(ranks: Sequence[RolloutQueue], folder: Path) -> list[Storage]:
     files = [folder / f"rank_{rank}.safetensors" for rank in range(len(ranks))]
     for own, file in zip(ranks, files, strict=True):
         checkpoint_files.write(own.state(), file)
     return [Storage.here(file) for file in files]
 
 
-def restored(files: Sequence[Storage], step: int, wrote: int, position: int, *of: Rounds) -> None:
+def restored(files: Sequence[Storage], step: int, wrote: int, position: int, *of: RolloutQueue) -> None:
     for own in of:
         own.prompts.seek(own.prompts.cursor(position))
-        with Parts(files) as parts:
+        with CheckpointReader(files) as parts:
             own.restore(parts, step, wrote)
 
 
@@ -156,7 +156,7 @@ def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:
     own, other = rounds(ahead=2), rounds(ahead=2)
     step(own, 0)
     assert own.state() == {} and own.position() == 4
-    checkpoint_files.write(own.state() | checkpoint_files.staged({}, {}), tmp_path / "empty.safetensors")
+    checkpoint_files.write(own.state() | checkpoint_files.copy_shards({}, {}), tmp_path / "empty.safetensors")
     restored([Storage.here(tmp_path / "empty.safetensors")], 1, 1, own.position(), other)
     again = step(other, 1)
     assert {one.version for one in again} == {1}

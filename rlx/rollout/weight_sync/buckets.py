@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rlx.types import Weight
+from rlx.types import ShardedWeight
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 """name, dtype and shape of each tensor of a bucket"""
@@ -22,9 +22,9 @@ _CHECKSUM = 16  # bytes behind the tensors, of which the first 8 are used
 _WIDTH = 1024  # words
 
 
-def grouped(weights: Sequence[Weight], dtype: torch.dtype, limit: int) -> list[list[Weight]]:
+def group_weights(weights: Sequence[ShardedWeight], dtype: torch.dtype, limit: int) -> list[list[ShardedWeight]]:
     """Runs of tensors that take at most `limit` bytes together; a larger one stands alone."""
-    groups: list[list[Weight]] = []
+    groups: list[list[ShardedWeight]] = []
     size = limit + 1
     for weight in weights:
         nbytes = math.prod(weight.shape) * dtype.itemsize
@@ -36,12 +36,12 @@ def grouped(weights: Sequence[Weight], dtype: torch.dtype, limit: int) -> list[l
     return groups
 
 
-def layout(weights: Sequence[Weight], dtype: torch.dtype) -> Layout:
+def layout(weights: Sequence[ShardedWeight], dtype: torch.dtype) -> Layout:
     """What a bucket of these weights holds."""
     return tuple((weight.name, str(dtype).removeprefix("torch."), weight.shape) for weight in weights)
 
 
-def size(layout: Layout) -> int:
+def byte_size(layout: Layout) -> int:
     """Bytes of a bucket, its checksum included."""
     return sum(_space(entry) for entry in layout) + _CHECKSUM
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rlx.types import Weight
+from rlx.types import ShardedWeight
 
 _ALIGNED = 16  # bytes: any dtype may begin there
 
 
 @torch.no_grad()
-def gathered(weights: Sequence[Weight], dtype: torch.dtype) -> list[Tensor]:
+def gather_full(weights: Sequence[ShardedWeight], dtype: torch.dtype) -> list[Tensor]:
     """The weights in full; all ranks call it with theirs, in the same order.
 
     What FSDP2 has cut by rows is cast to `dtype` before it travels. All else keeps its own, and a tensor that no other

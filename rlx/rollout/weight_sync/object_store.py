@@ -13,7 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
-from rlx.actors import RolloutError, answer
+from rlx.actors import RolloutError, get_result
 from rlx.rollout.weight_sync import buckets
 from rlx.rollout.weight_sync.buckets import Layout
 from rlx.types import WeightSyncError
@@ -57,7 +57,7 @@ class ObjectStorePush:
         deadline = time.monotonic() + self.timeout_s
         for index, call in calls.items():
             try:
-                answer(call, index, deadline)
+                get_result(call, index, deadline)
             except RolloutError as error:
                 self.failed[index] = f"sending weight version {self.version}: {error}"
                 del self.engines[index]
@@ -65,7 +65,7 @@ class ObjectStorePush:
 
 def pack(layout: Layout, tensors: Sequence[Tensor]) -> Bucket:
     """Tensors as one run of bytes with a checksum over names, shapes and bytes."""
-    data = torch.empty(buckets.size(layout), dtype=torch.uint8, device=tensors[0].device)
+    data = torch.empty(buckets.byte_size(layout), dtype=torch.uint8, device=tensors[0].device)
     buckets.fill(data, layout, tensors)
     return Bucket(layout, data.cpu().numpy())
 

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 
 from rlx.rollout.weight_sync import buckets
-from rlx.rollout.weight_sync.gather import gathered
+from rlx.rollout.weight_sync.gather import gather_full
 from rlx.rollout.weight_sync.object_store import ObjectStorePush, pack
-from rlx.rollout.weight_sync.sender import Delivery, Direct
-from rlx.rollout.weight_sync.topology import Whereabouts
-from rlx.types import Weight
+from rlx.rollout.weight_sync.sender import WeightBroadcast, WeightSender
+from rlx.rollout.weight_sync.topology import EngineLocation
+from rlx.types import ShardedWeight
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """on a GPU what a bucket costs is Python's time, not the copy's"""
 
 
 def push(
-    weights: Sequence[Weight],
+    weights: Sequence[ShardedWeight],
     engines: Mapping[int, Any],
     version: int,
     *,
@@ -34,8 +34,8 @@ def push(
     timeout_s: float = 120.0,
     keep: bool = False,
     bucket_bytes: int | None = None,
-    direct: Direct | None = None,
-    there: Mapping[int, Whereabouts] | None = None,
+    direct: WeightSender | None = None,
+    there: Mapping[int, EngineLocation] | None = None,
 ) -> dict[int, str]:
     """Sends the whole policy to the engines as `version`; all ranks call it, the sender's call returns when it is in.
 
@@ -57,7 +57,7 @@ def push(
     """
     failed: dict[int, str] = {}
     limit = bucket_bytes or BUCKET_BYTES[weights[0].parts[0].device.type]
-    groups = buckets.grouped(weights, dtype, limit)
+    groups = buckets.group_weights(weights, dtype, limit)
     left = dict(engines)
     while True:
         lost, again = _sent(groups, left, version, sender, dtype, timeout_s, keep, direct, there or {})
@@ -70,27 +70,29 @@ def push(
 
 
 def _sent(
-    groups: Sequence[Sequence[Weight]],
+    groups: Sequence[Sequence[ShardedWeight]],
     engines: Mapping[int, Any],
     version: int,
     sender: bool,
     dtype: torch.dtype,
     timeout_s: float,
     keep: bool,
-    direct: Direct | None,
-    there: Mapping[int, Whereabouts],
+    direct: WeightSender | None,
+    there: Mapping[int, EngineLocation],
 ) -> tuple[dict[int, str], dict[int, str]]:
     """Sends once; the engines that failed, and those that are to be sent to again, and why; the same on all ranks."""
     layouts = [buckets.layout(group, dtype) for group in groups]
     course = direct.agreed({index: there[index] for index in engines}, timeout_s) if direct else None
     reached = course.sources if course else {}
     stored = {index: engine for index, engine in engines.items() if index not in reached}
-    delivery = Delivery(direct, course, layouts, version, timeout_s, keep) if direct and course and reached else None
+    delivery = (
+        WeightBroadcast(direct, course, layouts, version, timeout_s, keep) if direct and course and reached else None
+    )
     update = ObjectStorePush(stored, version, timeout_s) if sender and stored else None
     if update:
         update.start(sum(map(len, groups)), keep)
     for group, layout in zip(groups, layouts, strict=True):
-        tensors = gathered(group, dtype)
+        tensors = gather_full(group, dtype)
         if delivery:
             delivery.send(tensors)
         if update:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlx.rollout.weight_sync import channels
-from rlx.rollout.weight_sync.buckets import is_sound, size, views
+from rlx.rollout.weight_sync.buckets import byte_size, is_sound, views
 from rlx.rollout.weight_sync.channels import GivenUpError, Group, Incoming
 from rlx.types import WeightSyncError
 
@@ -148,7 +148,7 @@ class Receiver:
     def _sent(self, incoming: Incoming) -> Iterator[Tensor]:
         """Each bucket as it comes through the group. Asking for the next says that this one has been read."""
         assert self._group
-        group, sizes = self._group, [size(layout) for layout in incoming.layouts]
+        group, sizes = self._group, [byte_size(layout) for layout in incoming.layouts]
         if not self._buffers or len(self._buffers[0]) < max(sizes):
             self._buffers.clear()
             self._buffers += [torch.empty(max(sizes), dtype=torch.uint8, device=self._device) for _ in range(2)]
@@ -176,7 +176,7 @@ class Receiver:
                 if len(self._mapped) == 2:
                     self._mapped.clear()  # the trainer has other buffers now
                 self._mapped[handle] = channels.mapped(handle, self._device)
-            yield self._mapped[handle][: size(layout)]
+            yield self._mapped[handle][: byte_size(layout)]
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             store.set(channels.read(incoming.update, i, self._engine, self._worker), "")

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlx.actors import HUNG, EngineLostError, RolloutError, answer, is_alive
+from rlx.actors import HUNG, EngineLostError, RolloutError, get_result, is_alive
 from rlx.rollout.weight_sync import channels
-from rlx.rollout.weight_sync.buckets import Layout, fill, size
+from rlx.rollout.weight_sync.buckets import Layout, byte_size, fill
 from rlx.rollout.weight_sync.channels import Group, Incoming
-from rlx.rollout.weight_sync.topology import Place, Source, Transport, Whereabouts, routes
+from rlx.rollout.weight_sync.topology import DeviceLocation, EngineLocation, Source, Transport, routes
 
 _GRACE_S = 5.0  # in which engines say that they have given an update up
 _PATIENT = 3  # times as long an engine waits for the trainer, which may have to wait for others
@@ -31,7 +31,7 @@ _LOOK_S = 1.0  # between questions whether an engine is there
 
 
 @dataclass(frozen=True)
-class Course:
+class SyncPlan:
     """How one update goes, the same on all ranks."""
 
     update: str
@@ -42,7 +42,7 @@ class Course:
     processes: dict[int, str]
 
 
-class Direct:
+class WeightSender:
     """One rank's direct ways, kept from one push to the next: buffers, process groups, the store that has the notes."""
 
     def __init__(
@@ -52,11 +52,11 @@ class Direct:
         self._ranks, self._transport = ranks, transport
         self.store: Any = None
         self.groups: dict[str, Group] = {}  # by kind; rank 0's
-        self._course: Course | None = None  # of the push before
-        self._places: list[Place] = []
+        self._course: SyncPlan | None = None  # of the push before
+        self._places: list[DeviceLocation] = []
         self._buffers: list[tuple[Tensor, bytes]] = []
 
-    def agreed(self, there: Mapping[int, Whereabouts], timeout_s: float) -> Course:
+    def agreed(self, there: Mapping[int, EngineLocation], timeout_s: float) -> SyncPlan:
         """The course for the engines that rank 0 finds there; a collective call."""
         if not self._places:
             self._places = [here(self.device)] * self._ranks
@@ -93,7 +93,7 @@ class Direct:
             channels.forget(handle)
         self._buffers = []
 
-    def _planned(self, there: Mapping[int, Whereabouts], timeout_s: float) -> Course:
+    def _planned(self, there: Mapping[int, EngineLocation], timeout_s: float) -> SyncPlan:
         found = routes(there, self._places, self._transport)
         if self.store is None and found:
             self.store = channels.kept(ray.util.get_node_ip_address(), timeout_s)
@@ -106,21 +106,27 @@ class Direct:
         whole = all(kind in self.groups for kind, count in world.items() if count > 1)
         group = before.group if before and is_same and whole else uuid.uuid4().hex
         address = (self.store.host, self.store.port) if self.store else ("", 0)
-        return Course(uuid.uuid4().hex, address, group, world, found, processes)
+        return SyncPlan(uuid.uuid4().hex, address, group, world, found, processes)
 
 
-def here(device: torch.device) -> Place:
+def here(device: torch.device) -> DeviceLocation:
     """Where this process computes."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return Place(ray.get_runtime_context().get_node_id(), gpu)
+    return DeviceLocation(ray.get_runtime_context().get_node_id(), gpu)
 
 
-class Delivery:
+class WeightBroadcast:
     """One update on its way from one rank; `failed` has the engines that did not take it, `again` those that could not
     because others failed, or the way to them broke; and why."""
 
     def __init__(
-        self, direct: Direct, course: Course, layouts: Sequence[Layout], version: int, timeout_s: float, keep: bool
+        self,
+        direct: WeightSender,
+        course: SyncPlan,
+        layouts: Sequence[Layout],
+        version: int,
+        timeout_s: float,
+        keep: bool,
     ) -> None:
         """Tells the engines, on rank 0, and joins them in the process groups."""
         self.failed: dict[int, str] = {}
@@ -128,7 +134,7 @@ class Delivery:
         self._direct, self._course, self._layouts, self._version = direct, course, layouts, version
         self._timeout_s, self._keep = timeout_s, keep
         self._looked = time.monotonic()
-        self._nbytes = max(map(size, layouts))
+        self._nbytes = max(map(byte_size, layouts))
         self._works: list[dict[str, Any]] = []  # of each bucket, by kind of group
         mine = Source("shared", direct.rank)
         readers = {i: [w for w, source in enumerate(own) if source == mine] for i, own in course.sources.items()}
@@ -146,7 +152,7 @@ class Delivery:
         self._free(number - 2)
         buffers = self._direct.buffers(self._nbytes, bool(self._readers))
         buffer, handle = buffers[number % 2]
-        bucket = buffer[: size(layout)]
+        bucket = buffer[: byte_size(layout)]
         fill(bucket, layout, tensors)
         self._works.append({})
         for kind, group in list(self._direct.groups.items()):
@@ -277,7 +283,7 @@ class Delivery:
     def _take(self, call: Any, index: int) -> None:
         self._calls.pop(call, None)
         try:
-            if words := answer(call, index, time.monotonic()):
+            if words := get_result(call, index, time.monotonic()):
                 self.again[index] = self._words(f"engine {index}: {words}")
                 self._leave(index)
         except RolloutError as error:

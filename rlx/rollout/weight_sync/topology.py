@@ -10,7 +10,7 @@ Transport = Literal["auto", "object_store", "gloo"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceLocation:
     """Where a process computes."""
 
     node: str
@@ -18,11 +18,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class EngineLocation:
     """An engine as it says of itself that it is there."""
 
     process: str  # another one after every start
-    workers: tuple[Place, ...]  # one, or as many as the model is split over
+    workers: tuple[DeviceLocation, ...]  # one, or as many as the model is split over
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Source:
 
 
 def routes(
-    engines: Mapping[int, Whereabouts], ranks: Sequence[Place], transport: Transport = "auto"
+    engines: Mapping[int, EngineLocation], ranks: Sequence[DeviceLocation], transport: Transport = "auto"
 ) -> dict[int, tuple[Source, ...]]:
     """The source of each worker of each engine; engines that are left out are sent to through Ray's object store.
 
@@ -70,7 +70,7 @@ def routes(
 
 
 def _kinds(
-    engine: Whereabouts, ranks: Sequence[Place], taken: set[str], transport: Transport
+    engine: EngineLocation, ranks: Sequence[DeviceLocation], taken: set[str], transport: Transport
 ) -> list[Literal["shared", "nccl", "gloo"]]:
     """What each of an engine's workers takes; nothing: the object store."""
     workers = engine.workers
