@@ -106,16 +106,16 @@ def arguments(config: RunConfig) -> dict[str, Any]:
     """
     train, rollout, on_gpu = config.train, config.rollout, config.scaling.use_gpu
     longest = config.data.max_prompt_tokens + rollout.max_tokens
-    completions = alike.completions(config) // train.minibatches
+    completions = alike.completions(config) // train.num_minibatches
     fitting = max(1, train.micro_batch_tokens // longest)
     at_once = max(count for count in range(1, min(fitting, completions) + 1) if completions % count == 0)
     given = {
         "per_device_train_batch_size": at_once,
         "gradient_accumulation_steps": completions // at_once,
-        "steps_per_generation": train.minibatches * completions // at_once,
-        "num_iterations": train.epochs,
+        "steps_per_generation": train.num_minibatches * completions // at_once,
+        "num_iterations": train.ppo_epochs,
         "num_generations": train.samples_per_prompt,
-        "max_steps": train.steps * train.minibatches * train.epochs,
+        "max_steps": train.steps * train.num_minibatches * train.ppo_epochs,
         "max_completion_length": rollout.max_tokens,
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
@@ -140,7 +140,7 @@ def arguments(config: RunConfig) -> dict[str, Any]:
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "vllm_enable_sleep_mode": rollout.placement == "shared",
+        "vllm_enable_sleep_mode": rollout.placement == "colocated",
         "vllm_max_model_length": longest,
         "vllm_importance_sampling_correction": False,
     }

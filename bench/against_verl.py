@@ -256,8 +256,8 @@ def overrides(config: RunConfig) -> dict[str, Any]:
         "optim.weight_decay": train.weight_decay,
         "optim.betas": json.dumps(train.adam_betas),
         "grad_clip": train.max_grad_norm,
-        "ppo_mini_batch_size": train.prompts_per_step // train.minibatches,
-        "ppo_epochs": train.epochs,
+        "ppo_mini_batch_size": train.prompts_per_step // train.num_minibatches,
+        "ppo_epochs": train.ppo_epochs,
         "ppo_max_token_len_per_gpu": tokens,
         "loss_agg_mode": _AGGREGATIONS[config.algorithm.aggregation],
     }

@@ -20,7 +20,7 @@ _RATE = ", tokens/s"
 _ALIKE: dict[str, Any] = {
     "algorithm.advantage": "grpo",
     "algorithm.kl_coef": 0.0,
-    "algorithm.loss": "ppo",
+    "algorithm.policy_loss": "ppo",
     "algorithm.old_logprobs": "recomputed",
     "algorithm.filter_groups": False,
     "algorithm.entropy_coef": 0.0,
@@ -29,7 +29,7 @@ _ALIKE: dict[str, Any] = {
     "model.lora_rank": 0,
     "model.reference": "none",
     "rollout.max_staleness": 0,
-    "rollout.parts": 1,
+    "rollout.num_chunks": 1,
     "reward.model": None,
 }
 
@@ -38,8 +38,8 @@ def check(config: RunConfig, other: str) -> None:
     """ConfigError for a config of which another library would not do the same work."""
     from rlx.runs.resources import plan_resources
 
-    if config.rollout.engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
-        one_each = config.rollout.engines == config.scaling.num_workers == 1
+    if config.rollout.num_engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
+        one_each = config.rollout.num_engines == config.scaling.num_workers == 1
         hint = "; CUDA_VISIBLE_DEVICES=0 shows rlx one of them" if one_each else ""
         raise ConfigError(f"{other} is measured on one GPU at most: {plan_resources(config)} is more{hint}")
     for key, wanted in _ALIKE.items():
@@ -80,7 +80,7 @@ def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
 
     now = workload.counted_steps(config, tables, "k0")
     figures = {f"rlx{_RATE}": tokens_per_s(config, now)}
-    if config.rollout.placement == "beside":
+    if config.rollout.placement == "separate":
         ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
         figures[f"rlx with k = 1{_RATE}"] = tokens_per_s(config, ahead)
     launch.release()

@@ -91,11 +91,11 @@ class Loop:
     def load(self, sequences: Sequence[Sequence_]) -> int:
         """Takes the sequences to train on in every round; gives the tokens that a round trains on."""
         train = self._config.train
-        size = len(sequences) // train.minibatches
-        parts = [sequences[i * size : (i + 1) * size] for i in range(train.minibatches)]
-        self._steps = [micro_batches(part, train.micro_batch_tokens, self._device) for part in parts] * train.epochs
+        size = len(sequences) // train.num_minibatches
+        parts = [sequences[i * size : (i + 1) * size] for i in range(train.num_minibatches)]
+        self._steps = [micro_batches(part, train.micro_batch_tokens, self._device) for part in parts] * train.ppo_epochs
         self._sequences = sequences
-        return train.epochs * sum(len(tokens) for _, tokens in sequences)
+        return train.ppo_epochs * sum(len(tokens) for _, tokens in sequences)
 
     def round(self) -> float:
         """Seconds of all optimizer steps on the sequences."""
@@ -125,7 +125,7 @@ class Loop:
         """
         lengths = [len(tokens) for _, tokens in self._sequences]
         scored = sum(len(tokens) - prompt for prompt, tokens in self._sequences)
-        return self._config.train.epochs * sum(learner.flops(lengths, scored) for learner in self.learners)
+        return self._config.train.ppo_epochs * sum(learner.flops(lengths, scored) for learner in self.learners)
 
 
 class _Learner:

@@ -49,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(config: RunConfig) -> None:
     """ConfigError for a config whose rollouts bare vLLM cannot repeat."""
-    if config.rollout.engines > 1:
-        raise ConfigError("rollout.engines: bare vLLM is one engine; measure one")
+    if config.rollout.num_engines > 1:
+        raise ConfigError("rollout.num_engines: bare vLLM is one engine; measure one")
     if config.train.actor_lr > 0:
         raise ConfigError("train.actor_lr: a policy that changes draws other completions than bare vLLM; leave it 0")
-    for key, given in (("max_staleness", config.rollout.max_staleness), ("parts", config.rollout.parts - 1)):
+    for key, given in (("max_staleness", config.rollout.max_staleness), ("num_chunks", config.rollout.num_chunks - 1)):
         if given:
             raise ConfigError(f"rollout.{key}: bare vLLM draws a step's completions at once; leave it out")
     if config.algorithm.filter_groups or config.algorithm.advantage == "remax":

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, config = workload.read(options, argv)
         if config.scaling.num_workers > 1:
             raise ConfigError("scaling.num_workers: --ranks says how many workers there are")
-        if config.rollout.placement == "shared":
+        if config.rollout.placement == "colocated":
             raise ConfigError("rollout.placement: engines and workers are measured beside each other; leave shared out")
         if config.scaling.use_gpu:
             config = scaled(config, 1, {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}})
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             here = {"storage": ready.storage, "model.path": path}
             figures = per_rank("update", {n: updated(scaled(one, 1, here), path) for n, one in alone.items()})
             if args.whole_step:
-                whole = {n: scaled(config, n, here | {"rollout.engines": n}) for n in counts}
+                whole = {n: scaled(config, n, here | {"rollout.num_engines": n}) for n in counts}
                 figures |= per_rank("step", {n: stepped(one, path) for n, one in whole.items() if fits(one)})
             facts = update.described(config) | {"ranks": ", ".join(map(str, counts)), "per rank": "the same work"}
             table.finish("scaling", figures, ready, args.out, load, facts)

@@ -53,8 +53,8 @@ def check(config: RunConfig, overlap: bool) -> None:
     """ConfigError for a config whose steps are not measured."""
     if config.rollout.max_staleness:
         raise ConfigError("rollout.max_staleness: 0 and 1 are measured; leave it out")
-    if overlap and config.rollout.placement == "shared":
-        raise ConfigError("rollout.placement shared: nothing overlaps where both take turns; add --skip overlap")
+    if overlap and config.rollout.placement == "colocated":
+        raise ConfigError("rollout.placement colocated: nothing overlaps where both take turns; add --skip overlap")
     if overlap:
         ahead(config)
 

@@ -1,6 +1,6 @@
 """How long engines take to get new weights, against a bare copy of as many bytes between the same two places.
 
-    python bench/sync.py [--model.path FOLDER] [--rollout.transport KIND] [--placement beside|shared]
+    python bench/sync.py [--model.path FOLDER] [--rollout.transport KIND] [--placement separate|colocated]
 
 The trainer and the engine are the run's own: FSDP2 on one rank, a vLLM engine actor, `Fleet.push`. The bare copy, in
 the same run: on CPU a memcpy into shared memory that has been written to before, on one GPU a copy from device to
@@ -50,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options.add_argument("--model.path", dest="path", help="Hugging Face folder; unset: random weights")
     options.add_argument("--rollout.transport", dest="transport", default="auto")
-    options.add_argument("--placement", choices=("beside", "shared"), help="unset: beside if there are two GPUs")
+    options.add_argument("--placement", choices=("separate", "colocated"), help="unset: separate if there are two GPUs")
     options.add_argument("--storage", default="storage", help="where models of random weights are kept")
     options.add_argument("--out", default=str(Path(__file__).parent / "results"), help="folder for the JSON file")
 
     def script() -> int:
         given, gpus, load = options.parse_args(argv), workload.gpus(), os.getloadavg()[0]
-        placement = given.placement or ("beside" if gpus != 1 else "shared")
+        placement = given.placement or ("separate" if gpus != 1 else "colocated")
         path = given.path or ("qwen2-0.5b" if gpus else "qwen2-30m")
         config = config_of(path, bool(gpus), placement, given.transport, given.storage)
         with workload.prepared(config) as (ready, folder):
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def config_of(path: str, on_gpu: bool, placement: str, transport: str, storage: str) -> RunConfig:
-    share = {"GPU": 1.0 if placement == "beside" else 0.5} if on_gpu else {}
+    share = {"GPU": 1.0 if placement == "separate" else 0.5} if on_gpu else {}
     return from_tree(
         {
             "storage": storage,

@@ -91,7 +91,7 @@ def described(config: RunConfig) -> dict[str, Any]:
         "models": "policy and critic" if config.critic == "separate" else "policy",
         "reference held": config.reference == "copy",
         "completions x optimizer steps": f"{train.prompts_per_step * train.samples_per_prompt} x "
-        f"{train.epochs * train.minibatches}",
+        f"{train.ppo_epochs * train.num_minibatches}",
         "micro-batch tokens": train.micro_batch_tokens,
     }
 
@@ -163,7 +163,7 @@ def rank(job: dict[str, Any]) -> None:
     judged = made_up(run.config, run.tokenizer, run.grid.dp_rank, run.grid.dp_size)
     sequences = [(len(c.prompt.token_ids), [*c.prompt.token_ids, *c.token_ids]) for c in (j.completion for j in judged)]
     drawn = run.summed({"tokens": sum(len(all_) for _, all_ in sequences)})["tokens"]  # ranks train on each other's
-    tokens = run.config.train.epochs * drawn / run.grid.dp_size
+    tokens = run.config.train.ppo_epochs * drawn / run.grid.dp_size
     result: dict[str, Any] = {"tokens": tokens, "annotate": [], "seconds": [], "bare": [], "memory": 0}
     if loop := job["loop"]:
         result["bare tokens"] = ray.get(loop.load.remote(sequences))

@@ -33,9 +33,9 @@ _EVERYWHERE = {
     "algorithm.kl_coef": 0.0,
     "model.reference": "none",
     "train.actor_lr": 0.0,
-    "train.epochs": 1,
+    "train.ppo_epochs": 1,
     "eval.every": 0,
-    "eval.size": 8,
+    "eval.num_prompts": 8,
     "checkpoint.every": 0,
     "checkpoint.best_by": None,
 }
@@ -58,7 +58,7 @@ GPU: dict[str, Any] = _EVERYWHERE | {
     "rollout.max_num_seqs": 512,
     "scaling.use_gpu": True,
 }
-NO_ENGINES: dict[str, Any] = {"rollout.engines": 1, "rollout.resources_per_engine": {"CPU": 0.5}}
+NO_ENGINES: dict[str, Any] = {"rollout.num_engines": 1, "rollout.resources_per_engine": {"CPU": 0.5}}
 """where none is started, so that no GPU is kept for one"""
 # A small one for CPUs, and Qwen2's, arXiv 2407.10671, table 1, and their config.json; the weights are random.
 _SHAPES: dict[str, dict[str, Any]] = {

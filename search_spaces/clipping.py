@@ -9,6 +9,6 @@ def space() -> dict[str, Any]:
     return {
         "algorithm.clip_low": tune.choice([0.1, 0.2, 0.3]),
         "algorithm.clip_high": tune.choice([0.1, 0.2, 0.3]),
-        "train.epochs": tune.choice([1, 2, 4]),
-        "algorithm.stop_kl": tune.choice([None, 0.05]),
+        "train.ppo_epochs": tune.choice([1, 2, 4]),
+        "algorithm.target_kl": tune.choice([None, 0.05]),
     }

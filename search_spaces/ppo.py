@@ -10,5 +10,5 @@ def space() -> dict[str, Any]:
         "train.actor_lr": tune.loguniform(2e-5, 1e-3),
         "train.critic_lr": tune.loguniform(3e-5, 1e-3),
         "algorithm.kl_coef": tune.loguniform(1e-3, 1e-1),
-        "train.epochs": tune.choice([1, 2]),
+        "train.ppo_epochs": tune.choice([1, 2]),
     }

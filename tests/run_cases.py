@@ -65,11 +65,11 @@ def small(model: Path, storage: Path | str, name: str, **overrides: Any) -> RunC
         "name": name,
         "storage": str(storage),
         "model": {"path": str(model)},
-        "data": {"size": 200, "max_prompt_tokens": 32},
+        "data": {"num_prompts": 200, "max_prompt_tokens": 32},
         "train": {"steps": STEPS, "prompts_per_step": 8, "samples_per_prompt": 2},
-        "rollout": {"engines": 2, "max_tokens": 8, "kv_cache_mib": 16},
+        "rollout": {"num_engines": 2, "max_tokens": 8, "kv_cache_mib": 16},
         "scaling": {"num_workers": 2},
-        "eval": {"every": 2, "size": 12},
+        "eval": {"every": 2, "num_prompts": 12},
         "checkpoint": {"every": 2},
     }
     return from_tree(with_overrides(tree, {key.replace("__", "."): value for key, value in overrides.items()}))

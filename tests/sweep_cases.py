@@ -18,7 +18,7 @@ from rlx.tracking import mlflow
 BASE = {
     "train.steps": 4,
     "train.adam_betas": (0.8, 0.9),
-    "data.system": "Answer, don't argue.",
+    "data.system_prompt": "Answer, don't argue.",
     "storage": "/elsewhere",
 }
 _STARTS = itertools.count(1_000_000, 100_000)  # ms; the order of starts is the order of calls

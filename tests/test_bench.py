@@ -70,10 +70,10 @@ def settings(**given: object) -> RunConfig:
     ("bench", "words", "said"),
     [
         ("rollout", ["--train.stepz", "3"], "unknown option --train.stepz; nearest: --train.steps"),
-        ("rollout", ["--rollout.engines", "2"], "rollout.engines: bare vLLM is one engine"),
+        ("rollout", ["--rollout.num-engines", "2"], "rollout.num_engines: bare vLLM is one engine"),
         ("rollout", ["--train.actor-lr", "0.1"], "leave it 0"),
         ("rollout", ["--rollout.max-staleness", "1"], "error: rollout.max_staleness: bare vLLM"),
-        ("rollout", ["--rollout.parts", "2"], "error: rollout.parts: bare vLLM"),
+        ("rollout", ["--rollout.num-chunks", "2"], "error: rollout.num_chunks: bare vLLM"),
         ("step", ["--rollout.max-staleness", "1"], "0 and 1 are measured"),
         ("update", ["--scaling.num-workers", "2"], "bench/scaling.py takes more"),
         ("update", ["--model.lora-rank", "4"], "no LoRA"),
@@ -85,7 +85,7 @@ def settings(**given: object) -> RunConfig:
         ("scaling", ["--scaling.num-workers", "2"], "--ranks says how many"),
         (
             "against_trl",
-            ["--rollout.engines", "2"],
+            ["--rollout.num-engines", "2"],
             "TRL is measured on one GPU at most: 1 worker and 2 engines",
         ),
         (
@@ -111,7 +111,12 @@ def test_without_trl_it_says_what_to_install(
 
 
 def test_trl_is_given_the_same_work(tmp_path: Path) -> None:
-    train = {"train__prompts_per_step": 6, "train__samples_per_prompt": 4, "train__minibatches": 2, "train__steps": 7}
+    train = {
+        "train__prompts_per_step": 6,
+        "train__samples_per_prompt": 4,
+        "train__num_minibatches": 2,
+        "train__steps": 7,
+    }
     given = against_trl.arguments(settings(**train, train__micro_batch_tokens=850, data__max_prompt_tokens=32))
     # 12 completions of at most 160 tokens to an optimizer step: 5 fit, 4 divide it.
     trl = pytest.importorskip("trl").GRPOConfig(output_dir=str(tmp_path), **given)
@@ -126,7 +131,7 @@ def test_trl_is_given_the_same_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "folder", "said"),
     [
-        ({"rollout.engines": 2}, None, "veRL is measured on one GPU"),
+        ({"rollout.num_engines": 2}, None, "veRL is measured on one GPU"),
         ({"algorithm.aggregation": "constant"}, None, "aggregation constant: veRL has token_mean, sequence_mean"),
         ({}, "/nowhere", "--verl /nowhere: there is no veRL in it"),
         ({}, None, "veRL is not installed here; docs/performance.md says how, and --verl where it is"),
@@ -143,7 +148,7 @@ def test_what_verl_cannot_do_is_refused(
 
 
 def test_verl_is_given_the_same_work() -> None:
-    train = {"train.prompts_per_step": 6, "train.samples_per_prompt": 4, "train.minibatches": 2, "train.steps": 7}
+    train = {"train.prompts_per_step": 6, "train.samples_per_prompt": 4, "train.num_minibatches": 2, "train.steps": 7}
     given = against_verl.overrides(from_tree(with_overrides({}, workload.GPU | train)))
     assert not given.keys() & against_verl.FIXED.keys()
     assert given["data.train_batch_size"] == 6 and given["actor_rollout_ref.rollout.n"] == 4
@@ -217,7 +222,7 @@ def test_the_gpu_defaults_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(("gpus", "placement"), [(1, "beside"), (2, "beside"), (1, "shared")])
 def test_the_gpu_defaults_are_a_config(gpus: int, placement: str) -> None:
-    defaults = workload.GPU | workload.gpu_shares(gpus, placement == "shared")
+    defaults = workload.GPU | workload.gpu_shares(gpus, placement == "colocated")
     config = from_tree(with_overrides({}, defaults | {"rollout.placement": placement}))
     needed = plan_resources(config)
     assert needed.total()["GPU"] == gpus and needed.engines[0]["GPU"] == (1 if gpus > 1 else 0.5)
@@ -252,7 +257,7 @@ def test_the_figures_are_written_with_the_machine_and_the_settings(
     assert written["figures"] == figures
     assert written["targets"] == {"update / bare loop": ">=0.85"}  # none for the other on a CPU
     assert "torch" in written["machine"]["versions"] and written["machine"]["load before"] == 0.25
-    assert "hidden_size 16" in written["measured"]["model"] and written["settings"]["train.epochs"] == 1
+    assert "hidden_size 16" in written["measured"]["model"] and written["settings"]["train.ppo_epochs"] == 1
 
 
 def test_micro_batches_hold_every_token_once_within_the_budget() -> None:
@@ -266,7 +271,7 @@ def test_the_bare_loop_takes_the_optimizer_step_of_the_whole_mini_batch(
     small_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bare, "_CHUNK", 3)
-    config = settings(train__micro_batch_tokens=10, train__minibatches=1, train__actor_lr=1e-2)
+    config = settings(train__micro_batch_tokens=10, train__num_minibatches=1, train__actor_lr=1e-2)
     loop = bare.Loop(config, small_model)
     assert loop.load(SEQUENCES) == 18
     assert loop.round() > 0
@@ -285,7 +290,7 @@ def test_the_bare_loop_takes_the_optimizer_step_of_the_whole_mini_batch(
 
 
 def test_the_bare_loop_keeps_small_steps_in_bfloat16(small_model: str) -> None:
-    loop = bare.Loop(settings(model__dtype="bfloat16", train__actor_lr=1e-6, train__minibatches=1), small_model)
+    loop = bare.Loop(settings(model__dtype="bfloat16", train__actor_lr=1e-6, train__num_minibatches=1), small_model)
     (learner,) = loop.learners
     before = [weight.detach().clone() for weight in learner.weights]
     loop.load(SEQUENCES)

@@ -103,7 +103,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         attempts.setdefault(run.data.tags.get("mlflow.parentRunId", ""), []).append(run)
     runs = [[first, *attempts.get(first.info.run_id, [])] for first in children]
     trials = tuple(_trial(door, each, sweep, varied, watched) for each in runs)
-    asked, questions = _asked(parent, children[0]), children[0].data.params.get("eval.size")
+    asked, questions = _asked(parent, children[0]), children[0].data.params.get("eval.num_prompts")
     count = None if questions is None else int(questions)
     return Sweep(sweep, str(parent.info.run_id), varied, watched, trials, asked, count)
 

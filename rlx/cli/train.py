@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--from",
         dest="start",
         metavar="CHECKPOINT",
-        help="a new run from another's weights (all of its state with --checkpoint.start-with state), and its settings "
+        help="a new run from another's weights (all of its state with --checkpoint.init-state all), and its settings "
         "unless --config gives others: NAME, NAME@10, NAME@best, or a folder or address",
     )
     parser.add_argument("--check", action="store_true", help="train nothing: see whether all parts agree, line by line")
@@ -60,8 +60,8 @@ def started_from(which: str, base: dict[str, Any], given: dict[str, Any]) -> dic
     of_its_own = {
         "name": None,
         "storage": storage,
-        "checkpoint.start_from": address,
-        "checkpoint.start_with": "weights",
+        "checkpoint.init_from": address,
+        "checkpoint.init_state": "weights",
     }
     return with_overrides(base or run_folder.settings_of(found, print), of_its_own)
 

@@ -65,19 +65,19 @@ class RunConfig(Section):
             if tp > 1 and given[key]:
                 raise ValueError(f"parallel.tp ({tp}) does not go with {key}: set only one of them")
         train = self.train
-        if train.prompts_per_step % (self.replicas * train.minibatches):
+        if train.prompts_per_step % (self.replicas * train.num_minibatches):
             raise ValueError(
                 f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers / "
-                f"parallel.tp x train.minibatches ({self.replicas} x {train.minibatches})"
+                f"parallel.tp x train.num_minibatches ({self.replicas} x {train.num_minibatches})"
             )
         return self
 
     @pydantic.model_validator(mode="after")
     def _kl_is_steered_gently(self) -> Self:
         drawn = self.train.prompts_per_step * self.train.samples_per_prompt
-        if self.algorithm.kl_target is not None and drawn >= 5 * self.algorithm.kl_horizon:
+        if self.algorithm.adaptive_kl_target is not None and drawn >= 5 * self.algorithm.adaptive_kl_horizon:
             raise ValueError(
-                f"algorithm.kl_horizon ({self.algorithm.kl_horizon}) must be more than a fifth of the completions of a "
+                f"algorithm.adaptive_kl_horizon ({self.algorithm.adaptive_kl_horizon}) must be more than a fifth of the completions of a "
                 f"step ({drawn}), or one step could end the KL penalty for good"
             )
         return self
@@ -85,7 +85,7 @@ class RunConfig(Section):
     @pydantic.model_validator(mode="after")
     def _nothing_is_set_in_vain(self) -> Self:
         given, defaults = flatten(self), {name: field.default for name, field in settings().items()}
-        given["algorithm.importance"] = self.importance
+        given["algorithm.rollout_correction"] = self.rollout_correction
         for key, needed in NEEDS.items():
             if given[key] != defaults[key] and given[needed] in OFF:
                 raise ValueError(f"{key} does nothing without {needed}")
@@ -123,15 +123,15 @@ class RunConfig(Section):
     @pydantic.model_validator(mode="after")
     def _losses_fit_together(self) -> Self:
         chosen = self.algorithm
-        if chosen.kl_in == "loss" and chosen.kl_kind == "k1":
+        if chosen.kl_placement == "loss" and chosen.kl_estimator == "k1":
             raise ValueError(
-                "algorithm.kl_kind k1 in the loss has a gradient that is zero on average: choose k1+, k2 or k3"
+                "algorithm.kl_estimator k1 in the loss has a gradient that is zero on average: choose k1+, k2 or k3"
             )
-        if chosen.kl_in == "reward" and chosen.kl_kind.endswith("+"):
+        if chosen.kl_placement == "reward" and chosen.kl_estimator.endswith("+"):
             raise ValueError(
-                f"algorithm.kl_kind {chosen.kl_kind}: a reward has no gradient to correct, choose {chosen.kl_kind[:-1]}"
+                f"algorithm.kl_estimator {chosen.kl_estimator}: a reward has no gradient to correct, choose {chosen.kl_estimator[:-1]}"
             )
-        if chosen.loss == "cispo" and chosen.dual_clip is not None:
+        if chosen.policy_loss == "cispo" and chosen.dual_clip is not None:
             raise ValueError("algorithm.dual_clip bounds the clipped losses ppo and gspo; cispo has no use for it")
         if chosen.overlong_buffer > self.rollout.max_tokens:
             raise ValueError(
@@ -150,9 +150,9 @@ class RunConfig(Section):
     @pydantic.model_validator(mode="after")
     def _roles_fit_together(self) -> Self:
         model, kl = self.model, self.algorithm
-        if model.reference == "none" and (kl.kl_coef > 0 or kl.kl_target is not None):
+        if model.reference == "none" and (kl.kl_coef > 0 or kl.adaptive_kl_target is not None):
             raise ValueError(
-                "model.reference none leaves nothing to measure the KL to: set algorithm.kl_coef to 0, and no kl_target"
+                "model.reference none leaves nothing to measure the KL to: set algorithm.kl_coef to 0, and no adaptive_kl_target"
             )
         if "critic" in model.offload and self.critic != "separate":
             raise ValueError(f"model.offload critic: it has no weights of its own here, model.critic is {self.critic}")
@@ -178,33 +178,35 @@ class RunConfig(Section):
     @pydantic.model_validator(mode="after")
     def _generation_fits_beside_training(self) -> Self:
         rollout, share = self.rollout, self.train.prompts_per_step // self.replicas
-        if rollout.max_staleness > 1 and not rollout.partial:
+        if rollout.max_staleness > 1 and not rollout.partial_rollouts:
             raise ValueError(
-                f"rollout.max_staleness {rollout.max_staleness} gains nothing over 1 without rollout.partial: each "
+                f"rollout.max_staleness {rollout.max_staleness} gains nothing over 1 without rollout.partial_rollouts: each "
                 f"weight update waits for all that is being drawn"
             )
-        if rollout.partial and self.train.ema_decay is not None:
-            raise ValueError("rollout.partial would go on with train.ema_decay's average while that is evaluated")
-        if rollout.parts > share:
-            raise ValueError(f"rollout.parts ({rollout.parts}): a worker has only {share} prompts per step")
-        if rollout.parts > 1 and (rollout.max_staleness or self.algorithm.filter_groups):
+        if rollout.partial_rollouts and self.train.ema_decay is not None:
+            raise ValueError(
+                "rollout.partial_rollouts would go on with train.ema_decay's average while that is evaluated"
+            )
+        if rollout.num_chunks > share:
+            raise ValueError(f"rollout.num_chunks ({rollout.num_chunks}): a worker has only {share} prompts per step")
+        if rollout.num_chunks > 1 and (rollout.max_staleness or self.algorithm.filter_groups):
             other = "rollout.max_staleness" if rollout.max_staleness else "algorithm.filter_groups"
-            raise ValueError(f"rollout.parts does nothing with {other}: leave it at 1")
+            raise ValueError(f"rollout.num_chunks does nothing with {other}: leave it at 1")
         return self
 
     @pydantic.model_validator(mode="after")
     def _engines_share_what_they_can(self) -> Self:
         rollout, scaling = self.rollout, self.scaling
-        if rollout.placement == "beside":
+        if rollout.placement == "separate":
             return self
-        if not scaling.use_gpu or rollout.engines != scaling.num_workers:
+        if not scaling.use_gpu or rollout.num_engines != scaling.num_workers:
             raise ValueError(
-                f"rollout.placement shared puts an engine on each worker's GPU: it needs scaling.use_gpu, and as many "
-                f"rollout.engines ({rollout.engines}) as scaling.num_workers ({scaling.num_workers})"
+                f"rollout.placement colocated puts an engine on each worker's GPU: it needs scaling.use_gpu, and as many "
+                f"rollout.num_engines ({rollout.num_engines}) as scaling.num_workers ({scaling.num_workers})"
             )
         refused = {
             "rollout.max_staleness": rollout.max_staleness,
-            "rollout.parts": rollout.parts > 1,
+            "rollout.num_chunks": rollout.num_chunks > 1,
             "rollout.tensor_parallel": rollout.tensor_parallel > 1,
             "rollout.resources_per_engine.GPU": rollout.resources_per_engine.get("GPU"),
             "scaling.resources_per_worker.GPU": scaling.resources_per_worker.get("GPU"),
@@ -212,7 +214,7 @@ class RunConfig(Section):
         }
         for key in (key for key, given in refused.items() if given):
             raise ValueError(
-                f"{key} does not go with rollout.placement shared: a worker and its engine have one GPU together, and "
+                f"{key} does not go with rollout.placement colocated: a worker and its engine have one GPU together, and "
                 f"the engine gives up its weights while the worker trains"
             )
         return self
@@ -221,14 +223,14 @@ class RunConfig(Section):
     def _ratios_are_sound(self) -> Self:
         recomputed = self.algorithm.old_logprobs == "recomputed"
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
-        if truncated and not (recomputed and self.importance != "none"):
+        if truncated and not (recomputed and self.rollout_correction != "none"):
             raise ValueError(
                 "rollout.top_p/top_k draw from a truncated distribution, which biases PPO's ratio: "
-                "set algorithm.importance to tis or mask, and leave algorithm.old_logprobs at recomputed"
+                "set algorithm.rollout_correction to tis or mask, and leave algorithm.old_logprobs at recomputed"
             )
-        if not recomputed and self.importance != "none":
+        if not recomputed and self.rollout_correction != "none":
             raise ValueError(
-                "algorithm.importance corrects towards the trainer's own logprobs: "
+                "algorithm.rollout_correction corrects towards the trainer's own logprobs: "
                 "set it to none, or algorithm.old_logprobs to recomputed"
             )
         if not recomputed and self.critic == "head":
@@ -258,7 +260,7 @@ class RunConfig(Section):
                 raise ValueError(f"data.prompt_column and data.answer_column are both {data.prompt_column!r}")
         elif held_out.source is not None:
             raise ValueError("eval.source is for prompt files; generated held-out prompts follow data.source")
-        elif data.seed < held_out.seed + held_out.size and held_out.seed < data.seed + data.size:
+        elif data.seed < held_out.seed + held_out.num_prompts and held_out.seed < data.seed + data.num_prompts:
             raise ValueError(
                 f"eval.seed ({held_out.seed}) is too near to data.seed ({data.seed}): generated training and held-out "
                 f"prompts would share seeds"
@@ -280,10 +282,10 @@ class RunConfig(Section):
         return "head" if self.model.lora_rank else "separate"
 
     @property
-    def importance(self) -> Literal["none", "tis", "mask"]:
-        """What algorithm.importance comes to."""
-        if self.algorithm.importance != "auto":
-            return self.algorithm.importance
+    def rollout_correction(self) -> Literal["none", "tis", "mask"]:
+        """What algorithm.rollout_correction comes to."""
+        if self.algorithm.rollout_correction != "auto":
+            return self.algorithm.rollout_correction
         return "tis" if self.rollout.max_staleness and self.algorithm.old_logprobs == "recomputed" else "none"
 
     @property

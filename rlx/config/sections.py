@@ -101,7 +101,7 @@ class DataConfig(Section):
         default_factory=lambda data: dict(_DEFAULT_PARAMS) if data.get("source", "") == DEFAULT_SOURCE else {}
     )
     """parameters of the reasoning-gym dataset, e.g. --data.params.max_digits 3"""
-    size: PositiveInt = 4096
+    num_prompts: PositiveInt = 4096
     """how many training prompts to generate (reasoning-gym only; held-out questions among them are left out)"""
     seed: NonNegativeInt = 0
     """first seed of the generated training prompts"""
@@ -109,7 +109,7 @@ class DataConfig(Section):
     """column of a prompt file that holds the question"""
     answer_column: str = "answer"
     """column of a prompt file that holds the expected answer"""
-    system: str | None = None
+    system_prompt: str | None = None
     """system message put before each question"""
     max_prompt_tokens: PositiveInt = 128
     """longer prompts are left out, with a count"""
@@ -145,7 +145,7 @@ class RewardConfig(Section):
     """most tokens, padding included, in one forward pass of a reward model"""
     url: str | None = None
     """url: http address that takes a JSON batch of completions and gives scores; see experiments/reward_server.py"""
-    url_key: str | None = None
+    url_key_env: str | None = None
     """environment variable that holds the key for it, sent as a bearer token"""
     url_batch: PositiveInt = 64
     """completions per request"""
@@ -163,19 +163,31 @@ class RewardConfig(Section):
             if name not in self.functions and getattr(self, key) is not None:
                 raise ValueError(f"reward.{key} is set, but reward.functions gives {name} no weight")
         if "@" in (self.url or "").partition("//")[2].partition("/")[0]:
-            raise ValueError("reward.url holds a user or password, and would be kept with the run: use reward.url_key")
+            raise ValueError(
+                "reward.url holds a user or password, and would be kept with the run: use reward.url_key_env"
+            )
         return self
 
 
 # What each estimator's own paper combines it with; a setting that is not given follows it.
 _PUBLISHED: dict[str, dict[str, Any]] = {
-    "gae": {"whiten": True, "kl_in": "reward", "kl_kind": "k1", "aggregation": "token_mean"},
-    "grpo": {"whiten": False, "kl_in": "loss", "kl_kind": "k3", "aggregation": "sequence_mean"},
-    "dr_grpo": {"whiten": False, "kl_in": "loss", "kl_kind": "k3", "aggregation": "constant"},
-    "rloo": {"whiten": False, "kl_in": "reward", "kl_kind": "k1", "aggregation": "constant"},
-    "reinforce++": {"whiten": True, "kl_in": "reward", "kl_kind": "k1", "aggregation": "token_mean"},
-    "reinforce++_baseline": {"whiten": True, "kl_in": "loss", "kl_kind": "k2", "aggregation": "token_mean"},
-    "remax": {"whiten": False, "kl_in": "reward", "kl_kind": "k1", "aggregation": "constant"},
+    "gae": {"whiten_advantages": True, "kl_placement": "reward", "kl_estimator": "k1", "aggregation": "token_mean"},
+    "grpo": {"whiten_advantages": False, "kl_placement": "loss", "kl_estimator": "k3", "aggregation": "sequence_mean"},
+    "dr_grpo": {"whiten_advantages": False, "kl_placement": "loss", "kl_estimator": "k3", "aggregation": "constant"},
+    "rloo": {"whiten_advantages": False, "kl_placement": "reward", "kl_estimator": "k1", "aggregation": "constant"},
+    "reinforce++": {
+        "whiten_advantages": True,
+        "kl_placement": "reward",
+        "kl_estimator": "k1",
+        "aggregation": "token_mean",
+    },
+    "reinforce++_baseline": {
+        "whiten_advantages": True,
+        "kl_placement": "loss",
+        "kl_estimator": "k2",
+        "aggregation": "token_mean",
+    },
+    "remax": {"whiten_advantages": False, "kl_placement": "reward", "kl_estimator": "k1", "aggregation": "constant"},
 }
 _CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
@@ -186,9 +198,13 @@ def _published(key: str) -> Any:
     """The default of a setting that follows algorithm.advantage."""
 
     def default(data: dict[str, Any]) -> Any:
-        if key == "aggregation" and data.get("loss") == "gspo":
+        if key == "aggregation" and data.get("policy_loss") == "gspo":
             return "sequence_mean"
-        if key == "kl_kind" and data.get("kl_in") == "loss" and _PUBLISHED[data.get("advantage", "gae")][key] == "k1":
+        if (
+            key == "kl_estimator"
+            and data.get("kl_placement") == "loss"
+            and _PUBLISHED[data.get("advantage", "gae")][key] == "k1"
+        ):
             return "k3"  # k1 has no gradient to speak of
         return _PUBLISHED[data.get("advantage", "gae")][key]
 
@@ -199,29 +215,29 @@ class AlgorithmConfig(Section):
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax"] = "gae"
     """how advantages are estimated: with a critic (gae), against the other completions of the prompt (grpo, dr_grpo,
     rloo, reinforce++_baseline), against the batch (reinforce++) or against the greedy completion (remax)"""
-    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """policy loss: each token's ratio clipped (ppo), the whole response's (gspo), clipped ratios as weights (cispo)"""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = _published("aggregation")
     """tokens count alike over the global batch, or responses do, or tokens over a constant length, rollout.max_tokens;
     unset: as published with algorithm.advantage, sequence_mean with gspo"""
     gamma: Fraction = 1.0
     """discount per token"""
-    lam: float = Field(default=0.95, ge=0, le=1)
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """lambda of generalised advantage estimation"""
     kl_coef: NonNegativeFloat = 0.005
     """weight of the KL to the reference model"""
-    kl_in: Literal["reward", "loss"] = _published("kl_in")
+    kl_placement: Literal["reward", "loss"] = _published("kl_placement")
     """take the KL off each token's reward, or add it to the loss; unset: as published with algorithm.advantage"""
-    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = _published("kl_kind")
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = _published("kl_estimator")
     """estimator of that KL; +: straight through, its gradient that of k2, which is unbiased; unset: as published with
     algorithm.advantage, k3 where that has none for the loss"""
-    kl_target: PositiveFloat | None = None
+    adaptive_kl_target: PositiveFloat | None = None
     """adapt kl_coef towards this KL per token; unset: kl_coef is fixed"""
-    kl_horizon: PositiveInt = 10_000
+    adaptive_kl_horizon: PositiveInt = 10_000
     """completions over which the adaptive kl_coef reacts"""
-    clip_low: Fraction = Field(default_factory=lambda data: _CLIPS[data.get("loss", "ppo")][0])
+    clip_low: Fraction = Field(default_factory=lambda data: _CLIPS[data.get("policy_loss", "ppo")][0])
     """the probability ratio is clipped below 1 - clip_low; unset: 0.2, with gspo 0.0003, with cispo 1"""
-    clip_high: PositiveFloat = Field(default_factory=lambda data: _CLIPS[data.get("loss", "ppo")][1])
+    clip_high: PositiveFloat = Field(default_factory=lambda data: _CLIPS[data.get("policy_loss", "ppo")][1])
     """the probability ratio is clipped above 1 + clip_high; unset: 0.2, with gspo 0.0004, with cispo 4"""
     dual_clip: float | None = Field(default=None, gt=1)
     """bound of the loss of tokens with negative advantage, as a multiple of it (dual-clip PPO)"""
@@ -231,11 +247,11 @@ class AlgorithmConfig(Section):
     """value predictions may move this far from the old ones before their gradient stops"""
     value_coef: PositiveFloat = 0.5
     """weight of the value loss beside the policy loss when the critic is a head"""
-    whiten: bool = _published("whiten")
+    whiten_advantages: bool = _published("whiten_advantages")
     """advantages to mean 0 and variance 1 over the whole global batch; unset: as published with algorithm.advantage"""
-    score_clip: PositiveFloat | None = None
+    reward_clip: PositiveFloat | None = None
     """scores are clipped to within plus and minus this"""
-    normalize_scores: bool = False
+    normalize_rewards: bool = False
     """subtract the running mean of all scores trained on so far, divide by their standard deviation, before clipping"""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """taken off the score of a response that ran into rollout.max_tokens"""
@@ -247,20 +263,20 @@ class AlgorithmConfig(Section):
     """leave out prompts whose completions all score the same and draw others instead (DAPO's dynamic sampling)"""
     filter_rounds: PositiveInt = 8
     """rounds of generation at most per step to find others; then the step is filled up with those left out"""
-    stop_kl: PositiveFloat | None = None
+    target_kl: PositiveFloat | None = None
     """a step's epochs end early, the critic's too, once a mini-batch's mean KL(old || current) exceeds this"""
     ptx_coef: NonNegativeFloat = 0.0
     """weight of the supervised loss on data.ptx_source, per answer token"""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
     """what ratios are to and KLs are from: the trainer's logprobs before the update, or the engines', a pass less"""
-    importance: Literal["auto", "none", "tis", "mask"] = "auto"
+    rollout_correction: Literal["auto", "none", "tis", "mask"] = "auto"
     """correct for the gap between the policy that drew a token and the one before the update: truncate or mask their
     probability ratio; auto: none, but tis with rollout.max_staleness unless old_logprobs is rollout"""
-    importance_level: Literal["token", "sequence"] = "token"
+    rollout_correction_level: Literal["token", "sequence"] = "token"
     """whose ratio that is: each token's, or the whole response's"""
-    importance_low: float = Field(default=0.5, ge=0, lt=1)
+    rollout_correction_low: float = Field(default=0.5, ge=0, lt=1)
     """mask: tokens (or responses) with a smaller ratio are left out"""
-    importance_high: float = Field(default=2.0, gt=1)
+    rollout_correction_high: float = Field(default=2.0, gt=1)
     """tis: larger ratios are cut to this; mask: tokens (or responses) with a larger ratio are left out"""
 
 
@@ -271,9 +287,9 @@ class TrainConfig(Section):
     """prompts per step, over all workers"""
     samples_per_prompt: PositiveInt = 4
     """completions drawn for each prompt"""
-    epochs: PositiveInt = 2
+    ppo_epochs: PositiveInt = 2
     """passes over a step's completions"""
-    minibatches: PositiveInt = 2
+    num_minibatches: PositiveInt = 2
     """optimizer steps per pass"""
     micro_batch_tokens: PositiveInt = 16_384
     """most tokens, padding included, in one forward and backward pass of a worker"""
@@ -303,7 +319,7 @@ class TrainConfig(Section):
 
 
 class RolloutConfig(Section):
-    engines: PositiveInt = 1
+    num_engines: PositiveInt = 1
     """vLLM engines, each an actor of its own"""
     resources_per_engine: Resources = Field(default_factory=lambda: {"CPU": 0.5})
     """what Ray reserves for an engine, e.g. {CPU: 1, GPU: 1}"""
@@ -315,20 +331,20 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     top_p: Fraction = 1.0
-    """nucleus sampling; below 1 needs algorithm.importance"""
+    """nucleus sampling; below 1 needs algorithm.rollout_correction"""
     top_k: int = Field(default=-1, ge=-1)
-    """sample among the k likeliest tokens, -1 for all; needs algorithm.importance"""
+    """sample among the k likeliest tokens, -1 for all; needs algorithm.rollout_correction"""
     max_tokens: PositiveInt = 16
     """longest response in tokens"""
     max_staleness: NonNegativeInt = 0
     """generate this many steps ahead, while earlier steps train, with weights as much older; 0: strictly on-policy"""
-    partial: bool = False
+    partial_rollouts: bool = False
     """completions that are being drawn ahead go on when new weights arrive, with these; otherwise they are finished
     first"""
-    parts: PositiveInt = 1
+    num_chunks: PositiveInt = 1
     """a step's prompts are drawn in so many parts; one is scored, also by policy and reference, while later ones are
     drawn"""
-    placement: Literal["beside", "shared"] = "beside"
+    placement: Literal["separate", "colocated"] = "separate"
     """engines have GPUs, or parts of GPUs, of their own, or each shares the GPU of a worker: it sleeps while that
     trains"""
     max_num_seqs: PositiveInt = 256
@@ -372,7 +388,7 @@ class ParallelConfig(Section):
 class EvalConfig(Section):
     every: NonNegativeInt = 10
     """evaluate on held-out prompts every so many steps, before the first and after the last; 0 for those two only"""
-    size: PositiveInt = 256
+    num_prompts: PositiveInt = 256
     """held-out prompts: generated, or the first of `source`"""
     seed: NonNegativeInt = 10_000_000
     """first seed of the generated held-out prompts, far from data.seed"""
@@ -383,19 +399,19 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: NonNegativeInt = 10
     """write a checkpoint every so many steps, and after the last; 0 for that one only"""
-    keep: PositiveInt | None = 2
+    keep_last: PositiveInt | None = 2
     """newest checkpoints to keep; unset: all"""
     best_by: str | None = "eval/accuracy"
     """metric whose best checkpoint is kept too, of those whose step has measured it; unset: none"""
     best_mode: Literal["max", "min"] = "max"
     """whether more or less of it is better"""
-    beside: bool = True
+    async_save: bool = True
     """written beside training; otherwise training waits until a checkpoint is whole"""
     grace_s: NonNegativeFloat = 25.0
     """after Ctrl-C or SIGTERM: longest wait for the step to end and a last checkpoint to be written"""
-    start_from: str | None = None
+    init_from: str | None = None
     """checkpoint of another run that a new run starts from: its folder or address; see also ppo.py --from"""
-    start_with: Literal["weights", "state"] = "weights"
+    init_state: Literal["weights", "all"] = "weights"
     """what of it: the models' weights, or all of its state, and so its next step"""
 
 

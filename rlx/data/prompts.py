@@ -51,7 +51,12 @@ def prepare(
     quiet_ray_data()
     source = rows if isinstance(rows, ray.data.Dataset) else ray.data.from_items(list(rows), override_num_blocks=1)
     source = source.materialize()
-    settings = {"model": model, "trust": trust_remote_code, "system": config.system, "limit": config.max_prompt_tokens}
+    settings = {
+        "model": model,
+        "trust": trust_remote_code,
+        "system": config.system_prompt,
+        "limit": config.max_prompt_tokens,
+    }
     try:
         table = source.map_batches(
             _tokenize, fn_kwargs=settings, batch_format="pyarrow", batch_size=None, num_cpus=0

@@ -54,16 +54,16 @@ class RemoteReward:
         if not valid:  # nothing of it is shown: where a password would be in it is anybody's guess
             raise ConfigError("reward.url: expected an address like http://HOST:PORT/PATH or https://HOST/PATH")
         if self.key is not None and not re.fullmatch(r"[!-~]+", self.key):
-            raise ConfigError("reward.url_key: the key is empty, or has characters that no header can carry")
+            raise ConfigError("reward.url_key_env: the key is empty, or has characters that no header can carry")
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> RemoteReward:
         assert config.url is not None  # RewardConfig sees to it, where reward.functions has url
         key = None
-        if config.url_key is not None:
-            key = os.environ.get(config.url_key)
+        if config.url_key_env is not None:
+            key = os.environ.get(config.url_key_env)
             if key is None:
-                raise ConfigError(f"reward.url_key: there is no environment variable {config.url_key}")
+                raise ConfigError(f"reward.url_key_env: there is no environment variable {config.url_key_env}")
         return cls(config.url, key and key.strip(), config.url_batch, config.url_retries, config.timeout_s)
 
     @property

@@ -20,7 +20,7 @@ def engine_args(config: RunConfig) -> dict[str, Any]:
         kv_cache_mib=settings.kv_cache_mib,
         gpu_memory=settings.gpu_memory_utilization,
         eager=settings.enforce_eager,
-        sleeps=settings.placement == "shared",
+        sleeps=settings.placement == "colocated",
         tensor_parallel=settings.tensor_parallel,
         trust_remote_code=config.model.trust_remote_code,
         lora_rank=config.model.lora_rank if config.model.lora_sync == "adapter" else 0,

@@ -43,7 +43,7 @@ _STARTS = 10  # of the workers, a minute each, before the run fails for want of 
 _MADE_FOR = (
     "data.",
     "eval.source",
-    "eval.size",
+    "eval.num_prompts",
     "eval.seed",
     "reward.model",
     "scaling.use_gpu",
@@ -228,7 +228,7 @@ class ActorGroup:
         settings = config.reward
         return reward_model.start_reward_models(
             str(settings.model),
-            system=config.data.system,
+            system=config.data.system_prompt,
             batch_tokens=settings.model_batch_tokens,
             resources=needed.reward_models[0],
             group=self._group,

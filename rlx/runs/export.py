@@ -190,7 +190,9 @@ def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Comp
     count = min(TOKENS, config.rollout.max_tokens)  # the model may have no more positions
     drawn = []
     for row in reasoning_gym.generated_questions(asked, config.eval.seed, PROMPTS):
-        ids = prompts.encode_prompt(tokenizer, row["question"], config.data.system)[-config.data.max_prompt_tokens :]
+        ids = prompts.encode_prompt(tokenizer, row["question"], config.data.system_prompt)[
+            -config.data.max_prompt_tokens :
+        ]
         prompt = Prompt(row["entry"], tuple(ids), row["question"], row["answer"])
         found = lm.generate(
             torch.tensor([ids]),

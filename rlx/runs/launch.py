@@ -115,7 +115,7 @@ def run(
     """
     path = preflight.prepare(config, tables=tables)
     check_writable(folder)
-    if config.checkpoint.start_from and not (resume and checkpoint_catalog.whole(folder)):
+    if config.checkpoint.init_from and not (resume and checkpoint_catalog.whole(folder)):
         check_start(config)
     if not resume and parent is None:  # later on its records wait for a server that does not answer
         mlflow.check_server(tracking_uri(config))

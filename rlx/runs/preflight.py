@@ -111,18 +111,18 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     train: Any
     held_out: Any
     if reasoning_gym.is_generated(settings.source):
-        held_out = list(reasoning_gym.generated_questions(settings, config.eval.seed, config.eval.size))
+        held_out = list(reasoning_gym.generated_questions(settings, config.eval.seed, config.eval.num_prompts))
         asked = {row["question"] for row in held_out}
-        questions = reasoning_gym.generated_questions(settings, settings.seed, settings.size)
+        questions = reasoning_gym.generated_questions(settings, settings.seed, settings.num_prompts)
         train = [row for row in questions if row["question"] not in asked]
         if not train:
             raise ConfigError(f"data.source {settings.source}: every training question is also a held-out one")
     else:
         train = files.read_file(settings.source, settings)
         if config.eval.source:
-            held_out = files.read_file(config.eval.source, settings, "eval.source").limit(config.eval.size)
+            held_out = files.read_file(config.eval.source, settings, "eval.source").limit(config.eval.num_prompts)
         else:
-            train, held_out = prompts.hold_out(train, config.eval.size)
+            train, held_out = prompts.hold_out(train, config.eval.num_prompts)
     trust = config.model.trust_remote_code
     sources = {"train": train, "held_out": held_out}
     if settings.ptx_source:

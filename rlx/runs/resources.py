@@ -185,7 +185,7 @@ def plan_resources(config: RunConfig) -> ResourcePlan:
     if config.scaling.use_gpu:
         per_worker.setdefault("GPU", 1.0)
     per_engine = dict(config.rollout.resources_per_engine)
-    if shared := config.rollout.placement == "shared":
+    if shared := config.rollout.placement == "colocated":
         per_worker["GPU"] = per_engine["GPU"] = 0.5  # what each takes of their GPU, as Ray counts it
     models = config.reward.model_replicas if config.reward.model else 0
     asked = {
@@ -199,7 +199,7 @@ def plan_resources(config: RunConfig) -> ResourcePlan:
     worker, engine, model = asked.values()
     return ResourcePlan(
         [worker] * config.scaling.num_workers,
-        [engine] * config.rollout.engines,
+        [engine] * config.rollout.num_engines,
         [model] * models,
         config.scaling.placement_strategy,
         shared,

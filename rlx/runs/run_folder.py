@@ -20,10 +20,18 @@ from rlx.storage.filesystem import Storage, retry
 T = TypeVar("T")
 
 # Settings that are not inherited from a checkpoint.
-_OWN_TO_GIVE = ("model.trust_remote_code", "reward.url", "reward.url_key", "tracking.uri", "ray_address")
+_OWN_TO_GIVE = ("model.trust_remote_code", "reward.url", "reward.url_key_env", "tracking.uri", "ray_address")
 
 # What the state of a run depends on: a resumed one cannot change it.
-_FIXED = ("seed", "model.", "data.", "algorithm.advantage", "algorithm.loss", "train.ema_decay", "checkpoint.start_")
+_FIXED = (
+    "seed",
+    "model.",
+    "data.",
+    "algorithm.advantage",
+    "algorithm.policy_loss",
+    "train.ema_decay",
+    "checkpoint.init_",
+)
 
 
 def exists(folder: Storage) -> bool:
@@ -136,10 +144,10 @@ def settings_of(found: CheckpointEntry, say: Callable[[str], None]) -> dict[str,
 
 def check_start(config: RunConfig) -> None:
     """ConfigError if a new run cannot start from the checkpoint that its config names."""
-    if not config.checkpoint.start_from:
+    if not config.checkpoint.init_from:
         return
-    found = _sound(checkpoint_catalog.entry(open_storage(config.checkpoint.start_from, create=False)))
-    if config.checkpoint.start_with == "state":
+    found = _sound(checkpoint_catalog.entry(open_storage(config.checkpoint.init_from, create=False)))
+    if config.checkpoint.init_state == "all":
         assert found.manifest
         if found.step >= config.train.steps:
             raise ConfigError(f"train.steps ({config.train.steps}) are all done at step {found.step}: ask for more")

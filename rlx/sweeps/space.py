@@ -23,7 +23,7 @@ _SINGLE = str | int | float | np.generic | None
 # What a trial needs of the cluster is the same for all trials of a sweep.
 _PLANNED = (
     "scaling.",
-    "rollout.engines",
+    "rollout.num_engines",
     "rollout.placement",
     "rollout.resources_per_engine",
     "rollout.tensor_parallel",
@@ -32,7 +32,7 @@ _PLANNED = (
     "ray_address",
 )
 # What a sweep is made of: its trials are compared at the same step, and kept and recorded in one place.
-_SHARED = ("name", "storage", "train.steps", "tracking.", "checkpoint.start_")
+_SHARED = ("name", "storage", "train.steps", "tracking.", "checkpoint.init_")
 
 
 def load_space(path: str, tree: Mapping[str, Any]) -> Space:

@@ -30,7 +30,7 @@ from rlx.sweeps.schedulers import PAUSING, REPLAYING
 from rlx.sweeps.space import METRIC
 
 _POINTER = "pointer.json"
-_START = ("checkpoint.start_from", "checkpoint.start_with")
+_START = ("checkpoint.init_from", "checkpoint.init_state")
 
 
 def trainable(sweep: SweepPlan, storage: Storage) -> Any:
@@ -151,7 +151,7 @@ def _tags(sweep: str, name: str, leg: str, start: Mapping[str, Any]) -> dict[str
     tags = {"rlx.sweep": sweep, "rlx.trial": name}
     if leg != name:
         tags["rlx.kind"] = "attempt"
-    if source := start.get("checkpoint.start_from"):
+    if source := start.get("checkpoint.init_from"):
         donor, step = source.partition("?")[0].split("/")[-2:]
         tags["rlx.from"] = f"{donor.partition('.')[0]}@{int(step.rpartition('_')[2])}"
     return tags

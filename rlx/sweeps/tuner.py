@@ -67,7 +67,7 @@ def _population(sweep: SweepPlan, space: Space) -> SweepPlan:
         raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
     if fixed := [key for key in space if run_folder.is_fixed(key)]:
         raise ConfigError(f"--space {sweep.space}: {fixed[0]} cannot change within a run, as --scheduler pbt would")
-    kept = {"checkpoint.every": first_rung(sweep.config), "checkpoint.keep": None, "checkpoint.beside": False}
+    kept = {"checkpoint.every": first_rung(sweep.config), "checkpoint.keep_last": None, "checkpoint.async_save": False}
     return replace(sweep, tree=with_overrides(sweep.tree, kept))
 
 

@@ -82,7 +82,7 @@ def compute_logprobs(run: Run, batch: Experience, late: bool = False) -> Experie
     """
     columns = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values", "entropy")}
     rows = len(batch.scores)
-    first = rows // run.config.train.minibatches if late else 0
+    first = rows // run.config.train.num_minibatches if late else 0
     for micro in run.cut([batch.rows(slice(first, None))])[0] if first < rows else ():
         scored = run.before_update(micro)
         reference = run.reference_logprobs(micro)
@@ -99,8 +99,8 @@ def compute_advantages(run: Run, batch: Experience) -> tuple[Experience, Tensor]
     """Adds advantages and returns; also the summed KL to the reference."""
     settings, mask = run.config.algorithm, batch.mask
     scores, greedy = normalize_rewards(run, batch)
-    kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_kind)
-    kl_coef, lam = run.kl.coef if settings.kl_in == "reward" else 0.0, settings.lam
+    kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_estimator)
+    kl_coef, lam = run.kl.coef if settings.kl_placement == "reward" else 0.0, settings.gae_lambda
     if settings.advantage in GROUPED:  # what a group is compared by is the whole reward, KL included
         scores, kl_coef = scores - kl_coef * (kl * mask).sum(1), 0.0
     if settings.advantage != "gae":
@@ -108,7 +108,7 @@ def compute_advantages(run: Run, batch: Experience) -> tuple[Experience, Tensor]
     rewards = place_rewards(scores, kl, mask, kl_coef)
     # Without a critic the values are 0 and lambda is 1: a token's advantage is the sum of the rewards from it on.
     advantages, returns = gae(rewards, batch.values, mask, settings.gamma, lam)
-    if settings.whiten:
+    if settings.whiten_advantages:
         total = masking.moments(advantages, mask)
         run.grid.add(total)
         advantages = masking.masked_whiten(advantages, mask, total=total)
@@ -118,12 +118,12 @@ def compute_advantages(run: Run, batch: Experience) -> tuple[Experience, Tensor]
 def normalize_rewards(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
     """The scores, and those of the greedy completions, normalised by all scores so far and clipped, as configured."""
     settings, grids = run.config.algorithm, [batch.scores, batch.greedy]
-    if settings.normalize_scores:
+    if settings.normalize_rewards:
         total = masking.moments(batch.scores, torch.ones_like(batch.scores))
         run.grid.add(total)
         run.scores.update(*total.tolist())
         mean, scale = run.scores.shift_and_scale()
         grids = [(grid - mean) * scale for grid in grids]
-    if settings.score_clip is not None:
-        grids = [grid.clamp(-settings.score_clip, settings.score_clip) for grid in grids]
+    if settings.reward_clip is not None:
+        grids = [grid.clamp(-settings.reward_clip, settings.reward_clip) for grid in grids]
     return grids[0], grids[1]

@@ -103,7 +103,7 @@ def mean_over_ranks(run: Run, judged: Sequence[ScoredCompletion], prefix: str) -
 def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
     """What a step's metrics need to know of all that was drawn and of what was trained on, as it was before the update,
     which has to be done: some of it is known by then only."""
-    drawn, mask, count = selection.drawn, batch.mask, run.config.train.minibatches
+    drawn, mask, count = selection.drawn, batch.mask, run.config.train.num_minibatches
     estimated = run.scores_late and run.config.algorithm.entropy_coef == 0 and count > 1
     exact = slice(len(mask) // count if estimated else 0, None)  # whose entropies are, or all that there are
     mismatch = kl.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
@@ -125,7 +125,7 @@ def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
         "mismatch": masking.masked_sum(mismatch, mask),
         "weight": masking.masked_sum(weights, mask),
         "weight_squared": masking.masked_sum(weights.square(), mask),
-        "reweighted": (run.importance(batch) != weights).sum() * (run.config.importance != "none"),
+        "reweighted": (run.importance(batch) != weights).sum() * (run.config.rollout_correction != "none"),
     }
     sums |= {f"part/{name}": sum(one.parts[name] for one in drawn) for name in drawn[0].parts}
     for name, grid in (("residual", batch.returns - batch.values), ("returns", batch.returns)):
@@ -144,7 +144,7 @@ def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, flo
     run.rounds.seconds = 0.0
     # Nothing was drawn in this step if it goes on with a round from a checkpoint.
     drawing = generation if run.config.rollout.max_staleness and generation else seconds["time/rollout"]
-    trained = (s["prompt_tokens"] + s["tokens"]) * s["updates"] / run.grid.dp_size / run.config.train.minibatches
+    trained = (s["prompt_tokens"] + s["tokens"]) * s["updates"] / run.grid.dp_size / run.config.train.num_minibatches
     return metrics | {
         "time/generation": generation,
         "response/length_mean": s["tokens"] / s["completions"],
@@ -170,7 +170,7 @@ def _of_scores(run: Run, s: Mapping[str, float]) -> dict[str, float]:
     metrics["groups/varied_fraction"] = s["varied"] / groups
     if run.config.algorithm.filter_groups:
         metrics["groups/drawn"] = groups
-    if run.config.algorithm.normalize_scores:
+    if run.config.algorithm.normalize_rewards:
         mean, scale = run.scores.shift_and_scale()
         metrics |= {"reward/running_mean": mean, "reward/running_std": 1 / scale}
     return metrics

@@ -73,12 +73,12 @@ def build_run(setup: Mapping[str, Any]) -> Run:
         fleet=fleet,
         sampling=sampling,
         tokenizer=tokenizer,
-        scorers=_scorers(config, source.seed, source.size) | remote,
-        held_out_scorers=_scorers(config, config.eval.seed, config.eval.size) | remote,
+        scorers=_scorers(config, source.seed, source.num_prompts) | remote,
+        held_out_scorers=_scorers(config, config.eval.seed, config.eval.num_prompts) | remote,
         tracker=Tracker(setup["tracking"], setup["folder"], "rank_0" if recorded else None, say),
-        saver=CheckpointWriter(setup["folder"], Retention(chosen.keep, chosen.best_by, chosen.best_mode)),
+        saver=CheckpointWriter(setup["folder"], Retention(chosen.keep_last, chosen.best_by, chosen.best_mode)),
         box=setup["box"],
-        kl=adaptive.AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon),
+        kl=adaptive.AdaptiveKL(settings.kl_coef, settings.adaptive_kl_target, settings.adaptive_kl_horizon),
         scores=adaptive.RunningScores(),
         scattered=scattered(config, trained),
     )
@@ -139,7 +139,7 @@ def _rounds(config: RunConfig, fleet: EngineGroup, sampling: Sampling, prompts: 
     samplings = [sampling] * train.samples_per_prompt
     if config.algorithm.advantage == "remax":
         samplings.append(sampling.greedy)
-    return RolloutQueue(fleet, prompts, samplings, train.prompts_per_step, config.rollout.parts, ahead)
+    return RolloutQueue(fleet, prompts, samplings, train.prompts_per_step, config.rollout.num_chunks, ahead)
 
 
 def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:

@@ -103,7 +103,7 @@ class Run:
         """Whether the old logprobs of a step's first mini-batch are those of its own pass in the update: the policy is
         still the old one then. Without a reference, a critic, or parts that are scored while others are drawn."""
         config = self.config
-        alone = config.reference == "none" and config.critic == "none" and config.rollout.parts == 1
+        alone = config.reference == "none" and config.critic == "none" and config.rollout.num_chunks == 1
         return alone and config.algorithm.old_logprobs == "recomputed"
 
     def is_due(self, every: int) -> bool:
@@ -117,12 +117,12 @@ class Run:
 
     def settle(self) -> None:
         """Waits for what is being drawn ahead, unless it goes on with the next weights."""
-        if not self.config.rollout.partial:
+        if not self.config.rollout.partial_rollouts:
             self.rounds.settle(self.step)
 
     def rest(self) -> None:
         """Has engines that share their GPU with a worker leave it to the worker, until the next push."""
-        if self.config.rollout.placement == "shared":
+        if self.config.rollout.placement == "colocated":
             self.fleet.rest()
 
     def answer_greedily(self, prompts: Sequence[Prompt]) -> list[Completion]:
@@ -155,9 +155,11 @@ class Run:
         """Importance weight of each token, `[B, T]`; with `cut` false the plain ratio that it is made of."""
         chosen, old = self.config.algorithm, (batch.logprobs, batch.rollout_logprobs, batch.mask)
         if not cut:
-            return importance_sampling.importance_weights(*old, "tis", 0.0, math.inf, chosen.importance_level)
-        bounds = (chosen.importance_low, chosen.importance_high)
-        return importance_sampling.importance_weights(*old, self.config.importance, *bounds, chosen.importance_level)
+            return importance_sampling.importance_weights(*old, "tis", 0.0, math.inf, chosen.rollout_correction_level)
+        bounds = (chosen.rollout_correction_low, chosen.rollout_correction_high)
+        return importance_sampling.importance_weights(
+            *old, self.config.rollout_correction, *bounds, chosen.rollout_correction_level
+        )
 
     def selection(self) -> Selection:
         """An empty one, of the groups that this replica trains on in a step."""
@@ -167,7 +169,7 @@ class Run:
             samples=train.samples_per_prompt,
             filtered=self.config.algorithm.filter_groups,
             greedy=self.config.algorithm.advantage == "remax",
-            at_once=self.config.rollout.parts > 1,
+            at_once=self.config.rollout.num_chunks > 1,
         )
 
     def wants_more(self, selection: Selection) -> bool:
@@ -184,7 +186,7 @@ class Run:
         """This replica's share of the supervised rows of optimizer step `number`, cut at rollout.max_tokens."""
         assert self.supervised
         limit, count = self.config.rollout.max_tokens, self.config.data.ptx_batch
-        per_step = self.config.train.epochs * self.config.train.minibatches
+        per_step = self.config.train.ppo_epochs * self.config.train.num_minibatches
         self.supervised.position = (self.step * per_step + number) * count
         rows = []
         for prompt in self.supervised.next(count):
@@ -247,11 +249,11 @@ class Run:
         weights = lora.adapter_weights(self.policy) if alone else lora.engine_weights(self.policy)
         starting = timeout_s is None
         settings = self.config.rollout
-        if settings.placement == "shared":
+        if settings.placement == "colocated":
             torch.cuda.empty_cache()
             dist.barrier()  # the engines wake on these GPUs, all of them once the first rank says so
         # At first what is drawn is of a run before, on the same engines; later no engine was left to draw.
-        keep = settings.partial and not starting
+        keep = settings.partial_rollouts and not starting
         self.fleet.push(weights, self.step, timeout_s or settings.timeout_s, starting, keep)
 
     def update_average(self) -> None:
@@ -313,7 +315,7 @@ class Run:
             self.tracker.settle()
             self.saver.save(shards, self.manifest(metrics))
             self._saved = self.step
-        if last or not self.config.checkpoint.beside:
+        if last or not self.config.checkpoint.async_save:
             self.saver.wait()
             news = self.saver.news() or news
         whole = ray.train.Checkpoint(news.place.path, news.place.filesystem) if news and not self.grid.rank else None
@@ -353,11 +355,11 @@ class Run:
         """Continues from the run's newest checkpoint that is whole; if there is none, begins where the config says."""
         if found := self.saver.newest(partial(ray_train.notify, self.box)):
             self._take(found)
-        elif self.config.checkpoint.start_from:
-            self._start_from(self.saver.sound(open_storage(self.config.checkpoint.start_from, create=False)))
+        elif self.config.checkpoint.init_from:
+            self._start_from(self.saver.sound(open_storage(self.config.checkpoint.init_from, create=False)))
 
     def _start_from(self, found: CheckpointEntry) -> None:
-        if self.config.checkpoint.start_with == "state":
+        if self.config.checkpoint.init_state == "all":
             self._take(found)
             return
         retry(partial(checkpoint_files.load_weights, found.files, self.trained), f"reading {found.place.path}")

@@ -32,11 +32,11 @@ def update(run: Run, batch: Experience, late: bool = False) -> tuple[Experience,
 
     Raises: see `check_norms`.
     """
-    batch = balance_over_replicas(batch, run.config.train.minibatches, run.grid)
-    batches = experience.minibatches(batch, run.config.train.minibatches)
+    batch = balance_over_replicas(batch, run.config.train.num_minibatches, run.grid)
+    batches = experience.minibatches(batch, run.config.train.num_minibatches)
     cut, sizes = run.cut(batches), denominators(run, batches)
     sums: Sums = {"positions": sum(micro.ids.numel() for micros in cut for micro in micros)}
-    for number, (micros, size) in enumerate(list(zip(cut, sizes, strict=True)) * run.config.train.epochs):
+    for number, (micros, size) in enumerate(list(zip(cut, sizes, strict=True)) * run.config.train.ppo_epochs):
         done = accumulate(run, micros, size, number, late and number == 0)
         if number == 0:  # nothing has changed yet
             sums |= {f"first/{name}": done[name] for name in ("policy/approx_kl", "updated") if name in done}
@@ -60,8 +60,8 @@ def fill_first_pass(batch: Experience, micros: Sequence[Experience]) -> None:
 
 
 def exceeds_target_kl(run: Run, done: Sums, size: LossDenominators) -> bool:
-    """Whether the policy has moved further from the old one than algorithm.stop_kl allows, over all ranks."""
-    limit = run.config.algorithm.stop_kl
+    """Whether the policy has moved further from the old one than algorithm.target_kl allows, over all ranks."""
+    limit = run.config.algorithm.target_kl
     if limit is None or "policy" not in run.learning:
         return False
     return not run.summed(done)["policy/approx_kl"] <= limit * size.tokens  # nor if it is no number
@@ -138,14 +138,14 @@ def policy_losses(run: Run, scored: PolicyOutput, micro: Experience, size: float
         settings.clip_high,
         settings.dual_clip,
         weights * run.importance(micro),
-        settings.loss,
+        settings.policy_loss,
     )
     sums: Sums = {"policy/loss": loss.detach()}
     sums |= {f"policy/{name}": total for name, total in stats.items()}
     if scored.entropy is not None:
         loss = loss + settings.entropy_coef * losses.entropy_loss(scored.entropy, mask, size, weights)
-    if settings.kl_in == "loss" and run.kl.coef > 0:
-        kl_loss = losses.kl_loss(scored.logprobs, micro.ref_logprobs, mask, size, settings.kl_kind, weights)
+    if settings.kl_placement == "loss" and run.kl.coef > 0:
+        kl_loss = losses.kl_loss(scored.logprobs, micro.ref_logprobs, mask, size, settings.kl_estimator, weights)
         loss = loss + run.kl.coef * kl_loss
         sums["kl/loss"] = kl_loss.detach()
     return loss, sums
@@ -197,7 +197,7 @@ def check_norms(run: Run, sums: Sums) -> None:
 def scheduled_lr_scale(run: Run, name: str, number: int) -> float:
     """The schedule's factor at the step's optimizer step `number`. The policy's begins after the critic's warm-up."""
     train = run.config.train
-    late, per_step = train.critic_warmup if name == "policy" else 0, train.epochs * train.minibatches
+    late, per_step = train.critic_warmup if name == "policy" else 0, train.ppo_epochs * train.num_minibatches
     place, total = (run.step - late) * per_step + number, (train.steps - late) * per_step
     return adaptive.lr_scale(place, train.warmup_steps, total, train.lr_schedule)
 

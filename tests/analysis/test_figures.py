@@ -12,7 +12,7 @@ from rlx.analysis import figures
 from rlx.analysis.loading import METRIC
 from rlx.analysis.statistics import BANDS, groups
 
-LR, KIND, EPOCHS = "train.actor_lr", "algorithm.kl_kind", "train.epochs"
+LR, KIND, EPOCHS = "train.actor_lr", "algorithm.kl_estimator", "train.ppo_epochs"
 LRS = [1e-5, 3e-5, 8e-5, 2e-4, 5e-4, 9e-4, 1e-3]
 
 

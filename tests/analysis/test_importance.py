@@ -7,7 +7,7 @@ from rlx.analysis.importance import FEWEST, importance, numbers, on_log_scale
 from rlx.analysis.statistics import groups
 from rlx.config.errors import ConfigError
 
-LR, KIND = "train.actor_lr", "algorithm.kl_kind"
+LR, KIND = "train.actor_lr", "algorithm.kl_estimator"
 
 
 def made(count: int = FEWEST, **more: object) -> list:

@@ -13,11 +13,11 @@ from rlx.config.errors import ConfigError
 from rlx.config.sections import flatten
 from rlx.tracking import mlflow
 
-VARIED = ("train.actor_lr", "algorithm.kl_kind", "algorithm.kl_target")
+VARIED = ("train.actor_lr", "algorithm.kl_estimator", "algorithm.adaptive_kl_target")
 RUNS = [
-    Run({"train.actor_lr": 1e-4, "algorithm.kl_kind": "k1"}, {0: 0.2, 2: 0.5, 4: 0.4}, answers={"is it?": "no"}),
-    Run({"train.actor_lr": 3e-3, "algorithm.kl_kind": "k3"}, {0: 0.2, 2: 0.6}, tags={"rlx.stopped": "2"}),
-    Run({"train.actor_lr": 5e-4, "algorithm.kl_target": 0.1}, status="FAILED"),  # before its first evaluation
+    Run({"train.actor_lr": 1e-4, "algorithm.kl_estimator": "k1"}, {0: 0.2, 2: 0.5, 4: 0.4}, answers={"is it?": "no"}),
+    Run({"train.actor_lr": 3e-3, "algorithm.kl_estimator": "k3"}, {0: 0.2, 2: 0.6}, tags={"rlx.stopped": "2"}),
+    Run({"train.actor_lr": 5e-4, "algorithm.adaptive_kl_target": 0.1}, status="FAILED"),  # before its first evaluation
 ]
 CLONED = Run(
     {"train.actor_lr": 1e-4},
@@ -130,7 +130,7 @@ def test_the_config_of_a_trial_is_the_one_it_ended_with(uri: str, sweep: loading
     assert loading.run_config(uri, sweep.trials[2]) == config("lr.trial_2", RUNS[2].settings)
     cloned = loading.run_config(uri, loading.load_sweep(uri, "rlx", "cloned").trials[0])
     assert flatten(cloned)["train.actor_lr"] == 3e-4
-    assert flatten(cloned)["data.system"] == BASE["data.system"]
+    assert flatten(cloned)["data.system_prompt"] == BASE["data.system_prompt"]
 
 
 def test_a_config_that_is_missing_or_of_another_version_is_an_error(uri: str) -> None:

@@ -30,7 +30,7 @@ def seeds(settings: dict[str, Any], *values: float, **more: Any) -> list[Run]:
     return [Run({**settings, "seed": seed}, {0: 0.1, 4: value}, **more) for seed, value in enumerate(values)]
 
 
-GRPO = {LR: 3e-4, KIND: "grpo", "algorithm.kl_in": "reward", "algorithm.kl_kind": "k1"}
+GRPO = {LR: 3e-4, KIND: "grpo", "algorithm.kl_placement": "reward", "algorithm.kl_estimator": "k1"}
 RUNS = [
     *seeds({LR: 1e-4, KIND: "gae"}, 0.5, 0.7, answers={"is it?": "no <b>", "why?": "maybe"}),
     *seeds(GRPO, 0.8, 0.82, answers={"is it?": "yes"}),
@@ -196,7 +196,7 @@ def test_the_best_setting_gives_the_same_config_again(uri: str, tmp_path: Path) 
         {},
         {KIND: "grpo"},
         GRPO,
-        {"algorithm.value_clip": None, "checkpoint.keep": None},
+        {"algorithm.value_clip": None, "checkpoint.keep_last": None},
         {"model.lora_rank": 4, "model.lora_alpha": 8, "seed": 7},
         {"data.source": "/prompts.jsonl", "data.params": {}},
         {"data.params.max_digits": 2},

@@ -227,7 +227,7 @@ def test_a_row_per_trial_by_the_last_value_then_the_best() -> None:
 
 def test_names_lose_their_section_unless_two_would_be_alike() -> None:
     assert statistics.short_names(["train.actor_lr", "seed"]) == ["actor_lr", "seed"]
-    assert statistics.short_names(["data.seed", "seed", "eval.size"]) == ["data.seed", "seed", "size"]
+    assert statistics.short_names(["data.seed", "seed", "eval.num_prompts"]) == ["data.seed", "seed", "size"]
 
 
 def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:

@@ -23,7 +23,16 @@ Start = Callable[..., Script]
 
 KILLS = int(os.environ.get("RLX_KILLS", "20"))
 STEPS = 20
-SMALL = ["--train.prompts-per-step", "8", "--train.samples-per-prompt", "2", "--eval.every", "4", "--eval.size", "12"]
+SMALL = [
+    "--train.prompts-per-step",
+    "8",
+    "--train.samples-per-prompt",
+    "2",
+    "--eval.every",
+    "4",
+    "--eval.num-prompts",
+    "12",
+]
 
 
 @dataclass(frozen=True)

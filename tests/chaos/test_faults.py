@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 Start = Callable[..., Script]
 
 ENGINE, WORKER = "ray::Engine", "ray::RayTrainWorker"
-TWO = ["--rollout.engines", "2", "--rollout.max-tokens", "16"]
+TWO = ["--rollout.num-engines", "2", "--rollout.max-tokens", "16"]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,16 @@ from rlx.tracking import mlflow
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[..., Script]
 
-SMALL = ["--train.prompts-per-step", "8", "--train.samples-per-prompt", "2", "--eval.every", "2", "--eval.size", "12"]
+SMALL = [
+    "--train.prompts-per-step",
+    "8",
+    "--train.samples-per-prompt",
+    "2",
+    "--eval.every",
+    "2",
+    "--eval.num-prompts",
+    "12",
+]
 
 
 def words(storage: Path, model: Path, name: str, steps: int) -> list[str]:

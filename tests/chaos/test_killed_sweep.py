@@ -26,7 +26,7 @@ def words(storage: Path, model: Path, name: str) -> list[str]:
     """A sweep of four trials, each with two seeds."""
     small = {
         "model.path": model, "train.steps": STEPS, "train.prompts-per-step": 8, "rollout.max-tokens": 8,
-        "rollout.kv-cache-mib": 16, "eval.every": 2, "eval.size": 12, "checkpoint.every": 2,
+        "rollout.kv-cache-mib": 16, "eval.every": 2, "eval.num_prompts": 12, "checkpoint.every": 2,
     }  # fmt: skip
     settings = [text for key, value in small.items() for text in (f"--{key}", str(value))]
     return ["--storage", str(storage), "--name", name, "--trials", "2", "--seeds", "2", *settings]

@@ -147,7 +147,7 @@ def config(tiny_model: Path, tmp_path: Path, empty_database: Path) -> dict[str, 
     return storage | {
         "model": {"path": str(tiny_model)},
         "data": data,
-        "eval": {"size": 2},
+        "eval": {"num_prompts": 2},
         "rollout": {"max_tokens": 8},
     }
 
@@ -212,7 +212,10 @@ def test_paths_are_kept_good_for_any_working_directory(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--algorithm.loss", "gspo"], "algorithm.loss is ppo in run mine, which cannot change now: start a new run"),
+        (
+            ["--algorithm.policy-loss", "gspo"],
+            "algorithm.policy_loss is ppo in run mine, which cannot change now: start a new run",
+        ),
         (["--model.lora-rank", "8"], "model.lora_rank is 0 in run mine"),
         (["--seed", "1"], "seed is 0 in run mine"),
         (["--train.ema-decay", "0.9"], "train.ema_decay is None in run mine"),
@@ -225,7 +228,7 @@ def test_a_resume_that_would_be_another_run_is_refused(
     words: list[str], message: str, refused: Refused, tmp_path: Path
 ) -> None:
     folder = open_storage(str(tmp_path)) / "runs" / "mine"
-    config = from_tree({"name": "mine", "storage": str(tmp_path), "algorithm": {"importance": "tis"}})
+    config = from_tree({"name": "mine", "storage": str(tmp_path), "algorithm": {"rollout_correction": "tis"}})
     (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     (folder / "run.json").write_text(json.dumps({"mlflow_run": "x"}))
     assert message in refused("ppo.py", "--storage", str(tmp_path), "--resume", "mine", *words)

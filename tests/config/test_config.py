@@ -60,7 +60,10 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_whole_config() -> No
         ({"train": 5}, "train = 5: expected a section of settings, such as train.steps"),
         ({"train": {"steps": 0}}, "train.steps = 0: input should be greater than 0"),
         ({"rollout": {"max_num_seqs": -1}}, "rollout.max_num_seqs = -1: input should be greater than 0"),
-        ({"algorithm": {"kl_kind": "k5"}}, "algorithm.kl_kind = 'k5': input should be 'k1', 'k2', 'k3', 'abs', 'k1+'"),
+        (
+            {"algorithm": {"kl_estimator": "k5"}},
+            "algorithm.kl_estimator = 'k5': input should be 'k1', 'k2', 'k3', 'abs', 'k1+'",
+        ),
         ({"model": {"offload": ["policy"]}}, "model.offload.0 = 'policy': input should be 'critic' or 'reference'"),
         ({"algorithm": {"dual_clip": 1}}, "algorithm.dual_clip = 1: input should be greater than 1"),
         ({"train": {"actor_lr": float("inf")}}, "train.actor_lr = inf: input should be a finite number"),
@@ -93,14 +96,14 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ({"parallel": {"tp": 2}}, r"scaling.num_workers \(1\) must be a multiple of parallel.tp \(2\)"),
         (
             {"train": {"prompts_per_step": 6}, "scaling": {"num_workers": 4}, "parallel": {"tp": 2}},
-            r"\(6\) must be a multiple of scaling.num_workers / parallel.tp x train.minibatches \(2 x 2\)",
+            r"\(6\) must be a multiple of scaling.num_workers / parallel.tp x train.num_minibatches \(2 x 2\)",
         ),
         (
             {"parallel": {"tp": 2}, "scaling": {"num_workers": 2}, "model": {"lora_rank": 4}},
             r"parallel.tp \(2\) does not go with model.lora_rank",
         ),
         (
-            {"algorithm": {"old_logprobs": "rollout", "importance": "tis"}},
+            {"algorithm": {"old_logprobs": "rollout", "rollout_correction": "tis"}},
             "set it to none, or algorithm.old_logprobs to",
         ),
         ({"algorithm": {"old_logprobs": "rollout"}, "model": {"critic": "head"}}, "model.critic head, .* to separate"),
@@ -108,8 +111,8 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             {"algorithm": {"old_logprobs": "rollout"}, "rollout": {"top_k": 5}},
             "leave algorithm.old_logprobs at recomputed",
         ),
-        ({"rollout": {"top_p": 0.9}}, "set algorithm.importance to tis or mask"),
-        ({"rollout": {"top_k": 5}}, "set algorithm.importance to tis or mask"),
+        ({"rollout": {"top_p": 0.9}}, "set algorithm.rollout_correction to tis or mask"),
+        ({"rollout": {"top_k": 5}}, "set algorithm.rollout_correction to tis or mask"),
         ({"data": {"source": "a.csv", "params": {"x": 1}}}, "data.params are for reasoning_gym:DATASET"),
         ({"data": {"source": "a.csv", "prompt_column": "answer"}}, "are both 'answer'"),
         ({"eval": {"source": "a.csv"}}, "eval.source is for prompt files"),
@@ -131,11 +134,11 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ({"train": {"critic_warmup": 2}, "model": {"critic": "head"}}, "critic_warmup needs a critic with weights"),
         ({"train": {"critic_warmup": 2}, "algorithm": {"advantage": "remax"}}, "critic_warmup needs a critic"),
         (
-            {"algorithm": {"kl_in": "loss", "kl_kind": "k1"}},
+            {"algorithm": {"kl_placement": "loss", "kl_estimator": "k1"}},
             r"gradient that is zero on average: choose k1\+",
         ),
-        ({"algorithm": {"kl_kind": "k3+"}}, r"k3\+: a reward has no gradient to correct, choose k3$"),
-        ({"algorithm": {"loss": "cispo", "dual_clip": 3}}, "dual_clip bounds the clipped losses"),
+        ({"algorithm": {"kl_estimator": "k3+"}}, r"k3\+: a reward has no gradient to correct, choose k3$"),
+        ({"algorithm": {"policy_loss": "cispo", "dual_clip": 3}}, "dual_clip bounds the clipped losses"),
         ({"algorithm": {"overlong_buffer": 17}}, r"overlong_buffer \(17\) is longer than rollout.max_tokens \(16\)"),
         ({"algorithm": {"ptx_coef": 0.1}}, "ptx_coef and data.ptx_source go together"),
         ({"data": {"ptx_source": "a.csv"}}, "ptx_coef and data.ptx_source go together"),
@@ -163,26 +166,32 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             r"tensor_parallel \(2\) is .* but rollout.resources_per_engine.GPU is 1: set them to the same number",
         ),
         ({"rollout": {"resources_per_engine": {"GPU": 4}}}, r"tensor_parallel \(1\) is .*GPU is 4"),
-        ({"rollout": {"max_staleness": 2}}, "max_staleness 2 gains nothing over 1 without rollout.partial"),
-        ({"rollout": {"partial": True}}, "rollout.partial does nothing without rollout.max_staleness"),
+        ({"rollout": {"max_staleness": 2}}, "max_staleness 2 gains nothing over 1 without rollout.partial_rollouts"),
         (
-            {"rollout": {"max_staleness": 1, "partial": True}, "train": {"ema_decay": 0.9}},
-            "partial would go on with train.ema_decay's average",
-        ),
-        ({"rollout": {"parts": 65}}, r"rollout.parts \(65\): a worker has only 64 prompts per step"),
-        ({"rollout": {"parts": 2, "max_staleness": 1}}, "rollout.parts does nothing with rollout.max_staleness"),
-        ({"rollout": {"placement": "shared"}}, "needs scaling.use_gpu, and as many rollout.engines"),
-        (
-            {"rollout": {"placement": "shared", "engines": 2}, "scaling": {"use_gpu": True}},
-            r"as many rollout.engines \(2\) as scaling.num_workers \(1\)",
+            {"rollout": {"partial_rollouts": True}},
+            "rollout.partial_rollouts does nothing without rollout.max_staleness",
         ),
         (
-            {"rollout": {"placement": "shared", "max_staleness": 1}, "scaling": {"use_gpu": True}},
-            "rollout.max_staleness does not go with rollout.placement shared",
+            {"rollout": {"max_staleness": 1, "partial_rollouts": True}, "train": {"ema_decay": 0.9}},
+            "partial_rollouts would go on with train.ema_decay's average",
+        ),
+        ({"rollout": {"num_chunks": 65}}, r"rollout.num_chunks \(65\): a worker has only 64 prompts per step"),
+        (
+            {"rollout": {"num_chunks": 2, "max_staleness": 1}},
+            "rollout.num_chunks does nothing with rollout.max_staleness",
+        ),
+        ({"rollout": {"placement": "colocated"}}, "needs scaling.use_gpu, and as many rollout.num_engines"),
+        (
+            {"rollout": {"placement": "colocated", "num_engines": 2}, "scaling": {"use_gpu": True}},
+            r"as many rollout.num_engines \(2\) as scaling.num_workers \(1\)",
         ),
         (
-            {"rollout": {"placement": "shared", "resources_per_engine": {"GPU": 1}}, "scaling": {"use_gpu": True}},
-            "rollout.resources_per_engine.GPU does not go with rollout.placement shared",
+            {"rollout": {"placement": "colocated", "max_staleness": 1}, "scaling": {"use_gpu": True}},
+            "rollout.max_staleness does not go with rollout.placement colocated",
+        ),
+        (
+            {"rollout": {"placement": "colocated", "resources_per_engine": {"GPU": 1}}, "scaling": {"use_gpu": True}},
+            "rollout.resources_per_engine.GPU does not go with rollout.placement colocated",
         ),
         ({"model": {"lora_alpha": 3}}, "model.lora_alpha does nothing without model.lora_rank"),
         ({"model": {"lora_targets": ["q_proj"]}}, "model.lora_targets does nothing without model.lora_rank"),
@@ -195,8 +204,14 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             {"model": {"offload": ["reference"], "lora_rank": 4}, "scaling": {"use_gpu": True}},
             "model.offload reference: it has no weights of its own here, model.reference is lora_off",
         ),
-        ({"algorithm": {"kl_coef": 0, "kl_target": 0.1}}, "kl_target does nothing without algorithm.kl_coef"),
-        ({"algorithm": {"importance_high": 3}}, "importance_high does nothing without algorithm.importance"),
+        (
+            {"algorithm": {"kl_coef": 0, "adaptive_kl_target": 0.1}},
+            "adaptive_kl_target does nothing without algorithm.kl_coef",
+        ),
+        (
+            {"algorithm": {"rollout_correction_high": 3}},
+            "rollout_correction_high does nothing without algorithm.rollout_correction",
+        ),
         ({"algorithm": {"overlong_penalty": 3}}, "overlong_penalty does nothing without algorithm.overlong_buffer"),
         (
             {"algorithm": {"filter_groups": True}},
@@ -221,7 +236,7 @@ def test_settings_that_do_not_go_together_are_refused(tree: dict[str, Any], mess
     [
         {"train": {"prompts_per_step": 8}, "scaling": {"num_workers": 2}},
         {"train": {"prompts_per_step": 2}, "scaling": {"num_workers": 2}, "parallel": {"tp": 2}},
-        {"rollout": {"top_p": 0.9}, "algorithm": {"importance": "tis"}},
+        {"rollout": {"top_p": 0.9}, "algorithm": {"rollout_correction": "tis"}},
         {"data": {"source": "a.csv"}, "eval": {"source": "b.csv", "seed": 0}},
         {"eval": {"seed": 4096}},
         {"eval": {"seed": 0}, "data": {"seed": 256}},
@@ -233,7 +248,7 @@ def test_settings_that_do_not_go_together_are_refused(tree: dict[str, Any], mess
         {"model": {"offload": ["reference", "critic"]}, "scaling": {"use_gpu": True}},
         {"algorithm": {"advantage": "rloo", "filter_groups": True, "filter_rounds": 3}},
         {"algorithm": {"overlong_buffer": 16}},
-        {"algorithm": {"kl_in": "loss", "kl_kind": "k1+"}},
+        {"algorithm": {"kl_placement": "loss", "kl_estimator": "k1+"}},
         {"reward": {"functions": {"task": 1, "mine.rewards:f_1": -2}}},
     ],
 )
@@ -246,19 +261,22 @@ def test_settings_that_just_go_together_are_taken(tree: dict[str, Any]) -> None:
     [
         ({"advantage": "gae"}, (True, "reward", "k1", "token_mean", 0.2, 0.2)),
         ({"advantage": "grpo"}, (False, "loss", "k3", "sequence_mean", 0.2, 0.2)),
-        ({"advantage": "dr_grpo", "kl_kind": "k2"}, (False, "loss", "k2", "constant", 0.2, 0.2)),
+        ({"advantage": "dr_grpo", "kl_estimator": "k2"}, (False, "loss", "k2", "constant", 0.2, 0.2)),
         ({"advantage": "rloo", "aggregation": "token_mean"}, (False, "reward", "k1", "token_mean", 0.2, 0.2)),
-        ({"advantage": "reinforce++_baseline", "whiten": False}, (False, "loss", "k2", "token_mean", 0.2, 0.2)),
-        ({"kl_in": "loss"}, (True, "loss", "k3", "token_mean", 0.2, 0.2)),
-        ({"loss": "gspo", "clip_high": 0.1}, (True, "reward", "k1", "sequence_mean", 3e-4, 0.1)),
-        ({"advantage": "dr_grpo", "loss": "cispo"}, (False, "loss", "k3", "constant", 1.0, 4.0)),
+        (
+            {"advantage": "reinforce++_baseline", "whiten_advantages": False},
+            (False, "loss", "k2", "token_mean", 0.2, 0.2),
+        ),
+        ({"kl_placement": "loss"}, (True, "loss", "k3", "token_mean", 0.2, 0.2)),
+        ({"policy_loss": "gspo", "clip_high": 0.1}, (True, "reward", "k1", "sequence_mean", 3e-4, 0.1)),
+        ({"advantage": "dr_grpo", "policy_loss": "cispo"}, (False, "loss", "k3", "constant", 1.0, 4.0)),
     ],
 )
 def test_what_is_not_given_follows_the_estimator_and_the_loss(
     chosen: dict[str, Any], published: tuple[Any, ...]
 ) -> None:
     settings = from_tree({"algorithm": chosen}).algorithm
-    found = (settings.whiten, settings.kl_in, settings.kl_kind, settings.aggregation)
+    found = (settings.whiten_advantages, settings.kl_placement, settings.kl_estimator, settings.aggregation)
     assert (*found, settings.clip_low, settings.clip_high) == published
 
 
@@ -289,15 +307,15 @@ def test_the_default_parameters_belong_to_the_default_source() -> None:
 
 
 def test_overrides_reach_into_a_copy() -> None:
-    tree = {"train": {"steps": 1, "epochs": 2}, "data": {"params": {"a": 1}}}
-    merged = with_overrides(tree, {"train.steps": 5, "algorithm.lam": 0.5, "data.params.b": 2, "name": "x"})
+    tree = {"train": {"steps": 1, "ppo_epochs": 2}, "data": {"params": {"a": 1}}}
+    merged = with_overrides(tree, {"train.steps": 5, "algorithm.gae_lambda": 0.5, "data.params.b": 2, "name": "x"})
     assert merged == {
-        "train": {"steps": 5, "epochs": 2},
-        "algorithm": {"lam": 0.5},
+        "train": {"steps": 5, "ppo_epochs": 2},
+        "algorithm": {"gae_lambda": 0.5},
         "data": {"params": {"a": 1, "b": 2}},
         "name": "x",
     }
-    assert tree == {"train": {"steps": 1, "epochs": 2}, "data": {"params": {"a": 1}}}
+    assert tree == {"train": {"steps": 1, "ppo_epochs": 2}, "data": {"params": {"a": 1}}}
 
 
 def test_an_entry_is_set_in_the_default_of_its_source() -> None:
@@ -347,11 +365,13 @@ def test_nearest_is_silent_when_nothing_is_near() -> None:
 
 
 def test_yaml_survives_a_round_trip_of_the_resolved_config(tmp_path: Path) -> None:
-    config = configured("--name", "1e3", "--data.system", "1e-3", "--data.params.p", "1e-5", "--train.actor-lr", "1e-6")
+    config = configured(
+        "--name", "1e3", "--data.system-prompt", "1e-3", "--data.params.p", "1e-5", "--train.actor-lr", "1e-6"
+    )
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     assert from_tree(read_yaml(file)) == config
-    assert (config.name, config.data.system, config.data.params["p"]) == ("1e3", "1e-3", 1e-5)
+    assert (config.name, config.data.system_prompt, config.data.params["p"]) == ("1e3", "1e-3", 1e-5)
 
 
 def test_exponents_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
@@ -400,11 +420,11 @@ def test_the_command_line_gives_settings_by_dotted_key_and_its_own_options_apart
     ("argv", "key", "value"),
     [
         (["--name", "12"], "name", "12"),
-        (["--data.system", "none"], "data.system", None),
-        (["--algorithm.importance", "none"], "algorithm.importance", "none"),
-        (["--checkpoint.keep", "none"], "checkpoint.keep", None),
-        (["--checkpoint.keep", "3"], "checkpoint.keep", 3),
-        (["--algorithm.kl-target", "0.1"], "algorithm.kl_target", 0.1),
+        (["--data.system-prompt", "none"], "data.system_prompt", None),
+        (["--algorithm.rollout-correction", "none"], "algorithm.rollout_correction", "none"),
+        (["--checkpoint.keep-last", "none"], "checkpoint.keep_last", None),
+        (["--checkpoint.keep-last", "3"], "checkpoint.keep_last", 3),
+        (["--algorithm.adaptive-kl-target", "0.1"], "algorithm.adaptive_kl_target", 0.1),
         (["--scaling.use_gpu", "true"], "scaling.use_gpu", True),
         (["--train.adam-betas", "0.9,0.95"], "train.adam_betas", (0.9, 0.95)),
         (["--train.adam_betas", "[0.8, 0.9]"], "train.adam_betas", (0.8, 0.9)),
@@ -442,14 +462,14 @@ def test_a_mistyped_option_is_refused_with_the_nearest(argv: list[str], message:
 @pytest.mark.parametrize(
     "shown",
     [
-        "--algorithm.kl-target FLOAT",
-        "--checkpoint.keep INT",
+        "--algorithm.adaptive-kl-target FLOAT",
+        "--checkpoint.keep-last INT",
         "--name STR",
         "--reward.answer-pattern STR",
         "--train.adam-betas FLOAT,FLOAT",
         "--data.params DICT",
         "--rollout.resources-per-engine DICT",
-        "--algorithm.kl-kind {k1,k2,k3,abs,k1+,k3+,abs+}",
+        "--algorithm.kl-estimator {k1,k2,k3,abs,k1+,k3+,abs+}",
         "--scaling.use-gpu BOOL",
     ],
 )
@@ -459,7 +479,7 @@ def test_help_shows_what_an_option_takes(shown: str) -> None:
 
 def test_help_shows_meaning_and_default() -> None:
     shown = " ".join(parser().format_help().split())
-    assert f"--train.epochs INT passes over a step's completions (default: {RunConfig().train.epochs})" in shown
+    assert f"--train.ppo-epochs INT passes over a step's completions (default: {RunConfig().train.ppo_epochs})" in shown
 
 
 def test_a_model_must_be_divisible_by_the_gpus_that_it_is_split_over(tmp_path: Path) -> None:
@@ -471,11 +491,11 @@ def test_a_model_must_be_divisible_by_the_gpus_that_it_is_split_over(tmp_path: P
 
 def test_generation_ahead_is_corrected_for_unless_told_otherwise() -> None:
     def importance(**rollout: Any) -> str:
-        return from_tree({"rollout": rollout}).importance
+        return from_tree({"rollout": rollout}).rollout_correction
 
     assert (importance(), importance(max_staleness=1)) == ("none", "tis")
-    for algorithm in ({"importance": "none"}, {"old_logprobs": "rollout"}):
-        assert from_tree({"rollout": {"max_staleness": 1}, "algorithm": algorithm}).importance == "none"
+    for algorithm in ({"rollout_correction": "none"}, {"old_logprobs": "rollout"}):
+        assert from_tree({"rollout": {"max_staleness": 1}, "algorithm": algorithm}).rollout_correction == "none"
 
 
 @pytest.mark.parametrize("setting", ["data.source", "data.ptx_source", "eval.source"])

@@ -38,7 +38,7 @@ def test_an_entry_depends_on_its_seed_alone() -> None:
 
 def test_the_default_sets_share_no_seed() -> None:
     training, held_out = DataConfig(), EvalConfig()
-    assert training.seed + training.size <= held_out.seed
+    assert training.seed + training.num_prompts <= held_out.seed
 
 
 def test_the_datasets_own_scorer_judges() -> None:

@@ -285,20 +285,45 @@ def completions() -> list[Completion]:
 ALONE = {"model.reference": "none", "algorithm.kl_coef": 0.0}
 # Every estimator, loss, aggregation, place of the KL, kind and level of importance, role and optional loss.
 WAYS: list[dict[str, Any]] = [
-    {"algorithm.importance": "tis", "algorithm.whiten": False},
-    {"algorithm.importance": "tis", "model.critic": "head", "algorithm.entropy_coef": 0.1},
-    {"algorithm.advantage": "grpo", "algorithm.importance": "mask", "algorithm.kl_kind": "k1+"},
+    {"algorithm.rollout_correction": "tis", "algorithm.whiten_advantages": False},
+    {"algorithm.rollout_correction": "tis", "model.critic": "head", "algorithm.entropy_coef": 0.1},
+    {"algorithm.advantage": "grpo", "algorithm.rollout_correction": "mask", "algorithm.kl_estimator": "k1+"},
     # With gspo's own clip, 3e-4, rounding may decide whether a response is clipped.
-    {"algorithm.advantage": "grpo", "algorithm.loss": "gspo", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1},
-    {"algorithm.advantage": "dr_grpo", "algorithm.loss": "cispo", "model.lora_rank": 4},
-    {"algorithm.advantage": "rloo", "algorithm.aggregation": "sequence_mean", "algorithm.normalize_scores": True},
-    {"algorithm.advantage": "reinforce++", "algorithm.importance": "tis", "algorithm.importance_level": "sequence"},
+    {
+        "algorithm.advantage": "grpo",
+        "algorithm.policy_loss": "gspo",
+        "algorithm.clip_low": 0.1,
+        "algorithm.clip_high": 0.1,
+    },
+    {"algorithm.advantage": "dr_grpo", "algorithm.policy_loss": "cispo", "model.lora_rank": 4},
+    {"algorithm.advantage": "rloo", "algorithm.aggregation": "sequence_mean", "algorithm.normalize_rewards": True},
+    {
+        "algorithm.advantage": "reinforce++",
+        "algorithm.rollout_correction": "tis",
+        "algorithm.rollout_correction_level": "sequence",
+    },
     {"algorithm.advantage": "reinforce++_baseline", "train.gradient_checkpointing": True, "train.ema_decay": 0.5},
     {"algorithm.advantage": "remax", "algorithm.dual_clip": 1.5, **ALONE},
-    {"algorithm.advantage": "rloo", "algorithm.importance": "mask", "algorithm.importance_level": "sequence", **ALONE},
-    {"algorithm.advantage": "grpo", "algorithm.entropy_coef": 0.1, "train.epochs": 2, "model.lora_rank": 4, **ALONE},
-    {"model.lora_rank": 4, "algorithm.kl_in": "loss", "algorithm.kl_kind": "abs+", "algorithm.score_clip": 1.5},
-    {"algorithm.ptx_coef": 0.5, "data.ptx_source": "x.csv", "data.ptx_batch": 8, "algorithm.stop_kl": 1e-9},
+    {
+        "algorithm.advantage": "rloo",
+        "algorithm.rollout_correction": "mask",
+        "algorithm.rollout_correction_level": "sequence",
+        **ALONE,
+    },
+    {
+        "algorithm.advantage": "grpo",
+        "algorithm.entropy_coef": 0.1,
+        "train.ppo_epochs": 2,
+        "model.lora_rank": 4,
+        **ALONE,
+    },
+    {
+        "model.lora_rank": 4,
+        "algorithm.kl_placement": "loss",
+        "algorithm.kl_estimator": "abs+",
+        "algorithm.reward_clip": 1.5,
+    },
+    {"algorithm.ptx_coef": 0.5, "data.ptx_source": "x.csv", "data.ptx_batch": 8, "algorithm.target_kl": 1e-9},
 ]
 
 
@@ -314,7 +339,7 @@ ANSWERS = pa.table(
 def run_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu") -> trainer.Run:
     """What a rank trains with. Plain gradient descent shows the gradients; Adam would hide their scale."""
     tree = {
-        "train": {"epochs": 1, "minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
+        "train": {"ppo_epochs": 1, "num_minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
         "algorithm": {"kl_coef": 0.1},
     }
     settings = loading.from_tree(loading.with_overrides(tree, way))
@@ -381,7 +406,7 @@ def refuse(*_: object) -> None:
 def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience, dict[str, float]]:
     """What the policy says of completions; what annotate adds if engines said something else; a step on that."""
     ways = ({}, {"algorithm.old_logprobs": "rollout", **ALONE})
-    runs = [run_of(path, way | {"train.minibatches": 1}, 60) for way in ways]
+    runs = [run_of(path, way | {"train.num_minibatches": 1}, 60) for way in ways]
     start = experience.build([ScoredCompletion(c, float(c.sample), True, {}) for c in completions()], PAD)
     own = loop.compute_logprobs(runs[0], start)
     runs[1].policy.forward = refuse
@@ -409,11 +434,11 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     said = loop.compute_logprobs(run, start).logprobs
     start = replace(start, rollout_logprobs=said - 0.3 * torch.sin(torch.arange(said.shape[1])) * start.mask)
     forward = run.policy.forward
-    if late and run.config.train.minibatches == 1:
+    if late and run.config.train.num_minibatches == 1:
         run.policy.forward = refuse
     batch = loop.compute_logprobs(run, start, late)
     run.policy.forward = forward
-    first, *others = experience.minibatches(batch, run.config.train.minibatches)
+    first, *others = experience.minibatches(batch, run.config.train.num_minibatches)
     assert bool(first.logprobs.any()) != late
     assert all(other.logprobs.any() for other in others)
     batch, _ = loop.compute_advantages(run, batch)
@@ -434,7 +459,7 @@ def both(rank: int, ranks: int, path: str, way: dict[str, Any]) -> list[tuple[Ex
 def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
     on_ranks: OnRanks, tiny_model: Path, minibatches: int, importance: str
 ) -> None:
-    way = {"train.minibatches": minibatches, "train.epochs": 2, "algorithm.importance": importance}
+    way = {"train.num_minibatches": minibatches, "train.ppo_epochs": 2, "algorithm.rollout_correction": importance}
     (before, expected), (late, found) = on_ranks(
         2, both, str(tiny_model), way | {"algorithm.advantage": "grpo", **ALONE}
     )[0]
@@ -452,7 +477,7 @@ def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
 
 def scores_late(rank: int, ranks: int, path: str) -> list[bool]:
     grpo = {"algorithm.advantage": "grpo", **ALONE}
-    others = ({"algorithm.advantage": "gae"}, {"model.reference": "auto"}, {"rollout.parts": 2})
+    others = ({"algorithm.advantage": "gae"}, {"model.reference": "auto"}, {"rollout.num_chunks": 2})
     ways = (grpo, *(grpo | other for other in others), grpo | {"algorithm.old_logprobs": "rollout"})
     return [run_of(path, way, 60).scores_late for way in ways]
 
@@ -504,7 +529,7 @@ def test_an_update_does_not_depend_on_the_number_of_ranks(
 def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
     """Whether a first micro-batch leaves gradients in shards, and the weights after both, without and with."""
     found = []
-    for run in (run_of(path, {"train.minibatches": 1}, 60) for _ in range(2)):
+    for run in (run_of(path, {"train.num_minibatches": 1}, 60) for _ in range(2)):
         run.scattered = frozenset({"policy", "critic"} if found else ())
         own = [c for c in completions() if c.prompt.id % ranks == rank]
         start = experience.build([ScoredCompletion(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
@@ -640,7 +665,7 @@ def test_learning_rates_follow_the_schedule_of_each_model(on_ranks: OnRanks, tin
 def spoilt(rank: int, ranks: int, path: str) -> list[str]:
     """What updates say whose advantages, or returns, are no numbers."""
     said = []
-    stopping = {"algorithm.stop_kl": 1.0, "train.epochs": 3}
+    stopping = {"algorithm.target_kl": 1.0, "train.ppo_epochs": 3}
     for way, column in (({}, "advantages"), (stopping, "advantages"), ({}, "returns")):
         run = run_of(path, way, 60)
         batch = loop.compute_logprobs(
@@ -665,8 +690,8 @@ def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     """Of two prompts with two responses each, two tokens long, with the KL in the reward."""
     found = {}
     for kind in ("rloo", "grpo", "reinforce++", "remax"):
-        way = {"algorithm.advantage": kind, "algorithm.kl_in": "reward", "algorithm.kl_kind": "k1"}
-        run = run_of(path, way | {"algorithm.whiten": False}, 100_000)
+        way = {"algorithm.advantage": kind, "algorithm.kl_placement": "reward", "algorithm.kl_estimator": "k1"}
+        run = run_of(path, way | {"algorithm.whiten_advantages": False}, 100_000)
         prompts = [Prompt(i, (7, 8), "question", "answer") for i in range(2)]
         rows = [Completion(prompts[i // 2], i % 2, (9, 10), (-1.0, -1.0), True, 0) for i in range(4)]
         scores = (1.0, 0.0, 2.0, 2.0)

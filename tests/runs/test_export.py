@@ -389,7 +389,7 @@ def test_nothing_is_left_of_what_is_not_the_policy(
 
 def test_a_prompt_file_need_not_be_there(made: Make, tmp_path: Path) -> None:
     one = made("tied")
-    data = one.config.data.model_copy(update={"source": "/gone.jsonl", "params": {}, "system": "Add."})
+    data = one.config.data.model_copy(update={"source": "/gone.jsonl", "params": {}, "system_prompt": "Add."})
     config = one.config.model_copy(update={"data": data})
     assert export.export(one.entry, export.Export(config), tmp_path / "out") < 1e-5
 

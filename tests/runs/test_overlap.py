@@ -27,7 +27,7 @@ def test_completions_are_one_step_old_from_the_second_step_on(ahead: Done) -> No
 
 
 def test_the_first_step_is_that_of_a_run_on_policy_and_later_ones_are_corrected(ahead: Done) -> None:
-    assert ahead.config.importance == "tis"
+    assert ahead.config.rollout_correction == "tis"
     assert ahead.history["mismatch/kl"][1][0] < 1e-8 < ahead.history["mismatch/kl"][STEPS][0]
     assert ahead.history["mismatch/weight_max"][STEPS][0] > 1.0001
 
@@ -61,14 +61,14 @@ def test_the_last_step_may_have_nothing_but_what_was_drawn_before(tiny_model: Pa
 
 def test_completions_in_progress_go_on_with_new_weights(tiny_model: Path, storage: Path) -> None:
     """Two steps ahead, and what is being drawn waits for no update."""
-    done = train(small(tiny_model, storage, "partial", rollout__max_staleness=2, rollout__partial=True))
+    done = train(small(tiny_model, storage, "partial", rollout__max_staleness=2, rollout__partial_rollouts=True))
     ages = {step: values[0] for step, values in done.history["staleness/mean"].items()}
     assert ages == {1: 0, 2: 1, 3: 2, 4: 2}
     assert len(done.history["reward/mean"]) == STEPS
 
 
 def test_ratios_can_be_to_the_policy_that_drew(tiny_model: Path, storage: Path) -> None:
-    once = {"train__epochs": 1, "train__minibatches": 1, "train__warmup_steps": 0, "train__steps": 2}
+    once = {"train__ppo_epochs": 1, "train__num_minibatches": 1, "train__warmup_steps": 0, "train__steps": 2}
     done = train(small(tiny_model, storage, "theirs", algorithm__old_logprobs="rollout", **once, **AHEAD))
     first, second = (done.history["policy/approx_kl"][step][0] for step in (1, 2))
     assert first < 1e-8 < 1e-6 < second  # recomputed, it is 0 at both
@@ -84,7 +84,7 @@ def test_scoring_part_by_part_changes_nothing_but_rounding(
     tiny_model: Path, storage: Path, way: dict[str, Any]
 ) -> None:
     whole, parts = (
-        train(small(tiny_model, storage, f"parts{n}-{len(way)}", rollout__parts=n, train__steps=1, **way))
+        train(small(tiny_model, storage, f"parts{n}-{len(way)}", rollout__num_chunks=n, train__steps=1, **way))
         for n in (1, 2)
     )
     metrics = comparable(whole.history, range(2))

@@ -87,7 +87,7 @@ def hurt(run: Done, tiny_model: Path, storage: Path) -> tuple[Done, list[str]]:
 def branch(run: Done, tiny_model: Path, storage: Path) -> Done:
     """A new run that starts with all of the state of the undisturbed run after half of its steps."""
     source = f"{run.result.folder}/{checkpoint_catalog.folder_name(STEPS // 2)}"
-    start = {"checkpoint__start_from": source, "checkpoint__start_with": "state"}
+    start = {"checkpoint__init_from": source, "checkpoint__init_state": "all"}
     return train(small(tiny_model, storage, "branch", **start))
 
 
@@ -95,7 +95,7 @@ def branch(run: Done, tiny_model: Path, storage: Path) -> Done:
 def head(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
     """One rank and one engine, the critic a head on the policy, one optimizer step per round of rollouts. Nothing of it
     is to be left."""
-    one = {"scaling__num_workers": 1, "rollout__engines": 1, "train__epochs": 1, "train__minibatches": 1}
+    one = {"scaling__num_workers": 1, "rollout__num_engines": 1, "train__ppo_epochs": 1, "train__num_minibatches": 1}
     config = small(tiny_model, storage, "head", model__critic="head", train__steps=1, **one)
     folder = open_storage(config.storage) / "runs" / "head"
     return train(config, keep=False, on_report=lambda metrics, _: leave(folder) if metrics["step"] else None)

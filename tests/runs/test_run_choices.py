@@ -117,16 +117,16 @@ STEADY: dict[str, Any] = {
     "train__ema_decay": 0.5,
     "train__gradient_checkpointing": True,
     "train__warmup_steps": 0,
-    "algorithm__stop_kl": 1e-7,
-    "algorithm__normalize_scores": True,
-    "algorithm__score_clip": 2.0,
+    "algorithm__target_kl": 1e-7,
+    "algorithm__normalize_rewards": True,
+    "algorithm__reward_clip": 2.0,
     "algorithm__missing_eos_penalty": 0.5,
     "algorithm__overlong_buffer": 4,
     "algorithm__entropy_coef": 0.01,
-    "algorithm__kl_target": 0.1,
-    "algorithm__kl_horizon": 100,
-    "algorithm__importance": "tis",
-    "algorithm__importance_level": "sequence",
+    "algorithm__adaptive_kl_target": 0.1,
+    "algorithm__adaptive_kl_horizon": 100,
+    "algorithm__rollout_correction": "tis",
+    "algorithm__rollout_correction_level": "sequence",
 }
 
 
@@ -158,7 +158,7 @@ def resumed(half: Done, steady: Done, tiny_model: Path, storage: Path, taught: d
 @pytest.fixture(scope="module")
 def remax(nothing_left: NothingLeft, tiny_model: Path, storage: Path, taught: dict[str, Any]) -> Done:
     """One step; nothing of it is to be left."""
-    chosen = {"algorithm__advantage": "remax", "algorithm__loss": "cispo", "train__steps": 1}
+    chosen = {"algorithm__advantage": "remax", "algorithm__policy_loss": "cispo", "train__steps": 1}
     return train(small(tiny_model, storage, "remax", **chosen, **taught), keep=False)
 
 

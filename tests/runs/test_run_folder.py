@@ -152,7 +152,7 @@ URL = {"reward__functions": {"url": 1.0}, "reward__url": "http://evil.example"}
     [
         ({"model__trust_remote_code": True}, {"model.trust_remote_code": False}),
         (URL, {"reward.url": None}),
-        (URL | {"reward__url_key": "AWS_SECRET_ACCESS_KEY"}, {"reward.url": None, "reward.url_key": None}),
+        (URL | {"reward__url_key_env": "AWS_SECRET_ACCESS_KEY"}, {"reward.url": None, "reward.url_key_env": None}),
         ({"tracking__uri": "http://evil.example"}, {"tracking.uri": None}),
         ({"ray_address": "evil.example:1"}, {"ray_address": None}),
     ],
@@ -172,7 +172,7 @@ def test_what_a_stranger_could_use_is_not_inherited_and_said(
 
 
 def starting(place: Path | str, way: str = "state", **changes: Any) -> RunConfig:
-    return from_tree(settings(name="b", checkpoint__start_from=str(place), checkpoint__start_with=way, **changes))
+    return from_tree(settings(name="b", checkpoint__init_from=str(place), checkpoint__init_state=way, **changes))
 
 
 def refusal(config: RunConfig) -> str:
@@ -190,7 +190,7 @@ def test_a_run_starts_from_a_checkpoint_that_fits(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_has_a_start_of_its_own_is_one_to_start_from(tmp_path: Path) -> None:
-    place = put(tmp_path, 5, checkpoint__start_from="/elsewhere/step_000001", train__steps=5).place.path
+    place = put(tmp_path, 5, checkpoint__init_from="/elsewhere/step_000001", train__steps=5).place.path
     run_folder.check_start(starting(place, train__steps=6))
 
 

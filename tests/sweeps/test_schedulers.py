@@ -20,7 +20,7 @@ from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import METRIC, MODE, Space
 from rlx.sweeps.trial_source import TrialSource
 
-LAM: Space = {"algorithm.lam": tune.uniform(0.1, 0.9)}
+LAM: Space = {"algorithm.gae_lambda": tune.uniform(0.1, 0.9)}
 
 
 def config(steps: int, every: int) -> RunConfig:
@@ -57,7 +57,7 @@ def run(
     begun: int = 0,
 ) -> list[Mapping[str, Any]]:
     """The last report of each trial of a sweep, one at a time, of trials A, B, ... with these accuracies."""
-    common = {"steps": config.train.steps, "begun": begun, "algorithm.lam": 0.5}
+    common = {"steps": config.train.steps, "begun": begun, "algorithm.gae_lambda": 0.5}
     listed = [common | {"accuracy": value} for value in accuracies]
     trials = TrialSource(
         ListSearch(listed),
@@ -136,7 +136,7 @@ def test_the_worse_goes_on_from_the_better_with_other_settings(
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
     better, worse = run("pbt", [0.9, 0.1], config(12, 4), tmp_path)
     assert (better["line"], worse["line"]) == ("A" * 12, "A" * 8 + "B" * 4)
-    assert better["config"]["algorithm.lam"] == 0.5 != worse["config"]["algorithm.lam"]
+    assert better["config"]["algorithm.gae_lambda"] == 0.5 != worse["config"]["algorithm.gae_lambda"]
 
 
 def test_after_a_resume_the_next_change_is_due_when_it_would_have_been(
@@ -159,10 +159,10 @@ def test_nobody_goes_on_from_another_after_the_last_step(
 def test_settings_stay_within_their_domains_however_often_they_change() -> None:
     space = {
         "train.actor_lr": tune.loguniform(1e-5, 1e-3),
-        "train.epochs": tune.randint(1, 5),
+        "train.ppo_epochs": tune.randint(1, 5),
         "rollout.max_tokens": tune.qrandint(8, 32, 8),
-        "algorithm.lam": tune.uniform(0.5, 1.0),
-        "algorithm.stop_kl": tune.choice([None, 0.05]),
+        "algorithm.gae_lambda": tune.uniform(0.5, 1.0),
+        "algorithm.target_kl": tune.choice([None, 0.05]),
     }
     population = SCHEDULERS["pbt"](config(8, 2), space, {})
     random.seed(0)
@@ -175,7 +175,7 @@ def test_settings_stay_within_their_domains_however_often_they_change() -> None:
         for key, value in settings.items():
             seen[key].add(value)
     assert 1e-5 <= min(seen["train.actor_lr"]) < 2e-5 and 5e-4 < max(seen["train.actor_lr"]) <= 1e-3
-    assert seen["train.epochs"] == {1, 2, 3, 4}
-    assert min(seen["algorithm.lam"]) == 0.5 and max(seen["algorithm.lam"]) == 1.0
+    assert seen["train.ppo_epochs"] == {1, 2, 3, 4}
+    assert min(seen["algorithm.gae_lambda"]) == 0.5 and max(seen["algorithm.gae_lambda"]) == 1.0
     assert min(seen["rollout.max_tokens"]) == 8 and max(seen["rollout.max_tokens"]) == 32
-    assert seen["algorithm.stop_kl"] == {None, 0.05}
+    assert seen["algorithm.target_kl"] == {None, 0.05}

@@ -19,8 +19,8 @@ from rlx.sweeps.searchers import ADAPTIVE, SEARCHES, ListSearch, searcher
 from rlx.sweeps.space import METRIC, complete_settings, extremes, load_space, space_fingerprint
 
 SHIPPED = Path(__file__).resolve().parents[2] / "search_spaces"
-RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.lam": tune.uniform(0.0, 1.0)}
-CHOICES = {"train.epochs": tune.choice([1, 2, 4]), "algorithm.lam": tune.choice([0.9, 1.0])}
+RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.gae_lambda": tune.uniform(0.0, 1.0)}
+CHOICES = {"train.ppo_epochs": tune.choice([1, 2, 4]), "algorithm.gae_lambda": tune.choice([0.9, 1.0])}
 
 
 def space_file(folder: Path, body: str) -> str:
@@ -42,8 +42,10 @@ def fitting(name: str) -> dict[str, Any]:
 
 
 def test_a_space_is_read(tmp_path: Path) -> None:
-    path = space_file(tmp_path, "{'train.epochs': tune.choice([1, 2]), 'train.actor_lr': tune.loguniform(1e-5, 1e-3)}")
-    assert list(load_space(path, {})) == ["train.epochs", "train.actor_lr"]
+    path = space_file(
+        tmp_path, "{'train.ppo_epochs': tune.choice([1, 2]), 'train.actor_lr': tune.loguniform(1e-5, 1e-3)}"
+    )
+    assert list(load_space(path, {})) == ["train.ppo_epochs", "train.actor_lr"]
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.py")), ids=lambda path: path.stem)
@@ -61,16 +63,28 @@ def test_a_shipped_space_fits_its_search(path: Path) -> None:
         ("{'train.actor_rl': tune.choice([1])}", "unknown setting train.actor_rl; nearest: train.actor_lr"),
         ("{'train': {'epochs': tune.choice([1])}}", "unknown setting train"),
         ("{1: tune.choice([1])}", "unknown setting 1"),
-        ("{'train.epochs': tune.choice([1, 0])}", "train.epochs = 0: input should be greater than 0"),
-        ("{'train.epochs': tune.grid_search([2, -1])}", "train.epochs = -1: input should be greater than 0"),
-        ("{'train.epochs': tune.randint(0, 3)}", "train.epochs = 0: input should be greater than 0"),
-        ("{'algorithm.lam': tune.uniform(0.5, 1.5)}", "algorithm.lam = 1.5: input should be less than or equal to 1"),
-        ("{'algorithm.lam': tune.randn(0.5, 0.1)}", "algorithm.lam = -inf: input should be a finite number"),
+        ("{'train.ppo_epochs': tune.choice([1, 0])}", "train.ppo_epochs = 0: input should be greater than 0"),
+        ("{'train.ppo_epochs': tune.grid_search([2, -1])}", "train.ppo_epochs = -1: input should be greater than 0"),
+        ("{'train.ppo_epochs': tune.randint(0, 3)}", "train.ppo_epochs = 0: input should be greater than 0"),
+        (
+            "{'algorithm.gae_lambda': tune.uniform(0.5, 1.5)}",
+            "algorithm.gae_lambda = 1.5: input should be less than or equal to 1",
+        ),
+        (
+            "{'algorithm.gae_lambda': tune.randn(0.5, 0.1)}",
+            "algorithm.gae_lambda = -inf: input should be a finite number",
+        ),
         ("{'train.prompts_per_step': 7}", "train.prompts_per_step (7) must be a multiple of"),
-        ("{'train.epochs': tune.choice([])}", "train.epochs has no values to choose from"),
-        ("{'train.epochs': tune.grid_search([])}", "train.epochs has no values to choose from"),
-        ("{'train.epochs': tune.sample_from(lambda spec: spec.config.x)}", "tune.sample_from hides what it gives to"),
-        ("{'rollout.engines': tune.choice([1, 2])}", "rollout.engines changes what a trial needs of the cluster"),
+        ("{'train.ppo_epochs': tune.choice([])}", "train.ppo_epochs has no values to choose from"),
+        ("{'train.ppo_epochs': tune.grid_search([])}", "train.ppo_epochs has no values to choose from"),
+        (
+            "{'train.ppo_epochs': tune.sample_from(lambda spec: spec.config.x)}",
+            "tune.sample_from hides what it gives to",
+        ),
+        (
+            "{'rollout.num_engines': tune.choice([1, 2])}",
+            "rollout.num_engines changes what a trial needs of the cluster",
+        ),
         ("{'scaling.num_workers': 2}", "scaling.num_workers changes what a trial needs of the cluster"),
         ("{'reward.model_replicas': 2}", "reward.model_replicas changes what a trial needs of the cluster"),
         ("{}", "it has no function space() that gives settings to vary"),
@@ -115,16 +129,24 @@ def test_a_range_is_checked_at_its_ends() -> None:
 
 
 def test_a_trials_settings_are_what_was_drawn_to_four_digits_and_the_constants() -> None:
-    space = {"train.epochs": 2, "algorithm.lam": tune.choice([0.98765]), "train.actor_lr": tune.loguniform(1e-5, 1)}
-    drawn = {"train.actor_lr": np.float64(0.000123456), "algorithm.lam": 0.98765}
-    assert complete_settings(space, drawn) == {"train.epochs": 2, "train.actor_lr": 0.0001235, "algorithm.lam": 0.98765}
+    space = {
+        "train.ppo_epochs": 2,
+        "algorithm.gae_lambda": tune.choice([0.98765]),
+        "train.actor_lr": tune.loguniform(1e-5, 1),
+    }
+    drawn = {"train.actor_lr": np.float64(0.000123456), "algorithm.gae_lambda": 0.98765}
+    assert complete_settings(space, drawn) == {
+        "train.ppo_epochs": 2,
+        "train.actor_lr": 0.0001235,
+        "algorithm.gae_lambda": 0.98765,
+    }
 
 
 def test_a_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
-    path = space_file(tmp_path, "{'train.epochs': 1}")
+    path = space_file(tmp_path, "{'train.ppo_epochs': 1}")
     before = space_fingerprint(path)
-    assert space_fingerprint(space_file(tmp_path, "{'train.epochs': 1}")) == before
-    assert space_fingerprint(space_file(tmp_path, "{'train.epochs': 2}")) != before
+    assert space_fingerprint(space_file(tmp_path, "{'train.ppo_epochs': 1}")) == before
+    assert space_fingerprint(space_file(tmp_path, "{'train.ppo_epochs': 2}")) != before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,10 +178,10 @@ def test_a_search_that_does_not_learn_gives_the_same_after_a_resume(name: str) -
 
 
 def test_random_draws_as_many_as_were_asked_for_from_the_domains() -> None:
-    search = searcher("random", RANGES | {"train.epochs": 2}, 5, 0)
+    search = searcher("random", RANGES | {"train.ppo_epochs": 2}, 5, 0)
     drawn = suggestions(search, 5)
-    assert all(1e-5 <= each["train.actor_lr"] <= 1e-3 and 0 <= each["algorithm.lam"] <= 1 for each in drawn)
-    assert {each["train.epochs"] for each in drawn} == {2}
+    assert all(1e-5 <= each["train.actor_lr"] <= 1e-3 and 0 <= each["algorithm.gae_lambda"] <= 1 for each in drawn)
+    assert {each["train.ppo_epochs"] for each in drawn} == {2}
     assert search.suggest("5") == Searcher.FINISHED
 
 
@@ -173,7 +195,8 @@ def test_a_grid_has_every_combination_once() -> None:
     search = searcher("grid", CHOICES | {"seed": 5, "rollout.max_tokens": tune.grid_search([8, 16])}, 4, 0)
     assert isinstance(search, ListSearch)
     drawn = [
-        tuple(each[key] for key in ("train.epochs", "algorithm.lam", "rollout.max_tokens")) for each in search.settings
+        tuple(each[key] for key in ("train.ppo_epochs", "algorithm.gae_lambda", "rollout.max_tokens"))
+        for each in search.settings
     ]
     assert sorted(drawn) == [(e, lam, t) for e in (1, 2, 4) for lam in (0.9, 1.0) for t in (8, 16)]
     assert {each["seed"] for each in search.settings} == {5}
@@ -190,7 +213,7 @@ def tell(search: Searcher, objective: Callable[[dict[str, Any]], float], count: 
 
 def near_a_third(settings: dict[str, Any]) -> float:
     """At most 0, where lam is 1/3 and the learning rate is a hundredth of the largest."""
-    return -abs(settings["algorithm.lam"] - 1 / 3) - abs(np.log10(settings["train.actor_lr"]) + 5) / 2
+    return -abs(settings["algorithm.gae_lambda"] - 1 / 3) - abs(np.log10(settings["train.actor_lr"]) + 5) / 2
 
 
 @pytest.mark.parametrize(("name", "count"), [("optuna", 40), ("bayesopt", 24), ("hyperopt", 40)])
@@ -212,20 +235,20 @@ def test_an_adaptive_search_is_not_held_up_by_failures(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_an_adaptive_search_gives_as_many_as_are_asked_for_when_the_best_lies_on_a_bound(name: str) -> None:
-    search = searcher(name, {"algorithm.lam": tune.uniform(0.0, 1.0)}, 30, 0)
-    assert max(tell(search, lambda settings: settings["algorithm.lam"], 30)) > 0.95
+    search = searcher(name, {"algorithm.gae_lambda": tune.uniform(0.0, 1.0)}, 30, 0)
+    assert max(tell(search, lambda settings: settings["algorithm.gae_lambda"], 30)) > 0.95
 
 
 def test_bayesopt_goes_to_the_best_and_then_elsewhere() -> None:
-    search = searcher("bayesopt", {"algorithm.lam": tune.uniform(0.0, 1.0)}, 30, 0)
-    values = tell(search, lambda settings: settings["algorithm.lam"], 30)
+    search = searcher("bayesopt", {"algorithm.gae_lambda": tune.uniform(0.0, 1.0)}, 30, 0)
+    values = tell(search, lambda settings: settings["algorithm.gae_lambda"], 30)
     assert values[10] == 1.0 and values.count(1.0) == 1  # the first after those at random
 
 
 def test_bayesopt_looks_at_a_logarithmic_range_by_its_logarithm() -> None:
     first = searcher("bayesopt", RANGES, 1, 0).suggest("0")
     lr, lam = np.random.RandomState(0).uniform(size=2)
-    assert first == {"train.actor_lr": pytest.approx(10 ** (-5 + 2 * lr)), "algorithm.lam": pytest.approx(lam)}
+    assert first == {"train.actor_lr": pytest.approx(10 ** (-5 + 2 * lr)), "algorithm.gae_lambda": pytest.approx(lam)}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +258,7 @@ def test_bayesopt_looks_at_a_logarithmic_range_by_its_logarithm() -> None:
         ("optuna", {"seed": tune.grid_search([1])}, "--search optuna draws by itself: use tune.choice for seed"),
         ("hyperopt", {"seed": tune.grid_search([1])}, "--search hyperopt draws by itself: use tune.choice for seed"),
         ("bayesopt", {"seed": tune.grid_search([1])}, "--search bayesopt draws by itself: use tune.choice for seed"),
-        ("bayesopt", CHOICES, "--search bayesopt needs an unbroken range for train.epochs: use tune.uniform"),
+        ("bayesopt", CHOICES, "--search bayesopt needs an unbroken range for train.ppo_epochs: use tune.uniform"),
         ("bayesopt", {"seed": tune.randint(0, 9)}, "--search bayesopt needs an unbroken range for seed"),
         ("bayesopt", {"seed": 3}, "--search bayesopt has nothing to vary"),
         ("optuna", {"seed": 3}, "--search optuna has nothing to vary"),
@@ -266,7 +289,7 @@ from rlx.sweeps.searchers import searcher
 
 for name in ("bayesopt", "hyperopt"):
     try:
-        searcher(name, {"algorithm.lam": tune.uniform(0, 1)}, 1, 0)
+        searcher(name, {"algorithm.gae_lambda": tune.uniform(0, 1)}, 1, 0)
     except ConfigError as error:
         print(error)
 """

@@ -25,7 +25,7 @@ from rlx.tracking import mlflow
 
 def test_concurrency_never_exceeds_the_room(ray_cluster: None, tmp_path: Path) -> None:
     tree = {"scaling": {"num_workers": 2}, "train": {"prompts_per_step": 8}}
-    space = space_file(tmp_path, "{'train.epochs': tune.choice([1, 2])}")
+    space = space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     assert tuner.concurrency(SweepPlan("s", tree, space)) == 2  # of 1.5 CPU each, in 4
     assert tuner.concurrency(SweepPlan("s", tree, space, max_concurrent=1)) == 1
     assert tuner.concurrency(SweepPlan("s", tree, space, max_concurrent=9)) == 2
@@ -40,21 +40,21 @@ def test_concurrency_never_exceeds_the_room(ray_cluster: None, tmp_path: Path) -
         ({"scheduler": "pbt", "search": "grid"}, "--scheduler pbt changes settings by itself: leave --search"),
         ({"scheduler": "pbt", "seeds": 2}, "--scheduler pbt changes settings by itself: leave --search and --seeds"),
         ({"scheduler": "pbt", "body": "{'seed': tune.choice([1, 2])}"}, "seed cannot change within a run"),
-        ({"search": "bayesopt"}, "--search bayesopt needs an unbroken range for train.epochs"),
+        ({"search": "bayesopt"}, "--search bayesopt needs an unbroken range for train.ppo_epochs"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], line: str, tmp_path: Path) -> None:
-    space = space_file(tmp_path, options.pop("body", "{'train.epochs': tune.choice([1, 2])}"))
+    space = space_file(tmp_path, options.pop("body", "{'train.ppo_epochs': tune.choice([1, 2])}"))
     with pytest.raises(ConfigError) as error:
         tuner.check_sweep(SweepPlan("s", {}, space, **options))
     assert line.format(space=space) in str(error.value)
 
 
 def test_a_resume_wants_the_search_space_as_it_was(tmp_path: Path) -> None:
-    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.epochs': tune.choice([1, 2])}")
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     made = tuner.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
     assert tuner.saved_sweep(storage, None) == made
-    space_file(tmp_path, "{'train.epochs': tune.choice([1, 3])}")
+    space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 3])}")
     with pytest.raises(ConfigError, match=r"space\.py is not what it was when sweep s began"):
         tuner.saved_sweep(storage, "s")
 
@@ -100,7 +100,7 @@ def prepared(model: Path, folder: Path, space: str, answer: str = "", **options:
         "data": {"source": str(prompts), "max_prompt_tokens": 32},
         "train": {"steps": 10, "prompts_per_step": 4, "samples_per_prompt": 2},
         "rollout": {"max_tokens": 4, "kv_cache_mib": 16},
-        "eval": {"every": 2, "size": 6},
+        "eval": {"every": 2, "num_prompts": 6},
         "checkpoint": {"every": 2},
     }
     storage = open_storage(tree["storage"])
@@ -173,7 +173,7 @@ def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
     assert "trial_00001.2" in legs  # those that are as good as the best may change places with it, too
     for leg in legs:
         trial, config = leg.partition(".")[0], from_tree(saved_config(folder / leg))
-        donor, name = str(config.checkpoint.start_from).split("/")[-2:]
+        donor, name = str(config.checkpoint.init_from).split("/")[-2:]
         step = int(name.rpartition("_")[2])
         after = step + 1
         run = mlflow.client(mlflow.default_uri(Path(storage.path))).get_run(mlflow_run(folder / leg))
@@ -250,7 +250,16 @@ def test_a_watcher_that_fails_does_not_end_the_sweep(
 def test_a_killed_sweep_is_resumed(tiny_model: Path, tmp_path: Path, script: Any) -> None:
     storage = open_storage(str(tmp_path / "storage"))
     words = ["--storage", storage.path, "--model.path", str(tiny_model), "--name", "s"]
-    small = ["--train.prompts-per-step", "4", "--eval.size", "6", "--train.steps", "8", "--checkpoint.every", "2"]
+    small = [
+        "--train.prompts-per-step",
+        "4",
+        "--eval.num-prompts",
+        "6",
+        "--train.steps",
+        "8",
+        "--checkpoint.every",
+        "2",
+    ]
     first: Script = script("ppo_sweep.py", *words, *small, "--trials", "3", "--max-concurrent", "1")
     first.wait_for("trial_00000 finished")
     first.wait_for("trial_00001 running  step 5/8")

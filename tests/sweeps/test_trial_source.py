@@ -16,7 +16,7 @@ from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import METRIC, MODE
 from rlx.sweeps.trial_source import TrialSource
 
-SETTINGS = [{"train.epochs": 1}, {"train.epochs": 2}, {"train.epochs": 3}]
+SETTINGS = [{"train.ppo_epochs": 1}, {"train.ppo_epochs": 2}, {"train.ppo_epochs": 3}]
 
 
 class Recording(Searcher):
@@ -32,7 +32,7 @@ class Recording(Searcher):
         if self.waits and len(self.told) < len(self.suggested):
             return None
         self.suggested.append(trial_id)
-        return {"train.epochs": len(self.suggested)}
+        return {"train.ppo_epochs": len(self.suggested)}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         assert error == (result is None) and trial_id not in self.told
@@ -76,7 +76,12 @@ def ends(some: TrialSource, trial: Trial, value: float | None) -> None:
 
 def test_a_record_is_read_as_it_was_written(folder: Storage) -> None:
     record = TrialRecord(
-        settings={"train.actor_lr": 0.1 + 0.2, "algorithm.stop_kl": None, "data.system": "é", "x": [0.8, True]},
+        settings={
+            "train.actor_lr": 0.1 + 0.2,
+            "algorithm.target_kl": None,
+            "data.system_prompt": "é",
+            "x": [0.8, True],
+        },
         state="failed",
         reports=[(2, 1 / 3), (4, 0.0)],
         words="é: out of memory",
@@ -108,21 +113,30 @@ def test_a_damaged_record_is_named(text: str, folder: Storage) -> None:
 def test_trials_are_numbered_in_the_order_of_the_search_and_recorded_before_they_start(folder: Storage) -> None:
     new = trials(folder, space={"rollout.max_tokens": 8})
     first = new.next_trial()
-    assert first and named([first]) == {"trial_00000": {"rollout.max_tokens": 8, "train.epochs": 1}}
+    assert first and named([first]) == {"trial_00000": {"rollout.max_tokens": 8, "train.ppo_epochs": 1}}
     assert TrialRecords(folder).all() == {"trial_00000": TrialRecord(settings=first.config)}
     assert not new.is_finished()
     rest = all_of(new)
-    assert {name: each["train.epochs"] for name, each in named(rest).items()} == {"trial_00001": 2, "trial_00002": 3}
+    assert {name: each["train.ppo_epochs"] for name, each in named(rest).items()} == {
+        "trial_00001": 2,
+        "trial_00002": 3,
+    }
     assert new.is_finished() and new.total_samples == 3
 
 
 def test_a_search_without_an_end_gives_as_many_settings_as_asked_for(folder: Storage) -> None:
-    assert [trial.config["train.epochs"] for trial in all_of(trials(folder, Recording(), count=5))] == [1, 2, 3, 4, 5]
+    assert [trial.config["train.ppo_epochs"] for trial in all_of(trials(folder, Recording(), count=5))] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 def test_each_setting_runs_with_all_seeds_before_the_next(folder: Storage) -> None:
     given = all_of(trials(folder, count=2, seeds=[7, 8, 9]))
-    assert [(trial.config["train.epochs"], trial.config["seed"]) for trial in given] == [
+    assert [(trial.config["train.ppo_epochs"], trial.config["seed"]) for trial in given] == [
         (epochs, seed) for epochs in (1, 2) for seed in (7, 8, 9)
     ]
     assert [trial_name(trial) for trial in given] == [f"trial_{i:05d}" for i in range(6)]
@@ -134,7 +148,7 @@ def test_no_more_are_given_than_may_be_there_at_once(folder: Storage) -> None:
     first.set_status(Trial.RUNNING)
     assert new.next_trial() is None and not new.is_finished()
     ends(new, first, 0.5)
-    assert named(all_of(new)) == {"trial_00002": {"train.epochs": 3}}
+    assert named(all_of(new)) == {"trial_00002": {"train.ppo_epochs": 3}}
     assert not new.is_finished()
     ends(new, second, None)
     assert new.next_trial() is None and new.is_finished()
@@ -182,9 +196,11 @@ def test_a_search_that_waits_for_results_is_asked_again(folder: Storage) -> None
 
 
 def test_numbers_of_numpy_become_pythons(folder: Storage) -> None:
-    (trial,) = all_of(trials(folder, ListSearch([{"train.epochs": np.int64(2), "algorithm.lam": np.float64(0.1)}])))
+    (trial,) = all_of(
+        trials(folder, ListSearch([{"train.ppo_epochs": np.int64(2), "algorithm.gae_lambda": np.float64(0.1)}]))
+    )
     assert [type(value) for value in trial.config.values()] == [int, float]
-    assert TrialRecords(folder).read("trial_00000").settings == {"train.epochs": 2, "algorithm.lam": 0.1}
+    assert TrialRecords(folder).read("trial_00000").settings == {"train.ppo_epochs": 2, "algorithm.gae_lambda": 0.1}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,7 +232,7 @@ def test_seeds_that_had_not_started_follow(folder: Storage) -> None:
     for _ in range(3):  # killed within the second setting
         first.next_trial()
     resumed = named(all_of(trials(folder, count=2, seeds=[7, 8])))
-    assert [(each["train.epochs"], each["seed"]) for each in resumed.values()] == [(1, 7), (1, 8), (2, 7), (2, 8)]
+    assert [(each["train.ppo_epochs"], each["seed"]) for each in resumed.values()] == [(1, 7), (1, 8), (2, 7), (2, 8)]
 
 
 def test_what_is_over_is_not_given_again(folder: Storage) -> None:
@@ -231,8 +247,8 @@ def test_a_scheduler_is_shown_again_what_is_over_but_not_what_failed(folder: Sto
 
 
 def test_settings_that_were_changed_on_the_way_are_kept(folder: Storage) -> None:
-    after(folder, trial_00001={"settings": {"train.epochs": 99}})
-    assert named(all_of(trials(folder)))["trial_00001"] == {"train.epochs": 99}
+    after(folder, trial_00001={"settings": {"train.ppo_epochs": 99}})
+    assert named(all_of(trials(folder)))["trial_00001"] == {"train.ppo_epochs": 99}
 
 
 def test_a_search_is_told_of_what_is_over_in_its_order(folder: Storage) -> None:
@@ -245,7 +261,7 @@ def test_a_search_is_told_of_what_is_over_in_its_order(folder: Storage) -> None:
 
 def test_a_search_is_told_the_mean_over_seeds_of_both_parts_of_a_sweep(folder: Storage) -> None:
     all_of(trials(folder, count=1, seeds=[0, 1]))
-    TrialRecords(folder).write("trial_00000", TrialRecord(settings={"train.epochs": 1, "seed": 0}, **FINISHED))
+    TrialRecords(folder).write("trial_00000", TrialRecord(settings={"train.ppo_epochs": 1, "seed": 0}, **FINISHED))
     search = Recording()
     resumed = trials(folder, search, count=1, seeds=[0, 1])
     (second,) = all_of(resumed)

@@ -12,7 +12,7 @@ SETTINGS = {
     "train.actor_lr": 0.0001711779,
     "train.critic_lr": 0.000368356,
     "algorithm.kl_coef": 0.0160519,
-    "train.epochs": 2,
+    "train.ppo_epochs": 2,
 }
 METRICS = {
     "reward/mean": 0.406,
@@ -72,7 +72,7 @@ def test_before_the_first_step_and_with_changed_settings() -> None:
     assert lines(progress, text)[0].startswith("waiting for the first trial  0:0")
     progress.watch("trial_00000", SETTINGS, {}, "running")
     assert lines(progress, text)[-1].endswith("starting")
-    progress.watch("trial_00000", SETTINGS | {"train.epochs": 4, "train.actor_lr": 0.5}, {"step": 1}, "running")
+    progress.watch("trial_00000", SETTINGS | {"train.ppo_epochs": 4, "train.actor_lr": 0.5}, {"step": 1}, "running")
     last = lines(progress, text)[-1].split()
     assert last == ["trial_00000", "0.5", "0.000368", "0.0161", "4", "1/120", "running"]
 
