@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ class Trainer:
         self.engine = engine
         self.on_one_gpu = config.rollout.resources_per_engine.get("GPU", 1.0) < 1
         self.ways = WeightSender(0, 1, self.device, [engine], config.rollout.transport)
-        self.fleet = EngineGroup(EnginePool([engine], 0), grid, self.dtype, 0, print, self.ways)
+        weights = partial(lora.engine_weights, self.policy)
+        pool = EnginePool([engine], 0, timeout_s=300.0, silence_s=300.0)
+        self.fleet = EngineGroup(pool, grid, self.dtype, 0, print, weights, self.ways)
 
     def measure(self) -> tuple[dict[str, float], dict[str, Any]]:
         pushes = seconds(self._push)
@@ -132,7 +135,7 @@ class Trainer:
 
     def _push(self, number: int) -> None:
         started = time.perf_counter()
-        self.fleet.push(lora.engine_weights(self.policy), number + 1, 300.0, starting=number == 0)
+        self.fleet.push(number + 1, starting=number == 0)
         if number == 0:
             self.first = time.perf_counter() - started
 

@@ -152,7 +152,8 @@ class RunConfig(Section):
         model, kl = self.model, self.algorithm
         if model.reference == "none" and (kl.kl_coef > 0 or kl.adaptive_kl_target is not None):
             raise ValueError(
-                "model.reference none leaves nothing to measure the KL to: set algorithm.kl_coef to 0, and no adaptive_kl_target"
+                "model.reference none leaves nothing to measure the KL to: "
+                "set algorithm.kl_coef to 0, and no adaptive_kl_target"
             )
         if "critic" in model.offload and self.critic != "separate":
             raise ValueError(f"model.offload critic: it has no weights of its own here, model.critic is {self.critic}")

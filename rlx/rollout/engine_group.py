@@ -29,7 +29,8 @@ class EngineGroup:
     grid: Mesh
     dtype: torch.dtype  # that the engines hold
     retries: int  # times that all engines may be lost in one round of generation
-    say: Callable[[str], None]  # tells the person who watches
+    notify: Callable[[str], None]  # tells the person who watches
+    weights: Callable[[], Sequence[ShardedWeight]]  # the policy's, as they are when it is called on all ranks
     direct: WeightSender | None = None  # ways that weights may take; None: through Ray's object store alone
     _told: dict[int, str] = field(default_factory=dict, init=False)
 
@@ -37,19 +38,20 @@ class EngineGroup:
         """Asks for a completion of each of these prompts, the replica's, by each sampling; does not wait."""
         return self.rollouts.begin(prompts if self.grid.leads else (), samplings, version)
 
-    def finish(self, draw: PendingRollout, version: int, send_weights: Callable[[], None]) -> list[Completion]:
+    def finish(self, draw: PendingRollout, version: int) -> list[Completion]:
         """What was asked for, those of each prompt together, in order.
+
+        When some rank has no engine left, the weights are pushed again to those that have been restarted.
 
         Args:
             version: of the weights that the engines hold.
-            send_weights: pushes that version, on all ranks; called when some rank has no engine left.
 
         Raises:
             RolloutError: all engines failed, again and again; has their last words.
         """
         for attempt in range(self.retries + 1):
             if attempt:
-                send_weights()
+                self.push(version, starting=True)
             self.rollouts.finish(draw, version)
             if not self._shared_losses(not draw.is_whole):
                 completions, draw.seconds = self.grid.shared((draw.completions, draw.seconds))
@@ -62,24 +64,20 @@ class EngineGroup:
         self.rollouts.finish(draw, version)
         return not self._shared_losses(not draw.is_whole)
 
-    def push(
-        self,
-        weights: Sequence[ShardedWeight],
-        version: int,
-        timeout_s: float,
-        starting: bool = False,
-        keep: bool = False,
-    ) -> None:
+    def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
         """Sends the policy's weights to the engines that are there; returns on every rank once they have them.
 
         Args:
-            starting: all engines are waited for, which may still be starting.
+            version: what these weights are called.
+            starting: engines may still be starting, and are waited for as long as for an answer.
             keep: completions that are being drawn go on with these weights; otherwise they are finished first.
 
         Raises:
             WeightSyncError: none took them; names each and says why.
         """
         sender = self.grid.rank == 0
+        timeout_s = self.rollouts.timeout_s if starting else self.rollouts.silence_s
+        weights = self.weights()
         engines = self.rollouts.present(timeout_s if starting else PATIENCE_S) if sender else {}
         failed = push.push(
             weights,
@@ -99,7 +97,7 @@ class EngineGroup:
         if len(self.rollouts.lost) == len(self.rollouts.engines):
             raise WeightSyncError("; ".join(self.rollouts.lost.values()))
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Has the engines give back their GPU memory until they are sent weights again; a collective call."""
         if self.grid.rank == 0:
             calls = {i: e.sleep.remote() for i, e in enumerate(self.rollouts.engines) if i not in self.rollouts.lost}
@@ -135,7 +133,7 @@ class EngineGroup:
         """Says which engines are lost and which are back, once for all ranks."""
         if self.grid.rank == 0:
             for index in self.rollouts.lost.keys() - self._told.keys():
-                self.say(f"{self.rollouts.lost[index]} - left out until it is back")
+                self.notify(f"{self.rollouts.lost[index]} - left out until it is back")
             for index in self._told.keys() - self.rollouts.lost.keys():
-                self.say(f"engine {index} is back")
+                self.notify(f"engine {index} is back")
         self._told = dict(self.rollouts.lost)

@@ -51,7 +51,7 @@ def with_no_learning(config: RunConfig) -> RunConfig:
 def examine(setup: dict[str, Any]) -> None:
     """Reports the figures that `verdicts` judges."""
     run = build_run(setup)
-    run.push()
+    run.push(starting=True)
     before = weights_fingerprint(run)
     figures = {"ratio": 0.0, "clipped": 0.0, "kl": 0.0, "gap": 0.0}
     for _ in range(ROUNDS):
@@ -68,7 +68,7 @@ def examine(setup: dict[str, Any]) -> None:
         norms = {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
         figures |= {name: max(figures.get(name, 0.0), norm) for name, norm in norms.items()}
         figures["signal"] = max(figures.get("signal", 0.0), *run.largest([float(batch.advantages.abs().max())]))
-        run.push(run.config.rollout.sync_timeout_s)
+        run.push()
     figures["moved"] = run.largest([float(weights_fingerprint(run) != before)])[0]
     ray_train.report(run.box, figures | sync_figures(run), last=True)
     run.close()
@@ -77,7 +77,7 @@ def examine(setup: dict[str, Any]) -> None:
 def sync_figures(run: Run) -> dict[str, float]:
     """How far the engines are from changed weights after they were sent, and how far they would be without that."""
     with nudged(run):
-        run.push(run.config.rollout.sync_timeout_s)
+        run.push()
         batch = drawn(run)
         sent = gap(run, batch)
     return {"sync_gap": sent, "stale_gap": gap(run, compute_logprobs(run, batch))}
@@ -87,7 +87,7 @@ def drawn(run: Run, late: bool = False) -> Experience:
     """Completions of the next prompts with the logprobs that the policy gives them, of this rank; `late`: see
     `annotate`."""
     selection = run.selection()
-    for completions in run.rounds.next(run.step, run.step + 1, run.push):  # none ahead: the weights change in between
+    for completions in run.rounds.next(run.step, run.step + 1):  # none ahead: the weights change in between
         selection.add(run.penalized(run.judge(completions, run.scorers)))
     run.rest()
     (batch,) = run.experiences(selection.take(last=True))

@@ -1,7 +1,7 @@
 """A run's records on their way to MLflow: sent beside training, in order; kept on the storage while none are taken.
 
 Each process of a run that records something has a tracker of its own, under a name of its own, whose entries a thread
-sends one after the other. What a server does not take waits: in memory, and from `settle` on as files in
+sends one after the other. What a server does not take waits: in memory, and from `flush` on as files in
 <run>/outbox/<writer>, from where the next tracker of that name sends them. Entries may be sent twice, since a process
 can die between sending one and forgetting it; report.Record sees to it that they are there once.
 
@@ -134,7 +134,7 @@ class Tracker:
         """Closes the run as of now: FINISHED, FAILED or KILLED."""
         self._add("end", {"status": status, "at": _now()})
 
-    def settle(self, patience_s: float = 1.0) -> None:
+    def flush(self, patience_s: float = 1.0) -> None:
         """Returns once all that was logged before is with MLflow or in the outbox; where MLflow takes records, and in
         time, nothing is written.
 
@@ -161,7 +161,7 @@ class Tracker:
             with self._changed:
                 self._changed.wait_for(lambda: not self._waiting, patience_s)
         finally:
-            self.settle(0)
+            self.flush(0)
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()

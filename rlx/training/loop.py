@@ -33,7 +33,7 @@ def train_loop(setup: dict[str, Any]) -> None:
     """
     run = build_run(setup)
     config, late = run.config, run.scores_late
-    run.push()  # the engines may still be starting
+    run.push(starting=True)  # the engines may still be starting
     if run.step == 0:
         run.report(*evaluate(run))
     else:
@@ -53,7 +53,7 @@ def train_loop(setup: dict[str, Any]) -> None:
             run.settle()
         run.step += 1
         with clock("sync"):
-            run.push(config.rollout.sync_timeout_s)  # 8
+            run.push()  # 8
         metrics, samples = evaluate(run) if run.is_due(config.eval.every) else ({}, [])
         sums |= {"kl": kl} | rollout_sums(run, batch, selection)
         run.report(metrics | summarize(run, batch, sums, clock.metrics()), samples)  # 9

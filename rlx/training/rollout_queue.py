@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,13 +46,12 @@ class RolloutQueue:
     seconds: float = 0.0  # that the engines took for the rounds that were handed out since this was set to 0
     _begun: deque[QueuedRollout] = field(default_factory=deque, init=False)
 
-    def next(self, step: int, steps: int, send_weights: Callable[[], None]) -> Iterator[list[Completion]]:
+    def next(self, step: int, steps: int) -> Iterator[list[Completion]]:
         """The completions of the next round, part by part, those of each prompt together.
 
         Args:
             step: steps trained, also the version of the weights that the engines hold.
             steps: at which training ends: nothing is begun that no step would train on.
-            send_weights: see `Fleet.finish`.
 
         Raises:
             RuntimeError: a completion is older than allowed.
@@ -61,7 +60,7 @@ class RolloutQueue:
             self._begun.append(self._new(step))
         round_ = self._begun.popleft()
         for part in round_.parts:
-            completions = self.fleet.finish(part, step, send_weights)
+            completions = self.fleet.finish(part, step)
             oldest = min(completion.version for completion in completions)
             if step - oldest > self.ahead:
                 raise RuntimeError(

@@ -14,6 +14,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 import torch
+import torch.distributed as dist
 
 from rlx.algorithms import adaptive
 from rlx.config.errors import ConfigError
@@ -34,7 +35,7 @@ from rlx.tracking.tracker import Tracker
 from rlx.training import trainer
 from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.trainer import Run
-from rlx.types import Sampling, Scorer
+from rlx.types import Sampling, Scorer, ShardedWeight
 
 
 def build_run(setup: Mapping[str, Any]) -> Run:
@@ -57,7 +58,8 @@ def build_run(setup: Mapping[str, Any]) -> Run:
     held_out = stream.read_shard("held_out")
     recorded, say = grid.rank == 0 and not setup.get("examine"), partial(ray_train.notify, setup["box"])
     settings, source, chosen = config.algorithm, config.data, config.checkpoint
-    sampling, fleet = _sampling(config, tokenizer), _fleet(config, setup, grid, device)
+    sampling = _sampling(config, tokenizer)
+    fleet = _fleet(config, setup, grid, device, trained["policy"].model)
     remote = _remote_scorers(config, setup["reward_models"], grid.dp_rank)
     run = Run(
         config=config,
@@ -114,7 +116,7 @@ def _stream(table: str, seed: int, grid: Mesh) -> stream.PromptStream:
     return stream.PromptStream(stream.read_shard(table), seed, grid.dp_rank, grid.dp_size)
 
 
-def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Mesh, device: torch.device) -> EngineGroup:
+def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Mesh, device: torch.device, policy: Any) -> EngineGroup:
     settings, engines = config.rollout, setup["engines"]
     # Adapters go to an engine's own process, which writes them down for vLLM.
     alone = config.model.lora_sync == "adapter"
@@ -123,9 +125,19 @@ def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Mesh, device: torc
         grid=grid,
         dtype=getattr(torch, config.model.dtype),
         retries=settings.retries,
-        say=partial(ray_train.notify, setup["box"]),
+        notify=partial(ray_train.notify, setup["box"]),
+        weights=partial(_weights, config, policy),
         direct=None if alone else WeightSender(grid.rank, grid.ranks, device, engines, settings.transport),
     )
+
+
+def _weights(config: RunConfig, policy: Any) -> list[ShardedWeight]:
+    """What engines are sent of the policy: all of its weights, or its adapters alone."""
+    if config.rollout.placement == "colocated":
+        torch.cuda.empty_cache()
+        dist.barrier()  # the engines wake on these GPUs, all of them once the first rank says so
+    alone = config.model.lora_sync == "adapter"
+    return lora.adapter_weights(policy) if alone else lora.engine_weights(policy)
 
 
 def _sampling(config: RunConfig, tokenizer: Any) -> Sampling:

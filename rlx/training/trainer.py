@@ -113,7 +113,7 @@ class Run:
     def draw(self) -> Iterator[list[Completion]]:
         """The completions of the next round of prompts, part by part, those of a prompt together; later rounds are
         begun as far ahead as rollout.max_staleness allows."""
-        return self.rounds.next(self.step, self.config.train.steps, self.push)
+        return self.rounds.next(self.step, self.config.train.steps)
 
     def settle(self) -> None:
         """Waits for what is being drawn ahead, unless it goes on with the next weights."""
@@ -123,11 +123,11 @@ class Run:
     def rest(self) -> None:
         """Has engines that share their GPU with a worker leave it to the worker, until the next push."""
         if self.config.rollout.placement == "colocated":
-            self.fleet.rest()
+            self.fleet.sleep()
 
     def answer_greedily(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """The likeliest completion of each prompt under the policy as it is; a collective call."""
-        return self.fleet.finish(self.fleet.begin(prompts, [self.sampling.greedy], self.step), self.step, self.push)
+        return self.fleet.finish(self.fleet.begin(prompts, [self.sampling.greedy], self.step), self.step)
 
     def judge(self, completions: Sequence[Completion], scorers: Mapping[str, Scorer]) -> list[ScoredCompletion]:
         """Each completion with its score."""
@@ -239,22 +239,15 @@ class Run:
             if self.grid.dp_size == 1 and name not in self.config.model.offload:
                 part.set_reshard_after_backward(now)
 
-    def push(self, timeout_s: float | None = None) -> None:
+    def push(self, starting: bool = False) -> None:
         """Sends the policy to the engines; returns on every rank once they have it.
 
         Args:
-            timeout_s: longest wait for an engine; None: it may have to start first.
+            starting: engines may have to start first.
         """
-        alone = self.config.model.lora_sync == "adapter"
-        weights = lora.adapter_weights(self.policy) if alone else lora.engine_weights(self.policy)
-        starting = timeout_s is None
-        settings = self.config.rollout
-        if settings.placement == "colocated":
-            torch.cuda.empty_cache()
-            dist.barrier()  # the engines wake on these GPUs, all of them once the first rank says so
-        # At first what is drawn is of a run before, on the same engines; later no engine was left to draw.
-        keep = settings.partial_rollouts and not starting
-        self.fleet.push(weights, self.step, timeout_s or settings.timeout_s, starting, keep)
+        # At first what is drawn is of a run before, on the same engines.
+        keep = self.config.rollout.partial_rollouts and not starting
+        self.fleet.push(self.step, starting=starting, keep=keep)
 
     def update_average(self) -> None:
         """Moves the average of the policy's weights towards them, after an optimizer step."""
@@ -268,17 +261,16 @@ class Run:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within it the policy's weights, here and in the engines, are the averages; a collective call."""
-        timeout_s = self.config.rollout.sync_timeout_s
         weights = {name: p for name, p in self.policy.named_parameters() if name in self.average}
         kept = {name: p.detach().clone() for name, p in weights.items()}
         with torch.no_grad():
             for name, p in weights.items():
                 p.copy_(self.average[name])
-            self.push(timeout_s)
+            self.push()
             yield
             for name, p in weights.items():
                 p.copy_(kept[name])
-            self.push(timeout_s)
+            self.push()
 
     def summed(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Each value summed over all replicas; the same on every rank."""
@@ -312,7 +304,7 @@ class Run:
         self.tracker.log_samples(samples, self.step)
         self.tracker.log(metrics, self.step)
         if due:
-            self.tracker.settle()
+            self.tracker.flush()
             self.saver.save(shards, self.manifest(metrics))
             self._saved = self.step
         if last or not self.config.checkpoint.async_save:

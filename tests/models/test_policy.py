@@ -620,7 +620,7 @@ def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     found = {"before": weight.full_tensor().detach().clone()}
     weight.grad = torch.ones_like(weight)
     pushed: list[Tensor] = []
-    run.push = lambda timeout_s=None: pushed.append(weight.full_tensor().detach().clone())  # type: ignore[method-assign]
+    run.push = lambda starting=False: pushed.append(weight.full_tensor().detach().clone())  # type: ignore[method-assign]
     for trained in run.trained.values():
         for parameter in trained.model.parameters():
             parameter.grad = torch.ones_like(parameter)

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,15 @@ def said() -> list[str]:
     return []
 
 
-def fleet_of(engines: tuple[Any, ...], said: list[str], retries: int = 1) -> EngineGroup:
-    return EngineGroup(
-        EnginePool(engines, seed=0, timeout_s=120), Mesh.of("cpu", 1), torch.float32, retries, said.append
-    )
+def fleet_of(
+    engines: tuple[Any, ...], said: list[str], weights: list[ShardedWeight], timeout_s: float = 120.0
+) -> EngineGroup:
+    pool = EnginePool(engines, seed=0, timeout_s=timeout_s)
+    return EngineGroup(pool, Mesh.of("cpu", 1), torch.float32, 1, said.append, lambda: weights)
 
 
-def generated(fleet: EngineGroup, version: int, send_weights: Callable[[], None]) -> list[Completion]:
-    return fleet.finish(fleet.begin(PROMPTS, [LONG] * SAMPLES, version), version, send_weights)
+def generated(fleet: EngineGroup, version: int) -> list[Completion]:
+    return fleet.finish(fleet.begin(PROMPTS, [LONG] * SAMPLES, version), version)
 
 
 def process(engine: Any) -> int:
@@ -72,42 +73,34 @@ def killed_soon(engine: Any, seconds: float = 0.3) -> None:
 def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
     engines: tuple[Any, Any], weights: list[ShardedWeight], said: list[str]
 ) -> None:
-    version, fleet = next(versions), fleet_of(engines, said)
-
-    def send_weights() -> None:
-        raise AssertionError("one engine was left")
-
-    fleet.push(weights, version, 120, starting=True)
-    expected = generated(fleet, version, send_weights)
+    version, fleet = next(versions), fleet_of(engines, said, weights)
+    fleet.push(version, starting=True)
+    expected = generated(fleet, version)
     killed_soon(engines[0])
     started = time.monotonic()
-    assert generated(fleet, version, send_weights) == expected
+    assert generated(fleet, version) == expected
     assert list(fleet.rollouts.lost) == [0]
     assert said == ["engine 0 died: its process ended - left out until it is back"]
     # Weights go to the other one while it is away, and to both once it is back.
-    fleet.push(weights, version + 1, 120)
+    fleet.push(version + 1)
     while 0 in fleet.rollouts.lost:
-        fleet.push(weights, version + 1, 120)
+        fleet.push(version + 1)
         assert time.monotonic() < started + 120
     assert said[1:] == ["engine 0 is back"]
     own = EnginePool([engines[0]], seed=0)
-    assert drawn_by(own, PROMPTS, LONG, SAMPLES, version + 1) == generated(fleet, version + 1, send_weights)
+    assert drawn_by(own, PROMPTS, LONG, SAMPLES, version + 1) == generated(fleet, version + 1)
 
 
 @pytest.mark.slow
 def test_when_all_engines_die_they_are_waited_for_and_the_completions_are_the_same(
     engines: tuple[Any, Any], weights: list[ShardedWeight], said: list[str]
 ) -> None:
-    version, fleet = next(versions), fleet_of(engines, said)
-
-    def send_weights() -> None:
-        fleet.push(weights, version, 120, starting=True)
-
-    send_weights()
-    expected = generated(fleet, version, send_weights)
+    version, fleet = next(versions), fleet_of(engines, said, weights)
+    fleet.push(version, starting=True)
+    expected = generated(fleet, version)
     for engine in engines:
         killed_soon(engine)
-    assert generated(fleet, version, send_weights) == expected
+    assert generated(fleet, version) == expected
     assert sorted(said[:2]) == [f"engine {i} died: its process ended - left out until it is back" for i in range(2)]
     assert sorted(said[2:]) == ["engine 0 is back", "engine 1 is back"]
 
@@ -122,10 +115,15 @@ class Hopeless(EnginePool):
 
 def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -> None:
     sent: list[int] = []
-    fleet = EngineGroup(Hopeless([None], seed=0), Mesh.of("cpu", 1), torch.float32, 2, said.append)
+
+    class Counted(EngineGroup):
+        def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
+            sent.append(version)
+
+    fleet = Counted(Hopeless([None], seed=0), Mesh.of("cpu", 1), torch.float32, 2, said.append, list)
     with pytest.raises(RolloutError, match=r"all engines failed, 3 times in a row, at step 7: .*out of memory"):
-        fleet.finish(fleet.begin(PROMPTS[:1], [SAMPLING], 7), 7, lambda: sent.append(1))
-    assert len(sent) == 2
+        fleet.finish(fleet.begin(PROMPTS[:1], [SAMPLING], 7), 7)
+    assert sent == [7, 7]
 
 
 @ray.remote
@@ -159,8 +157,8 @@ def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], 
             raise RuntimeError("no memory left")
 
     broken = [Broken.remote(), Broken.remote()]
-    fleet = fleet_of(tuple(broken), said)
+    fleet = fleet_of(tuple(broken), said, weights[:1], timeout_s=20)
     with pytest.raises(WeightSyncError, match=r"engine 0 failed: .*no memory left.*; .*engine 1 failed: .*no memory"):
-        fleet.push(weights[:1], 1, 20, starting=True)
+        fleet.push(1, starting=True)
     for engine in broken:
         ray.kill(engine)

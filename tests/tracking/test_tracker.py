@@ -111,7 +111,7 @@ def begun(uri: str, folder: Storage, said: Said | None = None) -> Tracker:
     """A tracker whose run is made."""
     one = Tracker(uri, folder, "rank_0", (said or Said()).put)
     begin(one)
-    one.settle(LONG_S)
+    one.flush(LONG_S)
     assert one.run_id
     return one
 
@@ -188,8 +188,8 @@ def test_a_run_begun_while_the_server_is_down_is_there_once_it_is_up(server: Ser
         f"they are kept in {sweep.path}/outbox"
     )
     assert (outbox.run_id(trial), driver.run_id) == (None, None)
-    worker.settle()
-    driver.settle()
+    worker.flush()
+    driver.flush()
     assert outbox.pending(trial) == 4 + 2
     server.up()
     assert [one.close(LONG_S) for one in (above, driver, worker)] == [0, 0, 0]
@@ -207,11 +207,11 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(
     server.up()
     one = begun(server.uri, folder)
     log(one, 0, 1)
-    one.settle(LONG_S)
+    one.flush(LONG_S)
     server.down()
     log(one, 2, 3)
     one.log_text("events.txt", "it went on")
-    one.settle()
+    one.flush()
     assert sorted(kept(folder)) == [f"{number:06d}.json" for number in range(1, 6)]
     server.up()
     log(one, 4)
@@ -233,7 +233,7 @@ def test_training_waits_for_no_server(kind: s3.Kind, cause: str, proxy: s3.Proxy
     assert time.monotonic() - started < AT_ONCE_S
     assert f"takes no records ({cause}" in said.next()
     started = time.monotonic()
-    one.settle()
+    one.flush()
     assert time.monotonic() - started < 10 * AT_ONCE_S
     assert len(kept(folder)) == 50
     proxy.heal()
@@ -269,7 +269,7 @@ from rlx.tracking.tracker import Tracker
 one = Tracker(sys.argv[1], open_storage(sys.argv[2]), "rank_0", lambda words: None)
 for step in (2, 3):
     one.log({"reward/mean": step / 8}, step)
-one.settle()
+one.flush()
 one.log({"reward/mean": 4 / 8}, 4)
 print("kept", flush=True)
 """
@@ -444,7 +444,7 @@ def test_without_a_writer_nothing_happens(database: str, folder: Storage) -> Non
     one = Tracker(database, folder, None)
     begin(one)
     log(one, 0)
-    one.settle(LONG_S)
+    one.flush(LONG_S)
     assert (one.close(LONG_S), one.run_id, folder.exists()) == (0, None, False)
 
 

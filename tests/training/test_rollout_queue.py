@@ -1,6 +1,6 @@
 """Rounds of generation ahead of training: what is begun when, how old it is, and what a checkpoint keeps of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,10 @@ class Engines:
         return PendingRollout(prompts, samplings, version, [None] * len(prompts), list(range(len(prompts))))
 
     def wait(self, draw: PendingRollout, version: int) -> bool:
-        self.finish(draw, version, lambda: None)
+        self.finish(draw, version)
         return True
 
-    def finish(self, draw: PendingRollout, version: int, send_weights: Callable[[], None]) -> list[Completion]:
+    def finish(self, draw: PendingRollout, version: int) -> list[Completion]:
         if not draw.is_whole:
             self.log.append(f"finish {len(draw.prompts)} of {draw.step}")
             draw.groups = [[self.drawn(p, k, draw.step) for k in range(len(draw.samplings))] for p in draw.prompts]
@@ -65,7 +65,7 @@ def log(of: RolloutQueue) -> list[str]:
 
 
 def step(of: RolloutQueue, number: int, steps: int = 10) -> list[Completion]:
-    return [one for part in of.next(number, steps, lambda: None) for one in part]
+    return [one for part in of.next(number, steps) for one in part]
 
 
 def test_without_staleness_a_round_is_begun_when_it_is_needed() -> None:
@@ -78,7 +78,7 @@ def test_without_staleness_a_round_is_begun_when_it_is_needed() -> None:
 
 def test_parts_are_all_begun_before_the_first_is_waited_for() -> None:
     own = rounds(parts=3)
-    sizes = [len(part) for part in own.next(0, 10, lambda: None)]
+    sizes = [len(part) for part in own.next(0, 10)]
     assert sizes == [2, 2, 4]  # two completions of one, one and two prompts
     said = log(own)
     assert said[:3] == ["begin 1 with 0", "begin 1 with 0", "begin 2 with 0"]
