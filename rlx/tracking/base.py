@@ -1,0 +1,162 @@
+"""What a tracker offers to the code that reports numbers, and what a tracking service offers to the tracker.
+
+`Tracker` is the side that training, runs and sweeps see. `TrackingService` and `RunWriter` are the side of the service
+that stores the records: MLflow (mlflow.py), or another one. A new service is one file that implements these two, and
+one row in `tracker.TRACKERS`.
+
+Left out: how records wait while a service is away (outbox.py, delivery.py), and reading runs back (mlflow.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+from rlx.storage.filesystem import Storage
+
+
+class RunStatus(StrEnum):
+    """The state of a run in its tracking service."""
+
+    RUNNING = "RUNNING"
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+    KILLED = "KILLED"
+
+
+class Tracker(Protocol):
+    """Records one run: metrics, samples, texts and tags. One object serves one process of the run.
+
+    Except for `flush` and `close`, no method waits for the tracking service or fails because of it.
+    """
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run in the tracking service; None until the service has created the run."""
+
+    def open(
+        self,
+        experiment: str,
+        name: str,
+        *,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        parent: Storage | None = None,
+    ) -> None:
+        """Creates the run, or continues it if it exists. One process of a run calls this.
+
+        Args:
+            experiment: the group of runs that the service lists together.
+            params: settings by dotted name.
+            parent: folder of the run that contains this one, on the same storage.
+
+        Raises:
+            ConfigError: the run's folder holds a damaged record.
+            StorageError: the folder cannot be read or written.
+        """
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Records all metrics of a step. A step that is recorded already keeps its first values."""
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Records completions as a table. Call it before the `log` of the same step. The values must fit in JSON."""
+
+    def log_text(self, name: str, text: str) -> None:
+        """Stores a text file with the run; replaces an earlier one of the same name."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Sets tags of the run; a tag that exists gets the new value."""
+
+    def end(self, status: str) -> None:
+        """Marks the run as ended now.
+
+        Args:
+            status: a `RunStatus` other than RUNNING.
+        """
+
+    def flush(self, patience_s: float = 1.0) -> None:
+        """Returns once everything recorded so far is safe from the death of this process.
+
+        Args:
+            patience_s: how long to wait for the service before the records are written to the run's folder instead.
+
+        Raises:
+            StorageError: the run's folder cannot be written.
+        """
+
+    def close(self, patience_s: float) -> int:
+        """Sends the remaining records and returns how many could not be sent. No other call may follow.
+
+        Args:
+            patience_s: how long to send; what remains after that stays in the run's folder.
+
+        Raises:
+            StorageError: the run's folder cannot be written.
+        """
+
+
+class RunWriter(Protocol):
+    """Writes to one run of a tracking service.
+
+    A record that is sent twice must be stored once. Each method raises what the client of the service raises.
+    Times (`at`) are in milliseconds since the epoch.
+    """
+
+    def log(self, metrics: Mapping[str, float], step: int, at: int) -> None:
+        """Stores the metrics of a step, unless the run has the step already."""
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Stores a table of completions, unless the run has the step already."""
+
+    def log_text(self, name: str, text: str) -> None:
+        """Stores a text file; replaces an earlier one of the same name."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Sets tags."""
+
+    def end(self, status: str, at: int) -> None:
+        """Ends the run, unless it has this status already."""
+
+
+class TrackingService(Protocol):
+    """Creates runs at one address of a tracking service and opens them for writing."""
+
+    @property
+    def name(self) -> str:
+        """The name of the service, with its address, as messages show it: without a password."""
+
+    def make_run(
+        self,
+        key: str,
+        experiment: str,
+        name: str,
+        *,
+        parent: str | None,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        at: int,
+    ) -> str:
+        """Returns the id of the run that has a key; creates the run first if no run has the key.
+
+        Args:
+            key: unique text, so that a request that is repeated creates one run.
+            parent: id of the run that contains this one.
+            at: start time.
+        """
+
+    def reopen_run(self, run_id: str, at: int) -> bool:
+        """Marks a run as running again; False if the service has no such run.
+
+        Args:
+            at: start time of the new attempt. A repeated call with the same time changes nothing.
+        """
+
+    def writer(self, run_id: str) -> RunWriter:
+        """Opens a run for writing."""
+
+    def is_refusal(self, error: Exception) -> bool:
+        """Whether the service rejected a record for good, so that another attempt is useless."""
+
+    def cause(self, error: Exception) -> str:
+        """Why the client of the service failed, in a few words and without a password."""
