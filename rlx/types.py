@@ -26,7 +26,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # [P], the chat template applied
     question: str
     answer: str
-    entry: int | None = None  # index in the reasoning-gym dataset it came from
+    dataset_index: int | None = None  # its index in the reasoning-gym dataset; None for other sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Response:
 
     prompt: Prompt
     text: str  # the whole completion without special tokens
-    given: str | None  # the part of it that is its answer; None if it has none
-    tokens: int  # its length, the stop token included
+    answer: str | None  # the part of the text that is the answer; None: it contains no answer
+    num_tokens: int  # length of the completion, the stop token included
     finished: bool  # drew a stop token, rather than running into max_tokens
 
 
@@ -78,9 +78,9 @@ class ScoredCompletion:
 
     completion: Completion
     score: float  # their weighted sum
-    right: bool  # whether its answer is
-    parts: dict[str, float]  # each function's own score
-    greedy: float = 0.0  # score of the prompt's greedy completion, where the estimator asks for it
+    is_correct: bool  # whether the answer is correct
+    scores_by_function: dict[str, float]  # the unweighted score of each reward function
+    greedy_score: float = 0.0  # score of the prompt's greedy completion, where the advantage estimator needs it
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,12 +67,12 @@ def format_match(response: Response, config: RewardConfig) -> float:
 def length_penalty(response: Response, config: RewardConfig) -> float:
     """Minus the distance to reward.length_target tokens as a fraction of it, -1 at worst."""
     assert config.length_target is not None
-    return max(-1.0, -abs(response.tokens - config.length_target) / config.length_target)
+    return max(-1.0, -abs(response.num_tokens - config.length_target) / config.length_target)
 
 
 def _of_answer(judge: Callable[[str, str], float]) -> Reward:
     """The reward of an answer given and expected; 0 for a completion that has none."""
-    return lambda response, _: 0.0 if response.given is None else judge(response.given, response.prompt.answer)
+    return lambda response, _: 0.0 if response.answer is None else judge(response.answer, response.prompt.answer)
 
 
 REWARDS: dict[str, Reward] = {

@@ -25,8 +25,8 @@ class Scores:
     """What the responses of a batch scored, in their order."""
 
     total: list[float]  # the weighted sum
-    parts: dict[str, list[float]]  # each function's own, unweighted
-    right: list[bool]  # by the function that judges the answer
+    by_function: dict[str, list[float]]  # the unweighted scores of each reward function
+    is_correct: list[bool]  # according to the function that judges the answer
 
 
 def right_by(config: RewardConfig) -> str:
@@ -45,8 +45,8 @@ def _scorer(name: str, config: RewardConfig, checker: Checker) -> Scorer:
         return reward_of_user(name)
 
     def task(response: Response, _: RewardConfig) -> float:
-        given, prompt = response.given, response.prompt
-        return 0.0 if given is None else checker(given, prompt.answer, prompt.entry)
+        answer, prompt = response.answer, response.prompt
+        return 0.0 if answer is None else checker(answer, prompt.answer, prompt.dataset_index)
 
     reward = (REWARDS | {"task": task})[name]
     return lambda responses: [reward(response, config) for response in responses]
@@ -69,8 +69,8 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
     weighted = [[weight * one for one in parts[name]] for name, weight in config.functions.items()]
     return Scores(
         total=[sum(row) for row in zip(*weighted, strict=True)],
-        parts=parts,
-        right=[one >= 1 for one in parts[right_by(config)]],
+        by_function=parts,
+        is_correct=[one >= 1 for one in parts[right_by(config)]],
     )
 
 

@@ -33,7 +33,7 @@ class Selection:
         for start in range(0, len(judged), size):
             group = list(judged[start : start + self.samples])
             if self.greedy:
-                group = [replace(one, greedy=judged[start + self.samples].score) for one in group]
+                group = [replace(one, greedy_score=judged[start + self.samples].score) for one in group]
             varied = len({one.score for one in group}) > 1
             (self._left_out if self.filtered and not varied else self._kept).append(group)
             self.drawn += group

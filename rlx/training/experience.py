@@ -61,7 +61,7 @@ def build(judged: Sequence[ScoredCompletion], pad_id: int) -> Experience:
         place=torch.arange(len(completions)),
         groups=torch.tensor([c.prompt.id for c in completions]),
         scores=torch.tensor([one.score for one in judged], dtype=torch.float32),
-        greedy=torch.tensor([one.greedy for one in judged], dtype=torch.float32),
+        greedy=torch.tensor([one.greedy_score for one in judged], dtype=torch.float32),
         **{name: torch.zeros_like(mask) for name in later},
     )
 

@@ -88,7 +88,7 @@ def answer_held_out(run: Run) -> list[ScoredCompletion]:
 def mean_over_ranks(run: Run, judged: Sequence[ScoredCompletion], prefix: str) -> dict[str, float]:
     """Accuracy, reward and length, mean over all ranks' answers."""
     columns = {
-        "accuracy": [float(one.right) for one in judged],
+        "accuracy": [float(one.is_correct) for one in judged],
         "reward": [one.score for one in judged],
         "length": [float(len(one.completion.token_ids)) for one in judged],
     }
@@ -112,7 +112,7 @@ def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
         "drawn": len(drawn),
         "score": sum(one.score for one in drawn),
         "score_squared": sum(one.score**2 for one in drawn),
-        "right": sum(one.right for one in drawn),
+        "right": sum(one.is_correct for one in drawn),
         "generated": selection.tokens,
         "varied": selection.varied,
         "completions": len(mask),
@@ -127,7 +127,7 @@ def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
         "weight_squared": masking.masked_sum(weights.square(), mask),
         "reweighted": (run.importance(batch) != weights).sum() * (run.config.rollout_correction != "none"),
     }
-    sums |= {f"part/{name}": sum(one.parts[name] for one in drawn) for name in drawn[0].parts}
+    sums |= {f"part/{name}": sum(one.scores_by_function[name] for one in drawn) for name in drawn[0].scores_by_function}
     for name, grid in (("residual", batch.returns - batch.values), ("returns", batch.returns)):
         sums |= {f"{name}/{i}": part for i, part in enumerate(masking.moments(grid, mask))}
     return sums

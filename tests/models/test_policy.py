@@ -379,7 +379,7 @@ def updated(
     replicas = run.grid.dp_size
     run.rates = {name: [0.03] for name in run.rates}  # with larger steps, rounding in the first shows in the second
     own = [c for c in completions() if c.prompt.id % replicas == run.grid.dp_rank]
-    judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy=0.5) for c in own]
+    judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy_score=0.5) for c in own]
     start = experience.build(judged, PAD).to(run.device)
     for _ in range(2):  # in the second round the policy is no longer the reference
         wave = torch.sin(start.groups[:, None] + torch.arange(start.mask.shape[1], device=device))
@@ -695,7 +695,9 @@ def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
         prompts = [Prompt(i, (7, 8), "question", "answer") for i in range(2)]
         rows = [Completion(prompts[i // 2], i % 2, (9, 10), (-1.0, -1.0), True, 0) for i in range(4)]
         scores = (1.0, 0.0, 2.0, 2.0)
-        judged = [ScoredCompletion(row, score, True, {}, greedy=0.5) for row, score in zip(rows, scores, strict=True)]
+        judged = [
+            ScoredCompletion(row, score, True, {}, greedy_score=0.5) for row, score in zip(rows, scores, strict=True)
+        ]
         kl = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [2.0, 3.0]])  # kl_coef is 0.1
         batch = replace(experience.build(judged, PAD), logprobs=kl, ref_logprobs=torch.zeros(4, 2))
         found[kind] = loop.compute_advantages(run, batch)[0].advantages

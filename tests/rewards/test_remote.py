@@ -47,7 +47,7 @@ def broken(prompts, completions, answers):
 
 
 def response(text: str = "", number: int = 0, question: str = "?", answer: str = "") -> Response:
-    return Response(Prompt(number, (1,), question, answer), text, text, tokens=1, finished=True)
+    return Response(Prompt(number, (1,), question, answer), text, text, num_tokens=1, finished=True)
 
 
 def config(url: str, **settings: Any) -> RewardConfig:

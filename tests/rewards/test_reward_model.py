@@ -170,7 +170,7 @@ def started(model: str, count: int) -> Iterator[list[Any]]:
 
 def responses(pairs: list[tuple[str, str]]) -> list[Response]:
     return [
-        Response(prompt=Prompt(i, (), question, ""), text=text, given=text, tokens=1, finished=True)
+        Response(prompt=Prompt(i, (), question, ""), text=text, answer=text, num_tokens=1, finished=True)
         for i, (question, text) in enumerate(pairs)
     ]
 

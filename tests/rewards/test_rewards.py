@@ -31,7 +31,9 @@ FIRST, SECOND = "What is 1 + 1?", "What\nis " + "very " * 100 + "long?"
 
 def response(given: str | None = "", answer: str = "", text: str = "", tokens: int = 1, number: int = 0) -> Response:
     question = SECOND if number else FIRST
-    return Response(Prompt(number, (1,), question, answer, entry=10 + number), text, given, tokens, finished=True)
+    return Response(
+        Prompt(number, (1,), question, answer, dataset_index=10 + number), text, given, tokens, finished=True
+    )
 
 
 def never(given: str, expected: str, entry: int | None) -> float:
@@ -351,8 +353,8 @@ def test_scores_are_added_by_weight_and_kept_apart() -> None:
     }
     assert scoring.score([response(), response(number=1)], scorers, config) == Scores(
         total=[-2.5, 1.75],
-        parts={"length": [-1, 0], "numeric": [0.5, 1], "m:f": [3, 0.25], "exact_match": [100, -100]},
-        right=[False, True],
+        by_function={"length": [-1, 0], "numeric": [0.5, 1], "m:f": [3, 0.25], "exact_match": [100, -100]},
+        is_correct=[False, True],
     )
 
 
@@ -369,7 +371,7 @@ def test_the_first_function_that_can_says_what_is_right(names: list[str], judge:
     config = RewardConfig(functions={name: float(name != judge) or 0.5 for name in names})
     scorers = {name: constant(0.0, 9.0) for name in {*names, "task"}} | {judge: constant(1.0, 0.99)}
     assert scoring.right_by(config) == judge
-    assert scoring.score([response(), response()], scorers, config).right == [True, False]
+    assert scoring.score([response(), response()], scorers, config).is_correct == [True, False]
 
 
 def test_where_no_function_judges_the_answer_the_task_does_and_adds_nothing() -> None:
@@ -392,7 +394,7 @@ def test_the_total_is_linear_in_the_weights(data: st.DataObject) -> None:
     for i, total in enumerate(scores.total):
         exact = math.fsum(weight * row[i] for weight, row in zip(weights, rows, strict=True))
         assert total == pytest.approx(exact, rel=1e-9, abs=1e-3)
-    assert [scores.parts[f"m:f{i}"] for i in range(len(rows))] == rows
+    assert [scores.by_function[f"m:f{i}"] for i in range(len(rows))] == rows
 
 
 def test_all_scorers_are_asked_at_the_same_time() -> None:
@@ -453,7 +455,7 @@ def test_the_first_error_by_name_comes_out_once_all_have_ended() -> None:
 def test_numbers_of_every_kind_are_scores(returned: Any) -> None:
     scores = scoring.score([response(), response()], {"task": lambda _: returned}, RewardConfig())
     assert scores == Scores([1.0, 0.0], {"task": [1.0, 0.0]}, [True, False])
-    assert {type(value) for value in scores.parts["task"]} == {float}
+    assert {type(value) for value in scores.by_function["task"]} == {float}
 
 
 @pytest.mark.parametrize(

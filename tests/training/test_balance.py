@@ -23,7 +23,7 @@ def drawn(replica: int) -> Experience:
     for number in range(ROWS):
         prompt, response = torch.randint(1, 9 * (replica + 1), (2,), generator=generator).tolist()
         own = 1 + replica * ROWS + number
-        rows.append(judged(completion([own] * prompt, [own] * response, own), score=own / 2, greedy=-own))
+        rows.append(judged(completion([own] * prompt, [own] * response, own), score=own / 2, greedy_score=-own))
     batch = experience.build(rows, PAD)
     for i, name in enumerate(("logprobs", "values", "advantages")):
         getattr(batch, name).add_(batch.mask * (batch.groups[:, None] + i / 4))

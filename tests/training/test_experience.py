@@ -40,8 +40,8 @@ def numbered(lengths: Sequence[tuple[int, int]]) -> Experience:
     return build([judged(row, float(i)) for i, row in enumerate(rows)], PAD)
 
 
-def judged(row: Completion, score: float = 0.0, greedy: float = 0.0) -> ScoredCompletion:
-    return ScoredCompletion(row, score, score >= 1, {}, greedy)
+def judged(row: Completion, score: float = 0.0, greedy_score: float = 0.0) -> ScoredCompletion:
+    return ScoredCompletion(row, score, score >= 1, {}, greedy_score)
 
 
 def scores(parts: Sequence[Experience]) -> list[list[float]]:
@@ -62,7 +62,7 @@ def test_completions_are_padded_on_the_right() -> None:
 
 
 def test_prompts_make_groups() -> None:
-    rows = [judged(completion([1], [2], number), greedy=number / 2) for number in (7, 7, 3)]
+    rows = [judged(completion([1], [2], number), greedy_score=number / 2) for number in (7, 7, 3)]
     batch = build(rows, PAD)
     assert batch.groups.tolist() == [7, 7, 3]
     assert batch.greedy.tolist() == [3.5, 3.5, 1.5]
@@ -118,7 +118,7 @@ def test_what_was_left_out_fills_a_step_up() -> None:
 def test_the_greedy_completion_is_kept_as_a_score_alone() -> None:
     selection = Selection(wanted=2, samples=2, filtered=True, greedy=True)
     selection.add([*group(1, 0, 1, 0.25), *group(2, 1, 1, 0)])
-    assert [row.greedy for row in selection.drawn] == [0.25, 0.25, 0, 0]
+    assert [row.greedy_score for row in selection.drawn] == [0.25, 0.25, 0, 0]
     assert [row.score for row in selection.drawn] == [0, 1, 1, 1]
     assert (selection.missing, selection.tokens) == (1, 12)  # of six completions
 
