@@ -140,10 +140,10 @@ class Run:
         ]
         # Once per replica: scorers may fail, or draw lots.
         scores = self.grid.shared(scoring.score(responses, scorers, settings) if self.grid.leads else None)
-        parts = [
-            dict(zip(scores.by_function, row, strict=True)) for row in zip(*scores.by_function.values(), strict=True)
-        ]
-        return [ScoredCompletion(*one) for one in zip(completions, scores.total, scores.is_correct, parts, strict=True)]
+        names, rows = scores.by_function.keys(), zip(*scores.by_function.values(), strict=True)
+        by_function = [dict(zip(names, row, strict=True)) for row in rows]
+        columns = zip(completions, scores.total, scores.is_correct, by_function, strict=True)
+        return [ScoredCompletion(*row) for row in columns]
 
     def penalized(self, judged: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
         """The same, what is taken off for the length taken off."""

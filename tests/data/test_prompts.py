@@ -235,13 +235,8 @@ def ids(stream: PromptStream, count: int) -> list[int]:
 
 def test_prompts_are_the_rows_at_the_positions() -> None:
     first, second = stream.prompts(table(5), [3, 1])
-    assert (first.id, first.token_ids, first.question, first.answer, first.dataset_index) == (
-        3,
-        (3, 3),
-        "q3",
-        "3",
-        None,
-    )
+    assert (first.id, first.token_ids, first.question, first.answer) == (3, (3, 3), "q3", "3")
+    assert first.dataset_index is None
     assert second.id == 1
     with_entries = table(2).append_column("entry", pa.array([7, 9]))
     assert [prompt.dataset_index for prompt in stream.prompts(with_entries, range(2))] == [7, 9]

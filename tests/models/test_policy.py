@@ -695,9 +695,7 @@ def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
         prompts = [Prompt(i, (7, 8), "question", "answer") for i in range(2)]
         rows = [Completion(prompts[i // 2], i % 2, (9, 10), (-1.0, -1.0), True, 0) for i in range(4)]
         scores = (1.0, 0.0, 2.0, 2.0)
-        judged = [
-            ScoredCompletion(row, score, True, {}, greedy_score=0.5) for row, score in zip(rows, scores, strict=True)
-        ]
+        judged = [ScoredCompletion(*pair, True, {}, greedy_score=0.5) for pair in zip(rows, scores, strict=True)]
         kl = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [2.0, 3.0]])  # kl_coef is 0.1
         batch = replace(experience.build(judged, PAD), logprobs=kl, ref_logprobs=torch.zeros(4, 2))
         found[kind] = loop.compute_advantages(run, batch)[0].advantages
