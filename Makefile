@@ -1,4 +1,9 @@
-# `make sweep` and `make test` set everything up by themselves; see README.md.
+# Every target but clean sets up .venv first; see README.md.
+#   make sweep [ARGS=...]  a sweep of PPO on the tiny model; ARGS go to experiments/ppo_sweep.py
+#   make test              ruff, mypy and the tests that take seconds or a few minutes
+#   make test-all          the tests that kill things, too
+#   make measure           the measures of the source and their limits; ARGS=--list names the places
+#   make bench             the benchmarks
 SHELL := bash
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 ACCELERATOR ?= cpu
@@ -9,7 +14,7 @@ PINNED := $(if $(filter cpu,$(ACCELERATOR)),--constraint constraints.txt)
 # Without cached bytecode every one of the dozen processes of a run compiles its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test test-all lint bench clean
+.PHONY: sweep test test-all lint measure bench clean
 
 sweep: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python experiments/ppo_sweep.py $(ARGS)
@@ -24,6 +29,9 @@ lint: .venv/ready-$(ACCELERATOR)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+measure: .venv/ready-$(ACCELERATOR)
+	$(BIN)/python tests/measure.py $(ARGS)
 
 bench: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python bench/update.py $(ARGS)

@@ -1,13 +1,49 @@
-"""rlx: PPO on language models as experiments. See README.md."""
+"""PPO on language models as experiments: Ray Tune sweeps, FSDP trainers, vLLM rollouts, MLflow records.
 
+`import rlx` gives the names in `__all__`. Each is imported when it is first used, so that importing rlx is fast and
+needs neither torch nor Ray. The package leaves the work to its packages; inside rlx, modules import those.
+
+Example:
+    import rlx
+
+    config = rlx.load_config("experiments/configs/arithmetic.yaml", {"train.steps": 40})
+    result = rlx.train(config)
+    print(result.metrics["eval/accuracy"], result.checkpoint)
+"""
+
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlx.api import load_config, load_sweep, resume, train, tuner
+    from rlx.config.errors import ConfigError
+    from rlx.config.run import RunConfig
 
 __version__ = "0.2.0"
+__all__ = ["ConfigError", "RunConfig", "__version__", "load_config", "load_sweep", "resume", "train", "tuner"]
 
-# What torch and Ray read when they are imported, so before anything here imports them.
-# Threads that wait must not spin on cores that an engine or another worker needs: it made the same work 20 x slower.
+_MODULES = {
+    "ConfigError": "rlx.config.errors",
+    "RunConfig": "rlx.config.run",
+    **dict.fromkeys(("load_config", "load_sweep", "resume", "train", "tuner"), "rlx.api"),
+}
+
+# torch and Ray read these when they are imported, so they are set before any module of rlx imports them.
+# A waiting thread must not spin on a core that an engine or another worker needs: it made the same work 20 x slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Many small actors on few cores are the plan of a run on a laptop, no reason for a warning; of an engine or a worker
-# that died, the run itself tells in a line.
-_OURS_TO_TELL = "worker processes have been started on node|A worker died or was killed|Task VLLMEngine[.]"
-os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _OURS_TO_TELL)
+# Many small actors on few cores are normal for a run on a laptop: no reason for a warning. The run itself reports an
+# engine or a worker that died.
+_REPEATED_WARNINGS = "worker processes have been started on node|A worker died or was killed|Task VLLMEngine[.]"
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _REPEATED_WARNINGS)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'rlx' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

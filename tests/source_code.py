@@ -33,6 +33,10 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, str(self.path))
 
+    @cached_property
+    def imports(self) -> frozenset[str]:
+        return frozenset(imported_names(self.tree))
+
     @property
     def is_face(self) -> bool:
         """Whether it is a package's `__init__.py`."""
@@ -65,8 +69,7 @@ def imported_names(node: ast.AST) -> Iterator[str]:
 
 def imported_modules(module: Module, modules: Mapping[str, Module]) -> set[str]:
     """Which of `modules` a module imports. The root package is left out: Python runs it before any module of it."""
-    names = set(imported_names(module.tree))
-    targets = {name if name in modules else name.rpartition(".")[0] for name in names}
+    targets = {name if name in modules else name.rpartition(".")[0] for name in module.imports}
     return {name for name in targets if name in modules and "." in name} - {module.name}
 
 

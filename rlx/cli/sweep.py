@@ -15,8 +15,8 @@ from rlx.cli.options import add_settings, end_on_sigterm, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 
-_ROOT = Path(__file__).resolve().parents[2]
-SETTINGS, SPACE = _ROOT / "experiments" / "configs" / "sweep.yaml", _ROOT / "search_spaces" / "ppo.py"
+_DEFAULTS = Path(__file__).parent / "defaults"
+SETTINGS, SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
 # Ray takes seconds to import: the names of what rlx.search and rlx.schedulers have, for --help and bad input.
 SEARCHES = ["random", "grid", "optuna", "bayesopt", "hyperopt"]
 SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib.util
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ray import cloudpickle
 from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer, Quantized
 
 from rlx.config.errors import ConfigError, nearest
@@ -58,6 +60,19 @@ def load_space(path: str, tree: Mapping[str, Any]) -> Space:
     for key, domain in space.items():
         _check(key, domain, path, tree)
     return space
+
+
+def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
+    """Writes the Python file NAME.py with a function space() that gives these domains: a sweep is resumed from it."""
+    content = base64.b64encode(cloudpickle.dumps(dict(space))).decode()
+    lines = [
+        f'"""The search space of sweep {name}, as it was given to rlx.tuner: {", ".join(map(str, space))}."""\n',
+        "import base64\n\nfrom ray import cloudpickle\n\n",
+        f'def space():\n    return cloudpickle.loads(base64.b64decode("{content}"))\n',
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text("\n".join(lines))
+    return folder / f"{name}.py"
 
 
 def space_fingerprint(path: str) -> str:

@@ -1,0 +1,64 @@
+"""The command `rlx`: finds the subcommand and hands it the other words.
+
+A subcommand is imported when it is asked for, so that `rlx --help` and `rlx --version` need neither torch nor Ray.
+Left out: the options of the subcommands, which their own modules read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlx import __version__
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: the module with its `main`, and the options that it always gets."""
+
+    module: str
+    meaning: str
+    options: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": Command("rlx.cli.train", "run PPO once, or continue a run"),
+    "sweep": Command("rlx.cli.sweep", "run PPO with many settings, or continue a sweep"),
+    "analyze": Command("rlx.cli.analyze", "rank and draw the trials of a sweep"),
+    "checkpoints": Command("rlx.cli.checkpoints", "list runs, or the checkpoints of one"),
+    "export": Command("rlx.cli.export", "write the policy of a checkpoint as a Hugging Face folder"),
+    "reward-model": Command("rlx.cli.reward_model", "train a reward model on preferences"),
+    "doctor": Command("rlx.cli.train", "check that trainer and engines agree, without training", ("--check",)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and returns its exit code: 0, 1 after an error, 130 after Ctrl-C, 143 after SIGTERM."""
+    parser = _parser()
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    command = COMMANDS[args.command]
+    sys.argv[0] = f"{parser.prog} {args.command}"  # argparse calls the program by it in --help and errors
+    return int(importlib.import_module(command.module).main([*command.options, *args.arguments]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:{width}}  {command.meaning}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="rlx",
+        usage="rlx COMMAND [ARGUMENT ...]",
+        description="PPO on language models as experiments.",
+        epilog=f"commands:\n{listing}\n\nrlx COMMAND --help lists the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"rlx {__version__}")
+    parser.add_argument("command", nargs="?", choices=tuple(COMMANDS), metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,240 @@
+"""What `import rlx` gives, the command `rlx`, and the wheel that both are installed from."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import tune
+
+import rlx
+from rlx.api import SweepResults, TrialResult
+from rlx.cli.main import COMMANDS, main
+from rlx.storage.addresses import open_storage
+
+ROOT = Path(__file__).resolve().parent.parent
+FACE = ["ConfigError", "RunConfig", "__version__", "load_config", "load_sweep", "resume", "train", "tuner"]
+HEAVY = {"torch", "ray", "vllm", "mlflow", "transformers", "pandas", "pyarrow", "pydantic"}
+
+
+def imported(code: str) -> set[str]:
+    """The libraries that a fresh interpreter has imported after `code`."""
+    out = subprocess.check_output([sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"], text=True)
+    return {name.partition(".")[0] for name in out.split()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# import rlx
+
+
+def test_the_public_names_are_pinned() -> None:
+    assert rlx.__all__ == FACE
+    assert set(FACE) <= set(dir(rlx))
+    assert all(getattr(rlx, name) for name in FACE)
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="module 'rlx' has no attribute 'sweep'"):
+        _ = rlx.sweep
+
+
+def test_importing_rlx_imports_no_library() -> None:
+    assert imported("import rlx") & HEAVY == set()
+    assert imported("import rlx; rlx.load_config(None, {'train.steps': 3})") & (HEAVY - {"pydantic"}) == set()
+
+
+def test_load_config_reads_a_file_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("train:\n  steps: 7\n")
+    assert rlx.load_config() == rlx.RunConfig()
+    assert rlx.load_config(file).train.steps == 7
+    assert rlx.load_config(str(file), {"train.steps": 9, "seed": 3}).train.steps == 9
+    with pytest.raises(rlx.ConfigError, match=rf"^{file}: unknown setting train\.stepz; nearest: train\.steps"):
+        rlx.load_config(file, {"train.stepz": 9})
+    with pytest.raises(rlx.ConfigError, match=r"^overrides: train\.steps = 0"):
+        rlx.load_config(overrides={"train.steps": 0})
+
+
+def finished_run(storage: Path, name: str) -> None:
+    """The files of a run that has done its two steps."""
+    folder = open_storage(str(storage)) / "runs" / name
+    config = rlx.load_config(None, {"storage": str(storage), "name": name, "train.steps": 2})
+    (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    (folder / "run.json").write_text(json.dumps({"mlflow_run": "x"}))
+    (folder / "result.json").write_text(json.dumps({"step": 2, "eval/accuracy": 0.25}))
+
+
+def test_resume_gives_the_result_of_a_finished_run(tmp_path: Path) -> None:
+    finished_run(tmp_path, "mine")
+    result = rlx.resume("mine", storage=str(tmp_path))
+    assert (result.name, result.path, result.checkpoint) == ("mine", f"{tmp_path}/runs/mine", None)
+    assert result.metrics == {"step": 2, "eval/accuracy": 0.25}
+
+
+def test_runs_that_cannot_begin_or_go_on_are_refused(tmp_path: Path) -> None:
+    finished_run(tmp_path, "mine")
+    with pytest.raises(rlx.ConfigError, match="no run 'other' in"):
+        rlx.resume("other", storage=str(tmp_path))
+    with pytest.raises(rlx.ConfigError, match="seed is 0 in run mine"):
+        rlx.resume("mine", storage=str(tmp_path), overrides={"seed": 5})
+    with pytest.raises(rlx.ConfigError, match="run 'mine' exists"):
+        rlx.train(rlx.load_config(None, {"storage": str(tmp_path), "name": "mine"}))
+
+
+def test_load_sweep_makes_no_storage(tmp_path: Path) -> None:
+    with pytest.raises(rlx.ConfigError, match="no storage folder"):
+        rlx.load_sweep(storage=str(tmp_path / "none"))
+    with pytest.raises(rlx.ConfigError, match="no MLflow database"):
+        rlx.load_sweep(storage=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rlx.tuner
+
+SPACE = {"train.actor_lr": tune.loguniform(1e-6, 1e-4), "train.ppo_epochs": tune.choice([1, 2])}
+
+
+def config_at(storage: Path, **overrides: Any) -> rlx.RunConfig:
+    return rlx.load_config(None, {"storage": str(storage), "train.steps": 3} | overrides)
+
+
+def test_a_tuner_has_a_plan_that_a_resume_could_read(tmp_path: Path) -> None:
+    from rlx.config.loading import from_tree
+    from rlx.sweeps.space import load_space
+
+    tuner = rlx.tuner(config_at(tmp_path, name="mine"), space=SPACE, trials=3, seeds=2, search="optuna")
+    plan = tuner.plan
+    assert (plan.name, plan.trials, plan.seeds, plan.search, plan.scheduler) == ("mine", 3, 2, "optuna", "none")
+    assert plan.config == from_tree({"storage": str(tmp_path), "train": {"steps": 3}})
+    space = load_space(plan.space, plan.tree)
+    assert space["train.ppo_epochs"].categories == [1, 2]
+    assert (space["train.actor_lr"].lower, space["train.actor_lr"].upper) == (1e-6, 1e-4)
+
+
+def test_a_tuner_takes_a_file_and_a_grid(tmp_path: Path) -> None:
+    assert rlx.tuner(config_at(tmp_path), space=ROOT / "search_spaces" / "ppo.py").plan.name.startswith("sweep")
+    grid = {"train.ppo_epochs": tune.grid_search([1, 2])}
+    assert rlx.tuner(config_at(tmp_path), space=grid, search="grid").plan.space.endswith(".py")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"space": {"train.actor_rl": 1}}, "unknown setting train.actor_rl; nearest: train.actor_lr"),
+        ({"search": "magic"}, "search 'magic': choose from random, grid"),
+        ({"scheduler": "magic"}, "scheduler 'magic': choose from none, asha"),
+        ({"trials": 0}, "trials 0: at least 1"),
+        ({"max_concurrent": 0}, "max_concurrent 0: at least 1"),
+        ({"space": {"seed": tune.choice([1, 2])}, "seeds": 2}, "varies the seed already"),
+    ],
+)
+def test_a_tuner_refuses_what_cannot_run(options: dict[str, Any], line: str, tmp_path: Path) -> None:
+    with pytest.raises(rlx.ConfigError) as error:
+        rlx.tuner(config_at(tmp_path), **{"space": SPACE, **options})
+    assert line in str(error.value)
+
+
+def test_the_best_trial_is_chosen_by_its_last_metric() -> None:
+    def trial(name: str, accuracy: float | None, error: str | None = None) -> TrialResult:
+        return TrialResult(name, {}, {} if accuracy is None else {"eval/accuracy": accuracy}, "", error)
+
+    results = SweepResults("s", [trial("a", 0.2), trial("b", 0.5), trial("c", 0.9, "died"), trial("d", None)])
+    assert (len(results), results[0].name, [each.name for each in results]) == (4, "a", ["a", "b", "c", "d"])
+    assert results.get_best_result().name == "b"
+    assert results.get_best_result(mode="min").name == "a"
+    assert results.errors == ["c: died"]
+    with pytest.raises(ValueError, match="no trial of sweep s has the metric kl/ref"):
+        results.get_best_result("kl/ref")
+    with pytest.raises(ValueError, match="expected max or min"):
+        results.get_best_result(mode="best")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps this process's own name."""
+    monkeypatch.setattr(sys, "argv", ["rlx"])
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], []])
+def test_help_and_version_import_nothing_slow(words: list[str]) -> None:
+    code = (
+        f"from rlx.cli.main import main\ntry:\n    main({words})\nexcept SystemExit as end:\n    assert end.code == 0"
+    )
+    assert imported(code) & HEAVY == set()
+
+
+def test_the_command_tells_its_version_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"rlx {rlx.__version__}\n"
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    assert list(COMMANDS) == ["train", "sweep", "analyze", "checkpoints", "export", "reward-model", "doctor"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_its_own_help(command: str, program: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: rlx {command} ")
+
+
+def test_commands_return_the_exit_codes_of_the_scripts(
+    program: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--train.step", "4"]) == 1
+    assert capsys.readouterr().err == "error: unknown option --train.step; nearest: --train.steps\n"
+    assert main(["doctor", "--resume", "mine"]) == 1
+    assert "--check" in capsys.readouterr().err
+    assert main(["checkpoints", "--storage", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit) as end:
+        main(["frob"])
+    assert end.value.code == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this source, unpacked; built from a copy, in which setuptools leaves its files."""
+    source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "built", "unpacked"))
+    for name in ("pyproject.toml", "README.md", "rlx"):
+        (source / name).symlink_to(ROOT / name)
+    code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(built)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (file,) = built.glob("*.whl")
+    zipfile.ZipFile(file).extractall(unpacked)
+    return unpacked
+
+
+def files_of(folder: Path) -> set[str]:
+    files = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    return {file for file in files if "__pycache__" not in file}
+
+
+def test_the_wheel_has_every_file_of_rlx(wheel: Path) -> None:
+    assert files_of(wheel / "rlx") == files_of(ROOT / "rlx")
+    (entry_points,) = wheel.glob("*.dist-info/entry_points.txt")
+    assert "rlx = rlx.cli.main:main" in entry_points.read_text()
+
+
+def test_an_installed_rlx_finds_its_defaults(wheel: Path, tmp_path: Path) -> None:
+    code = "from rlx.cli.sweep import SETTINGS, SPACE; print(SETTINGS, SPACE)"
+    environment = os.environ | {"PYTHONPATH": str(wheel)}
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
+    assert all(Path(file).is_file() and Path(file).is_relative_to(wheel) for file in out.split())
+    for file, link in zip(out.split(), ("experiments/configs/sweep.yaml", "search_spaces/ppo.py"), strict=True):
+        assert Path(file).read_text() == (ROOT / link).read_text()
