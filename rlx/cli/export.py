@@ -16,6 +16,7 @@ from rlx.runs.run_folder import checkpoint_of
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import local_folder
 from rlx.tracking import mlflow
+from rlx.tracking.mlflow import MLflowService
 
 SHOWN = (*listing.WATCHED, "eval/ema/accuracy")
 
@@ -64,7 +65,7 @@ def write(args: argparse.Namespace) -> int:
     if args.register:
         uri = config.tracking.uri or mlflow.default_uri(local_folder(config.storage))
         version = registered(uri, manifest.mlflow_run_id, folder, args.register)
-        print(f"registered as {args.register}, version {version}: {mlflow.ui_command(uri)}")
+        print(f"registered as {args.register}, version {version}: {MLflowService(uri).browse_command()}")
     return 0
 
 

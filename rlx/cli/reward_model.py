@@ -14,6 +14,7 @@ from typing import Any
 
 from rlx.cli.options import exit_code
 from rlx.config.run import RunConfig
+from rlx.tracking.base import RunWriter
 
 DRAWN = 16_384  # questions drawn for the generated pairs; a quarter of them are different
 LINES = 20  # off a terminal, a line every so many steps
@@ -92,17 +93,17 @@ def described(metrics: Mapping[str, float]) -> str:
 
 
 @contextmanager
-def _recorded(config: RunConfig, name: str, params: Mapping[str, Any]) -> Iterator[Any]:
+def _recorded(config: RunConfig, name: str, params: Mapping[str, Any]) -> Iterator[RunWriter]:
     """An MLflow run for the time of the training."""
     from rlx.runs import launch
-    from rlx.tracking import mlflow
+    from rlx.tracking.tracker import service_at
 
-    uri, status = launch.tracking_uri(config), "FAILED"
-    mlflow.check_server(uri)
+    service, status = service_at(launch.tracking_uri(config)), "FAILED"
+    service.check()
     texts, tags = {key: str(value) for key, value in params.items()}, {"rlx.kind": "reward_model"}
     experiment, now = config.tracking.experiment, _milliseconds()
-    run_id = mlflow.make_run(uri, uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)
-    record = mlflow.MLflowRun(uri, run_id)
+    run_id = service.make_run(uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)
+    record = service.writer(run_id)
     try:
         yield record
         status = "FINISHED"

@@ -66,7 +66,8 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     from rlx.storage.addresses import local_folder, open_storage
     from rlx.sweeps import tuner
     from rlx.sweeps.records import SweepPlan
-    from rlx.tracking import console, mlflow, outbox
+    from rlx.tracking import console, outbox
+    from rlx.tracking.tracker import service_at
 
     started = time.monotonic()
     tree = with_overrides(tree, preflight.absolute_paths(from_tree(tree)))
@@ -89,8 +90,9 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         if args.resume is None:
             plan = tuner.create_sweep(plan, storage)
         lines = [tuner.described(plan), *(f"{trial} runs again" for trial in again)]
-        where = [f"in MLflow: {mlflow.ui_command(uri)}"]
-        where.append(f"at: {mlflow.run_address(uri, outbox.run_id(storage / 'sweeps' / plan.name))}")
+        service = service_at(uri)
+        where = [f"in MLflow: {service.browse_command()}"]
+        where.append(f"at: {service.run_page(outbox.run_id(storage / 'sweeps' / plan.name))}")
         shown.console.print(*lines, *where, sep="\n", soft_wrap=True)
         results = tuner.run_sweep(plan, storage, resume=args.resume is not None, watch=shown.watch)
     failed = tuner.failures(results)

@@ -70,7 +70,8 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     """Starts or resumes the run and shows it."""
     from rlx.runs import launch, preflight, run_folder
     from rlx.storage.addresses import open_storage
-    from rlx.tracking import console, mlflow
+    from rlx.tracking import console
+    from rlx.tracking.tracker import service_at
 
     started = time.monotonic()
     storage = given.get("storage") or from_tree(base).storage
@@ -103,7 +104,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
         end_on_sigterm()
         result = launch.run(config, folder, resume=bool(args.resume), on_report=on_report, say=shown.note)
     print(summary(config, first, result.metrics, time.monotonic() - started))
-    print(f"curves: {mlflow.ui_command(launch.tracking_uri(config))}")
+    print(f"curves: {service_at(launch.tracking_uri(config)).browse_command()}")
     return 0
 
 

@@ -32,7 +32,7 @@ from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import local_folder, open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.tracking import mlflow, outbox, tracker
-from rlx.tracking.tracker import Tracker
+from rlx.tracking.tracker import OutboxTracker
 
 if TYPE_CHECKING:
     from rlx.runs.doctor import Verdict
@@ -118,7 +118,7 @@ def run(
     if config.checkpoint.init_from and not (resume and checkpoint_catalog.whole(folder)):
         check_start(config)
     if not resume and parent is None:  # later on its records wait for a server that does not answer
-        mlflow.check_server(tracking_uri(config))
+        tracker.service_at(tracking_uri(config)).check()
     crew, say = _hired(config, path), say or _LOG.warning
     try:
         # Before there is a run: one without prompts leaves no trace.
@@ -199,7 +199,7 @@ def _trained(
     crew: ActorGroup,
     config: RunConfig,
     folder: Storage,
-    record: Tracker,
+    record: OutboxTracker,
     on_report: Report | None,
     say: Notify,
     tables: Any,
@@ -223,7 +223,7 @@ def _trained(
     return metrics
 
 
-def _close(record: Tracker, folder: Storage, say: Notify, config: RunConfig) -> None:
+def _close(record: OutboxTracker, folder: Storage, say: Notify, config: RunConfig) -> None:
     """Sends MLflow what it has not yet, also what a worker had no more time for; says what is left."""
     where = f"{folder.path}/outbox: --resume {config.name} sends them"
     taken = record.close(_PATIENCE_S) == 0
@@ -243,7 +243,7 @@ def _job(config: RunConfig, folder: Storage, uri: str) -> dict[str, Any]:
 
 def _opened(
     config: RunConfig, folder: Storage, resume: bool, parent: Storage | None, tags: Mapping[str, str], say: Notify
-) -> Tracker:
+) -> OutboxTracker:
     """The run's record in its folder and in MLflow, new or the one that is to go on."""
     uri = tracking_uri(config)
     if resume:
@@ -253,7 +253,7 @@ def _opened(
     # On a resume too: what was changed for the rest of the run holds for a later one.
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write(folder / "config.yaml", text)
-    record = Tracker(uri, folder, "driver", say)
+    record = OutboxTracker(uri, folder, "driver", say)
     record.open(
         config.tracking.experiment,
         config.name or "run",
@@ -272,7 +272,7 @@ def _ignore(metrics: dict[str, Any], checkpoint: str | None) -> None:
 class _Events:
     """What a run says beside its metrics: passed on, and kept as a text file with its MLflow run."""
 
-    def __init__(self, record: Tracker, say: Notify) -> None:
+    def __init__(self, record: OutboxTracker, say: Notify) -> None:
         self.record, self.say = record, say
         self.file = f"events_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
         self.text = ""

@@ -21,7 +21,7 @@ from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecords, trial_name
 from rlx.sweeps.space import METRIC
 from rlx.sweeps.trainable import newest_attempt
-from rlx.tracking.tracker import Tracker
+from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
 
@@ -138,8 +138,8 @@ class SweepCallback(tune.Callback):
         return self.sweep / "runs" / newest_attempt(self.sweep, trial_name(trial))
 
     @contextmanager
-    def _tracker(self, trial: Trial, writer: str) -> Iterator[Tracker]:
-        tracker = Tracker(self.uri, self._folder(trial), writer)
+    def _tracker(self, trial: Trial, writer: str) -> Iterator[OutboxTracker]:
+        tracker = OutboxTracker(self.uri, self._folder(trial), writer)
         yield tracker
         tracker.close(1)
 

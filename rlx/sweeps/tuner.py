@@ -31,8 +31,7 @@ from rlx.sweeps.searchers import ADAPTIVE
 from rlx.sweeps.space import METRIC, MODE, Space, complete_settings, load_space, space_fingerprint
 from rlx.sweeps.trainable import attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialSource
-from rlx.tracking import mlflow
-from rlx.tracking.tracker import Tracker
+from rlx.tracking.tracker import OutboxTracker, service_at
 
 _LOG = logging.getLogger("rlx")
 _RECORD = "sweep.json"
@@ -84,8 +83,8 @@ def create_sweep(sweep: SweepPlan, storage: Storage) -> SweepPlan:
     config, space = sweep.config, load_space(sweep.space, sweep.tree)
     varied = [*space, *(["seed"] if sweep.seeds > 1 else [])]
     asked = {"search": sweep.search, "scheduler": sweep.scheduler, "seeds": sweep.seeds}
-    mlflow.check_server(launch.tracking_uri(config))
-    tracker = Tracker(launch.tracking_uri(config), folder, "driver")
+    service_at(launch.tracking_uri(config)).check()
+    tracker = OutboxTracker(launch.tracking_uri(config), folder, "driver")
     tracker.open(
         config.tracking.experiment,
         sweep.name,
@@ -136,7 +135,7 @@ def run_sweep(sweep: SweepPlan, storage: Storage, *, resume: bool = False, watch
     The cluster must be connected. Ends the sweep's MLflow run.
     """
     status, folder = "FAILED", storage / "sweeps" / sweep.name
-    tracker = Tracker(launch.tracking_uri(sweep.config), folder, "driver")
+    tracker = OutboxTracker(launch.tracking_uri(sweep.config), folder, "driver")
     on_interrupt = signal.getsignal(signal.SIGINT)  # Tune puts its own in its place, for good
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # a failed trial's reason is told by `failures`
     if resume:

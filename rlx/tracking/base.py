@@ -2,18 +2,22 @@
 
 `Tracker` is the side that training, runs and sweeps see. `TrackingService` and `RunWriter` are the side of the service
 that stores the records: MLflow (mlflow.py), or another one. A new service is one file that implements these two, and
-one row in `tracker.TRACKERS`.
+one row in `tracker.TRACKING_SERVICES`. `TrackedRun` and `MetricPoint` are what is read back.
 
-Left out: how records wait while a service is away (outbox.py, delivery.py), and reading runs back (mlflow.py).
+Left out: how records wait while a service is away (outbox.py, delivery.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
 from rlx.storage.filesystem import Storage
+
+Notify = Callable[[str], None]
+"""called with a message for a person"""
 
 
 class RunStatus(StrEnum):
@@ -23,6 +27,31 @@ class RunStatus(StrEnum):
     FINISHED = "FINISHED"
     FAILED = "FAILED"
     KILLED = "KILLED"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as it was read back from its tracking service."""
+
+    id: str
+    name: str
+    experiment_id: str
+    parent_id: str | None  # of the run that contains this one
+    status: RunStatus
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    metrics: Mapping[str, float]  # the last value of each
+    start_ms: int  # since the epoch
+    end_ms: int | None  # None while it is running
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """One logged value of a metric."""
+
+    step: int
+    value: float
+    at_ms: int  # since the epoch
 
 
 class Tracker(Protocol):
@@ -123,8 +152,25 @@ class TrackingService(Protocol):
     """Creates runs at one address of a tracking service and opens them for writing."""
 
     @property
-    def name(self) -> str:
-        """The name of the service, with its address, as messages show it: without a password."""
+    def title(self) -> str:
+        """The name of the service, as messages show it."""
+
+    @property
+    def address(self) -> str:
+        """The address, as messages show it: without a password."""
+
+    def check(self) -> None:
+        """Returns if the service answers.
+
+        Raises:
+            ConfigError: no service answers at the address.
+        """
+
+    def browse_command(self) -> str:
+        """What to type in a shell to see the runs in a browser."""
+
+    def run_page(self, run_id: str | None) -> str:
+        """The web address of a run, or of the start page if that of the run is not known."""
 
     def make_run(
         self,

@@ -1,6 +1,7 @@
-"""A tracker that keeps its records in memory: for tests, and for training in a plain process without a service.
+"""Trackers without a service: one keeps its records in memory, one drops them.
 
-Left out: anything that outlives the process.
+For tests, for training in a plain process, and for the ranks that record nothing. Left out: anything that outlives the
+process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx.storage.filesystem import Storage
-from rlx.tracking.base import RunStatus
+from rlx.tracking.base import RunStatus, Tracker
 
 
 @dataclass
@@ -68,4 +69,14 @@ class MemoryTracker:
     def close(self, patience_s: float) -> int:
         """Closes the tracker; no record is left to send."""
         self.is_closed = True
+        return 0
+
+
+class NullTracker(Tracker):
+    """A `Tracker` that drops everything: for the ranks that record nothing."""
+
+    run_id: str | None = None
+
+    def close(self, patience_s: float) -> int:
+        """Does nothing; no record is left to send."""
         return 0

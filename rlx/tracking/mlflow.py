@@ -1,7 +1,10 @@
-"""Metric names, and the one door to MLflow: sweep = parent run, trial = child run, restart = the same child run.
+"""The MLflow tracking service, and the only module that imports mlflow: everything it returns is a record of rlx.
 
-Importing this does not import mlflow, which takes seconds: a worker does that while its engine starts. What is sent to
-a server that may be down goes through tracker.
+A sweep is a parent run, a trial a child run of it, and a later attempt of a trial a child run of the trial. A resumed
+run continues its own MLflow run.
+
+Importing this module does not import mlflow, which takes seconds: a worker imports it while its engine starts. Left
+out: what happens to records while a server is down (outbox.py, delivery.py).
 """
 
 from __future__ import annotations
@@ -11,202 +14,304 @@ import json
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlx import __version__
-from rlx.config.errors import ConfigError, one_line
+from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.tracking.base import MetricPoint, RunStatus, TrackedRun
 
-_TABLES = 100  # of the newest sample tables, named in a tag of 8000 characters by which MLflow's page finds them
-_PATIENCE = {  # of MLflow's client with a server: one attempt, as tracker does the rest
+_MAX_LISTED_TABLES = 100  # the tag that lists the sample tables for the MLflow page holds at most 8000 characters
+_MAX_RUNS = 50_000
+_ONE_SHORT_ATTEMPT = {  # for requests to a server: delivery.py repeats them
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-# Not BAD_REQUEST, which is also what MLflow makes of a database that is out of connections.
+# Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST"}
-_REFUSED_FILES = {400, 413}  # HTTP's own, which is what an artifact's upload is answered with
+_REFUSED_UPLOADS = {400, 413}  # HTTP status of a refused artifact
 _CAUSE = re.compile(
     r"connection refused|timed out|connection reset|remote end closed|too many \d+ error responses"
     r"|name or service not known|database is locked|error code \d+",
     re.IGNORECASE,
 )
+_PARENT = "mlflow.parentRunId"
+_DESCRIPTION = "mlflow.note.content"
 
 
 def default_uri(folder: Path) -> str:
-    """The SQLite tracking store in a folder."""
+    """The address of the SQLite tracking store in a folder; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return f"sqlite:///{folder}/mlflow.db"
 
 
-class MLflowRun:
-    """One MLflow run as a process writes it: what is sent again, with its own time, is there once.
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
 
-    All of it raises whatever MLflow's client raises; `is_refusal` tells which of that is final.
+
+class MLflowService:
+    """MLflow at one address: a server, or a database that MLflow opens itself. Implements `TrackingService`.
+
+    Methods raise what the MLflow client raises, unless they say otherwise.
+    """
+
+    title = "MLflow"
+
+    def __init__(self, uri: str) -> None:
+        self.uri, self.address = uri, without_password(uri)
+        shorten_requests()
+
+    def check(self) -> None:
+        """Returns if a server or database answers.
+
+        Raises:
+            ConfigError: none answers at the address.
+        """
+        try:
+            client(self.uri).search_experiments(max_results=1)
+        except Exception as error:  # the error type depends on the kind of store
+            raise ConfigError(f"tracking.uri {self.address}: {cause(error)}") from None
+
+    def browse_command(self) -> str:
+        """What to type in a shell to see the runs in a browser."""
+        return f"open {self.uri}" if self.uri.startswith("http") else f"mlflow ui --backend-store-uri {self.uri}"
+
+    def run_page(self, run_id: str | None) -> str:
+        """The web address of a run once the store is served; of the server if MLflow cannot find the run."""
+        server = self.uri.rstrip("/") if self.uri.startswith("http") else "http://127.0.0.1:5000"
+        try:
+            return f"{server}/#/experiments/{client(self.uri).get_run(run_id).info.experiment_id}/runs/{run_id}"
+        except Exception:  # the error type depends on the kind of store
+            return server
+
+    def make_run(
+        self,
+        key: str,
+        experiment: str,
+        name: str,
+        *,
+        parent: str | None,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        at: int,
+    ) -> str:
+        """Returns the id of the run that has a key; creates the run first if no run has the key.
+
+        Args:
+            key: unique text, so that a request that is repeated creates one run.
+            parent: id of the run that contains this one.
+            at: start time in ms since the epoch.
+        """
+        from mlflow.entities import Param
+
+        mlflow, experiment_id = client(self.uri), _experiment_id(self.uri, experiment)
+        same_key = mlflow.search_runs([experiment_id], f"tags.`rlx.key` = '{key}'", max_results=1)
+        if same_key:
+            run_id = str(same_key[0].info.run_id)
+        else:
+            extra = {"rlx.key": key, "rlx.opened": str(at)} | ({_PARENT: parent} if parent else {})
+            created = mlflow.create_run(experiment_id, at, dict(tags) | _origin_tags() | extra, name)
+            run_id = str(created.info.run_id)
+        mlflow.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
+        return run_id
+
+    def reopen_run(self, run_id: str, at: int) -> bool:
+        """Marks a run as running again and increments its attempt number; False if MLflow has no such run.
+
+        Args:
+            at: start time of the new attempt. A repeated call with the same time changes nothing.
+        """
+        mlflow = client(self.uri)
+        try:
+            run = mlflow.get_run(run_id)
+        except Exception as error:
+            if is_refusal(error):
+                return False
+            raise
+        if run.info.lifecycle_stage != "active":
+            return False
+        if run.data.tags.get("rlx.opened") != str(at):
+            from mlflow.entities import RunTag
+
+            mlflow.update_run(run_id, status="RUNNING")
+            attempt = int(run.data.tags.get("rlx.attempt", "1")) + 1
+            mlflow.log_batch(run_id, tags=[RunTag("rlx.attempt", str(attempt)), RunTag("rlx.opened", str(at))])
+        return True
+
+    def writer(self, run_id: str) -> MLflowRun:
+        """Opens a run for writing."""
+        return MLflowRun(self.uri, run_id)
+
+    def is_refusal(self, error: Exception) -> bool:
+        """Whether MLflow rejected a record for good, so that another attempt is useless."""
+        return is_refusal(error)
+
+    def cause(self, error: Exception) -> str:
+        """Why the MLflow client failed, in a few words and without a password."""
+        return cause(error)
+
+
+class MLflowRun:
+    """Writes to one MLflow run: a record that is sent twice is stored once. Implements `RunWriter`.
+
+    Methods raise what the MLflow client raises; `is_refusal` tells which errors are final.
     """
 
     def __init__(self, uri: str, run_id: str) -> None:
-        self.run_id, self._door = run_id, client(uri)
-        newest = self._door.get_run(run_id).data.to_proto().metrics
-        self._logged_to = max((int(metric.step) for metric in newest), default=-1)
-        self._tables: list[str] | None = None
+        self.run_id, self._client = run_id, client(uri)
+        metrics = self._client.get_run(run_id).data.to_proto().metrics
+        self._last_step = max((int(metric.step) for metric in metrics), default=-1)
+        self._tables: list[str] | None = None  # paths of the sample tables; None until they are listed
 
     def log(self, metrics: Mapping[str, float], step: int, at: int) -> None:
-        """Logs a step's metrics, all at once; a step that the run has already, as a resumed one repeats it, is not.
+        """Logs all metrics of a step in one request. A step that a resumed run repeats is skipped.
 
         Args:
-            at: when they were, in ms since the epoch.
+            at: time of the step in ms since the epoch.
         """
-        if step <= self._logged_to:
+        if step <= self._last_step:
             return
         from mlflow.entities import Metric
 
-        self._door.log_batch(self.run_id, metrics=[Metric(key, value, at, step) for key, value in metrics.items()])
-        self._logged_to = step
+        self._client.log_batch(self.run_id, metrics=[Metric(key, value, at, step) for key, value in metrics.items()])
+        self._last_step = step
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Logs completions as a table that the MLflow page shows; call it before the step's `log`.
+        """Logs completions as a table that the MLflow page shows. Call it before the `log` of the step.
 
-        MLflow's own `log_table` puts rows behind those that are there, and fails after 145 tables.
+        MLflow's `log_table` is not used: it appends to an existing table, and fails after 145 tables.
         """
-        if step <= self._logged_to:
+        if step <= self._last_step:
             return
         import pandas as pd
 
         if self._tables is None:
-            self._tables = [artifact.path for artifact in self._door.list_artifacts(self.run_id, "samples")]
+            self._tables = [artifact.path for artifact in self._client.list_artifacts(self.run_id, "samples")]
         name = f"samples/step_{step:06d}.json"
-        self._door.log_text(self.run_id, pd.DataFrame(list(rows)).to_json(orient="split", index=False), name)
+        self._client.log_text(self.run_id, pd.DataFrame(list(rows)).to_json(orient="split", index=False), name)
         self._tables = sorted({*self._tables, name})
-        shown = [{"path": path, "type": "table"} for path in self._tables[-_TABLES:]]
-        self._door.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps(shown))
+        newest = [{"path": path, "type": "table"} for path in self._tables[-_MAX_LISTED_TABLES:]]
+        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps(newest))
 
     def log_text(self, name: str, text: str) -> None:
         """Stores a text artifact, e.g. the resolved config."""
-        self._door.log_text(self.run_id, text, name)
+        self._client.log_text(self.run_id, text, name)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Sets tags of the run."""
         from mlflow.entities import RunTag
 
-        self._door.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        self._client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def end(self, status: str, at: int) -> None:
-        """Closes the run as FINISHED, FAILED or KILLED; one that ended so keeps its end time."""
-        if self._door.get_run(self.run_id).info.status != status:
-            self._door.set_terminated(self.run_id, status, at)
+        """Ends the run. A run that has this status already keeps its end time."""
+        if self._client.get_run(self.run_id).info.status != status:
+            self._client.set_terminated(self.run_id, status, at)
 
 
-def make_run(
-    uri: str,
-    key: str,
-    experiment: str,
-    name: str,
-    *,
-    parent: str | None,
-    params: Mapping[str, str],
-    tags: Mapping[str, str],
-    at: int,
-) -> str:
-    """The id of the MLflow run that has a key, made as of `at` (ms since the epoch) if there is none: one is made,
-    however often it is asked for."""
-    from mlflow.entities import Param
-
-    door, experiment_id = client(uri), _experiment_id(uri, experiment)
-    found = door.search_runs([experiment_id], f"tags.`rlx.key` = '{key}'", max_results=1)
-    if found:
-        run_id = str(found[0].info.run_id)
-    else:
-        own = _origin() | {"rlx.key": key, "rlx.opened": str(at)} | ({"mlflow.parentRunId": parent} if parent else {})
-        run_id = str(door.create_run(experiment_id, at, dict(tags) | own, name).info.run_id)
-    door.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
-    return run_id
-
-
-def _origin() -> dict[str, str]:
-    """By whom and what a run is made, as MLflow's page shows it."""
+def _origin_tags() -> dict[str, str]:
+    """Who creates a run and with what, for the MLflow page."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # no name for the number, as in some containers
+    except (KeyError, OSError):  # the user id has no name, as in some containers
         user = str(os.getuid())
     return {"mlflow.user": user, "mlflow.source.name": f"rlx {__version__}", "mlflow.source.type": "LOCAL"}
 
 
-def reopen_run(uri: str, run_id: str, at: int) -> bool:
-    """Marks a run as running again and counts the attempt that began `at`, once; False if MLflow has no such run."""
-    door = client(uri)
-    try:
-        run = door.get_run(run_id)
-    except Exception as error:
-        if is_refusal(error):
-            return False
-        raise
-    if run.info.lifecycle_stage != "active":
-        return False
-    if run.data.tags.get("rlx.opened") != str(at):
-        from mlflow.entities import RunTag
-
-        door.update_run(run_id, status="RUNNING")
-        attempt = int(run.data.tags.get("rlx.attempt", "1")) + 1
-        door.log_batch(run_id, tags=[RunTag("rlx.attempt", str(attempt)), RunTag("rlx.opened", str(at))])
-    return True
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether MLflow has answered with a no that trying again does not change."""
-    answer = getattr(getattr(error, "response", None), "status_code", None)
-    return getattr(error, "error_code", None) in _REFUSALS or answer in _REFUSED_FILES
-
-
-def cause(error: Exception) -> str:
-    """Why MLflow's client failed, in a few words without a password that an address may hold."""
-    text = one_line(error, 2000)
-    known = _CAUSE.search(text)
-    return known[0].lower() if known else without_password(text)[:300]
-
-
-def without_password(text: str) -> str:
-    """The same, but addresses in it only from their host on."""
-    return re.sub(r"//[^/\s]*@", "//", text)
-
-
-def send_briefly() -> None:
-    """From now on a request of this process to a tracking server is made once and waits 10 s at most."""
-    for name, value in _PATIENCE.items():
-        os.environ.setdefault(name, value)
-
-
 def _experiment_id(uri: str, name: str) -> str:
-    """Of the experiment of that name, made if there is none."""
-    found = client(uri).get_experiment_by_name(name)
-    if found:
-        return str(found.experiment_id)
-    # Otherwise MLflow opens it among traces and prompts.
+    """The id of the experiment with a name; creates the experiment if it does not exist."""
+    experiment = client(uri).get_experiment_by_name(name)
+    if experiment:
+        return str(experiment.experiment_id)
+    # Without this tag, the MLflow page opens the experiment at its traces.
     kind = {"mlflow.experimentKind": "custom_model_development"}
-    return str(client(uri).create_experiment(name, _artifacts(uri), kind))
+    return str(client(uri).create_experiment(name, _artifact_location(uri), kind))
 
 
-def check_server(uri: str) -> None:
-    """ConfigError if there is no tracking server or database at an address."""
-    send_briefly()
+def _artifact_location(uri: str) -> str | None:
+    """The artifact folder of a SQLite store, beside the database; None for a server, which has its own."""
+    path = uri.removeprefix("sqlite:///")
+    return None if path == uri else (Path(path).resolve().parent / "mlartifacts").as_uri()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def find_experiment(uri: str, name: str) -> str:
+    """The id of the experiment with a name.
+
+    Raises:
+        ConfigError: no such store or experiment.
+    """
+    path = uri.removeprefix("sqlite:///")
+    if path != uri and not Path(path).is_file():  # MLflow would create an empty database
+        raise ConfigError(f"no MLflow database {path}")
     try:
-        client(uri).search_experiments(max_results=1)
-    except Exception as error:  # each kind of store has its own
-        raise ConfigError(f"tracking.uri {without_password(uri)}: {cause(error)}") from None
+        ids = {experiment.name: str(experiment.experiment_id) for experiment in client(uri).search_experiments()}
+    except Exception as error:  # the error type depends on the kind of store
+        raise ConfigError(f"tracking store {uri}: {one_line(error, 300)}") from None
+    if name not in ids:
+        raise ConfigError(f"no experiment {name!r} in {uri}{nearest(name, list(ids))}")
+    return ids[name]
 
 
-def ui_command(uri: str) -> str:
-    """What to type to see a tracking store in a browser; a server is there already."""
-    return f"open {uri}" if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+def find_runs(uri: str, experiment_id: str, *, kind: str | None = None, parent: str | None = None) -> list[TrackedRun]:
+    """The runs of an experiment in the order of their start.
+
+    Args:
+        kind: only runs with this tag `rlx.kind`.
+        parent: only runs that the run with this id contains.
+    """
+    wanted = {"rlx.kind": kind, _PARENT: parent}
+    conditions = [f"tags.`{tag}` = '{value}'" for tag, value in wanted.items() if value is not None]
+    runs = client(uri).search_runs([experiment_id], " and ".join(conditions), max_results=_MAX_RUNS)
+    return [_tracked_run(run) for run in runs][::-1]  # MLflow lists the newest first
 
 
-def run_address(uri: str, run_id: str | None) -> str:
-    """The page of a run, once the store is served; that of the store if MLflow cannot say where the run is."""
-    server = uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
-    send_briefly()
-    try:
-        return f"{server}/#/experiments/{client(uri).get_run(run_id).info.experiment_id}/runs/{run_id}"
-    except Exception:  # each kind of store has its own
-        return server
+def get_run(uri: str, run_id: str) -> TrackedRun:
+    """One run by its id."""
+    return _tracked_run(client(uri).get_run(run_id))
+
+
+def history(uri: str, run_id: str, metric: str) -> list[MetricPoint]:
+    """All values of a metric in the order of logging. SQL databases store infinity as the largest float."""
+    points = client(uri).get_metric_history(run_id, metric)
+    return [MetricPoint(point.step, point.value, point.timestamp) for point in points]
+
+
+def artifact_names(uri: str, run_id: str, folder: str | None = None) -> list[str]:
+    """The paths of the artifacts in one folder of a run, sorted."""
+    return sorted(str(artifact.path) for artifact in client(uri).list_artifacts(run_id, folder))
+
+
+def read_artifact(uri: str, run_id: str, path: str) -> str:
+    """The text of an artifact."""
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    with tempfile.TemporaryDirectory() as folder:
+        return Path(client(uri).download_artifacts(run_id, path, folder)).read_text()
+
+
+def _tracked_run(run: Any) -> TrackedRun:
+    info, data = run.info, run.data
+    return TrackedRun(
+        id=str(info.run_id),
+        name=str(info.run_name),
+        experiment_id=str(info.experiment_id),
+        parent_id=data.tags.get(_PARENT),
+        status=RunStatus(info.status),
+        params=dict(data.params),
+        tags=dict(data.tags),
+        metrics=dict(data.metrics),
+        start_ms=info.start_time,
+        end_ms=info.end_time,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results of a run that is over
 
 
 def log_files(uri: str, run_id: str, paths: Sequence[Path], folder: str | None = None) -> None:
@@ -215,23 +320,34 @@ def log_files(uri: str, run_id: str, paths: Sequence[Path], folder: str | None =
         client(uri).log_artifact(run_id, str(path), folder)
 
 
+def log_summary(uri: str, run_id: str, description: str, metrics: Mapping[str, float]) -> None:
+    """Gives a run the description that the MLflow page shows, and final metrics at step 0."""
+    client(uri).set_tag(run_id, _DESCRIPTION, description)
+    for name, value in metrics.items():
+        client(uri).log_metric(run_id, name, value, step=0)
+
+
 def register(uri: str, run_id: str, folder: Path, name: str) -> str:
-    """Stores a model's folder with its run, as artifact `model`, and registers it; which version it has become."""
+    """Stores a model folder as artifact `model` of a run and registers it; returns the version number."""
     from mlflow.exceptions import MlflowException
 
-    door = client(uri)
-    door.log_artifacts(run_id, str(folder), "model")
+    mlflow = client(uri)
+    mlflow.log_artifacts(run_id, str(folder), "model")
     try:
-        door.create_registered_model(name)
+        mlflow.create_registered_model(name)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    source = f"{door.get_run(run_id).info.artifact_uri}/model"
-    return str(door.create_model_version(name, source, run_id).version)
+    source = f"{mlflow.get_run(run_id).info.artifact_uri}/model"
+    return str(mlflow.create_model_version(name, source, run_id).version)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The MLflow client and its errors
 
 
 def client(uri: str) -> Any:
-    """MLflow's client for a tracking store, without its chatter."""
+    """The MLflow client of a tracking store, with its log messages silenced. For this module and for tests."""
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     from mlflow import MlflowClient
@@ -241,7 +357,25 @@ def client(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri)
 
 
-def _artifacts(uri: str) -> str | None:
-    """Where a SQLite store keeps its artifacts: beside the database. A server decides for itself."""
-    path = uri.removeprefix("sqlite:///")
-    return None if path == uri else (Path(path).resolve().parent / "mlartifacts").as_uri()
+def shorten_requests() -> None:
+    """From now on, each request of this process to a tracking server is made once and waits at most 10 s."""
+    for name, value in _ONE_SHORT_ATTEMPT.items():
+        os.environ.setdefault(name, value)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether MLflow rejected a request for good, so that another attempt is useless."""
+    http_status = getattr(getattr(error, "response", None), "status_code", None)
+    return getattr(error, "error_code", None) in _REFUSALS or http_status in _REFUSED_UPLOADS
+
+
+def cause(error: Exception) -> str:
+    """Why the MLflow client failed, in a few words and without the password of an address."""
+    text = one_line(error, 2000)
+    known = _CAUSE.search(text)
+    return known[0].lower() if known else without_password(text)[:300]
+
+
+def without_password(text: str) -> str:
+    """A text in which addresses have lost their user name and password."""
+    return re.sub(r"//[^/\s]*@", "//", text)

@@ -1,63 +1,221 @@
-"""TODO rlx.tracking.outbox."""
+"""Records that a run could not send yet, and the id of its tracked run: files in the run's folder.
+
+    <run>/run.json                     id of the run in the tracking service, and the key to find it again
+    <run>/outbox/<writer>/000001.json  one record that waits; each process of the run (a writer) has a folder
+
+Left out: sending (delivery.py).
+"""
 
 from __future__ import annotations
 
 import json
+import threading
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
 from rlx.config.errors import ConfigError
-from rlx.storage.filesystem import Storage, retry
+from rlx.storage.filesystem import Storage, StorageError, retry
+
+
+class EntryKind(StrEnum):
+    """What an entry asks for: `OPEN` creates the run, any other value is the `RunWriter` method to call."""
+
+    OPEN = "open"
+    LOG = "log"
+    LOG_SAMPLES = "log_samples"
+    LOG_TEXT = "log_text"
+    SET_TAGS = "set_tags"
+    END = "end"
 
 
 @dataclass
 class OutboxEntry:
-    kind: str
-    content: dict[str, Any]
-    file: Storage | None = None  # where it is kept, once it is
-    sent: bool = False
+    """One record on its way to the tracking service."""
+
+    kind: EntryKind
+    content: dict[str, Any]  # keyword arguments
+    file: Storage | None = None  # where it is saved; None while it is only in memory
+    is_sent: bool = False
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The content of run.json."""
+
+    run_id: str | None = None  # None until the tracking service has created the run
+    key: str | None = None  # unique text that finds the run if its id was lost; None before `Tracker.open`
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
 
 
 def run_id(folder: Storage) -> str | None:
-    """The id of the MLflow run of a run's folder; None if it has none, or MLflow has not made it yet.
+    """The id of the tracked run of a run's folder; None if the tracking service has not created it yet.
 
     Raises:
-        ConfigError: its run.json is not what was written.
+        ConfigError: run.json is damaged.
     """
-    found = read_run_record(folder).get("mlflow_run")
-    return None if found is None else str(found)
+    return read_run_record(folder).run_id
 
 
 def pending(folder: Storage) -> int:
-    """How many of a run's entries wait in its outbox, whoever wrote them."""
-    outbox = folder / "outbox"
-    return sum(len(entry_names(outbox / writer)) for writer in outbox.names())
+    """How many entries of a run wait in its outbox, over all writers."""
+    return sum(len(entry_names(folder / "outbox" / writer)) for writer in writers(folder))
+
+
+def writers(folder: Storage) -> list[str]:
+    """The writers of a run that have an outbox folder."""
+    return (folder / "outbox").names()
 
 
 def entry_names(outbox: Storage) -> list[str]:
+    """The names of the entry files of one writer, oldest first."""
     return [name for name in outbox.names() if name.removesuffix(".json").isdecimal()]
 
 
-def read_entry(file: Storage) -> Any:
-    """What a file of an outbox says; None if it is gone: whoever wrote it has sent it after all."""
+def read_entry(file: Storage) -> OutboxEntry | None:
+    """Reads an entry; None if the file is gone, because its writer sent it in the meantime.
+
+    Raises:
+        ValueError, KeyError, TypeError: the file is damaged.
+    """
     try:
-        return file.read_json()
+        saved = file.read_json()
     except FileNotFoundError:
         return None
+    return OutboxEntry(EntryKind(saved["kind"]), dict(saved["content"]), file)
 
 
-def read_run_record(folder: Storage) -> dict[str, Any]:
-    """What run.json says; nothing if there is none."""
+def read_run_record(folder: Storage) -> RunRecord:
+    """Reads run.json; an empty record if the file does not exist.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     file = folder / "run.json"
     if not file.exists():
-        return {}
+        return RunRecord()
     try:
-        return {"mlflow_run": None} | file.read_json()
+        saved = file.read_json()
     except (ValueError, TypeError):
         raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+    run_id, key = saved.get("mlflow_run"), saved.get("key")
+    return RunRecord(None if run_id is None else str(run_id), None if key is None else str(key))
 
 
-def write_run_record(folder: Storage, known: str | None, key: str) -> None:
-    file = folder / "run.json"
-    retry(partial(file.write_text, json.dumps({"mlflow_run": known, "key": key})), f"writing {file.path}")
+def write_run_record(folder: Storage, record: RunRecord) -> None:
+    """Writes run.json.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    file, text = folder / "run.json", json.dumps({"mlflow_run": record.run_id, "key": record.key})
+    retry(partial(file.write_text, text), f"writing {file.path}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The queue of one writer
+
+
+class OutboxQueue:
+    """The entries of one writer, oldest first: in memory, and as files once `save` had to write them.
+
+    One thread adds entries, another one sends and removes them.
+
+    Args:
+        folder: the folder of the writer, <run>/outbox/<writer>.
+    """
+
+    def __init__(self, folder: Storage) -> None:
+        self.folder = folder
+        self.is_closed = False
+        self._entries: deque[OutboxEntry] = deque()
+        self._next_number = 1  # of the next file
+        self._is_stuck = False
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def load(self) -> list[Storage]:
+        """Adds the entries that an earlier process saved; returns the files that are damaged.
+
+        Raises:
+            StorageError: the folder cannot be read.
+        """
+        damaged = []
+        for name in retry(partial(entry_names, self.folder), f"reading {self.folder.path}"):
+            file = self.folder / name
+            try:
+                entry = retry(partial(read_entry, file), f"reading {file.path}")
+            except StorageError:
+                raise
+            except (ValueError, KeyError, TypeError):
+                damaged.append(file)
+            else:
+                self._entries.extend([entry] if entry else [])
+            self._next_number = int(name.removesuffix(".json")) + 1
+        return damaged
+
+    def add(self, kind: EntryKind, content: dict[str, Any]) -> None:
+        """Appends an entry; does nothing once the queue is closed."""
+        with self._changed:
+            if not self.is_closed:
+                self._entries.append(OutboxEntry(kind, content))
+                self._changed.notify_all()
+
+    def oldest(self) -> OutboxEntry | None:
+        """Waits for an entry and returns the oldest one, which stays in the queue; None once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_closed or self._entries)
+            return None if self.is_closed else self._entries[0]
+
+    def remove_oldest(self) -> None:
+        """Deletes the oldest entry, which has been sent: first its file, then the entry, then waiting threads wake."""
+        with self._changed:
+            entry = self._entries[0]
+            entry.is_sent = True
+        if entry.file:
+            with suppress(StorageError):  # a later process sends it again, which changes nothing
+                retry(entry.file.delete, f"deleting {entry.file.path}")
+        with self._changed:
+            self._entries.popleft()
+            self._changed.notify_all()
+
+    def set_stuck(self, is_stuck: bool) -> None:
+        """Tells `save` whether the service takes no entries now, so that waiting for it is useless."""
+        with self._changed:
+            self._is_stuck = is_stuck
+            self._changed.notify_all()
+
+    def wait_until_empty(self, patience_s: float) -> None:
+        """Waits until all entries are sent, at most for `patience_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._entries, patience_s)
+
+    def save(self, patience_s: float) -> None:
+        """Waits for the entries to be sent, unless the service is stuck; then writes the remaining ones to files.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stuck or not self._entries, patience_s)
+            for entry in self._entries:
+                if entry.file is None and not entry.is_sent:
+                    file = self.folder / f"{self._next_number:06d}.json"
+                    self._next_number += 1
+                    text = json.dumps({"kind": entry.kind, "content": entry.content})
+                    retry(partial(file.write_text, text), f"writing {file.path}")
+                    entry.file = file
+
+    def close(self) -> None:
+        """Ends `oldest` in the sending thread; entries that are left stay in their files."""
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()

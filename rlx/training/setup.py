@@ -31,7 +31,8 @@ from rlx.runs import ray_train
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.checkpoint_writer import CheckpointWriter, Retention
 from rlx.storage.filesystem import Storage, retry
-from rlx.tracking.tracker import Tracker
+from rlx.tracking.memory import NullTracker
+from rlx.tracking.tracker import OutboxTracker
 from rlx.training import trainer
 from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.trainer import Run
@@ -77,7 +78,7 @@ def build_run(setup: Mapping[str, Any]) -> Run:
         tokenizer=tokenizer,
         scorers=_scorers(config, source.seed, source.num_prompts) | remote,
         held_out_scorers=_scorers(config, config.eval.seed, config.eval.num_prompts) | remote,
-        tracker=Tracker(setup["tracking"], setup["folder"], "rank_0" if recorded else None, say),
+        tracker=OutboxTracker(setup["tracking"], setup["folder"], "rank_0", say) if recorded else NullTracker(),
         saver=CheckpointWriter(setup["folder"], Retention(chosen.keep_last, chosen.best_by, chosen.best_mode)),
         box=setup["box"],
         kl=adaptive.AdaptiveKL(settings.kl_coef, settings.adaptive_kl_target, settings.adaptive_kl_horizon),

@@ -38,7 +38,7 @@ from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.checkpoint_writer import CheckpointWriter
 from rlx.storage.filesystem import retry
-from rlx.tracking.tracker import Tracker
+from rlx.tracking.base import Tracker
 from rlx.training import experience
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience

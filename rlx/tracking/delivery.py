@@ -1,0 +1,149 @@
+"""The thread that sends the entries of an outbox to a tracking service: in order, with retries while it is away.
+
+An entry may be sent twice, because a process can die between sending an entry and deleting it; the service's
+`RunWriter` stores it once. Left out: the queue and its files (outbox.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from rlx.storage.filesystem import Storage
+from rlx.tracking import outbox
+from rlx.tracking.base import Notify, RunWriter, TrackingService
+from rlx.tracking.outbox import EntryKind, OutboxEntry, OutboxQueue
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0  # between attempts
+_LAST_ANSWER_S = 30.0
+_FAILURES_TO_NOTIFY = 2  # in a row: a single one is often a connection that the server closed because it was idle
+
+
+class _RunNotCreatedError(Exception):
+    """The run, or the run that contains it, does not exist yet: another process creates it."""
+
+
+class Delivery:
+    """Sends the entries of one outbox queue from a thread of its own.
+
+    Args:
+        service: where the entries go.
+        folder: the run's folder.
+        queue: the entries.
+        notify: called from the thread with messages for a person: the service takes no records, takes records again,
+            refused one. A message is not repeated.
+    """
+
+    def __init__(self, service: TrackingService, folder: Storage, queue: OutboxQueue, notify: Notify) -> None:
+        self._service, self._folder, self._queue = service, folder, queue
+        self._notify, self._last_message = notify, ""
+        self._hurry = threading.Event()  # ends a pause between attempts early
+        self._failures = 0  # in a row
+        self._writer: RunWriter | None = None
+        self._run_id: str | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run in the tracking service; None until the service has created the run."""
+        return self._run_id or outbox.run_id(self._folder)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        name = f"tracking {self._queue.folder.path}"
+        threading.Thread(target=self._send_all, name=name, daemon=True).start()
+
+    def hurry(self) -> None:
+        """Makes the next attempt now instead of after the pause."""
+        self._hurry.set()
+
+    def _send_all(self) -> None:
+        this = threading.current_thread()
+        for thread in threading.enumerate():  # a closed delivery of the same queue may still wait for a last answer
+            if thread.name == this.name and thread is not this:
+                thread.join(_LAST_ANSWER_S)
+        while entry := self._queue.oldest():
+            if self._deliver(entry):
+                self._queue.remove_oldest()
+
+    def _deliver(self, entry: OutboxEntry) -> bool:
+        """Sends an entry until the service has stored or refused it; False if the queue was closed before."""
+        for pause_s in _pauses():
+            if self._queue.is_closed:
+                break
+            try:
+                self._send(entry)
+                self._count_success()
+                return True
+            except _RunNotCreatedError:
+                self._queue.set_stuck(True)
+            except Exception as error:  # the client of each service has its own error types
+                # A refused `OPEN` is repeated: without the run all later entries would be lost.
+                if self._service.is_refusal(error) and entry.kind != EntryKind.OPEN:
+                    cause = self._service.cause(error)
+                    self._notify_once(f"{self._service.title} refused a record, which is left out: {cause}")
+                    return True
+                self._count_failure(error)
+            self._hurry.wait(pause_s)
+            self._hurry.clear()
+        return False
+
+    def _send(self, entry: OutboxEntry) -> None:
+        if entry.kind == EntryKind.OPEN:
+            self._open_run(**entry.content)
+            return
+        if self._writer is None:
+            existing = outbox.run_id(self._folder)
+            if existing is None:
+                raise _RunNotCreatedError
+            self._use_run(existing)
+        getattr(self._writer, entry.kind)(**entry.content)
+
+    def _open_run(self, *, parent: str | None, at: int, **description: Any) -> None:
+        """Continues the run of the folder, or creates it and writes its id to run.json."""
+        record = outbox.read_run_record(self._folder)
+        assert record.key  # `Tracker.open` has written it
+        existing = record.run_id
+        if existing is None or not self._service.reopen_run(existing, at):
+            if existing:
+                self._notify_once(
+                    f"{self._service.title} run {existing} is not in {self._service.address}: "
+                    "what comes now is recorded in a new one"
+                )
+            parent_id = outbox.run_id(Storage(self._folder.filesystem, parent)) if parent else None
+            if parent and parent_id is None:
+                raise _RunNotCreatedError
+            existing = self._service.make_run(record.key, parent=parent_id, at=at, **description)
+            outbox.write_run_record(self._folder, outbox.RunRecord(existing, record.key))
+        self._use_run(existing)
+
+    def _use_run(self, run_id: str) -> None:
+        self._writer = self._service.writer(run_id)
+        self._run_id = run_id
+
+    def _count_failure(self, error: Exception) -> None:
+        self._failures += 1
+        self._queue.set_stuck(True)
+        if self._failures == _FAILURES_TO_NOTIFY:
+            self._notify_once(
+                f"{self._service.title} at {self._service.address} takes no records ({self._service.cause(error)}): "
+                f"training goes on, they are kept in {self._folder.path}/outbox"
+            )
+
+    def _count_success(self) -> None:
+        if self._failures >= _FAILURES_TO_NOTIFY:
+            self._notify_once(f"{self._service.title} at {self._service.address} takes records again")
+        self._failures = 0
+        self._queue.set_stuck(False)
+
+    def _notify_once(self, message: str) -> None:
+        """Notifies, unless the last message was the same."""
+        if message != self._last_message:
+            self._last_message = message
+            self._notify(message)
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between attempts: they double up to a limit."""
+    return (min(_FIRST_PAUSE_S * 2.0**attempt, _LONGEST_PAUSE_S) for attempt in itertools.count())

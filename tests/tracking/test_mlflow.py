@@ -1,0 +1,61 @@
+"""MLflow itself: registering models, refusing addresses without a server, reading runs back as records."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.tracking import mlflow
+from rlx.tracking.base import MetricPoint, RunStatus
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return mlflow.default_uri(tmp_path / "store")
+
+
+def test_a_model_is_stored_with_its_run_and_registered_under_the_next_version(uri: str, tmp_path: Path) -> None:
+    now = int(time.time() * 1000)
+    run_id = mlflow.MLflowService(uri).make_run("a key", "rlx", "run", parent=None, params={}, tags={}, at=now)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert [mlflow.register(uri, run_id, folder, "sums") for _ in range(2)] == ["1", "2"]
+    client = mlflow.client(uri)
+    version = client.get_model_version("sums", "2")
+    assert version.run_id == run_id and version.source.endswith("/artifacts/model")
+    assert mlflow.artifact_names(uri, run_id, "model") == ["model/config.json"]
+
+
+def test_runs_are_read_back_as_records(uri: str) -> None:
+    service = mlflow.MLflowService(uri)
+    parent = service.make_run("1", "rlx", "sweep", parent=None, params={}, tags={"rlx.kind": "sweep"}, at=1000)
+    child = service.make_run(
+        "2", "rlx", "trial", parent=parent, params={"a.b": "0.5"}, tags={"rlx.kind": "run"}, at=2000
+    )
+    later = service.make_run("3", "rlx", "trial_2", parent=parent, params={}, tags={"rlx.kind": "run"}, at=3000)
+    writer = service.writer(child)
+    writer.log({"reward/mean": 0.25}, 0, 2100)
+    writer.log({"reward/mean": 0.5}, 1, 2200)
+    writer.log_text("config.yaml", "seed: ü\n")
+    writer.end("FAILED", 2300)
+    experiment = mlflow.find_experiment(uri, "rlx")
+    run = mlflow.get_run(uri, child)
+    assert (run.id, run.name, run.experiment_id, run.parent_id) == (child, "trial", experiment, parent)
+    assert (run.status, run.start_ms, run.end_ms) == (RunStatus.FAILED, 2000, 2300)
+    assert (run.params, run.tags["rlx.kind"], run.metrics) == ({"a.b": "0.5"}, "run", {"reward/mean": 0.5})
+    assert mlflow.history(uri, child, "reward/mean") == [MetricPoint(0, 0.25, 2100), MetricPoint(1, 0.5, 2200)]
+    assert mlflow.read_artifact(uri, child, "config.yaml") == "seed: ü\n"
+    assert [found.id for found in mlflow.find_runs(uri, experiment, parent=parent)] == [child, later]
+    assert [found.id for found in mlflow.find_runs(uri, experiment, kind="sweep")] == [parent]
+    assert mlflow.find_runs(uri, experiment, kind="sweep", parent=parent) == []
+    mlflow.log_summary(uri, parent, "it won", {"eval/accuracy": 0.75})
+    summary = mlflow.get_run(uri, parent)
+    assert (summary.tags["mlflow.note.content"], summary.metrics) == ("it won", {"eval/accuracy": 0.75})
+
+
+def test_a_server_that_is_not_there_is_refused_without_its_password() -> None:
+    with pytest.raises(ConfigError) as error:
+        mlflow.MLflowService("http://user:secret@127.0.0.1:9").check()
+    assert str(error.value) == "tracking.uri http://127.0.0.1:9: connection refused"
