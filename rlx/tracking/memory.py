@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx.storage.filesystem import Storage
-from rlx.tracking.base import RunStatus, Tracker
+from rlx.tracking.base import RunStatus
 
 
 @dataclass
@@ -72,10 +72,15 @@ class MemoryTracker:
         return 0
 
 
-class NullTracker(Tracker):
+class NullTracker:
     """A `Tracker` that drops everything: for the ranks that record nothing."""
 
     run_id: str | None = None
+
+    def _drop(self, *_: Any, **__: Any) -> None:
+        """Does nothing."""
+
+    open = log = log_samples = log_text = set_tags = end = flush = _drop
 
     def close(self, patience_s: float) -> int:
         """Does nothing; no record is left to send."""
