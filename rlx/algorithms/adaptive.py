@@ -1,6 +1,6 @@
-"""What PPO adapts from step to step: the KL coefficient, the scores' mean and spread, the learning rate.
+"""What PPO adapts from step to step: the KL coefficient, the running mean and spread of scores, the learning rate.
 
-Plain numbers only. The state of the first two is part of a checkpoint; formulas over tensors are algorithms.py's.
+Plain numbers, no tensors. Left out: saving. The state of the first two is part of a checkpoint, as dictionaries.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, asdict, dataclass, field
 
+from rlx.algorithms.masking import lookup
+
 
 @dataclass
 class AdaptiveKL:
     """KL coefficient that steers the measured KL towards `target`; with target None it stays at `init`.
 
-    `target` is in the unit of the KL given to `update`, `horizon` in that of its `n`; a larger horizon reacts more
-    slowly. Source: Ziegler et al. 2019 (arXiv 1909.08593) sec. 2.2.
+    Source: Ziegler et al. 2019 (arXiv 1909.08593) sec. 2.2.
     """
 
     init: InitVar[float]
-    target: float | None
-    horizon: float
+    target: float | None  # in the unit of the KL that `update` takes
+    horizon: float  # in the unit of the `n` that `update` takes; a larger one reacts more slowly
     coef: float = field(init=False)
 
     def __post_init__(self, init: float) -> None:
@@ -29,7 +30,8 @@ class AdaptiveKL:
     def update(self, kl: float, n: float) -> None:
         """coef *= 1 + clip(kl / target - 1, +-0.2) * n / horizon, after `n` more samples with mean KL `kl`.
 
-        Raises ValueError if n >= 5 * horizon: one update could then bring the coefficient to 0 or below, for good.
+        Raises:
+            ValueError: n >= 5 * horizon. One update could then bring the coefficient to 0 or below, for good.
         """
         if self.target is None:
             return
@@ -39,18 +41,18 @@ class AdaptiveKL:
         self.coef *= 1 + error * n / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps; target and horizon are settings and come from the caller."""
+        """The state for a checkpoint. Target and horizon are settings: they are not part of it."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continues from the coefficient of `state_dict`; a fixed one is what this controller was made with."""
+        """Continues from a `state_dict`; a fixed coefficient (target None) stays as it was made."""
         if self.target is not None:
             self.coef = state["coef"]
 
 
 @dataclass
 class RunningScores:
-    """Mean and standard deviation of all scores so far, by which scores are normalised.
+    """Mean and standard deviation of all scores so far, to normalise scores by.
 
     Source: the reward normalisation of Engstrom et al. 2020 (arXiv 2005.12729) sec. 3, on scores of whole responses.
     """
@@ -60,23 +62,26 @@ class RunningScores:
     squares: float = 0.0
 
     def update(self, count: float, total: float, squares: float) -> None:
-        """Takes in the number, the sum and the sum of squares of a step's scores, over all ranks."""
+        """Adds the number, the sum and the sum of squares of the scores of one step, over all ranks."""
         self.count += count
         self.total += total
         self.squares += squares
 
     def shift_and_scale(self) -> tuple[float, float]:
-        """(mean, 1 / standard deviation), the latter unbiased and at most 1e4: normalised is (score - mean) * scale."""
+        """(mean, 1 / standard deviation): a normalised score is (score - mean) * scale.
+
+        The standard deviation is unbiased; the scale is at most 1e4.
+        """
         mean = self.total / max(1.0, self.count)
         variance = max(0.0, self.squares - self.total * mean) / max(1.0, self.count - 1)
         return mean, (variance + 1e-8) ** -0.5
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continues from `state_dict`."""
+        """Continues from a `state_dict`."""
         self.count, self.total, self.squares = state["count"], state["total"], state["squares"]
 
 
@@ -96,14 +101,15 @@ LR_SCHEDULES: dict[str, Callable[[float], float]] = {"constant": _constant, "lin
 
 
 def lr_scale(step: int, warmup_steps: int, total_steps: int, kind: str) -> float:
-    """Multiplier in [0, 1] of the learning rate at optimizer step `step`, counted from 0.
+    """The factor in [0, 1] of the learning rate at optimizer step `step`, counted from 0.
 
-    (step + 1) / warmup_steps in the warm-up; then, from 1, `constant`, or `linear` or `cosine` down to 0 at
-    total_steps, and 0 beyond. Raises ValueError for another kind.
-    Source of cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983) eq. 5.
+    During the warm-up it is (step + 1) / warmup_steps. Then, from 1, it stays (`constant`), or falls (`linear`,
+    `cosine`) to 0 at total_steps, and is 0 beyond. Source of cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983) eq. 5.
+
+    Raises:
+        ValueError: unknown kind.
     """
-    if kind not in LR_SCHEDULES:
-        raise ValueError(f"unknown learning-rate schedule {kind!r}: choose one of {', '.join(LR_SCHEDULES)}")
+    schedule = lookup(LR_SCHEDULES, kind, "learning-rate schedule")
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    return LR_SCHEDULES[kind](min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+    return schedule(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))

@@ -1,4 +1,9 @@
-"""TODO rlx.algorithms.advantages."""
+"""Advantage estimators: from scores, KL and values to the advantage and return of each token.
+
+`ADVANTAGES` has one callable per estimator and what it needs (a critic, groups, greedy completions), so that no other
+module compares estimator names. A new estimator is a function and an entry here, and its name in the settings.
+Left out: normalising scores and whitening advantages, which need sums over all ranks.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +13,15 @@ from torch import Tensor
 
 from rlx.algorithms.masking import apply_mask, lookup
 
-_GROUP_EPSILON = 1e-6  # added to a group's standard deviation, as veRL does
+_GROUP_EPSILON = 1e-6  # added to the standard deviation of a group, as veRL does
+
+# --- rewards of tokens
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Reward of each token: -kl_coef * kl, plus the response's score [B] on its last masked-in token.
+    """Reward of each token: -kl_coef * kl, plus the score `[B]` of the response on its last token.
 
-    Zero where mask is 0; a row without response tokens is all zero, its score dropped.
+    Zero where the mask is 0. A row without response tokens is all zero: its score is dropped.
     Source: Ziegler et al. 2019 (arXiv 1909.08593) eq. 2, KL spread over tokens.
     """
     inside = mask.bool()
@@ -24,9 +31,9 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """What soft overlong punishment takes off the scores of responses of `lengths` tokens, [B] -> [B].
+    """What soft overlong punishment subtracts from the scores of responses of `lengths` tokens: `[B]` from `[B]`.
 
-    0 up to max_tokens - buffer, from there in a straight line to `penalty` at max_tokens and beyond; 0 with no buffer.
+    0 up to max_tokens - buffer, from there linear up to `penalty` at max_tokens and beyond; 0 with buffer 0.
     Source: Yu et al. 2025, DAPO (arXiv 2503.14476) eq. 13.
     """
     if buffer == 0:
@@ -34,11 +41,72 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int, penalty: flo
     return penalty * ((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimates and the returns (advantages + values); detached, zero where mask is 0.
+# --- what estimators take and return
 
-    The steps of the process are the masked-in tokens: those masked out between them (tool output) are skipped and cost
-    no discount, so the value after a token is that of the next masked-in one, and 0 after the last.
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator may use of B responses. Estimators return detached tensors."""
+
+    scores: Tensor  # [B] reward of the whole response, without KL
+    kl: Tensor  # [B, T] KL to the reference, per token
+    values: Tensor  # [B, T] of the critic; read by estimators that need a critic
+    mask: Tensor  # [B, T]
+    groups: Tensor  # [B] int64, equal for responses to the same prompt
+    greedy_scores: Tensor | None = None  # [B] score of the greedy completion of the prompt
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """The numbers that estimators share."""
+
+    kl_coef: float  # weight of the KL in the rewards; 0 where the KL is part of the loss
+    gamma: float  # discount per token
+    gae_lambda: float  # read by gae alone
+
+
+AdvantagesAndReturns = tuple[Tensor, Tensor]
+"""(advantages `[B, T]`, returns `[B, T]`), zero where the mask is 0"""
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """A way to estimate advantages, and what the rest of the program must provide for it."""
+
+    estimate: Callable[[AdvantageInputs, AdvantageSettings], AdvantagesAndReturns]
+    needs_critic: bool = False
+    needs_groups: bool = False  # several completions of each prompt, which are compared with one another
+    needs_greedy: bool = False  # one greedy completion of each prompt
+
+
+def estimate_advantages(kind: str, inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
+    """Advantages and returns of each token, `[B, T]` each, by the estimator of that name; detached, not whitened.
+
+    `gae` is generalized advantage estimation with a critic. The others need no critic. They compute one number for the
+    whole response, its score s against a baseline, and the advantage of a token is the discounted sum of that number
+    and of the KL rewards from the token on:
+    `grpo` (s - mean) / (std + 1e-6) of the group, std unbiased; `dr_grpo` and `reinforce++_baseline` s - mean of the
+    group; `rloo` s - mean of the others in the group; `remax` s - the score of the greedy completion; `reinforce++` s,
+    its baseline is the mean of the batch when the caller whitens. The estimators that need groups compare the whole
+    reward, s - kl_coef * the KL of the response. They return 0 where all scores of a group are equal, and for a group
+    of one. Sources: Schulman et al. 2015, GAE (arXiv 1506.02438) eq. 16; Shao et al. 2024, DeepSeekMath (arXiv
+    2402.03300) sec. 4.1.2; Liu et al. 2025, Dr. GRPO (arXiv 2503.20783) sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv
+    2402.14740) eq. 7; Hu et al. 2025, REINFORCE++ (arXiv 2501.03262); Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1.
+
+    Raises:
+        ValueError: unknown kind, or the scores of the greedy completions are missing.
+    """
+    return lookup(ADVANTAGES, kind, "advantage estimator").estimate(inputs, settings)
+
+
+# --- with a critic
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> AdvantagesAndReturns:
+    """Generalized advantage estimates and the returns (advantages + values); detached, zero where the mask is 0.
+
+    The steps of the process are the tokens where the mask is 1. Tokens between them where it is 0 (tool output) are
+    skipped and cost no discount: the value after a token is that of the next token with mask 1, and 0 after the last.
     Source: Schulman et al. 2015 (arXiv 1506.02438) eq. 16.
     """
     inside = mask.bool()
@@ -53,72 +121,86 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return apply_mask(advantages, mask), apply_mask(advantages + values, mask)
 
 
+def _gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
+    rewards = token_rewards(inputs.scores, inputs.kl, inputs.mask, settings.kl_coef)
+    return gae(rewards, inputs.values, inputs.mask, settings.gamma, settings.gae_lambda)
+
+
+# --- without a critic
+
+
+def _rewards_to_go(scores: Tensor, inputs: AdvantageInputs, gamma: float, kl_coef: float) -> AdvantagesAndReturns:
+    """The discounted sum of the rewards from each token on: what gae gives with values 0 and lambda 1."""
+    rewards = token_rewards(scores, inputs.kl, inputs.mask, kl_coef)
+    return gae(rewards, torch.zeros_like(rewards), inputs.mask, gamma, lam=1.0)
+
+
+def _reinforce(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
+    return _rewards_to_go(inputs.scores, inputs, settings.gamma, settings.kl_coef)
+
+
+def _remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
+    if inputs.greedy_scores is None:
+        raise ValueError("remax needs the scores of the greedy completions")
+    return _rewards_to_go(inputs.scores - inputs.greedy_scores, inputs, settings.gamma, settings.kl_coef)
+
+
 @dataclass(frozen=True)
-class _Group:
-    """What an estimator may compare a score with; every tensor [B], float64."""
+class _Groups:
+    """The scores of responses and the moments of the group of each; every tensor `[B]`, float64."""
 
-    count: Tensor  # completions of the same prompt
+    scores: Tensor
+    count: Tensor
     mean: Tensor
-    std: Tensor  # unbiased; 0 for one completion
-    greedy: Tensor  # score of the greedy completion
+    std: Tensor  # unbiased; 0 for a group of one
 
 
-def _grpo(scores: Tensor, group: _Group) -> Tensor:
-    return (scores - group.mean) / (group.std + _GROUP_EPSILON)
-
-
-def _group_mean(scores: Tensor, group: _Group) -> Tensor:
-    return scores - group.mean
-
-
-def _rloo(scores: Tensor, group: _Group) -> Tensor:
-    # score - mean of the others, written without their sum
-    return (scores - group.mean) * group.count / (group.count - 1).clamp(min=1)
-
-
-def _batch(scores: Tensor, group: _Group) -> Tensor:
-    return scores
-
-
-def _remax(scores: Tensor, group: _Group) -> Tensor:
-    return scores - group.greedy
-
-
-ESTIMATORS: dict[str, Callable[[Tensor, _Group], Tensor]] = {
-    "grpo": _grpo,
-    "dr_grpo": _group_mean,
-    "rloo": _rloo,
-    "reinforce++": _batch,
-    "reinforce++_baseline": _group_mean,
-    "remax": _remax,
-}
-
-
-def group_advantages(scores: Tensor, groups: Tensor, kind: str, greedy: Tensor | None = None) -> Tensor:
-    """Advantage of each whole response, [B], detached: its score [B] against a baseline.
-
-    `groups` [B] says which responses answer the same prompt. kind: `grpo` (s - mean) / (std + 1e-6) of its group, std
-    unbiased; `dr_grpo` and `reinforce++_baseline` s - mean; `rloo` s - mean of the others; `remax` s - `greedy` [B],
-    the score of the prompt's greedy response; `reinforce++` s, its baseline being the batch's mean when the token
-    advantages are whitened. Where all scores of a group are equal the first four give 0, as for a group of one.
-    Raises ValueError for another kind, or remax without `greedy`.
-    Sources: Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Liu et al. 2025, Dr. GRPO (arXiv 2503.20783)
-    sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7; Hu et al. 2025, REINFORCE++ (arXiv 2501.03262);
-    Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1.
-    """
-    estimator = lookup(ESTIMATORS, kind, "advantage estimator")
-    if kind == "remax" and greedy is None:
-        raise ValueError("remax needs the scores of the greedy responses")
+def _group_moments(scores: Tensor, groups: Tensor) -> _Groups:
+    """`[B]` scores, and `[B]` group numbers of any value and order."""
     exact = scores.detach().double()
     index = groups.unique(return_inverse=True)[1]
     size = int(index.max()) + 1 if len(index) else 0
 
-    def over_group(x: Tensor) -> Tensor:
+    def sum_over_group(x: Tensor) -> Tensor:
         return x.new_zeros(size).index_add(0, index, x)[index]
 
-    count = over_group(torch.ones_like(exact))
+    count = sum_over_group(torch.ones_like(exact))
     lowest = exact.new_full((size,), torch.inf).scatter_reduce(0, index, exact, "amin")[index]
-    mean = lowest + over_group(exact - lowest) / count  # exactly the scores where these are equal
-    variance = over_group((exact - mean).square()) / (count - 1).clamp(min=1)
-    baseline = torch.zeros_like(exact) if greedy is None else greedy.detach().double()
-    return estimator(exact, _Group(count, mean, variance.sqrt(), baseline)).to(scores.dtype)
+    mean = lowest + sum_over_group(exact - lowest) / count  # exactly the score where all scores of a group are equal
+    variance = sum_over_group((exact - mean).square()) / (count - 1).clamp(min=1)
+    return _Groups(exact, count, mean, variance.sqrt())
+
+
+def _grpo(groups: _Groups) -> Tensor:
+    return (groups.scores - groups.mean) / (groups.std + _GROUP_EPSILON)
+
+
+def _minus_mean(groups: _Groups) -> Tensor:
+    return groups.scores - groups.mean
+
+
+def _rloo(groups: _Groups) -> Tensor:
+    # The score minus the mean of the others, from the mean of all.
+    return (groups.scores - groups.mean) * groups.count / (groups.count - 1).clamp(min=1)
+
+
+def _within_groups(compare: Callable[[_Groups], Tensor]) -> AdvantageEstimator:
+    """An estimator of the whole reward, KL included: `compare` gives the advantage of each response, `[B]` float64."""
+
+    def estimate(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
+        rewards = inputs.scores - settings.kl_coef * apply_mask(inputs.kl, inputs.mask).sum(1)
+        advantages = compare(_group_moments(rewards, inputs.groups)).to(rewards.dtype)
+        return _rewards_to_go(advantages, inputs, settings.gamma, kl_coef=0.0)
+
+    return AdvantageEstimator(estimate, needs_groups=True)
+
+
+ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "gae": AdvantageEstimator(_gae, needs_critic=True),
+    "grpo": _within_groups(_grpo),
+    "dr_grpo": _within_groups(_minus_mean),
+    "rloo": _within_groups(_rloo),
+    "reinforce++": AdvantageEstimator(_reinforce),
+    "reinforce++_baseline": _within_groups(_minus_mean),
+    "remax": AdvantageEstimator(_remax, needs_greedy=True),
+}

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from rlx.algorithms import masking
-from rlx.algorithms.advantages import gae, group_advantages
-from rlx.algorithms.advantages import token_rewards as place_rewards
+from rlx.algorithms.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages
 from rlx.algorithms.kl import log_ratio_kl
-from rlx.config.sections import GROUPED
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience, concat
 from rlx.training.metrics import StepTimer, evaluate, rollout_sums, summarize
@@ -100,14 +98,12 @@ def compute_advantages(run: Run, batch: Experience) -> tuple[Experience, Tensor]
     settings, mask = run.config.algorithm, batch.mask
     scores, greedy = normalize_rewards(run, batch)
     kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_estimator)
-    kl_coef, lam = run.kl.coef if settings.kl_placement == "reward" else 0.0, settings.gae_lambda
-    if settings.advantage in GROUPED:  # what a group is compared by is the whole reward, KL included
-        scores, kl_coef = scores - kl_coef * (kl * mask).sum(1), 0.0
-    if settings.advantage != "gae":
-        scores, lam = group_advantages(scores, batch.groups, settings.advantage, greedy), 1.0
-    rewards = place_rewards(scores, kl, mask, kl_coef)
-    # Without a critic the values are 0 and lambda is 1: a token's advantage is the sum of the rewards from it on.
-    advantages, returns = gae(rewards, batch.values, mask, settings.gamma, lam)
+    kl_coef = run.kl.coef if settings.kl_placement == "reward" else 0.0
+    advantages, returns = estimate_advantages(
+        settings.advantage,
+        AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy),
+        AdvantageSettings(kl_coef, settings.gamma, settings.gae_lambda),
+    )
     if settings.whiten_advantages:
         total = masking.moments(advantages, mask)
         run.grid.add(total)

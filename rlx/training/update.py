@@ -134,11 +134,8 @@ def policy_losses(run: Run, scored: PolicyOutput, micro: Experience, size: float
         micro.advantages,
         mask,
         size,
-        settings.clip_low,
-        settings.clip_high,
-        settings.dual_clip,
+        losses.PolicyLossSettings(settings.policy_loss, settings.clip_low, settings.clip_high, settings.dual_clip),
         weights * run.importance(micro),
-        settings.policy_loss,
     )
     sums: Sums = {"policy/loss": loss.detach()}
     sums |= {f"policy/{name}": total for name, total in stats.items()}

@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlx.algorithms import advantages, kl, losses, masking
-from rlx.algorithms.advantages import gae, group_advantages
+from rlx.algorithms.advantages import ADVANTAGES, AdvantageInputs, AdvantageSettings, estimate_advantages, gae
 from rlx.algorithms.importance_sampling import IMPORTANCE_LEVELS, IMPORTANCE_WEIGHTS, importance_weights
 from rlx.algorithms.kl import log_ratio_kl
-from rlx.algorithms.losses import entropy_loss, kl_loss, policy_loss, supervised_loss, token_weights, value_loss
+from rlx.algorithms.losses import (
+    PolicyLossSettings,
+    entropy_loss,
+    kl_loss,
+    policy_loss,
+    supervised_loss,
+    token_weights,
+    value_loss,
+)
+from rlx.config.sections import GROUPED
 
 NAN, INF = math.nan, math.inf
 few = settings(max_examples=40, deadline=None)
@@ -312,9 +321,16 @@ def unzip(responses: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     return f64([score for score, _ in responses]), torch.tensor([group for _, group in responses]).long()
 
 
+def response_advantages(scores: Tensor, groups: Tensor, kind: str, greedy: Tensor | None = None) -> Tensor:
+    """`[B]` advantages of responses of one token each, without KL."""
+    tokens = torch.zeros(len(scores), 1, dtype=scores.dtype)
+    inputs = AdvantageInputs(scores, tokens, tokens, torch.ones_like(tokens), groups, greedy)
+    return estimate_advantages(kind, inputs, AdvantageSettings(kl_coef=0.0, gamma=1.0, gae_lambda=0.5))[0][:, 0]
+
+
 @pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
 def test_group_advantages_by_hand(kind: str) -> None:
-    close(advantages.group_advantages(SCORES, GROUPS, kind, GREEDY), ADVANTAGES_BY_HAND[kind])
+    close(response_advantages(SCORES, GROUPS, kind, GREEDY), ADVANTAGES_BY_HAND[kind])
 
 
 @pytest.mark.parametrize("kind", CENTRED)
@@ -322,13 +338,13 @@ def test_equal_scores_and_groups_of_one_give_exactly_zero(kind: str) -> None:
     # The mean of three times 0.1 is not 0.1, neither in float32 nor in float64.
     for dtype in (torch.float32, torch.float64):
         scores = torch.tensor([0.1, 0.1, 9, 0.1], dtype=dtype)
-        close(advantages.group_advantages(scores, torch.tensor([0, 0, 1, 0]), kind), torch.zeros(4, dtype=dtype), 0.0)
+        close(response_advantages(scores, torch.tensor([0, 0, 1, 0]), kind), torch.zeros(4, dtype=dtype), 0.0)
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
 def test_group_advantages_are_detached(kind: str) -> None:
     scores, greedy = SCORES.clone().requires_grad_(), GREEDY.clone().requires_grad_()
-    assert not advantages.group_advantages(scores, GROUPS, kind, greedy).requires_grad
+    assert not response_advantages(scores, GROUPS, kind, greedy).requires_grad
 
 
 @few
@@ -338,7 +354,7 @@ def test_rloo_is_the_score_less_the_mean_of_the_others(responses: list[tuple[int
     for i, (score, group) in enumerate(responses):
         others = [s for j, (s, g) in enumerate(responses) if g == group and j != i]
         expected.append(score - sum(others) / len(others) if others else 0)
-    close(advantages.group_advantages(*unzip(responses), "rloo"), expected)
+    close(response_advantages(*unzip(responses), "rloo"), expected)
 
 
 @pytest.mark.parametrize("kind", CENTRED)
@@ -348,11 +364,11 @@ def test_group_advantages_see_only_differences(
     kind: str, responses: list[tuple[int, int]], shifts: list[int], scale: float
 ) -> None:
     scores, groups = unzip(responses)
-    advantages = group_advantages(scores, groups, kind)
+    advantages = response_advantages(scores, groups, kind)
     close(f64([0] * 4).index_add(0, groups, advantages), [0] * 4)
-    close(group_advantages(scores + f64(shifts)[groups], groups, kind), advantages)
+    close(response_advantages(scores + f64(shifts)[groups], groups, kind), advantages)
     factor = 1 if kind == "grpo" else scale  # 2e-5: the epsilon beside a standard deviation of 0.3
-    close(group_advantages(scores * scale, groups, kind), advantages * factor, 2e-5)
+    close(response_advantages(scores * scale, groups, kind), advantages * factor, 2e-5)
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
@@ -361,9 +377,50 @@ def test_group_advantages_see_only_differences(
 def test_group_advantages_follow_their_responses(kind: str, responses: list[tuple[int, int]], order: Any) -> None:
     (scores, groups), rows = unzip(responses), list(range(len(responses)))
     order.shuffle(rows)
-    advantages, greedy = group_advantages(scores, groups, kind, scores.sin()), scores.sin()
-    close(group_advantages(scores[rows], groups[rows], kind, greedy[rows]), advantages[rows])
-    close(group_advantages(scores, 99 - 7 * groups, kind, greedy), advantages)  # any number may name a group
+    advantages, greedy = response_advantages(scores, groups, kind, scores.sin()), scores.sin()
+    close(response_advantages(scores[rows], groups[rows], kind, greedy[rows]), advantages[rows])
+    close(response_advantages(scores, 99 - 7 * groups, kind, greedy), advantages)  # any number may name a group
+
+
+def test_remax_needs_the_scores_of_the_greedy_completions() -> None:
+    with pytest.raises(ValueError, match="remax needs the scores of the greedy completions"):
+        response_advantages(SCORES, GROUPS, "remax")
+
+
+def test_estimators_say_what_they_need() -> None:
+    assert [name for name, estimator in ADVANTAGES.items() if estimator.needs_groups] == list(GROUPED)
+    assert [name for name, estimator in ADVANTAGES.items() if estimator.needs_critic] == ["gae"]
+    assert [name for name, estimator in ADVANTAGES.items() if estimator.needs_greedy] == ["remax"]
+
+
+# Two responses to one prompt, of two tokens and one; kl_coef is 0.1, gamma 0.5, lambda 0.5.
+TOKEN_MASK, TOKEN_KL = torch.tensor([[1, 0, 1], [0, 1, 0]]), f64([[1, NAN, 2], [INF, 4, NAN]])
+TOKEN_ADVANTAGES_BY_HAND = {
+    # values 1 and 2; t=2: 5 - 0.2 - 2 = 2.8; t=0: -0.1 + 0.5 * 2 - 1 + 0.25 * 2.8 = 0.6; the other: 3 - 0.4 - 1
+    "gae": [[0.6, 0, 2.8], [0, 1.6, 0]],
+    # the KL of each token stays with it: 5 - 0.2, then -0.1 + 0.5 * 4.8
+    "reinforce++": [[2.3, 0, 4.8], [0, 2.6, 0]],
+    # greedy score 1: 5 - 1 - 0.2, then -0.1 + 0.5 * 3.8
+    "remax": [[1.8, 0, 3.8], [0, 1.6, 0]],
+    # whole rewards 5 - 0.3 = 4.7 and 3 - 0.4 = 2.6, mean 3.65: half the advantage one token earlier
+    "dr_grpo": [[1.05 / 2, 0, 1.05], [0, -1.05, 0]],
+    "reinforce++_baseline": [[1.05 / 2, 0, 1.05], [0, -1.05, 0]],
+    "rloo": [[2.1 / 2, 0, 2.1], [0, -2.1, 0]],
+    "grpo": [
+        [0.5 * 1.05 / (1.05 * 2**0.5 + 1e-6), 0, 1.05 / (1.05 * 2**0.5 + 1e-6)],
+        [0, -1 / (2**0.5 + 1e-6 / 1.05), 0],
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_advantages_of_tokens_by_hand(kind: str) -> None:
+    values, scores, groups = f64([[1, NAN, 2], [NAN, 1, INF]]), f64([5, 3]), torch.tensor([4, 4])
+    inputs = AdvantageInputs(scores, TOKEN_KL, values, TOKEN_MASK, groups, f64([1, 1]))
+    advantages, returns = estimate_advantages(kind, inputs, AdvantageSettings(0.1, gamma=0.5, gae_lambda=0.5))
+    close(advantages, TOKEN_ADVANTAGES_BY_HAND[kind])
+    baseline = values.nan_to_num(0, 0, 0) if kind == "gae" else 0
+    close(returns, advantages + baseline)
 
 
 # --- losses
@@ -390,9 +447,8 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def policy_loss_alone(kind: str) -> Loss:
-    return lambda x, other, weights, mask, size: losses.policy_loss(
-        x, other, other, mask, size, 0.2, 0.2, None, weights, kind
-    )[0]
+    settings = PolicyLossSettings(kind, 0.2, 0.2)
+    return lambda x, other, weights, mask, size: losses.policy_loss(x, other, other, mask, size, settings, weights)[0]
 
 
 LOSSES: dict[str, Loss] = {
@@ -456,7 +512,7 @@ def test_aggregated_losses_are_those_of_the_papers(kind: str, seed: int) -> None
     weights, size = losses.token_weights(mask, kind, 7)
     n = size.item()
     actual = [
-        losses.policy_loss(logp, old, advantages, mask, n, 0.2, 0.3, weights=weights)[0],
+        losses.policy_loss(logp, old, advantages, mask, n, PolicyLossSettings("ppo", 0.2, 0.3), weights)[0],
         losses.kl_loss(logp, old, mask, n, "k2", weights),
         losses.entropy_loss(logp, mask, n, weights),
     ]
@@ -480,9 +536,7 @@ def test_losses_do_not_depend_on_micro_batches_or_padding(
         weights, size = token_weights(mask, aggregation, 7)
         corrected = {**part, "weights": part["weights"] * weights}
         dual_clip = None if kind == "cispo" else 1.5
-        policy, stats = policy_loss(
-            **corrected, denominator=n, clip_low=0.1, clip_high=0.2, dual_clip=dual_clip, kind=kind
-        )
+        policy, stats = policy_loss(**corrected, denominator=n, settings=PolicyLossSettings(kind, 0.1, 0.2, dual_clip))
         value, value_stats = value_loss(logp, old, part["advantages"], mask, tokens, clip=0.2)
         others = kl_loss(logp, old, mask, n, "k3+", weights) + entropy_loss(logp.sin(), mask, n, weights)
         total = policy + value + others + supervised_loss(logp, mask, tokens)
@@ -535,7 +589,8 @@ def test_clipped_policy_loss_of_one_token(
     ratio: float, advantage: float, dual_clip: float | None, loss: float, slope: float, clipped: int, kind: str
 ) -> None:
     logp, one = f64([[math.log(ratio)]]).requires_grad_(), torch.ones(1, 1)
-    actual, stats = losses.policy_loss(logp, f64([[0]]), f64([[advantage]]), one, 1, 0.2, 0.3, dual_clip, kind=kind)
+    settings = PolicyLossSettings(kind, 0.2, 0.3, dual_clip)
+    actual, stats = losses.policy_loss(logp, f64([[0]]), f64([[advantage]]), one, 1, settings)
     close(actual.detach(), loss)
     close(gradient(actual, logp), [[slope]])
     close(stats["clip_fraction"], float(clipped))
@@ -575,8 +630,8 @@ def test_policy_loss_of_a_batch_by_hand(kind: str) -> None:
     losses, slopes, clipped = POLICY_BY_HAND[kind]
     logp = (POLICY_RATIOS.log() - 1).requires_grad_()
     arguments = (logp, f64([[-1, NAN, -1], [-1, -1, INF], [INF, NAN, -1], [NAN, -1, NAN], [NAN, NAN, NAN]]))
-    arguments += (POLICY_ADVANTAGES, POLICY_MASK, 10, 0.2, 0.2)
-    loss, stats = policy_loss(*arguments, kind=kind)
+    arguments += (POLICY_ADVANTAGES, POLICY_MASK, 10, PolicyLossSettings(kind, 0.2, 0.2))
+    loss, stats = policy_loss(*arguments)
     close(loss.detach(), sum(losses) / 10)
     close(gradient(loss, logp), f64(slopes) / 10)
     close(stats["clip_fraction"], float(clipped))
@@ -585,7 +640,7 @@ def test_policy_loss_of_a_batch_by_hand(kind: str) -> None:
     close(stats["approx_kl"], 2 + 4.5 + 0.5 + 1.62 + 0.5 + 1.1 - 6 - math.log(2 * 4.5 * 0.5 * 1.62 * 0.5 * 1.1))
 
     weights = f64([[1, NAN, 2], [3, 4, INF], [NAN, INF, 5], [NAN, 6, NAN], [NAN, NAN, NAN]])
-    weighted, weighted_stats = policy_loss(*arguments, weights=weights, kind=kind)
+    weighted, weighted_stats = policy_loss(*arguments, weights=weights)
     close(weighted.detach(), sum((i + 1) * loss for i, loss in enumerate(losses)) / 10)
     close(gradient(weighted, logp), weights.nan_to_num(0, 0, 0) * f64(slopes) / 10)
     assert weighted_stats == stats
@@ -600,7 +655,7 @@ def test_policy_loss_gradient_against_the_formula(kind: str, seed: int) -> None:
     # cispo: -A clip(r) w / denominator, on tokens outside of the clip range, too
     batch = random_batch(seed)
     logp = batch.pop("logp").requires_grad_()
-    loss, stats = losses.policy_loss(logp, **batch, denominator=17, clip_low=0.1, clip_high=0.2, kind=kind)
+    loss, stats = losses.policy_loss(logp, **batch, denominator=17, settings=PolicyLossSettings(kind, 0.1, 0.2))
     ratio, advantages = (logp.detach() - batch["old_logp"]).exp(), batch["advantages"]
     if kind == "ppo":
         clipped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.9))
@@ -620,7 +675,8 @@ def test_gspo_is_the_objective_of_its_paper_where_a_response_has_one_advantage(s
     advantages = batch["advantages"][:, :1].expand(-1, 5)
     logp = batch["logp"].requires_grad_()
     weights, size = losses.token_weights(mask, "sequence_mean", 5)
-    loss, _ = losses.policy_loss(logp, old_logp, advantages, mask, float(size), 0.1, 0.2, weights=weights, kind="gspo")
+    settings = PolicyLossSettings("gspo", 0.1, 0.2)
+    loss, _ = losses.policy_loss(logp, old_logp, advantages, mask, float(size), settings, weights)
 
     objectives = []
     for i in range(len(mask)):
@@ -635,7 +691,8 @@ def test_gspo_is_the_objective_of_its_paper_where_a_response_has_one_advantage(s
 def test_gspo_scales_each_token_by_its_own_advantage() -> None:
     # ratio sqrt(1.21 * 1) = 1.1 on both tokens
     logp = f64([[math.log(1.21), 0]]).requires_grad_()
-    loss, _ = losses.policy_loss(logp, f64([[0, 0]]), f64([[1, -3]]), torch.ones(1, 2), 1, 0.2, 0.2, kind="gspo")
+    settings = PolicyLossSettings("gspo", 0.2, 0.2)
+    loss, _ = losses.policy_loss(logp, f64([[0, 0]]), f64([[1, -3]]), torch.ones(1, 2), 1, settings)
     close(gradient(loss, logp), [[-1.1, 3 * 1.1]])
 
 
@@ -643,7 +700,7 @@ def test_gspo_gives_every_token_of_a_response_the_same_ratio() -> None:
     # To the last bit: or the clip would take some tokens of a response on its bound and leave others.
     make, one = torch.Generator().manual_seed(0), torch.ones(1, 50)
     logp = (3 * torch.randn(1, 50, generator=make)).requires_grad_()
-    loss, _ = losses.policy_loss(logp, 0 * one, one, one, 1, 0.9, 9.0, kind="gspo")
+    loss, _ = losses.policy_loss(logp, 0 * one, one, one, 1, PolicyLossSettings("gspo", 0.9, 9.0))
     slopes = gradient(loss, logp)
     close(slopes, slopes[:, :1].expand(1, 50), 0.0)
 
@@ -654,9 +711,8 @@ def test_gspo_gives_every_token_of_a_response_the_same_ratio() -> None:
 def test_policy_loss_of_huge_log_ratios_is_finite(dtype: torch.dtype, dual_clip: float | None, kind: str) -> None:
     logp = torch.tensor([[1000], [-1000], [1000], [-1000]], dtype=dtype, requires_grad=True)
     advantages = torch.tensor([[1], [1], [-1], [-1]], dtype=dtype)
-    loss, stats = losses.policy_loss(
-        logp, torch.zeros(4, 1, dtype=dtype), advantages, torch.ones(4, 1), 4, 0.2, 0.2, dual_clip, kind=kind
-    )
+    settings = PolicyLossSettings(kind, 0.2, 0.2, dual_clip)
+    loss, stats = losses.policy_loss(logp, torch.zeros(4, 1, dtype=dtype), advantages, torch.ones(4, 1), 4, settings)
     # -1.2, -exp(-20), exp(20) or the dual clip, 0.8
     bound = math.exp(20) if dual_clip is None else dual_clip
     close(loss.detach(), torch.tensor((-1.2 - math.exp(-20) + bound + 0.8) / 4, dtype=dtype), 1e-6)
@@ -667,7 +723,8 @@ def test_policy_loss_of_huge_log_ratios_is_finite(dtype: torch.dtype, dual_clip:
 
 def test_cispo_of_huge_log_ratios_keeps_its_gradient() -> None:
     logp = f64([[1000, -1000, 1000, -1000]]).requires_grad_()
-    loss, _ = losses.policy_loss(logp, 0 * logp, f64([[1, 1, -2, -2]]), torch.ones(1, 4), 1, 0.2, 0.3, kind="cispo")
+    settings = PolicyLossSettings("cispo", 0.2, 0.3)
+    loss, _ = losses.policy_loss(logp, 0 * logp, f64([[1, 1, -2, -2]]), torch.ones(1, 4), 1, settings)
     close(loss.detach(), -1.3 * 1000 + 0.8 * 1000 + 2 * 1.3 * 1000 - 2 * 0.8 * 1000)
     close(gradient(loss, logp), [[-1.3, -0.8, 2 * 1.3, 2 * 0.8]])
 
@@ -812,7 +869,7 @@ def test_importance_weights_are_detached() -> None:
     ("choices", "by_hand"),
     [
         (kl.KL_ESTIMATORS, KL_BY_HAND),
-        (advantages.ESTIMATORS, ADVANTAGES_BY_HAND),
+        (ADVANTAGES, {"gae": test_gae_by_hand} | ADVANTAGES_BY_HAND),
         (losses.AGGREGATIONS, AGGREGATIONS_BY_HAND),
         (losses.POLICY_LOSSES, POLICY_BY_HAND),
         (IMPORTANCE_WEIGHTS, IMPORTANCE_BY_HAND),
@@ -830,11 +887,14 @@ def test_every_choice_has_a_case_by_hand(choices: dict[str, Any], by_hand: dict[
         (lambda x: losses.kl_loss(x, x, x, 1, "k4+"), "KL estimator 'k4.*': .* k1, k2, k3, abs"),
         (lambda x: kl.log_ratio_kl(x, x, "k1++"), "KL estimator"),
         (
-            lambda x: advantages.group_advantages(x[0], x[0], "gae"),
-            r"'gae': .* grpo, dr_grpo, rloo, reinforce\+\+, reinforce\+\+_baseline, remax",
+            lambda x: response_advantages(x[0], x[0], "gea"),
+            r"'gea': .* gae, grpo, dr_grpo, rloo, reinforce\+\+, reinforce\+\+_baseline, remax",
         ),
         (lambda x: losses.token_weights(x, "mean", 1), "aggregation 'mean': .* token_mean, sequence_mean, constant"),
-        (lambda x: losses.policy_loss(x, x, x, x, 1, 0.2, 0.2, kind="a2c"), "loss 'a2c': .* ppo, gspo, cispo"),
+        (
+            lambda x: losses.policy_loss(x, x, x, x, 1, PolicyLossSettings("a2c", 0.2, 0.2)),
+            "loss 'a2c': .* ppo, gspo, cispo",
+        ),
         (
             lambda x: importance_weights(x, x, x, "clip", 0.5, 2.0),
             "weight 'clip': .* none, tis, mask",
