@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
+from rlx.config.sections import DEFAULT_METRIC, SchedulerName, SearchName
 
 if TYPE_CHECKING:
     from rlx.analysis.loading import Sweep
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 OnReport = Callable[[dict[str, Any], str | None], None]
 """(metrics of a step, address of the checkpoint written with it), called after each step"""
-
-METRIC = "eval/accuracy"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ class SweepResults:
         """Why trials failed, a line for each."""
         return [f"{trial.name}: {trial.error}" for trial in self if trial.error]
 
-    def get_best_result(self, metric: str = METRIC, mode: str = "max") -> TrialResult:
+    def get_best_result(self, metric: str = DEFAULT_METRIC, mode: str = "max") -> TrialResult:
         """The trial whose last value of a metric is the largest, or with mode "min" the smallest.
 
         Raises:
@@ -206,8 +205,8 @@ def tuner(
     space: Mapping[str, Any] | str | Path,
     trials: int = 4,
     seeds: int = 1,
-    search: str = "random",
-    scheduler: str = "none",
+    search: SearchName = "random",
+    scheduler: SchedulerName = "none",
     max_concurrent: int | None = None,
 ) -> SweepTuner:
     """A sweep over a search space, checked but not started; `config.name` names it.
@@ -272,7 +271,7 @@ def load_sweep(
     return loading.load_sweep(uri, experiment or defaults.tracking.experiment, name, metrics)
 
 
-def _check_choices(search: str, scheduler: str, counts: Mapping[str, int | None]) -> None:
+def _check_choices(search: SearchName, scheduler: SchedulerName, counts: Mapping[str, int | None]) -> None:
     from rlx.sweeps.schedulers import SCHEDULERS
     from rlx.sweeps.searchers import SEARCHES
 
@@ -290,7 +289,7 @@ def _trial_result(plan: SweepPlan, folder: Storage, name: str, record: TrialReco
 
     attempt = newest_attempt(folder, name)
     file = folder / "runs" / attempt / "result.json"
-    reported = {"step": record.step, METRIC: record.reports[-1][1]} if record.reports else {}
+    reported = {"step": record.step, DEFAULT_METRIC: record.reports[-1][1]} if record.reports else {}
     path = below(plan.config.storage, "sweeps", plan.name, "runs", attempt)
     error = record.words if record.state == "failed" else None
     return TrialResult(name, record.settings, file.read_json() if file.exists() else reported, path, error)

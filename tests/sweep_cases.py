@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from rlx.analysis.loading import METRIC, WATCHED, Setting, Sweep, Trial
+from rlx.analysis.loading import WATCHED, Setting, Sweep, Trial
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import flatten
+from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.tracking import mlflow
 
 BASE = {
@@ -66,7 +66,7 @@ def log_run(
     for step in range(min(run.accuracy, default=0), max(run.accuracy, default=-1) + 1):
         metrics = {"tokens/total": 100.0 * step, "kl/ref": float("inf") if step == 1 else 0.1 * step}
         metrics |= {"time/step": 2.0} if step else {}
-        metrics |= {METRIC: run.accuracy[step], "time/eval": 0.5} if step in run.accuracy else {}
+        metrics |= {DEFAULT_METRIC: run.accuracy[step], "time/eval": 0.5} if step in run.accuracy else {}
         points += [Metric(key, value, at, step) for key, value in metrics.items()]
     door.log_batch(run_id, metrics=points)
     if run.answers:
@@ -100,7 +100,7 @@ def trial(
 ) -> Trial:
     steps = pd.Index(list(curve), name="step")
     history = pd.DataFrame({name: pd.Series(dtype=float) for name in WATCHED}, index=steps)
-    history[METRIC] = list(curve.values())
+    history[DEFAULT_METRIC] = list(curve.values())
     history["tokens/total"] = [100.0 * step for step in curve]
     history["time/step"] = (10.0 + number) / max(1, len(curve))
     return Trial(f"trial_{number:05d}", (str(number),), dict(settings), status, history, **more)

@@ -21,15 +21,15 @@ import pandas as pd
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
+from rlx.config.sections import DEFAULT_METRIC
 from rlx.tracking import mlflow
 from rlx.tracking.metrics import METRICS, meaning
 
 Setting = int | float | str | None
 
-METRIC = "eval/accuracy"
 SAMPLE = ("prompt", "completion", "answer", "score")  # columns of a table of answers; older ones have the step, too
 WATCHED = (
-    *(METRIC, "eval/reward", "reward/mean", "task/accuracy", "kl/ref", "response/length_mean", "tokens/total"),
+    *(DEFAULT_METRIC, "eval/reward", "reward/mean", "task/accuracy", "kl/ref", "response/length_mean", "tokens/total"),
     *("time/step", "time/eval"),
 )
 

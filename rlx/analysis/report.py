@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 
 from rlx.analysis import loading, static_figure, statistics, tables
-from rlx.analysis.loading import METRIC, Setting, Sweep
+from rlx.analysis.loading import Setting, Sweep
 from rlx.analysis.statistics import Group, Mode, best_first, groups, summary_sentence
 from rlx.analysis.tables import format_table, table
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import flatten
+from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.tracking import mlflow
 
 _PLACE = ("name", "storage")  # settings that say where a run is kept, not what it does
@@ -30,7 +30,7 @@ def write(
     sweep: Sweep,
     folder: Path,
     uri: str,
-    metric: str = METRIC,
+    metric: str = DEFAULT_METRIC,
     mode: Mode = "max",
     by: str | None = None,
     against: Sweep | None = None,
@@ -75,7 +75,7 @@ def _describe(sweep: Sweep, found: Sequence[Group], uri: str, metric: str) -> No
 
 
 def compared(
-    sweep: Sweep, metric: str = METRIC, mode: Mode = "max", by: str | None = None, against: Sweep | None = None
+    sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None, against: Sweep | None = None
 ) -> dict[str, list[Group]]:
     """The groups that a sweep is read by, each best first, under what they are: its settings; if given, the values of
     the varied setting `by`; and the best settings of it and of another sweep.

@@ -11,13 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rlx.analysis.loading import METRIC
 from rlx.analysis.statistics import BANDS, Group, mean_curve, shades
+from rlx.config.sections import DEFAULT_METRIC
 
 _SHOWN = 20  # groups whose intervals a static figure has room for
 
 
-def figure(found: Sequence[Group], title: str, metric: str = METRIC) -> Figure:
+def figure(found: Sequence[Group], title: str, metric: str = DEFAULT_METRIC) -> Figure:
     """Mean curves of the groups, and beside them each run's last value with the means and their intervals.
 
     The best few curves have their intervals as bands; those of all but the best groups are grey.

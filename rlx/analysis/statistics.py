@@ -19,8 +19,9 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from rlx.analysis.loading import METRIC, Setting, Sweep, Trial, check_metric
+from rlx.analysis.loading import Setting, Sweep, Trial, check_metric
 from rlx.config.errors import ConfigError, nearest
+from rlx.config.sections import DEFAULT_METRIC
 
 Mode = Literal["max", "min"]
 
@@ -122,7 +123,7 @@ def mean_curve(group: Group, metric: str) -> pd.DataFrame:
 # Groups and their order
 
 
-def groups(sweep: Sweep, metric: str = METRIC, mode: Mode = "max", by: str | None = None) -> list[Group]:
+def groups(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None) -> list[Group]:
     """A sweep's settings, or the values of the varied setting `by`, best mean first; those without a value come last.
 
     ConfigError if the metric was not loaded, or `by` was not varied.
@@ -165,7 +166,7 @@ def short_names(keys: Iterable[str]) -> list[str]:
     return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
 
 
-def ranked(sweep: Sweep, metric: str = METRIC, mode: Mode = "max") -> list[Trial]:
+def ranked(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") -> list[Trial]:
     """The trials, best last value first, then by best value; those without the metric come last."""
     sign = -1.0 if mode == "max" else 1.0
 
@@ -176,7 +177,7 @@ def ranked(sweep: Sweep, metric: str = METRIC, mode: Mode = "max") -> list[Trial
     return sorted(sweep.trials, key=place)
 
 
-def summary_sentence(found: Sequence[Group], metric: str = METRIC) -> str:
+def summary_sentence(found: Sequence[Group], metric: str = DEFAULT_METRIC) -> str:
     """Which setting wins, by how much, and whether that may be chance: one sentence of the groups, best first."""
     known = [group for group in found if group.values]
     if not known:

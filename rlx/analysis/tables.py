@@ -13,8 +13,9 @@ from rich import box
 from rich.measure import Measurement
 from rich.table import Table
 
-from rlx.analysis.loading import METRIC, Sweep, Trial
+from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.statistics import Group, Mode, _best, as_text, final, groups, ranked, short_names
+from rlx.config.sections import DEFAULT_METRIC
 from rlx.tracking.console import plain_console, printed
 
 _SPARE = ("tokens", "lowest", "highest", "seconds")  # columns that a narrow terminal goes without, the first first
@@ -24,7 +25,7 @@ _SPARE = ("tokens", "lowest", "highest", "seconds")  # columns that a narrow ter
 # Tables
 
 
-def rank(sweep: Sweep, metric: str = METRIC, mode: Mode = "max", by: str | None = None) -> pd.DataFrame:
+def rank(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None) -> pd.DataFrame:
     """One row per setting, or per value of `by`, as `groups`: what it is, what it reached, and what it took."""
     return table(groups(sweep, metric, mode, by))
 
@@ -54,7 +55,7 @@ def cost(group: Group, kind: Literal["tokens", "seconds"]) -> float:
     return float(np.mean(each)) if each else math.nan
 
 
-def trial_table(sweep: Sweep, metric: str = METRIC, mode: Mode = "max") -> pd.DataFrame:
+def trial_table(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") -> pd.DataFrame:
     """One row per trial, as `ranked`: name, varied settings, last, best and first value, what it took, how it ended."""
     rows = [
         {"rank": place, "trial": trial.name}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
+from rlx.config.sections import DEFAULT_METRIC
 from rlx.storage.addresses import local_folder
 from rlx.tracking import mlflow
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--experiment", default="rlx", help="MLflow experiment that it is in (default: %(default)s)")
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: that of --storage)")
     parser.add_argument("--storage", default="storage", help="where the runs are kept (default: %(default)s)")
-    parser.add_argument("--metric", default="eval/accuracy", help="what settings are ranked by (default: %(default)s)")
+    parser.add_argument("--metric", default=DEFAULT_METRIC, help="what settings are ranked by (default: %(default)s)")
     parser.add_argument("--mode", choices=("max", "min"), default="max", help="which end of the metric is good")
     parser.add_argument(
         "--by", metavar="SETTING", help="compare its values: mean and 95 %% interval over the runs of each"

@@ -9,17 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rlx.cli.options import add_settings, end_on_sigterm, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.sections import SchedulerName, SearchName
 
 _DEFAULTS = Path(__file__).parent / "defaults"
 SETTINGS, SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
-# Ray takes seconds to import: the names of what rlx.search and rlx.schedulers have, for --help and bad input.
-SEARCHES = ["random", "grid", "optuna", "bayesopt", "hyperopt"]
-SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--space", metavar="FILE", default=str(SPACE))
     parser.add_argument("--trials", metavar="N", type=int, default=4, help="settings to try (random search)")
     parser.add_argument("--seeds", metavar="K", type=int, default=1, help="run each setting with so many seeds")
-    parser.add_argument("--search", choices=SEARCHES, default="random", help="how settings are drawn")
-    parser.add_argument("--scheduler", choices=SCHEDULERS, default="none", help="which trials are stopped early")
+    parser.add_argument("--search", choices=get_args(SearchName), default="random", help="how settings are drawn")
+    parser.add_argument(
+        "--scheduler", choices=get_args(SchedulerName), default="none", help="which trials are stopped early"
+    )
     parser.add_argument("--max-concurrent", metavar="N", type=int, help="at most so many trials at once")
     parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
     parser.add_argument(

@@ -1,1 +1,19 @@
-"""TODO rlx.config."""
+"""All settings of a run: their meaning, their rules, and how they are read from YAML files and dotted keys.
+
+Left out: command-line options (rlx.cli.options), and whether files, models and GPUs exist. Imports no other package of
+rlx, and neither torch nor Ray, so that a mistyped setting is refused in a fraction of a second.
+
+Example:
+    from rlx.config import flatten, from_tree, read_yaml, with_overrides
+
+    tree = read_yaml("experiments/configs/arithmetic.yaml")
+    config = from_tree(with_overrides(tree, {"train.steps": 12, "data.params.max_digits": 2}))
+    print(config.train.steps, config.algorithm.estimator.needs_critic, flatten(config)["data.params"])
+"""
+
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.run import RunConfig
+from rlx.config.sections import flatten
+
+__all__ = ["ConfigError", "RunConfig", "flatten", "from_tree", "read_yaml", "with_overrides"]

@@ -1,4 +1,7 @@
-"""TODO rlx.config.errors."""
+"""The error of a setting that cannot be used, and helpers for one-line messages.
+
+Left out: what is checked and when; each package raises ConfigError for the settings that it uses.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the text is one line for the person who typed it."""
+    """A setting that cannot be used; the message is one line for the person who typed the setting."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(" ".join(text.splitlines()))  # keys and paths may hold line breaks
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))  # keys and paths may contain line breaks
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:
-    """An error's text without line breaks, or the first `limit` characters of it."""
+    """The message of an error without line breaks, or its first `limit` characters."""
     return " ".join(str(error).split())[:limit]
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """A hint: "; nearest: X", or nothing when no choice is close."""
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"; nearest: {close[0]}" if close else ""
+    """A hint for a mistyped word: "; nearest: X", or an empty text when no choice is similar."""
+    similar = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return f"; nearest: {similar[0]}" if similar else ""

@@ -1,8 +1,7 @@
-"""The one config tree: which settings go together, and how it is read from YAML and dotted keys.
+"""Reads a config: trees of plain values from YAML files, dotted keys set in them, and the RunConfig of a tree.
 
-The command line is command_line's.
-
-Importing this needs neither torch nor Ray, so that a mistyped key is refused in a fraction of a second.
+A tree is a nested dict such as {"train": {"steps": 12}}. Every error is one line that names the setting, its value and
+the nearest valid name. Left out: command-line options (rlx.cli.options).
 """
 
 from __future__ import annotations
@@ -15,39 +14,54 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.run import RunConfig, is_dict, sections, setting_keys, settings
 from rlx.config.sections import DEFAULT_SOURCE
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Trees of plain values: YAML, dotted keys
+_SHOWN_CHARACTERS = 300
 
 
-def from_tree(tree: dict[str, Any], where: str = "config") -> RunConfig:
-    """The validated config of a nested dict; ConfigError names the key, its place and the nearest valid one."""
+def from_tree(tree: dict[str, Any], origin: str = "config") -> RunConfig:
+    """The validated config of a tree.
+
+    Args:
+        origin: where the tree comes from, e.g. a file name; error messages start with it.
+
+    Raises:
+        ConfigError: an unknown setting, a bad value, or settings that do not work together.
+    """
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(error)}") from None
+        raise ConfigError(f"{origin}: {_explain(error.errors()[0])}") from None
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text stands for; ValueError says in one line why it is none."""
+    """The value of a YAML text.
+
+    Raises:
+        ValueError: the text is not valid YAML; the message is one line.
+    """
     try:
         return yaml.safe_load(text)
-    except Exception as error:  # PyYAML has none of its own for what is not of its tag (!!bool x), nor for a 13th month
-        raise ValueError(f"no valid YAML: {one_line(error)}") from None
+    except Exception as error:  # PyYAML lets other errors through for a bad tag (!!bool x) or a 13th month
+        raise ValueError(f"not valid YAML: {one_line(error)}") from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The tree in a YAML file; ConfigError if it is missing or no mapping."""
+    """The tree in a YAML file; an empty file is an empty tree.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not contain a mapping.
+    """
     try:
         tree = parse_yaml(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: no text file") from None
+        raise ConfigError(f"{path}: not a text file") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     if tree is not None and not isinstance(tree, dict):
@@ -58,56 +72,62 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a tree with dotted keys set, e.g. {"train.steps": 12}.
 
-    An entry of a dict setting, e.g. "data.params.max_digits", is set in what the tree has there, or in its default.
+    An entry of a setting that is a dict, e.g. "data.params.max_digits", is added to the dict in the tree, or to the
+    setting's default if the tree has none.
+
+    Raises:
+        ConfigError: a key leads through a setting that has no entries, e.g. train.steps.x.
     """
-    merged: dict[str, Any] = _copied(dict(tree))
-    # Shallow keys first: data.source decides the default of data.params, and a whole dict comes before its entries.
-    for dotted in sorted(overrides, key=lambda key: key.count(".")):
-        *parents, last = dotted.split(".")
+    merged: dict[str, Any] = _deep_copy(dict(tree))
+    # Shallow keys first: data.source decides the default of data.params, and a dict is set before its entries.
+    for key in sorted(overrides, key=lambda key: key.count(".")):
+        *parents, last = key.split(".")
         node = merged
         for depth, parent in enumerate(parents, 1):
+            prefix = ".".join(parents[:depth])
             if parent not in node:
-                node[parent] = _default_entries(".".join(parents[:depth]), node)
+                node[parent] = _default_entries(prefix, node)
             node = node[parent]
             if not isinstance(node, dict):
-                raise ConfigError(f"{dotted}: {'.'.join(parents[:depth])} is {_shown(node)}, it has nothing below it")
-        node[last] = _copied(overrides[dotted])
+                raise ConfigError(f"{key}: {prefix} is {_shorten(node)}, which has no entries")
+        node[last] = _deep_copy(overrides[key])
     return merged
 
 
-def _copied(value: Any) -> Any:
+def _deep_copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except RecursionError:
         raise ConfigError("settings are nested too deeply") from None
 
 
-def _shown(value: Any) -> str:
-    """A value, or the start of it: a few lines of YAML may stand for millions of numbers."""
+def _shorten(value: Any) -> str:
+    """A value as text, cut: a few lines of YAML aliases can expand to millions of numbers."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 200
     try:
-        return f"{short.repr(value):.300}"
+        return short.repr(value)[:_SHOWN_CHARACTERS]
     except ValueError:
         return "a number too long to show"
 
 
-def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
+def _explain(error: ErrorDetails) -> str:
+    """The message for one error of pydantic, with the dotted key and the value where these are safe to show."""
+    key = ".".join(str(part) for part in error["loc"])
+    value = error["input"]
+    if error["type"] == "extra_forbidden":
         return f"unknown setting {key}{nearest(key, [*setting_keys(), *sections()])}"
-    if first["type"] == "model_type":
+    if error["type"] == "model_type":
         message = f"expected a section of settings, such as {next(k for k in settings() if k.startswith(f'{key}.'))}"
     else:
-        message = first["msg"].removeprefix("Value error, ")
-    if not key or (isinstance(first["input"], dict) and key in sections()):  # it may hold addresses with keys
+        message = error["msg"].removeprefix("Value error, ")
+    if not key or (isinstance(value, dict) and key in sections()):  # a section may hold an address with a password
         return message
-    return f"{key} = {_shown(first['input'])}: {message[0].lower()}{message[1:]}"
+    return f"{key} = {_shorten(value)}: {message[0].lower()}{message[1:]}"
 
 
 def _default_entries(key: str, section: dict[str, Any]) -> dict[str, Any]:
-    """What a part of the tree that is not given begins with: a dict setting with its default, all else with nothing."""
+    """The entries of a key that the tree does not have: the default of a setting that is a dict, otherwise none."""
     field = settings().get(key)
     if field is None or not is_dict(field):
         return {}

@@ -1,7 +1,28 @@
-"""TODO rlx.config.rules."""
+"""The rules between settings: each is a condition that is refused and the message that says what to do.
+
+A function checks one topic; RunConfig calls them in turn, so a rule may rely on all that come before it. Left out: the
+values that one setting takes (sections, algorithm).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from rlx.config.algorithm import GROUPED, AlgorithmConfig
+from rlx.config.sections import (
+    GENERATED,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    ScalingConfig,
+    TrainConfig,
+)
+
+MAX_ADAPTER_RANK = 512
+"""largest rank of LoRA adapters that vLLM loads"""
 NEEDS = {
     "checkpoint.best_mode": "checkpoint.best_by",
     "checkpoint.init_state": "checkpoint.init_from",
@@ -19,6 +40,254 @@ NEEDS = {
     "algorithm.rollout_correction_high": "algorithm.rollout_correction",
     "rollout.partial_rollouts": "rollout.max_staleness",
 }
-"""settings that do nothing unless another one is on"""
-OFF = (None, False, 0, "none")
-"""values that stand for off"""
+"""settings that have no effect while another setting is off"""
+_OFF = (None, False, 0, "none")
+
+
+def _refuse_if(condition: object, message: str) -> None:
+    if condition:
+        raise ValueError(message)
+
+
+def check_workers(scaling: ScalingConfig, parallel: ParallelConfig, train: TrainConfig, model: ModelConfig) -> None:
+    workers, tp = scaling.num_workers, parallel.tp
+    _refuse_if(workers % tp, f"scaling.num_workers ({workers}) must be a multiple of parallel.tp ({tp})")
+    unsplit = {"model.lora_rank": model.lora_rank, "model.offload": model.offload, "train.compile": train.compile}
+    for key, value in unsplit.items():
+        _refuse_if(tp > 1 and value, f"parallel.tp ({tp}) does not work with {key}: set only one of them")
+    _refuse_if(
+        train.prompts_per_step % (workers // tp * train.num_minibatches),
+        f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers / parallel.tp x "
+        f"train.num_minibatches ({workers // tp} x {train.num_minibatches})",
+    )
+
+
+def check_adaptive_kl(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
+    completions = train.prompts_per_step * train.samples_per_prompt
+    _refuse_if(
+        algorithm.adaptive_kl_target is not None and completions >= 5 * algorithm.adaptive_kl_horizon,
+        f"algorithm.adaptive_kl_horizon ({algorithm.adaptive_kl_horizon}) must be more than a fifth of the completions "
+        f"per step ({completions}): otherwise one step can set kl_coef to 0 forever",
+    )
+
+
+def check_needs(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuses settings that differ from their default and have no effect.
+
+    Args:
+        values: all settings by dotted key, `auto` resolved.
+        defaults: their defaults, by the same keys.
+    """
+    for key, needed in NEEDS.items():
+        _refuse_if(
+            values[key] != defaults[key] and values[needed] in _OFF,
+            f"{key} does nothing without {needed}",
+        )
+
+
+def check_estimator(algorithm: AlgorithmConfig, model: ModelConfig, train: TrainConfig) -> None:
+    name, estimator, samples = algorithm.advantage, algorithm.estimator, train.samples_per_prompt
+    too_few = f"train.samples_per_prompt is {samples}, at least 2 are needed"
+    _refuse_if(
+        estimator.needs_critic and model.critic == "none",
+        f"algorithm.advantage {name} needs a critic: set model.critic to separate or head",
+    )
+    _refuse_if(
+        not estimator.needs_critic and model.critic in ("separate", "head"),
+        f"algorithm.advantage {name} does not use a critic: set model.critic to none or auto",
+    )
+    _refuse_if(
+        estimator.needs_groups and samples < 2,
+        f"algorithm.advantage {name} compares the completions of a prompt: {too_few}",
+    )
+    _refuse_if(
+        algorithm.filter_groups and samples < 2,
+        f"algorithm.filter_groups compares the completions of a prompt: {too_few}",
+    )
+    _refuse_if(
+        algorithm.filter_groups and not estimator.needs_groups,
+        f"algorithm.filter_groups is for estimators that learn nothing from completions with equal rewards "
+        f"({', '.join(GROUPED)}): algorithm.advantage is {name}",
+    )
+
+
+def check_critic_warmup(train: TrainConfig, critic: str) -> None:
+    _refuse_if(
+        train.critic_warmup and critic != "separate",
+        "train.critic_warmup needs a critic with its own weights: model.critic separate, with algorithm.advantage gae",
+    )
+    _refuse_if(
+        train.critic_warmup >= train.steps,
+        f"train.critic_warmup ({train.critic_warmup}) leaves no step of train.steps ({train.steps}) for the policy",
+    )
+
+
+def check_losses(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
+    placement, estimator = algorithm.kl_placement, algorithm.kl_estimator
+    _refuse_if(
+        placement == "loss" and estimator == "k1",
+        "algorithm.kl_estimator k1 in the loss has a gradient that is zero on average: choose k1+, k2 or k3",
+    )
+    _refuse_if(
+        placement == "reward" and estimator.endswith("+"),
+        f"algorithm.kl_estimator {estimator} corrects the gradient, and a reward has none: choose {estimator[:-1]}",
+    )
+    _refuse_if(
+        algorithm.policy_loss == "cispo" and algorithm.dual_clip is not None,
+        "algorithm.dual_clip is for the clipped losses ppo and gspo: leave it unset with cispo",
+    )
+    _refuse_if(
+        algorithm.overlong_buffer > rollout.max_tokens,
+        f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) is longer than rollout.max_tokens "
+        f"({rollout.max_tokens})",
+    )
+
+
+def check_ptx(algorithm: AlgorithmConfig, data: DataConfig, replicas: int) -> None:
+    _refuse_if(
+        (algorithm.ptx_coef > 0) != (data.ptx_source is not None),
+        "algorithm.ptx_coef and data.ptx_source need each other: set both or neither",
+    )
+    _refuse_if(
+        data.ptx_source and data.ptx_batch % replicas,
+        f"data.ptx_batch ({data.ptx_batch}) must be a multiple of scaling.num_workers / parallel.tp ({replicas})",
+    )
+
+
+def check_models(model: ModelConfig, algorithm: AlgorithmConfig, critic: str, reference: str) -> None:
+    _refuse_if(
+        model.reference == "none" and (algorithm.kl_coef > 0 or algorithm.adaptive_kl_target is not None),
+        "model.reference none leaves no model to measure the KL to: set algorithm.kl_coef to 0, and leave "
+        "algorithm.adaptive_kl_target unset",
+    )
+    _refuse_if(
+        "critic" in model.offload and critic != "separate",
+        f"model.offload critic needs a critic with its own weights: model.critic is {critic}",
+    )
+    _refuse_if(
+        "reference" in model.offload and reference != "copy",
+        f"model.offload reference needs a reference with its own weights: model.reference is {reference}",
+    )
+
+
+def check_adapters(model: ModelConfig, rollout: RolloutConfig) -> None:
+    adapters_only = model.lora_sync == "adapter"
+    _refuse_if(
+        not model.lora_rank and model.reference == "lora_off",
+        "model.reference lora_off needs adapters to switch off: set model.lora_rank",
+    )
+    _refuse_if(
+        not model.lora_rank and adapters_only,
+        "model.lora_sync adapter needs adapters: set model.lora_rank",
+    )
+    _refuse_if(
+        adapters_only and model.dtype == "float32" and rollout.resources_per_engine.get("GPU"),
+        "model.lora_sync adapter: engines on GPUs do not accept float32 adapters: set model.dtype to bfloat16",
+    )
+    _refuse_if(
+        adapters_only and rollout.transport != "auto",
+        "rollout.transport does nothing with model.lora_sync adapter: leave it at auto",
+    )
+    _refuse_if(
+        adapters_only and model.lora_rank > MAX_ADAPTER_RANK,
+        f"model.lora_rank {model.lora_rank}: engines accept adapters of rank {MAX_ADAPTER_RANK} or less",
+    )
+
+
+def check_overlap(rollout: RolloutConfig, train: TrainConfig, algorithm: AlgorithmConfig, replicas: int) -> None:
+    """Refuses what generation cannot do at the same time as training and scoring."""
+    prompts = train.prompts_per_step // replicas
+    other = "rollout.max_staleness" if rollout.max_staleness else "algorithm.filter_groups"
+    _refuse_if(
+        rollout.max_staleness > 1 and not rollout.partial_rollouts,
+        f"rollout.max_staleness {rollout.max_staleness} gains nothing over 1 without rollout.partial_rollouts: each "
+        f"weight update waits until all completions are finished",
+    )
+    _refuse_if(
+        rollout.partial_rollouts and train.ema_decay is not None,
+        "rollout.partial_rollouts does not work with train.ema_decay: completions would continue with the averaged "
+        "weights while these are evaluated",
+    )
+    _refuse_if(
+        rollout.num_chunks > prompts,
+        f"rollout.num_chunks ({rollout.num_chunks}): a worker has only {prompts} prompts per step",
+    )
+    _refuse_if(
+        rollout.num_chunks > 1 and (rollout.max_staleness or algorithm.filter_groups),
+        f"rollout.num_chunks does nothing with {other}: leave it at 1",
+    )
+
+
+def check_colocated(rollout: RolloutConfig, scaling: ScalingConfig, model: ModelConfig) -> None:
+    if rollout.placement != "colocated":
+        return
+    _refuse_if(
+        not scaling.use_gpu or rollout.num_engines != scaling.num_workers,
+        f"rollout.placement colocated runs one engine on the GPU of each worker: it needs scaling.use_gpu, and as many "
+        f"rollout.num_engines ({rollout.num_engines}) as scaling.num_workers ({scaling.num_workers})",
+    )
+    incompatible = {
+        "rollout.max_staleness": rollout.max_staleness,
+        "rollout.num_chunks": rollout.num_chunks > 1,
+        "rollout.tensor_parallel": rollout.tensor_parallel > 1,
+        "rollout.resources_per_engine.GPU": rollout.resources_per_engine.get("GPU"),
+        "scaling.resources_per_worker.GPU": scaling.resources_per_worker.get("GPU"),
+        "model.lora_sync adapter": model.lora_sync == "adapter",
+    }
+    for key, given in incompatible.items():
+        _refuse_if(
+            given,
+            f"{key} does not work with rollout.placement colocated: a worker and its engine share one GPU, and the "
+            f"engine frees its weights while the worker trains",
+        )
+
+
+def check_old_logprobs(algorithm: AlgorithmConfig, rollout: RolloutConfig, critic: str, correction: str) -> None:
+    recomputed = algorithm.old_logprobs == "recomputed"
+    _refuse_if(
+        (rollout.top_p < 1 or rollout.top_k > 0) and not (recomputed and correction != "none"),
+        "rollout.top_p/top_k sample from a truncated distribution, which biases PPO's ratio: set "
+        "algorithm.rollout_correction to tis or mask, and leave algorithm.old_logprobs at recomputed",
+    )
+    _refuse_if(
+        not recomputed and correction != "none",
+        "algorithm.rollout_correction needs log-probabilities from the trainer: set it to none, or "
+        "algorithm.old_logprobs to recomputed",
+    )
+    _refuse_if(
+        not recomputed and critic == "head",
+        "model.critic head, the default with LoRA, computes its values in the forward pass that algorithm.old_logprobs "
+        "rollout saves: set model.critic to separate, or algorithm.old_logprobs to recomputed",
+    )
+
+
+def check_engine_gpus(rollout: RolloutConfig) -> None:
+    tp, gpus = rollout.tensor_parallel, rollout.resources_per_engine.get("GPU", 0)
+    _refuse_if(
+        gpus != tp and (gpus > 1 or (gpus and tp > 1)),
+        f"rollout.tensor_parallel ({tp}) is the number of GPUs that an engine's model is split over, but "
+        f"rollout.resources_per_engine.GPU is {gpus:g}: set them to the same number",
+    )
+
+
+def check_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
+    generated = data.source.startswith(GENERATED)
+    _refuse_if(
+        not generated and data.params,
+        f"data.params are for {GENERATED}DATASET: with data.source {data.source} set them to {{}}",
+    )
+    _refuse_if(
+        not generated and data.prompt_column == data.answer_column,
+        f"data.prompt_column and data.answer_column are both {data.prompt_column!r}",
+    )
+    _refuse_if(
+        generated and evaluation.source is not None,
+        "eval.source is for prompt files: generated held-out prompts come from data.source",
+    )
+    _refuse_if(
+        generated
+        and data.seed < evaluation.seed + evaluation.num_prompts
+        and evaluation.seed < data.seed + data.num_prompts,
+        f"eval.seed ({evaluation.seed}) is too close to data.seed ({data.seed}): generated training and held-out "
+        f"prompts would share seeds",
+    )

@@ -20,6 +20,7 @@ from rich.table import Table
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
+from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
@@ -63,7 +64,7 @@ class StoredRun:
 
     @property
     def best_by(self) -> str:
-        return (self.config.checkpoint.best_by if self.config else None) or "eval/accuracy"
+        return (self.config.checkpoint.best_by if self.config else None) or DEFAULT_METRIC
 
     @property
     def best(self) -> CheckpointEntry | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import flatten
+from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import below, open_storage, resolved
 from rlx.storage.checkpoint_catalog import CheckpointEntry
@@ -163,7 +163,7 @@ def _sound(found: CheckpointEntry) -> CheckpointEntry:
 def _rating(folder: Storage) -> tuple[str, str]:
     """By which metric the run's best checkpoint is the best, and whether more of it is better."""
     settings = from_tree(saved_config(folder)).checkpoint if exists(folder) else RunConfig().checkpoint
-    return settings.best_by or "eval/accuracy", settings.best_mode
+    return settings.best_by or DEFAULT_METRIC, settings.best_mode
 
 
 def _read(file: Storage, content: Callable[[], T]) -> T:

@@ -16,10 +16,10 @@ from typing import Any
 from ray import tune
 from ray.tune.experiment import Trial
 
+from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import launch, run_folder
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecords, trial_name
-from rlx.sweeps.space import METRIC
 from rlx.sweeps.trainable import newest_attempt
 from rlx.tracking.tracker import OutboxTracker
 
@@ -115,7 +115,7 @@ class SweepCallback(tune.Callback):
             return
         record = self.records.read(trial_name(trial))
         settings, reports = dict(trial.config), [each for each in record.reports if each[0] < result["step"]]
-        new = {"settings": settings, "reports": [*reports, (result["step"], result[METRIC])]}
+        new = {"settings": settings, "reports": [*reports, (result["step"], result[DEFAULT_METRIC])]}
         self.records.write(trial_name(trial), record.model_copy(update=new))
 
     @_harmless

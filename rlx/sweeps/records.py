@@ -12,6 +12,7 @@ from ray.tune.experiment import Trial
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
+from rlx.config.sections import SchedulerName, SearchName
 from rlx.storage.filesystem import Storage, retry
 
 State = Literal["open", "finished", "stopped", "failed"]
@@ -25,8 +26,8 @@ class SweepPlan:
     tree: dict[str, Any]  # the config that all trials share
     space: str  # path of the search space
     trials: int = 4  # settings to try; a grid's own number once the sweep is checked
-    search: str = "random"
-    scheduler: str = "none"
+    search: SearchName = "random"
+    scheduler: SchedulerName = "none"
     seeds: int = 1  # runs of each setting
     max_concurrent: int | None = None
     space_fingerprint: str = field(default="")

@@ -21,6 +21,7 @@ from ray.tune.schedulers import (
 from ray.tune.search.sample import Categorical, Domain, Integer
 
 from rlx.config.run import RunConfig
+from rlx.config.sections import SchedulerName
 from rlx.sweeps.space import Space, last, rounded
 
 _TIME = "step"
@@ -67,7 +68,7 @@ def _pbt(config: RunConfig, space: Space, begun: Mapping[str, int]) -> TrialSche
     )
 
 
-SCHEDULERS: dict[str, Callable[[RunConfig, Space, Mapping[str, int]], TrialScheduler]] = {
+SCHEDULERS: dict[SchedulerName, Callable[[RunConfig, Space, Mapping[str, int]], TrialScheduler]] = {
     "none": _fifo,
     "asha": _asha,
     "hyperband": _hyperband,

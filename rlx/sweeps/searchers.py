@@ -17,7 +17,8 @@ from ray.tune.search.sample import Categorical, Domain, Float, LogUniform, Quant
 from ray.tune.search.variant_generator import generate_variants
 
 from rlx.config.errors import ConfigError
-from rlx.sweeps.space import _SINGLE, METRIC, MODE, Space
+from rlx.config.sections import DEFAULT_METRIC, SearchName
+from rlx.sweeps.space import MODE, SINGLE_VALUE, Space
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Searches
@@ -30,7 +31,7 @@ class ListSearch(Searcher):
     """Suggests what is in a list, whatever comes of it."""
 
     def __init__(self, settings: Sequence[dict[str, Any]]) -> None:
-        super().__init__(METRIC, MODE)
+        super().__init__(DEFAULT_METRIC, MODE)
         self.settings = list(settings)
 
     def suggest(self, trial_id: str) -> Any:
@@ -62,7 +63,7 @@ def _optuna(space: Space, count: int, seed: int, points: Points) -> Searcher:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = OptunaSearch.convert_search_space(space)
-    return OptunaSearch(space, metric=METRIC, mode=MODE, seed=seed, points_to_evaluate=list(points) or None)
+    return OptunaSearch(space, metric=DEFAULT_METRIC, mode=MODE, seed=seed, points_to_evaluate=list(points) or None)
 
 
 class GaussianProcessSearch(Searcher):
@@ -77,7 +78,7 @@ class GaussianProcessSearch(Searcher):
     def __init__(self, ranges: Mapping[str, Float], seed: int, points: Points) -> None:
         from bayes_opt import BayesianOptimization, UtilityFunction  # type: ignore[import-untyped]
 
-        super().__init__(METRIC, MODE)
+        super().__init__(DEFAULT_METRIC, MODE)
         self._ranges, self._points, self._draws = ranges, list(points), np.random.RandomState(seed)
         self._process = BayesianOptimization(None, dict.fromkeys(ranges, (0, 1)), random_state=seed, verbose=0)
         self._promise = UtilityFunction(kind="ucb", kappa=2.576, xi=0)
@@ -91,7 +92,7 @@ class GaussianProcessSearch(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         if result:
-            self._process.register(self._given[trial_id], result[METRIC])
+            self._process.register(self._given[trial_id], result[DEFAULT_METRIC])
 
     def _new(self) -> dict[str, float]:
         if len(self._given) >= self._AT_RANDOM:
@@ -137,11 +138,11 @@ def _hyperopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
     from ray.tune.search.hyperopt import HyperOptSearch
 
     space = HyperOptSearch.convert_search_space(space)
-    options = {"metric": METRIC, "mode": MODE, "random_state_seed": seed}
+    options = {"metric": DEFAULT_METRIC, "mode": MODE, "random_state_seed": seed}
     return HyperOptSearch(space, points_to_evaluate=list(points) or None, **options)
 
 
-SEARCHES: dict[str, Callable[[Space, int, int, Points], Searcher]] = {
+SEARCHES: dict[SearchName, Callable[[Space, int, int, Points], Searcher]] = {
     "random": _random,
     "grid": _grid,
     "optuna": _optuna,
@@ -152,7 +153,7 @@ ADAPTIVE = ("optuna", "bayesopt", "hyperopt")
 """searches that learn from what came of their suggestions"""
 
 
-def searcher(name: str, space: Space, count: int, seed: int, points: Points = ()) -> Searcher:
+def searcher(name: SearchName, space: Space, count: int, seed: int, points: Points = ()) -> Searcher:
     """A search by name.
 
     Args:
@@ -170,7 +171,7 @@ def searcher(name: str, space: Space, count: int, seed: int, points: Points = ()
     if not varied:
         raise ConfigError(f"--search {name} has nothing to vary: no setting of the space has a range or choices")
     for key, domain in varied.items():
-        if isinstance(domain, Categorical) and not all(isinstance(value, _SINGLE) for value in domain.categories):
+        if isinstance(domain, Categorical) and not all(isinstance(value, SINGLE_VALUE) for value in domain.categories):
             raise ConfigError(f"--search {name} takes single values alone as choices, which those of {key} are not")
     tried = [{key: settings[key] for key in varied} for settings in points]
     return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would draw the same again

@@ -1,4 +1,7 @@
-"""TODO rlx.sweeps.space."""
+"""Search spaces: plain Python files whose space() returns the settings to vary, checked against the config.
+
+Left out: how settings are suggested from a space (searchers).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from rlx.config.run import is_setting, setting_keys
 
 Space = dict[str, Any]
 """values or domains (tune.choice, tune.loguniform, ...) of settings, by dotted key"""
-
-METRIC, MODE = "eval/accuracy", "max"
-_SINGLE = str | int | float | np.generic | None
-# What a trial needs of the cluster is the same for all trials of a sweep.
-_PLANNED = (
+MODE = "max"
+"""how trials are compared: a larger DEFAULT_METRIC is better"""
+SINGLE_VALUE = str | int | float | np.generic | None
+"""types of choices that adaptive searches accept"""
+# Keys and prefixes of settings that decide the resources of a trial, which are the same for all trials.
+_RESOURCES = (
     "scaling.",
     "rollout.num_engines",
     "rollout.placement",
@@ -33,16 +37,26 @@ _PLANNED = (
     "reward.resources_per_model",
     "ray_address",
 )
-# What a sweep is made of: its trials are compared at the same step, and kept and recorded in one place.
+# Keys and prefixes of settings that belong to the sweep: its trials are compared at one step and recorded together.
 _SHARED = ("name", "storage", "train.steps", "tracking.", "checkpoint.init_")
 
 
 def load_space(path: str, tree: Mapping[str, Any]) -> Space:
-    """The search space of a Python file with a function space(), each setting checked against the config tree.
+    """The search space of a Python file, each setting checked against the config tree.
 
     Raises:
-        ConfigError: no such file or function, an unknown setting, or a value that the setting does not take.
+        ConfigError: no such file or function, an unknown setting, or a value that the setting does not accept.
     """
+    space = _call_space(path)
+    if not space:
+        raise ConfigError(f"--space {path}: no function space() that returns settings to vary")
+    for key, domain in space.items():
+        _check(key, domain, path, tree)
+    return space
+
+
+def _call_space(path: str) -> Space | None:
+    """The result of the file's space(), or None if it has no such function."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--space {path}: no such file")
@@ -52,14 +66,9 @@ def load_space(path: str, tree: Mapping[str, Any]) -> Space:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        space = dict(module.space()) if hasattr(module, "space") else None
-    except Exception as error:  # whatever the file does
+        return dict(module.space()) if hasattr(module, "space") else None
+    except Exception as error:  # the file may raise anything
         raise ConfigError(f"--space {path}: {type(error).__name__}: {error}") from None
-    if not space:
-        raise ConfigError(f"--space {path}: it has no function space() that gives settings to vary")
-    for key, domain in space.items():
-        _check(key, domain, path, tree)
-    return space
 
 
 def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
@@ -76,19 +85,19 @@ def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
 
 
 def space_fingerprint(path: str) -> str:
-    """Changes when the file does."""
+    """A hash of the file's content."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
     if not isinstance(key, str) or not is_setting(key):
         raise ConfigError(f"--space {path}: unknown setting {key}{nearest(str(key), setting_keys())}")
-    if key.startswith(_PLANNED):
-        raise ConfigError(f"--space {path}: {key} changes what a trial needs of the cluster, which all trials share")
+    if key.startswith(_RESOURCES):
+        raise ConfigError(f"--space {path}: {key} changes the resources of a trial, which all trials share")
     if key.startswith(_SHARED):
         raise ConfigError(f"--space {path}: {key} is the same for all trials of a sweep")
     if isinstance(domain, Function):
-        raise ConfigError(f"--space {path}: tune.sample_from hides what it gives to {key}: use a range or choices")
+        raise ConfigError(f"--space {path}: {key}: tune.sample_from hides its values: use a range or choices")
     if not extremes(domain):
         raise ConfigError(f"--space {path}: {key} has no values to choose from")
     for value in extremes(domain):
@@ -96,7 +105,7 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
 
 
 def extremes(domain: Any) -> list[Any]:
-    """Values that show whether a setting takes what a domain gives."""
+    """The values of a domain that show whether a setting accepts all of them: the ends of a range, or all choices."""
     if isinstance(domain, Categorical):
         return list(domain.categories)
     if isinstance(domain, Integer):
@@ -109,22 +118,25 @@ def extremes(domain: Any) -> list[Any]:
 
 
 def last(domain: Integer) -> int:
-    """The largest value of a range of whole numbers: Ray leaves its end out, unless it is made of steps."""
+    """The largest value of a range of integers: Ray excludes the upper end, except from a quantized range."""
     return int(domain.upper) - (not isinstance(domain.sampler, Quantized))
 
 
 def complete_settings(space: Space, suggested: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial's settings: the space's constants, and what was suggested; a number from a range to four digits, so that
-    it reads the same wherever it is shown."""
+    """The settings of a trial: the constants of the space, and the suggested values.
+
+    A number from a range is rounded to four significant digits, so that it reads the same everywhere.
+    """
     constants = {key: value for key, value in space.items() if not isinstance(value, Domain | dict)}
     return constants | {key: _plain(value, space.get(key)) for key, value in suggested.items()}
 
 
 def rounded(value: float) -> float:
-    """To four significant digits."""
+    """A number with four significant digits."""
     return float(f"{value:.4g}")
 
 
 def _plain(value: Any, domain: Any) -> Any:
-    value = value.item() if hasattr(value, "item") else value  # NumPy's
+    """A suggested value as a type of Python, rounded if it comes from a range of floats."""
+    value = value.item() if hasattr(value, "item") else value  # NumPy scalars
     return min(max(rounded(value), domain.lower), domain.upper) if isinstance(domain, Float) else value

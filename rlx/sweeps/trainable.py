@@ -18,7 +18,7 @@ from ray import tune
 from ray.tune.trainable.function_trainable import wrap_function
 
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.sections import flatten
+from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.runs import launch, preflight
 from rlx.runs.resources import plan_resources
 from rlx.runs.run_folder import exists, saved_config
@@ -27,7 +27,6 @@ from rlx.storage.filesystem import Storage
 from rlx.sweeps import space
 from rlx.sweeps.records import SweepPlan, TrialRecords
 from rlx.sweeps.schedulers import PAUSING, REPLAYING
-from rlx.sweeps.space import METRIC
 
 _POINTER = "pointer.json"
 _START = ("checkpoint.init_from", "checkpoint.init_state")
@@ -76,7 +75,7 @@ def _run_trial(sweep: SweepPlan, storage: Storage, settings: dict[str, Any], tab
     record = TrialRecords(folder).read(name)
     if sweep.scheduler in REPLAYING:
         for step, accuracy in record.reports:
-            tune.report({"step": step, METRIC: accuracy})
+            tune.report({"step": step, DEFAULT_METRIC: accuracy})
     if record.is_over:
         return
     leg, start = _attempt(sweep, folder, name, settings, record.begun)

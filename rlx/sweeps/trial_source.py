@@ -15,8 +15,9 @@ from ray.tune.experiment.config_parser import _create_trial_from_spec, _make_par
 from ray.tune.search import Searcher
 from ray.tune.search.search_algorithm import SearchAlgorithm
 
+from rlx.config.sections import DEFAULT_METRIC
 from rlx.sweeps.records import TrialRecord, TrialRecords
-from rlx.sweeps.space import METRIC, Space, complete_settings
+from rlx.sweeps.space import Space, complete_settings
 
 
 class TrialSource(SearchAlgorithm):
@@ -85,7 +86,7 @@ class TrialSource(SearchAlgorithm):
         pass
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        self._tell(int(trial_id), None if error else (result or {}).get(METRIC))
+        self._tell(int(trial_id), None if error else (result or {}).get(DEFAULT_METRIC))
 
     def is_finished(self) -> bool:
         """Whether no trial is to come; when it is, Tune ends each process whose trial pauses."""
@@ -120,7 +121,7 @@ class TrialSource(SearchAlgorithm):
         values.append(value)
         if len(values) == len(self._seeds):
             known = [each for each in values if each is not None]
-            result = {METRIC: sum(known) / len(known)} if known else None
+            result = {DEFAULT_METRIC: sum(known) / len(known)} if known else None
             self._search.on_trial_complete(str(which), result, error=not known)
 
     def _trial(self, trial_id: str, settings: dict[str, Any]) -> Trial:

@@ -18,7 +18,7 @@ from ray import tune
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.sections import flatten
+from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.runs import launch, run_folder
 from rlx.runs.resources import nodes, plan_resources
 from rlx.runs.run_folder import exists, saved_config
@@ -28,7 +28,7 @@ from rlx.sweeps.callback import SweepCallback, Watch
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, trial_name
 from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, first_rung
 from rlx.sweeps.searchers import ADAPTIVE
-from rlx.sweeps.space import METRIC, MODE, Space, complete_settings, load_space, space_fingerprint
+from rlx.sweeps.space import MODE, Space, complete_settings, load_space, space_fingerprint
 from rlx.sweeps.trainable import attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialSource
 from rlx.tracking.tracker import OutboxTracker, service_at
@@ -227,7 +227,7 @@ def _tuner(sweep: SweepPlan, storage: Storage) -> tune.Tuner:
     return tune.Tuner(
         trainable(sweep, storage),
         tune_config=tune.TuneConfig(
-            metric=METRIC,
+            metric=DEFAULT_METRIC,
             mode=MODE,
             num_samples=-1,
             scheduler=SCHEDULERS[sweep.scheduler](config, space, begun),

@@ -150,7 +150,7 @@ def _rounds(config: RunConfig, fleet: EngineGroup, sampling: Sampling, prompts: 
     """Each prompt is answered so many times, and greedily once more if the estimator asks for that."""
     train, ahead = config.train, config.rollout.max_staleness
     samplings = [sampling] * train.samples_per_prompt
-    if config.algorithm.advantage == "remax":
+    if config.algorithm.estimator.needs_greedy:
         samplings.append(sampling.greedy)
     return RolloutQueue(fleet, prompts, samplings, train.prompts_per_step, config.rollout.num_chunks, ahead)
 

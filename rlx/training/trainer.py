@@ -170,7 +170,7 @@ class Run:
             wanted=train.prompts_per_step // self.grid.dp_size,
             samples=train.samples_per_prompt,
             filtered=self.config.algorithm.filter_groups,
-            greedy=self.config.algorithm.advantage == "remax",
+            greedy=self.config.algorithm.estimator.needs_greedy,
             at_once=self.config.rollout.num_chunks > 1,
         )
 

@@ -25,7 +25,7 @@ from rlx.algorithms.losses import (
     token_weights,
     value_loss,
 )
-from rlx.config.sections import GROUPED
+from rlx.config.algorithm import GROUPED
 
 NAN, INF = math.nan, math.inf
 few = settings(max_examples=40, deadline=None)

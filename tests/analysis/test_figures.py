@@ -9,8 +9,8 @@ import pytest
 from sweep_cases import sweep, trial
 
 from rlx.analysis import figures
-from rlx.analysis.loading import METRIC
 from rlx.analysis.statistics import BANDS, groups
+from rlx.config.sections import DEFAULT_METRIC
 
 LR, KIND, EPOCHS = "train.actor_lr", "algorithm.kl_estimator", "train.ppo_epochs"
 LRS = [1e-5, 3e-5, 8e-5, 2e-4, 5e-4, 9e-4, 1e-3]
@@ -34,7 +34,7 @@ def made(seeds: int = 2) -> list:
 
 
 def test_intervals_show_each_mean_and_each_run() -> None:
-    runs, means = figures.intervals(made(), METRIC).data
+    runs, means = figures.intervals(made(), DEFAULT_METRIC).data
     assert sorted(runs.x) == pytest.approx(sorted(0.1 * i + 0.02 * seed for i in range(7) for seed in range(2)))
     assert list(means.x) == pytest.approx([0.1 * i + 0.01 for i in reversed(range(7))])
     assert list(means.error_x.array) == pytest.approx([12.706205 * 0.01] * 7, rel=1e-6)
@@ -43,12 +43,12 @@ def test_intervals_show_each_mean_and_each_run() -> None:
 
 def test_a_setting_of_one_run_has_no_bar_and_no_band() -> None:
     found = made(seeds=1)
-    assert set(figures.intervals(found, METRIC).data[1].error_x.array) == {None}
-    assert not [trace for trace in figures.curves(found, METRIC).data if trace.fill]
+    assert set(figures.intervals(found, DEFAULT_METRIC).data[1].error_x.array) == {None}
+    assert not [trace for trace in figures.curves(found, DEFAULT_METRIC).data if trace.fill]
 
 
 def test_curves_are_means_by_step_with_bands_for_the_best() -> None:
-    figure = figures.curves(made(), METRIC)
+    figure = figures.curves(made(), DEFAULT_METRIC)
     lines = {trace.name: trace for trace in figure.data if trace.mode == "lines"}
     assert len(lines) == 7
     best = next(trace for name, trace in lines.items() if name.startswith("1  "))
@@ -60,7 +60,7 @@ def test_curves_are_means_by_step_with_bands_for_the_best() -> None:
 
 
 def test_parallel_coordinates_pass_through_each_value_on_its_scale() -> None:
-    (lines,) = figures.parallel_coordinates(made(), METRIC).data
+    (lines,) = figures.parallel_coordinates(made(), DEFAULT_METRIC).data
     lr, kind, epochs, metric = lines.dimensions
     assert list(lr.values) == pytest.approx([math.log10(value) for value in reversed(LRS)])
     assert (lr.ticktext[0], lr.ticktext[-1]) == ("1e-5", "0.001")
@@ -72,13 +72,13 @@ def test_parallel_coordinates_pass_through_each_value_on_its_scale() -> None:
 
 def test_the_best_is_the_darkest() -> None:
     for found, turned in ((made(), True), (made()[::-1], False)):
-        (lines,) = figures.parallel_coordinates(found, METRIC).data
+        (lines,) = figures.parallel_coordinates(found, DEFAULT_METRIC).data
         assert lines.line.colorscale[0][1] == "#440154"
         assert lines.line.reversescale == turned
 
 
 def test_slices_have_a_panel_per_varied_setting() -> None:
-    figure = figures.slices(made(), METRIC)
+    figure = figures.slices(made(), DEFAULT_METRIC)
     assert [list(trace.x) for trace in figure.data] == [
         pytest.approx(LRS[::-1]),
         ["-", "k1", "-", "k1", "-", "k1", "-"],
@@ -95,7 +95,7 @@ def test_slices_have_a_panel_per_varied_setting() -> None:
 def test_four_slices_are_two_by_two() -> None:
     keys = ("a", "b", "c", "d")
     found = groups(sweep(*(trial(i, {key: float(i) for key in keys}, {9: 0.1 * i}) for i in range(3))))
-    figure = figures.slices(found, METRIC)
+    figure = figures.slices(found, DEFAULT_METRIC)
     assert [(axis.domain[0] > 0.5) for axis in figure.select_xaxes()] == [False, True, False, True]
     assert len({axis.domain for axis in figure.select_yaxes()}) == 2
 
@@ -104,21 +104,21 @@ def test_four_slices_are_two_by_two() -> None:
 def test_legends_lie_below_the_axis_title(count: int) -> None:
     """In pixels, however high the plot is."""
     for draw in (figures.intervals, figures.curves):
-        layout = draw(made()[:count], METRIC).layout
+        layout = draw(made()[:count], DEFAULT_METRIC).layout
         plot = layout.height - layout.margin.t - layout.margin.b
         assert -layout.legend.y * plot == pytest.approx(54)
         assert layout.margin.b >= 54 + 24
 
 
 def test_cost_is_of_a_run_on_average() -> None:
-    tokens, seconds = figures.costs(made(), METRIC).data
+    tokens, seconds = figures.costs(made(), DEFAULT_METRIC).data
     assert set(tokens.x) == {900.0}
     assert list(seconds.x) == [10.0 + i for i in reversed(range(7))]
 
 
 def test_importances_are_named_and_in_order() -> None:
     (bars,) = figures.importances({LR: 0.75, KIND: 0.25}).data
-    assert (list(bars.y), list(bars.x), list(bars.text)) == (["actor_lr", "kl_kind"], [0.75, 0.25], ["75%", "25%"])
+    assert (list(bars.y), list(bars.x), list(bars.text)) == (["actor_lr", "kl_estimator"], [0.75, 0.25], ["75%", "25%"])
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,6 @@ def test_marks_are_few_and_round(values: list[Any], marks: list[Any]) -> None:
 def test_every_figure_has_its_data() -> None:
     for found in (made(), made(seeds=1), made()[:2]):
         for draw in (figures.intervals, figures.curves, figures.parallel_coordinates, figures.slices, figures.costs):
-            figure = draw(found, METRIC)
+            figure = draw(found, DEFAULT_METRIC)
             assert isinstance(figure, go.Figure)
             assert figure.data

@@ -10,10 +10,11 @@ from scipy import stats
 from sweep_cases import sweep, trial
 
 from rlx.analysis import static_figure, statistics, tables
-from rlx.analysis.loading import METRIC, Setting
+from rlx.analysis.loading import Setting
 from rlx.analysis.statistics import difference, difference_sentence, groups, mean_interval, summary_sentence
 from rlx.analysis.tables import rank
 from rlx.config.errors import ConfigError
+from rlx.config.sections import DEFAULT_METRIC
 
 LR, KIND = "train.actor_lr", "algorithm.advantage"
 
@@ -157,7 +158,7 @@ def test_runs_that_agree_by_luck_are_no_certainty() -> None:
     assert difference_sentence(*certain).endswith("more than chance.")
     assert difference(*doubtful)[1] == pytest.approx(math.hypot(doubtful[0].half, doubtful[1].half))
     assert difference_sentence(*doubtful).endswith("which may be chance.")
-    curve = statistics.mean_curve(doubtful[0], METRIC)
+    curve = statistics.mean_curve(doubtful[0], DEFAULT_METRIC)
     assert curve["high"].iloc[-1] - curve["mean"].iloc[-1] == pytest.approx(doubtful[0].half)
 
 
@@ -227,7 +228,7 @@ def test_a_row_per_trial_by_the_last_value_then_the_best() -> None:
 
 def test_names_lose_their_section_unless_two_would_be_alike() -> None:
     assert statistics.short_names(["train.actor_lr", "seed"]) == ["actor_lr", "seed"]
-    assert statistics.short_names(["data.seed", "seed", "eval.num_prompts"]) == ["data.seed", "seed", "size"]
+    assert statistics.short_names(["data.seed", "seed", "eval.num_prompts"]) == ["data.seed", "seed", "num_prompts"]
 
 
 def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:
@@ -285,7 +286,7 @@ def test_numbers_as_text(value: float | None, text: str) -> None:
 def test_a_run_that_ended_early_keeps_its_last_value_in_the_mean() -> None:
     runs = (trial(0, setting(1, 0), {0: 0.1, 5: 0.3, 10: 0.5}), trial(1, setting(1, 1), {0: 0.1, 5: 0.9}, stopped=5))
     (group,) = groups(sweep(*runs))
-    curve = statistics.mean_curve(group, METRIC)
+    curve = statistics.mean_curve(group, DEFAULT_METRIC)
     assert curve["mean"].to_dict() == pytest.approx({0: 0.1, 5: 0.6, 10: 0.7})
     assert curve["mean"].iloc[-1] == pytest.approx(group.mean)
     assert (curve["high"] - curve["low"]).tolist() == pytest.approx(
@@ -317,6 +318,6 @@ def test_a_sweep_without_results_is_an_empty_picture(tmp_path: Path) -> None:
     found = groups(sweep(trial(0, {LR: 1.0}, {}, status="FAILED")))
     figure = static_figure.figure(found, "s")
     assert not figure.axes[0].lines
-    assert statistics.mean_curve(found[0], METRIC).empty
+    assert statistics.mean_curve(found[0], DEFAULT_METRIC).empty
     assert isinstance(tables.table(found), pd.DataFrame)
     figure.savefig(tmp_path / "figure.png")

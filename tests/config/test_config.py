@@ -4,12 +4,14 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+from rlx.algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from rlx.cli.options import add_settings, parse
+from rlx.config.algorithm import ESTIMATORS, GROUPED, AdvantageName, Estimator
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, is_setting, setting_keys
@@ -74,7 +76,7 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_whole_config() -> No
             {"scaling": {"resources_per_worker": {"CPU": 0}}},
             "scaling.resources_per_worker = {'CPU': 0}: at least one resource must be more than 0",
         ),
-        ({"reward": {"answer_pattern": "("}}, "reward.answer_pattern = '(': no regular expression: missing )"),
+        ({"reward": {"answer_pattern": "("}}, "reward.answer_pattern = '(': not a regular expression: missing )"),
         ({"name": "a/b"}, "name = 'a/b': string should match pattern"),
         ({1: 2}, "1 = 1: keys should be strings"),
     ],
@@ -100,7 +102,7 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ),
         (
             {"parallel": {"tp": 2}, "scaling": {"num_workers": 2}, "model": {"lora_rank": 4}},
-            r"parallel.tp \(2\) does not go with model.lora_rank",
+            r"parallel.tp \(2\) does not work with model.lora_rank",
         ),
         (
             {"algorithm": {"old_logprobs": "rollout", "rollout_correction": "tis"}},
@@ -116,10 +118,10 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ({"data": {"source": "a.csv", "params": {"x": 1}}}, "data.params are for reasoning_gym:DATASET"),
         ({"data": {"source": "a.csv", "prompt_column": "answer"}}, "are both 'answer'"),
         ({"eval": {"source": "a.csv"}}, "eval.source is for prompt files"),
-        ({"eval": {"seed": 4095}}, r"eval.seed \(4095\) is too near to data.seed \(0\)"),
-        ({"eval": {"seed": 0}, "data": {"seed": 255}}, "too near"),
+        ({"eval": {"seed": 4095}}, r"eval.seed \(4095\) is too close to data.seed \(0\)"),
+        ({"eval": {"seed": 0}, "data": {"seed": 255}}, "too close"),
         ({"model": {"critic": "none"}}, "advantage gae needs a critic"),
-        ({"model": {"critic": "head"}, "algorithm": {"advantage": "rloo"}}, "rloo has no use for a critic"),
+        ({"model": {"critic": "head"}, "algorithm": {"advantage": "rloo"}}, "rloo does not use a critic"),
         *[
             (
                 {"train": {"samples_per_prompt": 1}, "algorithm": {"advantage": name}},
@@ -131,17 +133,20 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             {"train": {"samples_per_prompt": 1}, "algorithm": {"filter_groups": True}},
             "filter_groups compares",
         ),
-        ({"train": {"critic_warmup": 2}, "model": {"critic": "head"}}, "critic_warmup needs a critic with weights"),
+        (
+            {"train": {"critic_warmup": 2}, "model": {"critic": "head"}},
+            "critic_warmup needs a critic with its own weights",
+        ),
         ({"train": {"critic_warmup": 2}, "algorithm": {"advantage": "remax"}}, "critic_warmup needs a critic"),
         (
             {"algorithm": {"kl_placement": "loss", "kl_estimator": "k1"}},
             r"gradient that is zero on average: choose k1\+",
         ),
-        ({"algorithm": {"kl_estimator": "k3+"}}, r"k3\+: a reward has no gradient to correct, choose k3$"),
-        ({"algorithm": {"policy_loss": "cispo", "dual_clip": 3}}, "dual_clip bounds the clipped losses"),
+        ({"algorithm": {"kl_estimator": "k3+"}}, r"k3\+ corrects the gradient, and a reward has none: choose k3$"),
+        ({"algorithm": {"policy_loss": "cispo", "dual_clip": 3}}, "dual_clip is for the clipped losses ppo and gspo"),
         ({"algorithm": {"overlong_buffer": 17}}, r"overlong_buffer \(17\) is longer than rollout.max_tokens \(16\)"),
-        ({"algorithm": {"ptx_coef": 0.1}}, "ptx_coef and data.ptx_source go together"),
-        ({"data": {"ptx_source": "a.csv"}}, "ptx_coef and data.ptx_source go together"),
+        ({"algorithm": {"ptx_coef": 0.1}}, "ptx_coef and data.ptx_source need each other"),
+        ({"data": {"ptx_source": "a.csv"}}, "ptx_coef and data.ptx_source need each other"),
         (
             {
                 "data": {"ptx_source": "a.csv", "ptx_batch": 3},
@@ -150,10 +155,10 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
             },
             r"ptx_batch \(3\) must be a multiple",
         ),
-        ({"model": {"reference": "none"}}, "nothing to measure the KL to: set algorithm.kl_coef to 0"),
+        ({"model": {"reference": "none"}}, "no model to measure the KL to: set algorithm.kl_coef to 0"),
         ({"model": {"reference": "lora_off"}}, "lora_off needs adapters to switch off: set model.lora_rank"),
         ({"model": {"lora_sync": "adapter"}}, "lora_sync adapter needs adapters: set model.lora_rank"),
-        ({"model": {"lora_rank": 600, "lora_sync": "adapter"}}, "at most rank 512"),
+        ({"model": {"lora_rank": 600, "lora_sync": "adapter"}}, "adapters of rank 512 or less"),
         (
             {
                 "model": {"lora_rank": 8, "lora_sync": "adapter"},
@@ -173,7 +178,7 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ),
         (
             {"rollout": {"max_staleness": 1, "partial_rollouts": True}, "train": {"ema_decay": 0.9}},
-            "partial_rollouts would go on with train.ema_decay's average",
+            "partial_rollouts does not work with train.ema_decay",
         ),
         ({"rollout": {"num_chunks": 65}}, r"rollout.num_chunks \(65\): a worker has only 64 prompts per step"),
         (
@@ -187,22 +192,22 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ),
         (
             {"rollout": {"placement": "colocated", "max_staleness": 1}, "scaling": {"use_gpu": True}},
-            "rollout.max_staleness does not go with rollout.placement colocated",
+            "rollout.max_staleness does not work with rollout.placement colocated",
         ),
         (
             {"rollout": {"placement": "colocated", "resources_per_engine": {"GPU": 1}}, "scaling": {"use_gpu": True}},
-            "rollout.resources_per_engine.GPU does not go with rollout.placement colocated",
+            "rollout.resources_per_engine.GPU does not work with rollout.placement colocated",
         ),
         ({"model": {"lora_alpha": 3}}, "model.lora_alpha does nothing without model.lora_rank"),
         ({"model": {"lora_targets": ["q_proj"]}}, "model.lora_targets does nothing without model.lora_rank"),
         ({"model": {"offload": ["critic"]}}, "model.offload does nothing without scaling.use_gpu"),
         (
             {"model": {"offload": ["critic"], "critic": "head"}, "scaling": {"use_gpu": True}},
-            "model.offload critic: it has no weights of its own here, model.critic is head",
+            "model.offload critic needs a critic with its own weights: model.critic is head",
         ),
         (
             {"model": {"offload": ["reference"], "lora_rank": 4}, "scaling": {"use_gpu": True}},
-            "model.offload reference: it has no weights of its own here, model.reference is lora_off",
+            "model.offload reference needs a reference with its own weights: model.reference is lora_off",
         ),
         (
             {"algorithm": {"kl_coef": 0, "adaptive_kl_target": 0.1}},
@@ -215,10 +220,13 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ({"algorithm": {"overlong_penalty": 3}}, "overlong_penalty does nothing without algorithm.overlong_buffer"),
         (
             {"algorithm": {"filter_groups": True}},
-            r"equal scores says nothing .*: algorithm.advantage is gae",
+            r"learn nothing from completions with equal rewards \(grpo, dr_grpo, .*: algorithm.advantage is gae",
         ),
-        ({"train": {"critic_warmup": 40}}, r"critic_warmup \(40\) leaves none of train.steps \(40\) to the policy"),
-        ({"reward": {"functions": {"url": 1}, "url": "http://u:s@h/"}}, "^config: reward.url holds a user or password"),
+        ({"train": {"critic_warmup": 40}}, r"critic_warmup \(40\) leaves no step of train.steps \(40\) for the policy"),
+        (
+            {"reward": {"functions": {"url": 1}, "url": "http://u:s@h/"}},
+            "^config: reward.url contains a user or password",
+        ),
         ({"reward": {"functions": {"format": 1}}}, "format, which needs reward.format_pattern"),
         ({"reward": {"functions": {"model": 1}}}, "model, which needs reward.model"),
         ({"reward": {"url": "http://x"}}, "reward.url is set, but reward.functions gives url no weight"),
@@ -280,6 +288,24 @@ def test_what_is_not_given_follows_the_estimator_and_the_loss(
     assert (*found, settings.clip_low, settings.clip_high) == published
 
 
+def test_the_table_of_estimators_agrees_with_their_formulas() -> None:
+    def needs(estimator: Estimator | AdvantageEstimator) -> tuple[bool, bool, bool]:
+        return estimator.needs_critic, estimator.needs_groups, estimator.needs_greedy
+
+    assert tuple(ESTIMATORS) == get_args(AdvantageName)
+    assert {name: needs(e) for name, e in ESTIMATORS.items()} == {name: needs(e) for name, e in ADVANTAGES.items()}
+
+
+def test_an_estimator_says_what_it_needs() -> None:
+    def needing(what: str) -> set[str]:
+        return {name for name, estimator in ESTIMATORS.items() if getattr(estimator, f"needs_{what}")}
+
+    assert needing("critic") == {"gae"}
+    assert needing("groups") == {"grpo", "dr_grpo", "rloo", "reinforce++_baseline"} == set(GROUPED)
+    assert needing("greedy") == {"remax"}
+    assert from_tree({"algorithm": {"advantage": "remax"}}).algorithm.estimator is ESTIMATORS["remax"]
+
+
 def test_roles_follow_the_estimator_and_the_adapters() -> None:
     plain, grouped = RunConfig(), from_tree({"algorithm": {"advantage": "grpo"}})
     assert (plain.critic, plain.reference, grouped.critic) == ("separate", "copy", "none")
@@ -338,7 +364,7 @@ def test_a_whole_dict_replaces_the_value_and_entries_go_into_it() -> None:
 
 @pytest.mark.parametrize("tree", [{"train": 5}, {"train": None}])
 def test_nothing_is_set_below_a_single_value(tree: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"train\.steps: train is (5|None), it has nothing below it"):
+    with pytest.raises(ConfigError, match=r"train\.steps: train is (5|None), which has no entries"):
         with_overrides(tree, {"train.steps": 3})
 
 
@@ -392,8 +418,8 @@ def test_an_empty_yaml_file_is_an_empty_tree(tmp_path: Path) -> None:
     [
         (None, "No such file or directory"),
         (b"- 1\n", "expected a mapping of settings, found list"),
-        (b"a: [1\n", "no valid YAML: "),
-        (b"\xff\xfe\x00", "no text file"),
+        (b"a: [1\n", "not valid YAML: "),
+        (b"\xff\xfe\x00", "not a text file"),
     ],
 )
 def test_an_unusable_yaml_file_is_one_line(tmp_path: Path, content: bytes | None, message: str) -> None:

@@ -535,7 +535,7 @@ def test_the_script_serves_a_file_in_the_working_directory(tmp_path: Path) -> No
         (["--function", "absent_module:f"], "reward.functions absent_module:f: no module absent_module"),
         (["--function", "length"], "reward.functions has length, which needs reward.length_target"),
         (["--function", "numeric", "--key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
-        (["--function", "numeric", "--answer-pattern", "("], "no regular expression"),
+        (["--function", "numeric", "--answer-pattern", "("], "not a regular expression"),
         (["--function", "numeric", "--port", "70000"], "port must be 0-65535"),
         (["--function", "numeric", "--host", "192.0.2.1"], "Cannot assign requested address"),
     ],

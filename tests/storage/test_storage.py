@@ -445,7 +445,7 @@ def test_a_default_stands_in_for_what_the_environment_lacks(
     [
         ("address: a\nadress: b\n", "unknown key adress"),
         ("region: a\n", "no address in it"),
-        ("address: [a\n", "no valid YAML: while parsing a flow sequence"),
+        ("address: [a\n", "not valid YAML: while parsing a flow sequence"),
         ("", ""),
         ("5\n", ""),
         ("- address\n", ""),

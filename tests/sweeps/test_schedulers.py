@@ -13,11 +13,12 @@ from ray.tune.schedulers.pbt import _explore
 
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
+from rlx.config.sections import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.sweeps.records import TrialRecords, trial_name
 from rlx.sweeps.schedulers import REPLAYING, SCHEDULERS, first_rung
 from rlx.sweeps.searchers import ListSearch
-from rlx.sweeps.space import METRIC, MODE, Space
+from rlx.sweeps.space import MODE, Space
 from rlx.sweeps.trial_source import TrialSource
 
 LAM: Space = {"algorithm.gae_lambda": tune.uniform(0.1, 0.9)}
@@ -41,7 +42,7 @@ def trainable() -> Any:
             step, line = step + 1, line + letter
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "past").write_text(json.dumps([line, starts]))
-                metrics = {"step": step, METRIC: settings["accuracy"], "line": line, "starts": starts}
+                metrics = {"step": step, DEFAULT_METRIC: settings["accuracy"], "line": line, "starts": starts}
                 tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder))
 
     # More than half of the session's cluster: there is room for one.
@@ -72,7 +73,7 @@ def run(
     results = tune.Tuner(
         trainable(),
         tune_config=tune.TuneConfig(
-            metric=METRIC,
+            metric=DEFAULT_METRIC,
             mode=MODE,
             num_samples=-1,
             scheduler=SCHEDULERS[name](config, LAM, done),

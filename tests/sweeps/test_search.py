@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,9 +14,10 @@ from ray.tune.search import Searcher
 
 from rlx.cli import sweep
 from rlx.config.errors import ConfigError
+from rlx.config.sections import DEFAULT_METRIC, SchedulerName, SearchName
 from rlx.sweeps.schedulers import SCHEDULERS
 from rlx.sweeps.searchers import ADAPTIVE, SEARCHES, ListSearch, searcher
-from rlx.sweeps.space import METRIC, complete_settings, extremes, load_space, space_fingerprint
+from rlx.sweeps.space import complete_settings, extremes, load_space, space_fingerprint
 
 SHIPPED = Path(__file__).resolve().parents[2] / "search_spaces"
 RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.gae_lambda": tune.uniform(0.0, 1.0)}
@@ -79,15 +80,15 @@ def test_a_shipped_space_fits_its_search(path: Path) -> None:
         ("{'train.ppo_epochs': tune.grid_search([])}", "train.ppo_epochs has no values to choose from"),
         (
             "{'train.ppo_epochs': tune.sample_from(lambda spec: spec.config.x)}",
-            "tune.sample_from hides what it gives to",
+            "tune.sample_from hides its values",
         ),
         (
             "{'rollout.num_engines': tune.choice([1, 2])}",
-            "rollout.num_engines changes what a trial needs of the cluster",
+            "rollout.num_engines changes the resources of a trial",
         ),
-        ("{'scaling.num_workers': 2}", "scaling.num_workers changes what a trial needs of the cluster"),
-        ("{'reward.model_replicas': 2}", "reward.model_replicas changes what a trial needs of the cluster"),
-        ("{}", "it has no function space() that gives settings to vary"),
+        ("{'scaling.num_workers': 2}", "scaling.num_workers changes the resources of a trial"),
+        ("{'reward.model_replicas': 2}", "reward.model_replicas changes the resources of a trial"),
+        ("{}", "no function space() that returns settings to vary"),
         ("None", "TypeError: 'NoneType' object is not iterable"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
     ],
@@ -103,7 +104,7 @@ def test_a_space_must_be_a_python_file_with_the_function(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"none\.py: no such file"):
         load_space(str(tmp_path / "none.py"), {})
     for name, text, line in (
-        ("other.py", "x = 1\n", "it has no function space"),
+        ("other.py", "x = 1\n", "no function space"),
         ("wrong.py", "def space(:\n", "SyntaxError: "),
         ("space.txt", "def space(): ...\n", "not a Python file"),
     ):
@@ -207,7 +208,7 @@ def tell(search: Searcher, objective: Callable[[dict[str, Any]], float], count: 
     values = []
     for i in range(count):
         values.append(objective(search.suggest(str(i))))
-        search.on_trial_complete(str(i), {METRIC: values[-1]})
+        search.on_trial_complete(str(i), {DEFAULT_METRIC: values[-1]})
     return values
 
 
@@ -300,5 +301,12 @@ for name in ("bayesopt", "hyperopt"):
     ], done.stderr
 
 
-def test_the_script_offers_what_there_is() -> None:
-    assert list(SEARCHES) == sweep.SEARCHES and list(SCHEDULERS) == sweep.SCHEDULERS
+def test_the_names_in_the_config_are_those_of_the_searches_and_schedulers() -> None:
+    assert tuple(SEARCHES) == get_args(SearchName) and tuple(SCHEDULERS) == get_args(SchedulerName)
+
+
+def test_the_command_offers_every_search_and_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sweep.main(["--help"])
+    shown = capsys.readouterr().out
+    assert f"--search {{{','.join(SEARCHES)}}}" in shown and f"--scheduler {{{','.join(SCHEDULERS)}}}" in shown

@@ -9,11 +9,12 @@ from ray.tune.experiment import Experiment, Trial
 from ray.tune.search import Searcher
 
 from rlx.config.errors import ConfigError
+from rlx.config.sections import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import TrialRecord, TrialRecords, trial_name
 from rlx.sweeps.searchers import ListSearch
-from rlx.sweeps.space import METRIC, MODE
+from rlx.sweeps.space import MODE
 from rlx.sweeps.trial_source import TrialSource
 
 SETTINGS = [{"train.ppo_epochs": 1}, {"train.ppo_epochs": 2}, {"train.ppo_epochs": 3}]
@@ -23,7 +24,7 @@ class Recording(Searcher):
     """Suggests 1, 2, 3, ... and keeps what it is told; `waits` for each result before the next suggestion."""
 
     def __init__(self, waits: bool = False) -> None:
-        super().__init__(METRIC, MODE)
+        super().__init__(DEFAULT_METRIC, MODE)
         self.told: dict[str, float | None] = {}
         self.suggested: list[str] = []
         self.waits = waits
@@ -36,7 +37,7 @@ class Recording(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         assert error == (result is None) and trial_id not in self.told
-        self.told[trial_id] = result[METRIC] if result else None
+        self.told[trial_id] = result[DEFAULT_METRIC] if result else None
 
 
 @pytest.fixture
@@ -67,7 +68,9 @@ def named(given: list[Trial]) -> dict[str, dict[str, Any]]:
 def ends(some: TrialSource, trial: Trial, value: float | None) -> None:
     """As Tune tells it; no value: it failed."""
     trial.set_status(Trial.ERROR if value is None else Trial.TERMINATED)
-    some.on_trial_complete(trial.trial_id, None if value is None else {METRIC: value, "step": 9}, error=value is None)
+    some.on_trial_complete(
+        trial.trial_id, None if value is None else {DEFAULT_METRIC: value, "step": 9}, error=value is None
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

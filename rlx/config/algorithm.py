@@ -1,0 +1,149 @@
+"""The algorithm's settings, and the table of advantage estimators.
+
+The table states what each estimator needs and which settings its paper combines it with. Left out: the formulas, which
+are in rlx.algorithms. A new estimator is one function in rlx.algorithms.advantages and one row here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from rlx.config.sections import Fraction, Section
+
+AdvantageName = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax"]
+KLPlacement = Literal["reward", "loss"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """The defaults that algorithm settings take with an advantage estimator, and what the estimator needs."""
+
+    kl_placement: KLPlacement
+    kl_estimator: KLEstimator
+    aggregation: Aggregation
+    whiten_advantages: bool = False
+    needs_critic: bool = False
+    needs_groups: bool = False
+    """compares the completions of a prompt with one another"""
+    needs_greedy: bool = False
+    """compares a completion with the greedy completion of its prompt"""
+
+
+ESTIMATORS: dict[AdvantageName, Estimator] = {
+    # Schulman et al. 2015 (arXiv 1506.02438); KL and loss as in Ziegler et al. 2019 (arXiv 1909.08593)
+    "gae": Estimator("reward", "k1", "token_mean", whiten_advantages=True, needs_critic=True),
+    # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300)
+    "grpo": Estimator("loss", "k3", "sequence_mean", needs_groups=True),
+    # Liu et al. 2025 (arXiv 2503.20783)
+    "dr_grpo": Estimator("loss", "k3", "constant", needs_groups=True),
+    # Ahmadian et al. 2024 (arXiv 2402.14740)
+    "rloo": Estimator("reward", "k1", "constant", needs_groups=True),
+    # Hu et al. 2025 (arXiv 2501.03262), both variants
+    "reinforce++": Estimator("reward", "k1", "token_mean", whiten_advantages=True),
+    "reinforce++_baseline": Estimator("loss", "k2", "token_mean", whiten_advantages=True, needs_groups=True),
+    # Li et al. 2023 (arXiv 2310.10505)
+    "remax": Estimator("reward", "k1", "constant", needs_greedy=True),
+}
+GROUPED = tuple(name for name, estimator in ESTIMATORS.items() if estimator.needs_groups)
+"""estimators that need at least two completions of each prompt"""
+_CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+
+
+def _default_estimator(given: dict[str, Any]) -> Estimator:
+    """The estimator whose paper gives the defaults; that of gae when the chosen name is invalid."""
+    return ESTIMATORS[given.get("advantage", "gae")]
+
+
+def _default_aggregation(given: dict[str, Any]) -> Aggregation:
+    return "sequence_mean" if given.get("policy_loss") == "gspo" else _default_estimator(given).aggregation
+
+
+def _default_kl_estimator(given: dict[str, Any]) -> KLEstimator:
+    published = _default_estimator(given).kl_estimator
+    # The gradient of k1 in the loss is zero on average.
+    return "k3" if published == "k1" and given.get("kl_placement") == "loss" else published
+
+
+class AlgorithmConfig(Section):
+    advantage: AdvantageName = "gae"
+    """baseline of the advantage. gae: a critic; grpo, dr_grpo, rloo, reinforce++_baseline: the other completions of
+    the prompt; reinforce++: the batch; remax: the greedy completion of the prompt"""
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """ppo: clip the probability ratio of each token; gspo: clip the ratio of each response; cispo: weight each token's
+    log-probability with its clipped ratio"""
+    aggregation: Aggregation = Field(default_factory=_default_aggregation)
+    """mean of the loss. token_mean: over the tokens of the global batch; sequence_mean: over the tokens of each
+    response, then over responses; constant: sum over each response / rollout.max_tokens, mean over responses; unset: as
+    in the paper of algorithm.advantage, sequence_mean with gspo"""
+    gamma: Fraction = 1.0
+    """discount per token"""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """lambda of generalized advantage estimation"""
+    kl_coef: NonNegativeFloat = 0.005
+    """weight of the KL to the reference model"""
+    kl_placement: KLPlacement = Field(default_factory=lambda given: _default_estimator(given).kl_placement)
+    """reward: subtract the KL from the reward of each token; loss: add it to the loss; unset: as in the paper of
+    algorithm.advantage"""
+    kl_estimator: KLEstimator = Field(default_factory=_default_kl_estimator)
+    """estimator of that KL; with +: straight-through, the unbiased gradient of k2 with the value of the named
+    estimator; unset: as in the paper of algorithm.advantage, k3 if that estimator has no useful gradient in the loss"""
+    adaptive_kl_target: PositiveFloat | None = None
+    """KL per token that kl_coef is adapted to reach; unset: kl_coef is constant"""
+    adaptive_kl_horizon: PositiveInt = 10_000
+    """number of completions over which kl_coef adapts"""
+    clip_low: Fraction = Field(default_factory=lambda given: _CLIPS[given.get("policy_loss", "ppo")][0])
+    """the probability ratio is clipped below 1 - clip_low; unset: 0.2, with gspo 0.0003, with cispo 1"""
+    clip_high: PositiveFloat = Field(default_factory=lambda given: _CLIPS[given.get("policy_loss", "ppo")][1])
+    """the probability ratio is clipped above 1 + clip_high; unset: 0.2, with gspo 0.0004, with cispo 4"""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """dual-clip PPO: the loss of a token with a negative advantage is at most this multiple of -advantage"""
+    entropy_coef: NonNegativeFloat = 0.0
+    """weight of the entropy bonus in the loss"""
+    value_clip: PositiveFloat | None = 0.2
+    """largest change of a value prediction in a step; a prediction beyond it gets no gradient; unset: no limit"""
+    value_coef: PositiveFloat = 0.5
+    """weight of the value loss in the policy's loss when the critic is a head"""
+    whiten_advantages: bool = Field(default_factory=lambda given: _default_estimator(given).whiten_advantages)
+    """scale advantages to mean 0 and variance 1 over the global batch; unset: as in the paper of algorithm.advantage"""
+    reward_clip: PositiveFloat | None = None
+    """clip the reward of each completion to [-reward_clip, reward_clip]"""
+    normalize_rewards: bool = False
+    """subtract the running mean of all rewards trained on so far and divide by their standard deviation, before
+    clipping"""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """subtracted from the reward of a response that reaches rollout.max_tokens without ending"""
+    overlong_buffer: NonNegativeInt = 0
+    """number of tokens before rollout.max_tokens over which the soft overlong penalty rises from 0; 0: no penalty"""
+    overlong_penalty: PositiveFloat = 1.0
+    """soft overlong penalty at rollout.max_tokens, subtracted from the reward"""
+    filter_groups: bool = False
+    """replace prompts whose completions all have the same reward by new prompts (DAPO's dynamic sampling)"""
+    filter_rounds: PositiveInt = 8
+    """most rounds of generation per step for these new prompts; after them the step uses the replaced prompts again"""
+    target_kl: PositiveFloat | None = None
+    """end a step's epochs, the critic's too, when a mini-batch's mean KL(old || current) exceeds this"""
+    ptx_coef: NonNegativeFloat = 0.0
+    """weight of the supervised loss on data.ptx_source, per answer token"""
+    old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
+    """denominator of the PPO ratio. recomputed: log-probabilities from the trainer before the update; rollout: those of
+    the engine, which saves a forward pass"""
+    rollout_correction: Literal["auto", "none", "tis", "mask"] = "auto"
+    """correction for the difference between the engine's policy and the trainer's policy before the update, by their
+    probability ratio. tis: truncate the ratio; mask: leave out tokens with an extreme ratio; auto: tis with
+    rollout.max_staleness unless old_logprobs is rollout, otherwise none"""
+    rollout_correction_level: Literal["token", "sequence"] = "token"
+    """compute that ratio for each token or for each response"""
+    rollout_correction_low: float = Field(default=0.5, ge=0, lt=1)
+    """mask: tokens (or responses) with a smaller ratio are left out"""
+    rollout_correction_high: float = Field(default=2.0, gt=1)
+    """tis: larger ratios are set to this; mask: tokens (or responses) with a larger ratio are left out"""
+
+    @property
+    def estimator(self) -> Estimator:
+        """What the chosen advantage estimator needs, e.g. `config.algorithm.estimator.needs_critic`."""
+        return ESTIMATORS[self.advantage]
