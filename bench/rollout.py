@@ -103,8 +103,8 @@ def requests(
     import pyarrow as pa
 
     from rlx.data import prompts
-    from rlx.rollout import engine_args
-    from rlx.rollout.engine_pool import request_seed
+    from rlx.rollout.base import request_seed
+    from rlx.runs.actor_group import engine_spec
     from rlx.types import Sampling
 
     chosen, train = config.rollout, config.train
@@ -120,7 +120,7 @@ def requests(
         ]
         for step in range(train.steps)
     ]
-    return engine_args.engine_args(config), sampling, rounds
+    return engine_spec(config, path).args, sampling, rounds
 
 
 def described(config: RunConfig) -> dict[str, Any]:

@@ -34,13 +34,14 @@ from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.mesh import Mesh
 from rlx.models import fsdp, loading, lora
-from rlx.rollout import engine_args, engine_pool
+from rlx.rollout.engine_actors import start_engines
 from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync import channels
 from rlx.rollout.weight_sync.channels import Group, Incoming
-from rlx.rollout.weight_sync.sender import WeightSender
+from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.rollout.weight_sync.topology import Source
+from rlx.runs.actor_group import engine_spec
 
 _WARM, _ROUNDS = 2, 10
 
@@ -91,7 +92,7 @@ def measure(config: RunConfig, path: str) -> tuple[dict[str, float], dict[str, A
     bundles = [dict(config.scaling.resources_per_worker), dict(config.rollout.resources_per_engine)]
     group = placement_group(bundles, "STRICT_PACK")
     ray.get(group.ready())
-    (engine,) = engine_pool.start_engines(path, engine_args.engine_args(config), bundles[1], group, [1])
+    (engine,) = start_engines(engine_spec(config, path), group, [1])
     place = PlacementGroupSchedulingStrategy(group, 0)
     share = {"num_cpus": 1, "num_gpus": bundles[0].get("GPU", 0)}
     trainer = ray.remote(Trainer).options(scheduling_strategy=place, **share).remote(config, path, engine)
@@ -110,15 +111,16 @@ class Trainer:
         self.policy: Any = fsdp.shard(loading.load_policy(path, head=None), grid.mesh, self.dtype)
         self.engine = engine
         self.on_one_gpu = config.rollout.resources_per_engine.get("GPU", 1.0) < 1
-        self.ways = WeightSender(0, 1, self.device, [engine], config.rollout.transport)
+        self.sync = WeightSync([engine], grid, self.device, self.dtype, config.rollout.transport)
         weights = partial(lora.engine_weights, self.policy)
-        pool = EnginePool([engine], 0, timeout_s=300.0, silence_s=300.0)
-        self.fleet = EngineGroup(pool, grid, self.dtype, 0, print, weights, self.ways)
+        pool = EnginePool([engine], 0, timeout_s=300.0, hang_s=300.0)
+        self.fleet = EngineGroup(pool, grid, self.sync, weights, retries=0, notify=print)
 
     def measure(self) -> tuple[dict[str, float], dict[str, Any]]:
         pushes = seconds(self._push)
         nbytes = sum(p.numel() for p in self.policy.parameters()) * self.dtype.itemsize
-        sources = self.ways._course.sources if self.ways._course else {}
+        assert self.sync.sender
+        sources = self.sync.sender._course.sources if self.sync.sender._course else {}
         way = sources[0][0].kind if sources else "object_store"
         what, copies = self._copies(nbytes, way)
         sync, copy = statistics.median(pushes), statistics.median(copies)

@@ -1,4 +1,8 @@
-"""TODO rlx.actors."""
+"""One call of a Ray actor with a deadline, and the errors that can come of it.
+
+The actors are engines and reward models, known here by their index. What is done about a lost actor is decided by the
+caller.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,9 @@ from typing import Any
 import ray
 from ray._private import state
 
-HUNG = "did not answer in time"
-
 
 class RolloutError(RuntimeError):
-    """Completions could not be drawn; the text names the engine."""
+    """Completions could not be generated; the text names the engine."""
 
 
 class PromptRefusedError(RolloutError, ValueError):
@@ -21,43 +23,63 @@ class PromptRefusedError(RolloutError, ValueError):
 
 
 class EngineLostError(RolloutError):
-    """An engine died, failed or did not answer: it cannot be asked again until it holds the weights again."""
+    """An engine died or failed: it gets no more requests until it has taken the weights again."""
+
+
+class EngineTimeoutError(EngineLostError):
+    """An engine did not answer in time. It may hang, so its process has to be replaced."""
+
+    @classmethod
+    def of(cls, engine: int) -> EngineTimeoutError:
+        """The error of the engine with this index."""
+        return cls(f"engine {engine} did not answer in time")
 
 
 def is_alive(engine: Any) -> bool:
-    """Whether Ray takes an engine for running, rather than for dead or starting again."""
-    return bool(state.actors(engine._actor_id.hex()).get("State") == "ALIVE")
+    """Whether Ray reports an actor as running, not as dead or restarting."""
+    return _state(engine) == "ALIVE"
 
 
 def is_dead(engine: Any) -> bool:
-    """Whether an engine is gone for good: Ray does not replace one that could not start."""
-    return bool(state.actors(engine._actor_id.hex()).get("State") == "DEAD")
+    """Whether an actor is gone for good: Ray does not replace one that could not start."""
+    return _state(engine) == "DEAD"
+
+
+def _state(engine: Any) -> Any:
+    return state.actors(engine._actor_id.hex()).get("State")
 
 
 def is_done(call: Any, deadline: float) -> bool:
+    """Whether a call has returned or its deadline, a time of `time.monotonic()`, has passed."""
     return bool(ray.wait([call], timeout=0)[0]) or time.monotonic() >= deadline
 
 
 def get_result(call: Any, engine: int, deadline: float) -> Any:
-    """What an engine answers to a call until `deadline`, a time of `time.monotonic()`.
+    """Waits for the result of a call until `deadline`, a time of `time.monotonic()`.
+
+    Args:
+        engine: the actor's index, for the error's text.
 
     Raises:
-        EngineLostError: it died, failed or did not answer in time; the text names it and has its last words.
-        PromptRefusedError: it refused what it was asked.
+        EngineTimeoutError: the actor did not answer in time.
+        EngineLostError: the actor died or failed; the text has the cause.
+        PromptRefusedError: the actor refused the request.
     """
     try:
         return ray.get(call, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
-        raise EngineLostError(f"engine {engine} {HUNG}") from None
+        raise EngineTimeoutError.of(engine) from None
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ValueError):
             raise PromptRefusedError(f"engine {engine} refused a prompt: {error.cause}") from None
         raise EngineLostError(f"engine {engine} failed: {error.cause}") from None
     except ray.exceptions.RayError as error:
-        # Of an engine that did not start, Ray gives a whole traceback, the cause in its last line.
-        words = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # Of one that was killed there are none but Ray's own, about its connection.
-        said = (
-            "its process ended" if "unavailable" in words[0] else f"{words[0]} {words[-1] if words[1:] else ''}".strip()
-        )
-        raise EngineLostError(f"engine {engine} died: {said}") from None
+        raise EngineLostError(f"engine {engine} died: {_cause_of_death(error)}") from None
+
+
+def _cause_of_death(error: ray.exceptions.RayError) -> str:
+    """One line of Ray's report. For an actor that did not start it is a traceback, with the cause in its last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "unavailable" in lines[0]:  # the actor was killed: Ray reports its connection only
+        return "its process ended"
+    return f"{lines[0]} {lines[-1] if lines[1:] else ''}".strip()

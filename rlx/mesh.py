@@ -1,4 +1,7 @@
-"""TODO rlx.mesh."""
+"""Which rank this process is, and the collective calls over replicas and over tensor-parallel neighbours.
+
+How models are split over the mesh is in rlx/models; nothing here knows a model.
+"""
 
 from __future__ import annotations
 
@@ -17,59 +20,62 @@ DATA, TENSOR = "data", "tensor"
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A process's place among all; neighbours have successive ranks and train on the same completions."""
+    """The position of a process among all. Neighbours have successive ranks and train on the same completions."""
 
     mesh: DeviceMesh  # [replicas, tp]; without tensor parallelism [replicas]
     rank: int  # among all processes
-    ranks: int
+    world_size: int
     tp: int  # neighbours that share each layer's matrices
 
     @classmethod
     def of(cls, device_type: str, tp: int) -> Mesh:
-        """The grid over the default process group; a collective call."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        """The mesh over the default process group; a collective call."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         if tp == 1:
-            return cls(init_device_mesh(device_type, (ranks,)), rank, ranks, tp)
-        # Every process would say once that two gathers one after the other could be faster.
+            return cls(init_device_mesh(device_type, (world_size,)), rank, world_size, tp)
+        # Otherwise every process logs once that two successive gathers could be faster.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        return cls(init_device_mesh(device_type, (ranks // tp, tp), mesh_dim_names=(DATA, TENSOR)), rank, ranks, tp)
+        mesh = init_device_mesh(device_type, (world_size // tp, tp), mesh_dim_names=(DATA, TENSOR))
+        return cls(mesh, rank, world_size, tp)
 
     @property
     def dp_rank(self) -> int:
-        """This process's replica."""
+        """The index of this process's replica."""
         return self.rank // self.tp
 
     @property
     def dp_size(self) -> int:
-        """How many replicas there are, each with completions of its own."""
-        return self.ranks // self.tp
+        """The number of replicas; each has its own completions."""
+        return self.world_size // self.tp
 
     @property
     def replicas(self) -> Any:
-        """The process group of those, one of each replica, that hold the same part of it."""
+        """The process group of the processes, one of each replica, that hold the same part of the model."""
         return self.mesh.get_group(0)
 
     @property
-    def leads(self) -> bool:
-        """Whether this is its replica's first process, the one that draws and scores completions."""
+    def is_tp_leader(self) -> bool:
+        """Whether this is the first process of its replica, the one that generates and scores completions."""
         return self.rank % self.tp == 0
 
-    def shared(self, value: T | None) -> T:
-        """What the replica's first process has, on all of its processes; a collective call of theirs."""
-        things = [value]
+    def broadcast_from_leader(self, value: T | None) -> T:
+        """Returns the value of the replica's first process on all its processes; a collective call of the replica."""
+        values = [value]
         if self.tp > 1:
-            dist.broadcast_object_list(things, group=self.mesh.get_group(TENSOR), group_src=0)
-        return things[0]  # type: ignore[return-value]
+            dist.broadcast_object_list(values, group=self.mesh.get_group(TENSOR), group_src=0)
+        return values[0]  # type: ignore[return-value]
 
-    def add(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over replicas, in place; a collective call. All processes get the very same bits, and so take
-        the same decisions."""
-        if not self.leads:
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sums a tensor of any shape over replicas, in place; a collective call.
+
+        All processes get the same bits, and so take the same decisions.
+        """
+        if not self.is_tp_leader:
             tensor.zero_()
         dist.all_reduce(tensor)
         return tensor
 
     def close(self) -> None:
-        """Gives back the process groups that were made for the grid."""
+        """Destroys the process groups that were made for the mesh."""
         for name in self.mesh.mesh_dim_names or ():
             dist.destroy_process_group(self.mesh.get_group(name))

@@ -23,8 +23,10 @@ from ray._private import state
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlx.config.sections import ModelConfig, RolloutConfig
 from rlx.models.tiny import WarmStart, make_tiny_model
-from rlx.rollout import engine_args, engine_pool
+from rlx.rollout.engine_actors import EngineSpec, start_engines
+from rlx.rollout.engine_args import engine_args
 from rlx.runs import launch
 from rlx.tracking import mlflow
 
@@ -68,18 +70,10 @@ def start_engine(model: Path, adapter: dict[str, Any] | None = None, tensor_para
     `stop_engine` ends it.
     """
     group = placement_group([{"CPU": 0.5}])
-    options = engine_args.vllm_arguments(
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=32,
-        on_gpu=False,
-        kv_cache_mib=64,
-        gpu_memory=0.5,
-        eager=True,
-        tensor_parallel=tensor_parallel,
-        lora_rank=adapter["r"] if adapter else 0,
-    )
-    (engine,) = engine_pool.start_engines(str(model), options, {"CPU": 0.5}, group, [0], adapter)
+    rollout = RolloutConfig(max_tokens=128, max_num_seqs=32, tensor_parallel=tensor_parallel)
+    chosen = ModelConfig(lora_rank=adapter["r"], lora_sync="adapter") if adapter else ModelConfig()
+    args = engine_args(rollout, chosen, max_prompt_tokens=128, on_gpu=False)
+    (engine,) = start_engines(EngineSpec(str(model), args, {"CPU": 0.5}, adapter), group, [0])
     _groups[engine._actor_id.hex()] = group
     return engine
 

@@ -1,7 +1,7 @@
-"""The engines as all ranks see them together: asked for completions, sent weights, done without when they fail.
+"""All engines together, as all ranks use them: completions from them, weights to them, and agreement on the lost ones.
 
-What one rank asks of one engine is rollout's; here the ranks agree on which engines are in use. Ray replaces the
-process of one that died; it is in use again once it has taken the weights.
+What one rank asks of one engine is in engine_pool.py; how weights travel is in weight_sync/. A lost engine is in use
+again once Ray has replaced its process and it has taken the weights.
 """
 
 from __future__ import annotations
@@ -10,130 +10,115 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from rlx.actors import RolloutError, get_result
 from rlx.mesh import Mesh
-from rlx.rollout.engine_pool import PATIENCE_S, EnginePool, PendingRollout
-from rlx.rollout.weight_sync import push
-from rlx.rollout.weight_sync.sender import WeightSender
+from rlx.rollout.base import PendingRollout
+from rlx.rollout.engine_pool import PATIENCE_S, EnginePool
+from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.types import Completion, Prompt, Sampling, ShardedWeight, WeightSyncError
 
 
 @dataclass
 class EngineGroup:
-    """Every rank holds one and makes the same calls in the same order."""
+    """`Engines` over Ray actors. Every rank has one and makes the same calls in the same order."""
 
-    rollouts: EnginePool
-    grid: Mesh
-    dtype: torch.dtype  # that the engines hold
-    retries: int  # times that all engines may be lost in one round of generation
-    notify: Callable[[str], None]  # tells the person who watches
-    weights: Callable[[], Sequence[ShardedWeight]]  # the policy's, as they are when it is called on all ranks
-    direct: WeightSender | None = None  # ways that weights may take; None: through Ray's object store alone
-    _told: dict[int, str] = field(default_factory=dict, init=False)
+    pool: EnginePool
+    mesh: Mesh
+    sync: WeightSync
+    weights: Callable[[], Sequence[ShardedWeight]]  # returns the policy's current weights; called on all ranks
+    retries: int  # times that all engines may be lost in one rollout
+    notify: Callable[[str], None]  # shows a message to the user
+    _notified: set[int] = field(default_factory=set, init=False)  # lost engines that the user knows of
 
     def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
-        """Asks for a completion of each of these prompts, the replica's, by each sampling; does not wait."""
-        return self.rollouts.begin(prompts if self.grid.leads else (), samplings, version)
+        """Requests a completion of each of this replica's prompts by each sampling; does not wait."""
+        return self.pool.begin(prompts if self.mesh.is_tp_leader else (), samplings, version)
 
-    def finish(self, draw: PendingRollout, version: int) -> list[Completion]:
-        """What was asked for, those of each prompt together, in order.
+    def finish(self, pending: PendingRollout, version: int) -> list[Completion]:
+        """Waits for all completions of a rollout; returns those of each prompt together, in order.
 
-        When some rank has no engine left, the weights are pushed again to those that have been restarted.
+        When some rank has no engine left, the weights are pushed again to the engines that have been restarted.
 
         Args:
             version: of the weights that the engines hold.
 
         Raises:
-            RolloutError: all engines failed, again and again; has their last words.
+            RolloutError: all engines failed, again and again; the text has the reason of each.
         """
         for attempt in range(self.retries + 1):
             if attempt:
                 self.push(version, starting=True)
-            self.rollouts.finish(draw, version)
-            if not self._shared_losses(not draw.is_whole):
-                completions, draw.seconds = self.grid.shared((draw.completions, draw.seconds))
+            if self.wait(pending, version):
+                completions, pending.seconds = self.mesh.broadcast_from_leader((pending.completions, pending.seconds))
                 return completions
-        words = "; ".join(self.rollouts.lost.values())
-        raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {words}")
+        reasons = "; ".join(self.pool.lost.values())
+        raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {reasons}")
 
-    def wait(self, draw: PendingRollout, version: int) -> bool:
-        """Waits for what was asked for as long as engines are left; whether all ranks have all of theirs."""
-        self.rollouts.finish(draw, version)
-        return not self._shared_losses(not draw.is_whole)
+    def wait(self, pending: PendingRollout, version: int) -> bool:
+        """Waits while there are engines to wait for; returns whether every rank has all its completions."""
+        self.pool.finish(pending, version)
+        return self._all_complete(pending.is_complete)
 
     def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
-        """Sends the policy's weights to the engines that are there; returns on every rank once they have them.
+        """Sends the policy's weights to the engines that are up; returns on every rank when they have them.
 
         Args:
-            version: what these weights are called.
-            starting: engines may still be starting, and are waited for as long as for an answer.
-            keep: completions that are being drawn go on with these weights; otherwise they are finished first.
+            version: the version of these weights.
+            starting: engines may still be starting: wait for them as long as for completions.
+            keep: running requests continue with the new weights; otherwise they finish first, with the old ones.
 
         Raises:
-            WeightSyncError: none took them; names each and says why.
+            WeightSyncError: no engine took the weights; names each engine and the reason.
         """
-        sender = self.grid.rank == 0
-        timeout_s = self.rollouts.timeout_s if starting else self.rollouts.silence_s
+        timeout_s = self.pool.timeout_s if starting else self.pool.hang_s
         weights = self.weights()
-        engines = self.rollouts.present(timeout_s if starting else PATIENCE_S) if sender else {}
-        failed = push.push(
-            weights,
-            engines,
-            version,
-            sender=sender,
-            dtype=self.dtype,
-            timeout_s=timeout_s,
-            keep=keep,
-            direct=self.direct,
-            there=self.rollouts.there,
-        )
-        for index, words in failed.items():
-            self.rollouts.lose(index, words)
-        self.rollouts.lost = self._from_first(self.rollouts.lost)
-        self._tell()
-        if len(self.rollouts.lost) == len(self.rollouts.engines):
-            raise WeightSyncError("; ".join(self.rollouts.lost.values()))
+        locations = self.pool.probe(timeout_s if starting else PATIENCE_S) if self.mesh.rank == 0 else {}
+        for index, error in self.sync.push(weights, version, locations, timeout_s=timeout_s, keep=keep).items():
+            self.pool.mark_lost(index, error)
+        self._share_lost()
+        self._notify_changes()
+        if not self.pool.alive:
+            raise WeightSyncError("; ".join(self.pool.lost.values()))
 
     def sleep(self) -> None:
-        """Has the engines give back their GPU memory until they are sent weights again; a collective call."""
-        if self.grid.rank == 0:
-            calls = {i: e.sleep.remote() for i, e in enumerate(self.rollouts.engines) if i not in self.rollouts.lost}
+        """Makes the engines free their GPU memory until the next push; a collective call."""
+        if self.mesh.rank == 0:
+            calls = {index: self.pool.engines[index].sleep.remote() for index in self.pool.alive}
             for index, call in calls.items():
                 try:
-                    get_result(call, index, time.monotonic() + self.rollouts.timeout_s)
+                    get_result(call, index, time.monotonic() + self.pool.timeout_s)
                 except RolloutError as error:
-                    self.rollouts.lose(index, str(error))
-        self.rollouts.lost = self._from_first(self.rollouts.lost)
+                    self.pool.mark_lost(index, error)
+        self._share_lost()
 
     def close(self) -> None:
-        """Frees what was kept for further pushes."""
-        if self.direct:
-            self.direct.close()
+        """Frees what is kept between pushes."""
+        self.sync.close()
 
-    def _from_first(self, lost: dict[int, str]) -> dict[int, str]:
-        """What rank 0 has; the other ranks wait until it has it."""
-        things = [lost]
-        dist.broadcast_object_list(things, src=0)
-        return things[0]
+    def _share_lost(self) -> None:
+        """Gives every rank the lost engines of rank 0."""
+        lost = [self.pool.lost]
+        dist.broadcast_object_list(lost, src=0)
+        self.pool.lost = lost[0]
 
-    def _shared_losses(self, missing: bool) -> bool:
-        """Has every rank know the engines that any has lost; whether any rank misses completions."""
-        own = (missing, dict(self.rollouts.lost))
-        everyone = [own] * self.grid.ranks
-        dist.all_gather_object(everyone, own)
-        for _, lost in everyone:
-            self.rollouts.lost = lost | self.rollouts.lost
-        self._tell()
-        return any(lacks for lacks, _ in everyone)
+    def _all_complete(self, is_complete: bool) -> bool:
+        """Returns whether every rank has all its completions; gives every rank the lost engines of all."""
+        mine = (is_complete, dict(self.pool.lost))
+        ranks = [mine] * self.mesh.world_size
+        dist.all_gather_object(ranks, mine)
+        for _, lost in ranks:
+            self.pool.lost = lost | self.pool.lost
+        self._notify_changes()
+        return all(complete for complete, _ in ranks)
 
-    def _tell(self) -> None:
-        """Says which engines are lost and which are back, once for all ranks."""
-        if self.grid.rank == 0:
-            for index in self.rollouts.lost.keys() - self._told.keys():
-                self.notify(f"{self.rollouts.lost[index]} - left out until it is back")
-            for index in self._told.keys() - self.rollouts.lost.keys():
+    def _notify_changes(self) -> None:
+        """Tells the user, once for all ranks, which engines are lost and which are back."""
+        lost = self.pool.lost
+        if self.mesh.rank == 0:
+            for index in lost.keys() - self._notified:
+                self.notify(f"{lost[index]} - left out until it is back")
+            for index in self._notified - lost.keys():
                 self.notify(f"engine {index} is back")
-        self._told = dict(self.rollouts.lost)
+        self._notified = set(lost)

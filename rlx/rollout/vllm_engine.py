@@ -29,8 +29,8 @@ from rlx.types import Sampling, WeightSyncError
 if TYPE_CHECKING:
     import torch
 
+    from rlx.rollout.weight_sync.buckets import Bucket
     from rlx.rollout.weight_sync.channels import Incoming
-    from rlx.rollout.weight_sync.object_store import Bucket
 
 
 _SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -99,7 +99,7 @@ class _Update:
         Ends early at an error and keeps it in `error`: vLLM cannot give up a load half-way, and the next one would
         silently fuse what this one has left behind with its own.
         """
-        from rlx.rollout.weight_sync.object_store import unpack
+        from rlx.rollout.weight_sync.buckets import unpack
 
         try:
             while self._missing > 0:
@@ -155,8 +155,8 @@ class VLLMEngine:
 
     # An engine that Ray is restarting answers once it is up again; no other call is ever sent twice.
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
-    async def is_up(self) -> EngineLocation:
-        """Where it computes, once there is someone to ask."""
+    async def probe(self) -> EngineLocation:
+        """Returns where the engine computes, once it is up."""
         node = ray.get_runtime_context().get_node_id()
         return EngineLocation(self._process, tuple(DeviceLocation(node, gpu) for gpu in self._gpus))
 

@@ -24,7 +24,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.rewards import reward_model
-from rlx.rollout import engine_pool
+from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
 from rlx.runs import ray_train
 from rlx.runs.ray_train import LAST, Notify, Report, RunError, RunStopped
@@ -217,10 +217,7 @@ class ActorGroup:
             self._gone.wait(_POLL_S)
 
     def _start_engines(self, config: RunConfig, model: str, needed: ResourcePlan) -> list[Any]:
-        bundle = needed.engines[0]
-        return engine_pool.start_engines(
-            model, engine_args(config), bundle, self._group, needed.places[1], adapter_config(config)
-        )
+        return start_engines(engine_spec(config, model), self._group, needed.places[1])
 
     def _start_reward_models(self, config: RunConfig, needed: ResourcePlan) -> list[Any]:
         if not needed.reward_models:
@@ -325,4 +322,12 @@ def work(setup: dict[str, Any]) -> None:
 def _made_for(config: RunConfig, model: str) -> list[Any]:
     """What must be the same in all runs of a crew."""
     settings = {key: value for key, value in flatten(config).items() if key.startswith(_MADE_FOR)}
-    return [model, plan_resources(config), engine_args(config), adapter_config(config), _backend(config), settings]
+    return [plan_resources(config), engine_spec(config, model), _backend(config), settings]
+
+
+def engine_spec(config: RunConfig, model: str) -> EngineSpec:
+    """What the engines of a run are started with."""
+    bundle = plan_resources(config).engines[0]
+    on_gpu, longest = bundle.get("GPU", 0) > 0, config.data.max_prompt_tokens
+    args = engine_args(config.rollout, config.model, max_prompt_tokens=longest, on_gpu=on_gpu)
+    return EngineSpec(model, args, bundle, adapter_config(config.model))

@@ -106,7 +106,7 @@ def compute_advantages(run: Run, batch: Experience) -> tuple[Experience, Tensor]
     )
     if settings.whiten_advantages:
         total = masking.moments(advantages, mask)
-        run.grid.add(total)
+        run.grid.all_reduce_sum(total)
         advantages = masking.masked_whiten(advantages, mask, total=total)
     return replace(batch, advantages=advantages, returns=returns), masking.masked_sum(kl, mask)
 
@@ -116,7 +116,7 @@ def normalize_rewards(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
     settings, grids = run.config.algorithm, [batch.scores, batch.greedy]
     if settings.normalize_rewards:
         total = masking.moments(batch.scores, torch.ones_like(batch.scores))
-        run.grid.add(total)
+        run.grid.all_reduce_sum(total)
         run.scores.update(*total.tolist())
         mean, scale = run.scores.shift_and_scale()
         grids = [(grid - mean) * scale for grid in grids]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from rlx.data import stream
-from rlx.rollout.engine_group import EngineGroup
-from rlx.rollout.engine_pool import PendingRollout
+from rlx.rollout.base import Engines, PendingRollout
 from rlx.storage.checkpoint_files import CheckpointReader, Shard
 from rlx.types import Completion, Sampling
 
@@ -37,7 +36,7 @@ class QueuedRollout:
 class RolloutQueue:
     """One rank's; every rank makes the same calls in the same order."""
 
-    fleet: EngineGroup
+    fleet: Engines
     prompts: stream.PromptStream
     samplings: Sequence[Sampling]  # of each prompt one completion by each
     size: int  # prompts of a round, over all ranks

@@ -26,7 +26,7 @@ from rlx.rewards import reward_model, scoring
 from rlx.rewards.remote import RemoteReward
 from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
-from rlx.rollout.weight_sync.sender import WeightSender
+from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import ray_train
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.checkpoint_writer import CheckpointWriter, Retention
@@ -122,13 +122,14 @@ def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Mesh, device: torc
     # Adapters go to an engine's own process, which writes them down for vLLM.
     alone = config.model.lora_sync == "adapter"
     return EngineGroup(
-        rollouts=EnginePool(engines, config.seed, grid.dp_rank, settings.timeout_s, settings.sync_timeout_s),
-        grid=grid,
-        dtype=getattr(torch, config.model.dtype),
+        pool=EnginePool(engines, config.seed, grid.dp_rank, settings.timeout_s, settings.sync_timeout_s),
+        mesh=grid,
+        sync=WeightSync(
+            engines, grid, device, getattr(torch, config.model.dtype), None if alone else settings.transport
+        ),
         retries=settings.retries,
         notify=partial(ray_train.notify, setup["box"]),
         weights=partial(_weights, config, policy),
-        direct=None if alone else WeightSender(grid.rank, grid.ranks, device, engines, settings.transport),
     )
 
 

@@ -29,7 +29,7 @@ from rlx.mesh import Mesh
 from rlx.models import fsdp, lora
 from rlx.models.policy import PolicyOutput
 from rlx.rewards import functions, scoring
-from rlx.rollout.engine_group import EngineGroup
+from rlx.rollout.base import Engines
 from rlx.runs import ray_train
 from rlx.storage import checkpoint_files
 from rlx.storage.addresses import open_storage
@@ -65,7 +65,7 @@ class Run:
     rounds: RolloutQueue
     supervised: stream.PromptStream | None  # prompts whose answers are learnt beside the reward
     held_out: list[Prompt]  # this replica's share
-    fleet: EngineGroup
+    fleet: Engines
     sampling: Sampling
     tokenizer: Any
     scorers: dict[str, Scorer]
@@ -139,7 +139,9 @@ class Run:
             for c, text in zip(completions, texts, strict=True)
         ]
         # Once per replica: scorers may fail, or draw lots.
-        scores = self.grid.shared(scoring.score(responses, scorers, settings) if self.grid.leads else None)
+        scores = self.grid.broadcast_from_leader(
+            scoring.score(responses, scorers, settings) if self.grid.is_tp_leader else None
+        )
         names, rows = scores.by_function.keys(), zip(*scores.by_function.values(), strict=True)
         by_function = [dict(zip(names, row, strict=True)) for row in rows]
         columns = zip(completions, scores.total, scores.is_correct, by_function, strict=True)
@@ -277,7 +279,7 @@ class Run:
     def summed(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Each value summed over all replicas; the same on every rank."""
         total = torch.tensor([float(value) for value in values.values()], dtype=torch.float64, device=self.device)
-        return dict(zip(values, self.grid.add(total).tolist(), strict=True))
+        return dict(zip(values, self.grid.all_reduce_sum(total).tolist(), strict=True))
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Each value's maximum over all ranks."""
@@ -297,7 +299,7 @@ class Run:
         started = time.perf_counter()
         due = self.step > self._saved and (last or self.is_due(self.config.checkpoint.every))
         shards = checkpoint_files.copy_shards(self.trained, self.average) if due else {}
-        if due and self.grid.leads:  # neighbours have the same completions
+        if due and self.grid.is_tp_leader:  # neighbours have the same completions
             shards |= self.rounds.state()
         if due:
             self.saver.wait()  # for the one before
@@ -333,7 +335,7 @@ class Run:
         return Manifest(
             rlx=__version__,
             step=self.step,
-            ranks=self.grid.ranks,
+            ranks=self.grid.world_size,
             metrics=dict(metrics),
             tokens=self.tokens,
             kl=self.kl.state_dict(),

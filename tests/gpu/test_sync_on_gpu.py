@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlx.config import loading
+from rlx.config.sections import ModelConfig, RolloutConfig
 from rlx.mesh import Mesh
 from rlx.models import fsdp, lora
-from rlx.rollout import engine_args, engine_pool
+from rlx.rollout.engine_actors import EngineSpec, start_engines
+from rlx.rollout.engine_args import engine_args
 from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
-from rlx.rollout.weight_sync import push
-from rlx.rollout.weight_sync.sender import WeightSender
+from rlx.rollout.weight_sync import sync
+from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import launch
 from rlx.training import experience, setup
 from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
@@ -80,7 +83,7 @@ class Trainer:
     ) -> None:
         if gpu is not None:  # one that Ray has given to an engine
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        push.BUCKET_BYTES["cuda"] = 64 << 20  # several buckets, as of a larger model
+        sync.BUCKET_BYTES["cuda"] = 64 << 20  # several buckets, as of a larger model
         self.device, self.rank = torch.device("cuda", 0), rank
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
         settings = loading.from_tree(
@@ -93,8 +96,10 @@ class Trainer:
         )
         self.grid = Mesh.of("cuda", tp)
         self.policy: Any = setup.models(settings, path, self.grid.mesh)[0]["policy"].model
-        self.ways = WeightSender(rank, ranks, self.device, engines)
-        self.fleet = EngineGroup(EnginePool(engines, 0), self.grid, torch.bfloat16, 0, lambda _: None, self.ways)
+        self.sync = WeightSync(engines, self.grid, self.device, torch.bfloat16)
+        weights = partial(lora.engine_weights, self.policy)
+        pool = EnginePool(engines, 0, hang_s=100.0)
+        self.fleet = EngineGroup(pool, self.grid, self.sync, weights, retries=0, notify=lambda _: None)
         self.version = 0
         self.is_smaller = False
 
@@ -102,21 +107,21 @@ class Trainer:
         """The engines that are lost after it, and the seconds it took."""
         self.version += 1
         started = time.monotonic()
-        self.fleet.push(lora.engine_weights(self.policy), self.version, 100.0, starting, keep)
-        return dict(self.fleet.rollouts.lost), time.monotonic() - started
+        self.fleet.push(self.version, starting=starting, keep=keep)
+        return dict(self.fleet.pool.lost), time.monotonic() - started
 
     def kill_during_push(self, pid: int) -> None:
         """Has an engine stand still in the next push, once it has said that it is there, and then die."""
-        rollouts, present = self.fleet.rollouts, self.fleet.rollouts.present
+        pool, probe = self.fleet.pool, self.fleet.pool.probe
 
         def harmed(patience_s: float) -> dict[int, Any]:
-            rollouts.present = present
-            found = present(patience_s)
+            pool.probe = probe
+            locations = probe(patience_s)
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(2.0, os.kill, (pid, signal.SIGKILL)).start()
-            return found
+            return locations
 
-        rollouts.present = harmed
+        pool.probe = harmed
 
     def room(self) -> float:
         """GiB of the GPU that nobody has."""
@@ -125,8 +130,8 @@ class Trainer:
 
     def kinds(self) -> dict[int, list[str]]:
         """How the workers of each engine were reached last; which of them is on which GPU is Ray's choice."""
-        assert self.ways._course
-        return {i: sorted(source.kind for source in own) for i, own in self.ways._course.sources.items()}
+        assert self.sync.sender and self.sync.sender._course
+        return {i: sorted(source.kind for source in own) for i, own in self.sync.sender._course.sources.items()}
 
     @torch.no_grad()
     def change(self) -> None:
@@ -138,14 +143,14 @@ class Trainer:
 
     def gap(self, index: int) -> float:
         """Mean difference between an engine's log-probabilities and the policy's; all ranks call it."""
-        rollouts = EnginePool([self.fleet.rollouts.engines[index]], 0)
+        rollouts = EnginePool([self.fleet.pool.engines[index]], 0)
         # Neighbours score the same: what is drawn twice at once may differ in the last bits, and so in tokens.
-        drawn = drawn_by(rollouts, PROMPTS, SAMPLING, 1, self.version) if self.grid.leads else None
-        return float(self.gaps(self.grid.shared(drawn)).mean())
+        drawn = drawn_by(rollouts, PROMPTS, SAMPLING, 1, self.version) if self.grid.is_tp_leader else None
+        return float(self.gaps(self.grid.broadcast_from_leader(drawn)).mean())
 
     def gaps_around_push(self) -> tuple[float, float]:
         """The same of the first and the last eight tokens of completions that were half drawn when new weights came."""
-        rollouts, long = EnginePool(self.fleet.rollouts.engines, 0), replace(SAMPLING, max_tokens=LONG)
+        rollouts, long = EnginePool(self.fleet.pool.engines, 0), replace(SAMPLING, max_tokens=LONG)
         drawn_by(rollouts, PROMPTS, long, 1, self.version)  # whatever takes longer at first
         started = time.monotonic()
         drawn_by(rollouts, PROMPTS, long, 1, self.version)
@@ -155,7 +160,7 @@ class Trainer:
         self.change()
         self.push(keep=True)
         rollouts.finish(draw, self.version)
-        assert draw.is_whole, rollouts.lost
+        assert draw.is_complete, rollouts.lost
         gaps = self.gaps(draw.completions)
         return float(gaps[:, :8].mean()), float(gaps[:, -8:].mean())
 
@@ -188,20 +193,18 @@ def start(cluster: int, qwen: Path) -> Iterator[Start]:
             pytest.skip(f"needs {needed:g} GPUs, there are {cluster}")
         group = placement_group([{"CPU": 1.0, "GPU": share} for share in [*trainers, *engines]], "STRICT_PACK")
         assert group.wait(60)
-        options = engine_args.vllm_arguments(
-            dtype="bfloat16",
-            max_model_len=256,
+        rollout = RolloutConfig(
+            max_tokens=LONG,
             max_num_seqs=32,
-            on_gpu=True,
-            kv_cache_mib=0,
-            gpu_memory=0.2,
-            eager=True,
-            sleeps=sleeps,
+            gpu_memory_utilization=0.2,
+            enforce_eager=True,
+            placement="colocated" if sleeps else "separate",
             tensor_parallel=max(1, int(engines[0])),
         )
+        args = engine_args(rollout, ModelConfig(dtype="bfloat16"), max_prompt_tokens=256 - LONG, on_gpu=True)
         places = range(len(trainers), len(trainers) + len(engines))
         share = {"CPU": 1.0, "GPU": engines[0]}
-        actors = engine_pool.start_engines(str(qwen), options, share, group, places)
+        actors = start_engines(EngineSpec(str(qwen), args, share), group, places)
         store = f"{tempfile.mkdtemp()}/store"
         ranks = [
             ray.remote(Trainer)
@@ -255,13 +258,13 @@ def test_an_engine_that_sleeps_leaves_its_memory_to_the_trainer_also_after_it_wa
         assert on_all(ranks, "gap", 0)[0] <= CLOSE
         assert asleep - on_all(ranks, "room")[0] > CACHE_GIB
 
-    ray.get(engine.is_up.remote())
+    ray.get(engine.probe.remote())
     assert_wakes_with_new_weights(on_all(ranks, "room")[0])
     ray.get(engine.sleep.remote())
     assert_wakes_with_new_weights(on_all(ranks, "room")[0])
     os.kill(process(engine), signal.SIGKILL)
     time.sleep(5)
-    ray.get(engine.is_up.remote())
+    ray.get(engine.probe.remote())
     assert_wakes_with_new_weights(on_all(ranks, "room")[0])
 
 

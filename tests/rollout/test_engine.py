@@ -21,11 +21,15 @@ from conftest import start_engine, stop_engine
 from torch import Tensor, nn
 
 from rlx.actors import EngineLostError, RolloutError
+from rlx.mesh import Mesh
 from rlx.models import loading, lora, policy
-from rlx.rollout.engine_pool import EnginePool, request_seed
+from rlx.rollout.base import request_seed
+from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.vllm_engine import by_newer_runner
-from rlx.rollout.weight_sync import buckets, object_store, push
+from rlx.rollout.weight_sync import buckets, object_store
 from rlx.rollout.weight_sync.gather import gather_full
+from rlx.rollout.weight_sync.sync import WeightSync
+from rlx.rollout.weight_sync.topology import EngineLocation
 from rlx.training import experience
 from rlx.types import Completion, Prompt, Sampling, ScoredCompletion, ShardedWeight, WeightSyncError
 
@@ -49,9 +53,25 @@ def drawn_by(
     """All completions in a row; the last words of the engines if there are none."""
     draw = rollouts.begin(prompts, [sampling] * samples, version)
     rollouts.finish(draw, version)
-    if not draw.is_whole:
+    if not draw.is_complete:
         raise EngineLostError("; ".join(rollouts.lost.values()))
     return draw.completions
+
+
+SINGLE = Mesh(None, rank=0, world_size=1, tp=1)  # type: ignore[arg-type]  # a rank without a process group
+
+
+def pushed(
+    engine: Any,
+    weights: Sequence[ShardedWeight],
+    version: int,
+    timeout_s: float = 120.0,
+    keep: bool = False,
+    bucket_bytes: int | None = None,
+) -> dict[int, EngineLostError]:
+    """Pushes to one engine through the object store; it need not have said where it is."""
+    sync = WeightSync([engine], SINGLE, torch.device("cpu"), torch.float32, None, bucket_bytes)
+    return sync.push(weights, version, {0: EngineLocation("", ())}, timeout_s=timeout_s, keep=keep)
 
 
 @pytest.mark.parametrize("given", [None, "0"])
@@ -96,8 +116,8 @@ class Side:
 
     def push(self) -> None:
         self.version += 1
-        assert EnginePool([self.engine], seed=0).present(60) == {0: self.engine}  # it may be starting
-        assert push.push(self.weights(self.policy), {0: self.engine}, self.version, sender=True) == {}
+        assert list(EnginePool([self.engine], seed=0).probe(60)) == [0]  # it may be starting
+        assert pushed(self.engine, self.weights(self.policy), self.version) == {}
 
     def change(self) -> None:
         """As an update of the policy would, only larger."""
@@ -238,7 +258,7 @@ def test_a_draw_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> Non
     weights = lora.engine_weights(tied.policy)
     (embedding,) = (weight for weight in weights if weight.name == "model.embed_tokens.weight")
     head = replace(embedding, name="lm_head.weight")
-    assert push.push([*weights, head], {0: untied.engine}, tied.version, sender=True) == {}
+    assert pushed(untied.engine, [*weights, head], tied.version) == {}
     pair = EnginePool([tied.engine, untied.engine], seed=0, rank=1)
     assert drawn_by(pair, PROMPTS, SAMPLING, 3, tied.version) == completions
     assert drawn_by(EnginePool([tied.engine], seed=1), PROMPTS, SAMPLING, 3, tied.version) != completions
@@ -294,23 +314,23 @@ def test_request_seeds_are_stable_and_distinct() -> None:
 
 def test_prompts_are_spread_evenly_and_each_goes_to_one_engine() -> None:
     rollouts = EnginePool([None] * 3, seed=0)
-    shares = rollouts._routed({i: 26 for i in range(9)}, range(3))
+    shares = rollouts.routes({i: 26 for i in range(9)}, range(3))
     assert sorted(i for share in shares.values() for i in share) == list(range(9))
     assert [len(share) for share in shares.values()] == [3, 3, 3]
-    one_long = rollouts._routed({i: 216 if i == 3 else 26 for i in range(7)}, range(3))
+    one_long = rollouts.routes({i: 216 if i == 3 else 26 for i in range(7)}, range(3))
     assert sorted(len(share) for share in one_long.values()) == [1, 3, 3]
     # Those that have much to do already get less.
     rollouts._loads[1] = 52
-    assert [len(share) for share in rollouts._routed({i: 26 for i in range(7)}, range(3)).values()] == [3, 1, 3]
+    assert [len(share) for share in rollouts.routes({i: 26 for i in range(7)}, range(3)).values()] == [3, 1, 3]
 
 
 def test_engines_that_are_lost_get_no_prompts() -> None:
-    shares = EnginePool([None] * 3, seed=0)._routed({i: 26 for i in range(4)}, [0, 2])
+    shares = EnginePool([None] * 3, seed=0).routes({i: 26 for i in range(4)}, [0, 2])
     assert {index: len(share) for index, share in shares.items()} == {0: 2, 2: 2}
 
 
 def test_every_rank_begins_with_another_engine() -> None:
-    shares = [EnginePool([None] * 3, seed=0, rank=rank)._routed({0: 26}, range(3)) for rank in range(4)]
+    shares = [EnginePool([None] * 3, seed=0, rank=rank).routes({0: 26}, range(3)) for rank in range(4)]
     assert shares == [{0: [0]}, {1: [0]}, {2: [0]}, {0: [0]}]
 
 
@@ -327,8 +347,8 @@ def weight(name: str, tensor: Tensor) -> ShardedWeight:
     return ShardedWeight(name, tuple(tensor.shape), (tensor,))
 
 
-def packed(weights: Sequence[ShardedWeight], dtype: torch.dtype = torch.float32) -> object_store.Bucket:
-    return object_store.pack(buckets.layout(weights, dtype), gather_full(weights, dtype))
+def packed(weights: Sequence[ShardedWeight], dtype: torch.dtype = torch.float32) -> buckets.Bucket:
+    return buckets.pack(buckets.layout(weights, dtype), gather_full(weights, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -339,7 +359,7 @@ def test_tensors_survive_buckets_of_any_size(dtype: torch.dtype, bucket_bytes: i
         packed(group, dtype) for group in buckets.group_weights([weight(*pair) for pair in sent], dtype, bucket_bytes)
     ]
     assert len(parts) == {1: 5, 100: 3, 1 << 20: 1}[bucket_bytes]
-    received = [pair for bucket in parts for pair in object_store.unpack(bucket)]
+    received = [pair for bucket in parts for pair in buckets.unpack(bucket)]
     assert [name for name, _ in received] == [name for name, _ in sent]
     torch.testing.assert_close([t for _, t in received], [t for _, t in sent], atol=0, rtol=0)
 
@@ -351,14 +371,14 @@ def test_a_checksum_covers_names_shapes_and_bytes(part: str) -> None:
     data[5] ^= part == "data"
     changed = replace(bucket, data=data, layout=(layout.get(part, bucket.layout[0]),))
     with pytest.raises(WeightSyncError, match="checksum"):
-        list(object_store.unpack(changed))
+        list(buckets.unpack(changed))
 
 
 def test_an_update_in_many_buckets_is_whole(tied: Side) -> None:
     tied.change()
     tied.version += 1
     weights = lora.engine_weights(tied.policy)
-    assert push.push(weights, {0: tied.engine}, tied.version, sender=True, bucket_bytes=1000) == {}
+    assert pushed(tied.engine, weights, tied.version, bucket_bytes=1000) == {}
     assert tied.gap(tied.generate()) < CLOSE
 
 
@@ -375,7 +395,7 @@ def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
     side.change()
     side.version += 1
     weights = lora.engine_weights(side.policy)
-    assert push.push(weights, {0: side.engine}, side.version, sender=True, keep=keep) == {}
+    assert pushed(side.engine, weights, side.version, keep=keep) == {}
     rollouts.finish(draw, side.version)
     assert {one.version for one in draw.completions} == {side.version - 1}
     return replace(side, policy=old).gaps(draw.completions), side.gaps(draw.completions)
@@ -403,7 +423,7 @@ def test_another_version_than_the_engine_holds_is_refused(tied: Side) -> None:
         tied.generate()
 
 
-def begun(side: Side, timeout_s: float) -> tuple[object_store.ObjectStorePush, list[object_store.Bucket]]:
+def begun(side: Side, timeout_s: float) -> tuple[object_store.ObjectStorePush, list[buckets.Bucket]]:
     """A weight update that waits for its buckets."""
     weights = lora.engine_weights(side.policy)
     update = object_store.ObjectStorePush({0: side.engine}, side.version + 1, timeout_s)
@@ -425,7 +445,7 @@ def test_a_corrupted_bucket_is_refused(side: Side) -> None:
     for bucket in parts:
         update.send(bucket)
     update.finish()
-    assert "engine 0 failed: checksum" in update.failed[0]
+    assert "engine 0 failed: checksum" in str(update.failed[0])
     assert_only_an_update_helps(side)
 
 
@@ -435,7 +455,7 @@ def test_missing_weights_are_an_error_in_time(side: Side) -> None:
         update.send(bucket)
     update.timeout_s += 30  # the engine's own deadline comes first and says more
     update.finish()
-    assert re.search(r"engine 0 failed: waited 1 s .* tensors missing", update.failed[0])
+    assert re.search(r"engine 0 failed: waited 1 s .* tensors missing", str(update.failed[0]))
     assert_only_an_update_helps(side)
 
 
@@ -448,7 +468,7 @@ def test_a_new_update_ends_one_whose_sender_has_died(tied: Side) -> None:
     update.send(parts[1])  # the dead sender's last one
     assert tied.gap(tied.generate()) < CLOSE
     update.finish()
-    assert re.search(r"engine 0 failed: .*another weight update", update.failed[0])
+    assert re.search(r"engine 0 failed: .*another weight update", str(update.failed[0]))
 
 
 # --- engines that fail
@@ -468,8 +488,8 @@ def hanging(engine: Any) -> Iterator[None]:
 def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
     weights = lora.engine_weights(tied.policy)
     with hanging(tied.engine):
-        failed = push.push(weights, {0: tied.engine}, tied.version + 1, sender=True, timeout_s=1)
-        assert "engine 0 did not answer in time" in failed[0]
+        failed = pushed(tied.engine, weights, tied.version + 1, timeout_s=1)
+        assert "engine 0 did not answer in time" in str(failed[0])
         with pytest.raises(EngineLostError, match="engine 0 did not answer in time"):
             tied.generate(timeout_s=1)
         time.sleep(1)  # it has been killed by now, as nothing else ends it
@@ -480,8 +500,8 @@ def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
 @pytest.mark.slow
 def test_an_engine_that_vllm_leaves_broken_is_started_afresh(untied: Side) -> None:
     nonsense = [weight("nonsense", torch.zeros(3))]
-    failed = push.push(nonsense, {0: untied.engine}, untied.version + 1, sender=True)
-    assert re.search(r"engine 0 failed: ValueError: .*nonsense", failed[0])
+    failed = pushed(untied.engine, nonsense, untied.version + 1)
+    assert re.search(r"engine 0 failed: ValueError: .*nonsense", str(failed[0]))
     time.sleep(2)  # it tells its callers before it ends
     with pytest.raises(RolloutError, match="engine 0 died"):
         untied.generate()

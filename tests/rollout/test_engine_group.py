@@ -18,9 +18,10 @@ from test_engine import PROMPTS, SAMPLING, drawn_by, versions
 from rlx.actors import RolloutError
 from rlx.mesh import Mesh
 from rlx.models import loading, lora
-from rlx.rollout.base import Output, Request
+from rlx.rollout.base import Output, PendingRollout, Request
 from rlx.rollout.engine_group import EngineGroup
-from rlx.rollout.engine_pool import EnginePool, PendingRollout
+from rlx.rollout.engine_pool import EnginePool
+from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.types import Completion, Prompt, Sampling, ShardedWeight, WeightSyncError
 
 LONG = replace(SAMPLING, temperature=2.0, max_tokens=120)
@@ -52,7 +53,9 @@ def fleet_of(
     engines: tuple[Any, ...], said: list[str], weights: list[ShardedWeight], timeout_s: float = 120.0
 ) -> EngineGroup:
     pool = EnginePool(engines, seed=0, timeout_s=timeout_s)
-    return EngineGroup(pool, Mesh.of("cpu", 1), torch.float32, 1, said.append, lambda: weights)
+    mesh = Mesh.of("cpu", 1)
+    sync = WeightSync(engines, mesh, torch.device("cpu"), torch.float32, None)
+    return EngineGroup(pool, mesh, sync, lambda: weights, retries=1, notify=said.append)
 
 
 def generated(fleet: EngineGroup, version: int) -> list[Completion]:
@@ -79,11 +82,11 @@ def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
     killed_soon(engines[0])
     started = time.monotonic()
     assert generated(fleet, version) == expected
-    assert list(fleet.rollouts.lost) == [0]
+    assert list(fleet.pool.lost) == [0]
     assert said == ["engine 0 died: its process ended - left out until it is back"]
     # Weights go to the other one while it is away, and to both once it is back.
     fleet.push(version + 1)
-    while 0 in fleet.rollouts.lost:
+    while 0 in fleet.pool.lost:
         fleet.push(version + 1)
         assert time.monotonic() < started + 120
     assert said[1:] == ["engine 0 is back"]
@@ -120,7 +123,9 @@ def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -
         def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
             sent.append(version)
 
-    fleet = Counted(Hopeless([None], seed=0), Mesh.of("cpu", 1), torch.float32, 2, said.append, list)
+    mesh = Mesh.of("cpu", 1)
+    sync = WeightSync([None], mesh, torch.device("cpu"), torch.float32, None)
+    fleet = Counted(Hopeless([None], seed=0), mesh, sync, list, retries=2, notify=said.append)
     with pytest.raises(RolloutError, match=r"all engines failed, 3 times in a row, at step 7: .*out of memory"):
         fleet.finish(fleet.begin(PROMPTS[:1], [SAMPLING], 7), 7)
     assert sent == [7, 7]
@@ -144,13 +149,13 @@ def test_an_engine_that_was_sent_weights_since_is_not_lost_by_an_earlier_failure
     draw = rollouts.begin(PROMPTS, [SAMPLING], 1)
     rollouts.finish(draw, holds)
     assert list(rollouts.lost) == lost
-    assert draw.is_whole is not bool(lost)
+    assert draw.is_complete is not bool(lost)
 
 
 def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], said: list[str]) -> None:
     @ray.remote
     class Broken:
-        def is_up(self) -> bool:
+        def probe(self) -> bool:
             return True
 
         def start_update(self, *_: Any) -> None:

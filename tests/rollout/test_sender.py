@@ -20,12 +20,14 @@ from conftest import start_engine, stop_engine
 from test_engine import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
 from torch import Tensor
 
+from rlx.mesh import Mesh
 from rlx.models import loading, lora, policy
 from rlx.rollout.engine_pool import EnginePool
-from rlx.rollout.weight_sync import buckets, channels, push, receiver, sender
+from rlx.rollout.weight_sync import buckets, channels, receiver, sender
 from rlx.rollout.weight_sync.channels import GivenUpError, Incoming
 from rlx.rollout.weight_sync.receiver import Receiver
 from rlx.rollout.weight_sync.sender import SyncPlan, WeightBroadcast, WeightSender
+from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.rollout.weight_sync.topology import Source, Transport
 from rlx.types import ShardedWeight, WeightSyncError
 
@@ -40,7 +42,7 @@ class Pair:
 
     engines: tuple[Any, Any]
     policy: policy.Policy
-    ways: WeightSender
+    sync: WeightSync
     version: int = field(default_factory=lambda: next(versions))
 
     def weights(self) -> list[ShardedWeight]:
@@ -54,20 +56,17 @@ class Pair:
     ) -> dict[int, str]:
         """Sends the weights; the harm is done when the engines have said that they are there."""
         self.version += 1
-        rollouts = EnginePool(self.engines, seed=0)
-        present = rollouts.present(patience_s)
+        locations = EnginePool(self.engines, seed=0).probe(patience_s)
         if harm:
             harm()
-        return push.push(
-            self.weights(),
-            present,
-            self.version,
-            sender=True,
-            timeout_s=timeout_s,
-            bucket_bytes=BUCKET,
-            direct=self.ways,
-            there=rollouts.there,
-        )
+        failed = self.sync.push(self.weights(), self.version, locations, timeout_s=timeout_s)
+        return {index: str(error) for index, error in failed.items()}
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """The process groups that are kept, by kind."""
+        assert self.sync.sender
+        return dict(self.sync.sender.groups)
 
     def gaps(self, engines: Sequence[Any]) -> list[float]:
         """Of each engine, the largest difference between its logprobs and the policy's."""
@@ -89,9 +88,13 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(params=["auto", "gloo"])
 def pair(request: pytest.FixtureRequest, engines: tuple[Any, Any], tiny_model: Path) -> Iterator[Pair]:
     transport: Transport = request.param
-    ways = WeightSender(0, 1, torch.device("cpu"), engines, transport)
-    yield Pair(engines, loading.load_policy(str(tiny_model), head=None), ways)
-    ways.close()
+    sync = sync_of(engines, transport)
+    yield Pair(engines, loading.load_policy(str(tiny_model), head=None), sync)
+    sync.close()
+
+
+def sync_of(engines: Sequence[Any], transport: Transport) -> WeightSync:
+    return WeightSync(engines, Mesh.of("cpu", 1), torch.device("cpu"), torch.float32, transport, BUCKET)
 
 
 def process(engine: Any) -> int:
@@ -101,7 +104,7 @@ def process(engine: Any) -> int:
 def until_both_have_it(pair: Pair) -> None:
     deadline = time.monotonic() + START_S
     # Both are there before it is sent: one that comes up meanwhile would have been left out.
-    while len(EnginePool(pair.engines, 0).present(10)) < 2 or pair.push():
+    while len(EnginePool(pair.engines, 0).probe(10)) < 2 or pair.push():
         assert time.monotonic() < deadline
     assert max(pair.gaps(pair.engines)) < CLOSE
 
@@ -114,7 +117,7 @@ def test_updates_in_many_buckets_are_whole_one_after_the_other(pair: Pair) -> No
         assert max(pair.gaps(pair.engines)) < CLOSE
         pair.change()
         assert min(pair.gaps(pair.engines)) > FAR
-        groups.append(dict(pair.ways.groups))
+        groups.append(pair.groups)
     assert groups[0] == groups[1] == groups[2]  # what was set up once serves all
 
 
@@ -240,7 +243,9 @@ def test_a_rank_that_hears_no_answers_learns_at_once_that_a_reader_failed(
         delivery.send([tensor])
     delivery.finish()
     reader.join()
-    assert delivery.failed == {0: "sending weight version 1: engine 0 failed: no room"}
+    assert {i: str(error) for i, error in delivery.failed.items()} == {
+        0: "sending weight version 1: engine 0 failed: no room"
+    }
     assert time.monotonic() - started < SECONDS / 2
     second.close()
 
@@ -250,18 +255,17 @@ def test_a_rank_that_hears_no_answers_learns_at_once_that_a_reader_failed(
 def test_a_model_that_is_split_over_processes_gets_its_weights(
     split: Any, tiny_model: Path, transport: Transport
 ) -> None:
-    ways = WeightSender(0, 1, torch.device("cpu"), [split], transport)
+    sync = sync_of([split], transport)
     side = Side(split, loading.load_policy(str(tiny_model), head=None), next(versions))
     rollouts = EnginePool([split], seed=0)
     for _ in range(2):
         side.change()
         side.version += 1
-        weights, present = lora.engine_weights(side.policy), rollouts.present(120)
-        sent = dict(sender=True, bucket_bytes=BUCKET, direct=ways, there=rollouts.there)
-        assert len(rollouts.there[0].workers) == 2
-        assert push.push(weights, present, side.version, **sent) == {}
+        weights, locations = lora.engine_weights(side.policy), rollouts.probe(120)
+        assert len(locations[0].workers) == 2
+        assert sync.push(weights, side.version, locations, timeout_s=120.0) == {}
         assert side.gap(side.generate()) < CLOSE
-    ways.close()
+    sync.close()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from rlx.data.stream import PromptStream
-from rlx.rollout.engine_pool import PendingRollout
+from rlx.rollout.base import PendingRollout
 from rlx.storage import checkpoint_files
 from rlx.storage.checkpoint_files import CheckpointReader
 from rlx.storage.filesystem import Storage
@@ -42,7 +42,7 @@ class Engines:
         return True
 
     def finish(self, draw: PendingRollout, version: int) -> list[Completion]:
-        if not draw.is_whole:
+        if not draw.is_complete:
             self.log.append(f"finish {len(draw.prompts)} of {draw.step}")
             draw.groups = [[self.drawn(p, k, draw.step) for k in range(len(draw.samplings))] for p in draw.prompts]
             draw.seconds = 2.0

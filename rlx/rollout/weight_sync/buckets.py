@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rlx.types import ShardedWeight
+from rlx.types import ShardedWeight, WeightSyncError
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 """name, dtype and shape of each tensor of a bucket"""
@@ -20,6 +22,14 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 _ALIGNED = 16  # bytes: any dtype may begin there
 _CHECKSUM = 16  # bytes behind the tensors, of which the first 8 are used
 _WIDTH = 1024  # words
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some tensors as they travel in host memory."""
+
+    layout: Layout
+    data: np.ndarray  # [bytes] uint8, see `fill`
 
 
 def group_weights(weights: Sequence[ShardedWeight], dtype: torch.dtype, limit: int) -> list[list[ShardedWeight]]:
@@ -67,6 +77,26 @@ def views(bucket: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 def is_sound(bucket: Tensor, layout: Layout) -> Tensor:
     """Whether a bucket is what was written: a bool on its device, so that nobody has to wait for it."""
     return bucket[-_CHECKSUM:].view(torch.int64)[0] == _checksum(bucket, layout)
+
+
+def pack(layout: Layout, tensors: Sequence[Tensor]) -> Bucket:
+    """Copies tensors of any shapes into a bucket."""
+    data = torch.empty(byte_size(layout), dtype=torch.uint8, device=tensors[0].device)
+    fill(data, layout, tensors)
+    return Bucket(layout, data.cpu().numpy())
+
+
+def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a bucket by name, sharing its memory.
+
+    Raises:
+        WeightSyncError: the bucket is not what was packed.
+    """
+    # Ray's shared memory arrives read-only and torch wants writable memory: a copy of one bucket.
+    data = torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
+    if not is_sound(data, bucket.layout):
+        raise WeightSyncError(f"checksum of a bucket with {bucket.layout[0][0]} differs from what was sent")
+    yield from views(data, bucket.layout)
 
 
 def _checksum(bucket: Tensor, layout: Layout) -> Tensor:

@@ -1,30 +1,16 @@
-"""TODO rlx.rollout.weight_sync.object_store."""
+"""Weights through Ray's object store: shared memory within a node, a copy between nodes. It reaches every engine."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import ray
-import torch
-from torch import Tensor
 
-from rlx.actors import RolloutError, get_result
-from rlx.rollout.weight_sync import buckets
-from rlx.rollout.weight_sync.buckets import Layout
-from rlx.types import WeightSyncError
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Some tensors as they travel."""
-
-    layout: Layout
-    data: np.ndarray  # [bytes] uint8, see `buckets.fill`
+from rlx.actors import EngineLostError, EngineTimeoutError, RolloutError, get_result
+from rlx.rollout.weight_sync.buckets import Bucket
 
 
 class ObjectStorePush:
@@ -33,7 +19,7 @@ class ObjectStorePush:
 
     def __init__(self, engines: Mapping[int, Any], version: int, timeout_s: float) -> None:
         self.engines = dict(engines)
-        self.failed: dict[int, str] = {}
+        self.failed: dict[int, EngineLostError] = {}
         self.version = version
         self.timeout_s = timeout_s
         self.name = uuid.uuid4().hex
@@ -59,21 +45,11 @@ class ObjectStorePush:
             try:
                 get_result(call, index, deadline)
             except RolloutError as error:
-                self.failed[index] = f"sending weight version {self.version}: {error}"
+                self.failed[index] = sending_failed(self.version, error)
                 del self.engines[index]
 
 
-def pack(layout: Layout, tensors: Sequence[Tensor]) -> Bucket:
-    """Tensors as one run of bytes with a checksum over names, shapes and bytes."""
-    data = torch.empty(buckets.byte_size(layout), dtype=torch.uint8, device=tensors[0].device)
-    buckets.fill(data, layout, tensors)
-    return Bucket(layout, data.cpu().numpy())
-
-
-def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, sharing its memory; WeightSyncError if it is not what was packed."""
-    # shared memory arrives read-only and torch wants writable memory: a copy of one bucket
-    data = torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
-    if not buckets.is_sound(data, bucket.layout):
-        raise WeightSyncError(f"checksum of a bucket with {bucket.layout[0][0]} differs from what was sent")
-    yield from buckets.views(data, bucket.layout)
+def sending_failed(version: int, error: Exception) -> EngineLostError:
+    """The same error with the version in its text."""
+    kind = EngineTimeoutError if isinstance(error, EngineTimeoutError) else EngineLostError
+    return kind(f"sending weight version {version}: {error}")

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlx.actors import HUNG, EngineLostError, RolloutError, get_result, is_alive
+from rlx.actors import EngineLostError, EngineTimeoutError, RolloutError, get_result, is_alive
 from rlx.rollout.weight_sync import channels
 from rlx.rollout.weight_sync.buckets import Layout, byte_size, fill
 from rlx.rollout.weight_sync.channels import Group, Incoming
+from rlx.rollout.weight_sync.object_store import sending_failed
 from rlx.rollout.weight_sync.topology import DeviceLocation, EngineLocation, Source, Transport, routes
 
 _GRACE_S = 5.0  # in which engines say that they have given an update up
@@ -129,8 +130,8 @@ class WeightBroadcast:
         keep: bool,
     ) -> None:
         """Tells the engines, on rank 0, and joins them in the process groups."""
-        self.failed: dict[int, str] = {}
-        self.again: dict[int, str] = {}
+        self.failed: dict[int, EngineLostError] = {}
+        self.again: dict[int, EngineLostError] = {}
         self._direct, self._course, self._layouts, self._version = direct, course, layouts, version
         self._timeout_s, self._keep = timeout_s, keep
         self._looked = time.monotonic()
@@ -248,9 +249,9 @@ class WeightBroadcast:
             try:
                 channels.wait(partial(self._is_read, index, notes), deadline, partial(self._expect, index))
             except TimeoutError:
-                self._lose(index, f"engine {index} {HUNG}")
+                self._lose(index, EngineTimeoutError.of(index))
             except EngineLostError as error:
-                self._lose(index, str(error))
+                self._lose(index, error)
 
     def _is_read(self, index: int, notes: list[str]) -> bool:
         """Whether an engine has read a bucket, or is not waited for any more."""
@@ -283,14 +284,14 @@ class WeightBroadcast:
     def _take(self, call: Any, index: int) -> None:
         self._calls.pop(call, None)
         try:
-            if words := get_result(call, index, time.monotonic()):
-                self.again[index] = self._words(f"engine {index}: {words}")
+            if reason := get_result(call, index, time.monotonic()):
+                self.again[index] = sending_failed(self._version, EngineLostError(f"engine {index}: {reason}"))
                 self._leave(index)
         except RolloutError as error:
-            self._lose(index, str(error))
+            self._lose(index, error)
 
-    def _lose(self, index: int, words: str) -> None:
-        self.failed.setdefault(index, self._words(words))
+    def _lose(self, index: int, error: Exception) -> None:
+        self.failed.setdefault(index, sending_failed(self._version, error))
         self._calls = {call: i for call, i in self._calls.items() if i != index}
         self._leave(index)
 
@@ -299,9 +300,6 @@ class WeightBroadcast:
         self._readers.pop(index, None)
         for kind in {source.kind for source in self._course.sources[index]}:
             self._break(kind)
-
-    def _words(self, words: str) -> str:
-        return f"sending weight version {self._version}: {words}"
 
     def _break_all(self) -> None:
         for kind in list(self._direct.groups):

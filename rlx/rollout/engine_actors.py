@@ -1,0 +1,71 @@
+"""Starts engines as Ray actors in a placement group. `ENGINES` has the kinds of engines that there are.
+
+Engines belong to the process that starts the run, not to rank 0, so they outlive a restart of the workers. What they
+are asked for is in engine_pool.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlx.rollout import vllm_engine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """An inference engine: its actor class, which has the methods of `Engine`, and the environment of its process."""
+
+    actor: type
+    environment: dict[str, str]
+    cpu_environment: dict[str, str]  # in addition, where it has no GPU
+
+
+ENGINES = {
+    "vllm": EngineKind(vllm_engine.VLLMEngine, vllm_engine.ENVIRONMENT, vllm_engine.CPU_ENVIRONMENT),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine is started with."""
+
+    model: str  # Hugging Face folder or name
+    args: dict[str, Any]  # of the engine, see engine_args.py
+    resources: dict[str, float]  # that it takes of its bundle, as Ray names them
+    adapter: dict[str, Any] | None = (
+        None  # peft's description of the adapters it is sent; None: it is sent whole models
+    )
+    kind: str = "vllm"  # a key of ENGINES
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables of the engine's process."""
+        kind = ENGINES[self.kind]
+        return kind.environment if self.resources.get("GPU", 0) > 0 else kind.environment | kind.cpu_environment
+
+
+def start_engines(spec: EngineSpec, group: PlacementGroup, bundles: Sequence[int]) -> list[Any]:
+    """Starts an engine in each of these bundles of a placement group; does not wait for them.
+
+    Returns:
+        The actors' handles, whose methods are those of `Engine`.
+    """
+    options = dict(
+        num_cpus=spec.resources.get("CPU", 0),
+        num_gpus=spec.resources.get("GPU", 0),
+        max_concurrency=1000,
+        max_restarts=-1,  # it restarts with the model's own weights, and is in use again after the next push
+        runtime_env={"env_vars": spec.environment},
+    )
+    actor = ray.remote(ENGINES[spec.kind].actor)
+    strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
+    return [
+        actor.options(scheduling_strategy=strategy, **options).remote(spec.model, spec.args, spec.adapter)
+        for strategy in strategies
+    ]
