@@ -33,10 +33,11 @@ from rlx.models import fsdp
 from rlx.models.policy import Policy
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import Retention
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.checkpoint_writer import CheckpointWriter, FinishedCheckpoint, Retention
-from rlx.storage.filesystem import Storage
+from rlx.storage.checkpoint_writer import CheckpointWriter, FinishedCheckpoint
+from rlx.storage.filesystem import Storage, free_name
 
 _WARM = 1  # first checkpoints that are not counted
 _START_S = 60.0
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, _storage(given.storage, folder) as address:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         place = open_storage(address)
-        run = place / place.free_name("bench-checkpoint")
+        run = place / free_name(place, "bench-checkpoint")
         try:
             results = measure(policy(given.hidden, given.layers), run, Path(folder), given.checkpoints)
         finally:
@@ -97,7 +98,7 @@ def measure(trained: ModelAndOptimizer, run: Storage, disk: Path, count: int) ->
         stalls.append(time.perf_counter() - started)
         writes.append(_awaited(saver).seconds)
         bare.append(_torch_save(trained, disk / "bare.pt"))
-    place = checkpoint_catalog.whole(run)[-1].place
+    place = checkpoint_catalog.complete_checkpoints(run)[-1].folder
     written = sum((place / name).size() or 0 for name in place.names())
     stall, write, plain = (statistics.median(seconds[_WARM:]) for seconds in (stalls, writes, bare))
     return {
@@ -128,7 +129,7 @@ def _manifest(step: int) -> Manifest:
 
 
 def _awaited(saver: CheckpointWriter) -> FinishedCheckpoint:
-    while not (news := saver.news()):
+    while not (news := saver.finished_checkpoint()):
         time.sleep(0.001)
     return news
 

@@ -258,9 +258,9 @@ WRITTEN = Manifest.model_validate(COUNTED | MEASURED | {"config": {"name": "mine
 
 def signed(changes: dict[str, Any]) -> str:
     """A manifest with some of it replaced, and a checksum that is right."""
-    content = json.loads(WRITTEN.text()) | changes
+    content = json.loads(WRITTEN.to_json()) | changes
     del content["sha256"]
-    return json.dumps({"sha256": checkpoint_manifest._digest(content)} | content)
+    return json.dumps({"sha256": checkpoint_manifest.content_digest(content)} | content)
 
 
 OUTSIDE = ["../a.safetensors", "/etc/passwd", "x/a.safetensors", "..", "", ".a.safetensors", "a.safetensors\n", "a\0"]
@@ -273,7 +273,7 @@ CHANGED = st.dictionaries(st.sampled_from([*Manifest.model_fields, ""]), GARBAGE
 
 
 @examples(120, content=[text.encode() for text in BAD_MANIFESTS])
-@given(content=CHANGED.map(str.encode) | damaged(WRITTEN.text().encode()) | st.binary(max_size=40))
+@given(content=CHANGED.map(str.encode) | damaged(WRITTEN.to_json().encode()) | st.binary(max_size=40))
 def test_any_manifest_is_what_was_signed_or_refused(content: bytes, tmp_path: Path) -> None:
     folder, text = tmp_path / "step_000010", content.decode(errors="replace")
     (folder / "x").mkdir(parents=True, exist_ok=True)
@@ -281,12 +281,12 @@ def test_any_manifest_is_what_was_signed_or_refused(content: bytes, tmp_path: Pa
         (folder / name).write_bytes(TENSORS)
     (folder / MANIFEST).write_bytes(content)
     before = contents(tmp_path)
-    found = checkpoint_catalog.entry(Storage.here(folder))
+    found = checkpoint_catalog.read_checkpoint(Storage.local(folder))
     assert contents(tmp_path) == before
-    manifest = used_or_refused(lambda: Manifest.parsed(text), ValueError, MANIFEST)
+    manifest = used_or_refused(lambda: Manifest.from_json(text), ValueError, MANIFEST)
     if manifest:
         tree = json.loads(text)
-        assert tree.pop("sha256") == checkpoint_manifest._digest(tree)
+        assert tree.pop("sha256") == checkpoint_manifest.content_digest(tree)
         assert repr(manifest) == repr(Manifest.model_validate(tree))  # == would tell NaN from NaN
     if found.manifest:
         assert repr(found.manifest) == repr(manifest) and set(found.manifest.files) <= {FIRST}
@@ -298,8 +298,8 @@ def test_a_file_in_place_of_a_folder_or_a_folder_in_place_of_a_file_is_no_checkp
     folder = tmp_path / "step_000010"
     (folder / name).mkdir(parents=True) if name else folder.touch()
     if name == FIRST:
-        (folder / MANIFEST).write_text(WRITTEN.text())
-    (found,) = checkpoint_catalog.entries(Storage.here(tmp_path))
+        (folder / MANIFEST).write_text(WRITTEN.to_json())
+    (found,) = checkpoint_catalog.list_checkpoints(Storage.local(tmp_path))
     assert not found.manifest and found.problem
 
 
@@ -312,7 +312,7 @@ SHAPES = {"w": (4, 3), "step": (), "b": (4,)}
 
 def written(shards: dict[str, Shard]) -> bytes:
     with TemporaryDirectory() as folder:
-        checkpoint_files.write(shards, Path(folder, "file"))
+        checkpoint_files.write_shards(shards, Path(folder, "file"))
         return Path(folder, "file").read_bytes()
 
 
@@ -344,7 +344,7 @@ def all_read(second: bytes, folder: Path) -> dict[str, torch.Tensor]:
         Path(place.path).write_bytes(content)
     with pytest.MonkeyPatch.context() as patched, CheckpointReader(places) as parts:
         patched.setattr(torch, "empty", unfilled)
-        found = {name: parts.whole(name) for name in parts.names}
+        found = {name: parts.read_full(name) for name in parts.names}
         for name in SHAPES.keys() & found:
             assert parts.read(name, (0,) * len(SHAPES[name]), SHAPES[name], SHAPES[name]).shape == SHAPES[name]
     return found
@@ -365,7 +365,7 @@ BAD_CHANGES: dict[tuple[str, str], list[Any]] = {
 }
 BAD_HEADERS: list[list[Change]] = [[(*place, value)] for place, values in BAD_CHANGES.items() for value in values]
 BAD_HEADERS += [[("b", "whole", [4] + [1] * 99), ("b", "shape", [4] + [1] * 99), ("b", "offset", [0] * 100)]]
-COUNTS = st.lists(NUMBERS | st.integers(-4, 24), max_size=3) | st.sampled_from(list(checkpoint_files._KINDS)) | GARBAGE
+COUNTS = st.lists(NUMBERS | st.integers(-4, 24), max_size=3) | st.sampled_from(list(checkpoint_files.DTYPES)) | GARBAGE
 KEYS = st.sampled_from(["data_offsets", "shape", "dtype", "whole", "offset"])
 
 
@@ -413,7 +413,7 @@ def test_any_profile_is_an_address_or_refused(profile: bytes, tmp_path: Path, mo
     monkeypatch.setattr(addresses, "PROFILES", (tmp_path,))
     path = tmp_path / "mine.yaml"
     path.write_bytes(profile)
-    address = used_or_refused(lambda: addresses.resolved("mine"), StorageError)
+    address = used_or_refused(lambda: addresses.resolve_address("mine"), StorageError)
     assert address is None or "://" in address or address.startswith("/")
     assert contents(tmp_path) == {str(path): profile}
 
@@ -422,7 +422,7 @@ def test_any_profile_is_an_address_or_refused(profile: bytes, tmp_path: Path, mo
 @given(address=st.text(max_size=12) | st.text(max_size=8).map("s3://".__add__))
 def test_any_address_is_resolved_or_refused(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    used_or_refused(lambda: addresses.resolved(address), StorageError)
+    used_or_refused(lambda: addresses.resolve_address(address), StorageError)
     assert not contents(tmp_path)
 
 
@@ -447,7 +447,7 @@ def test_a_damaged_record_of_a_run_is_named(record: tuple[str, bytes], tmp_path:
     for file, (good, _) in GOOD.items():
         (tmp_path / file).write_bytes(content if file == name else good)
     before = contents(tmp_path)
-    found = used_or_refused(lambda: GOOD[name][1](Storage.here(tmp_path)), ConfigError, str(tmp_path / name))
+    found = used_or_refused(lambda: GOOD[name][1](Storage.local(tmp_path)), ConfigError, str(tmp_path / name))
     assert contents(tmp_path) == before
     if name == "run.json" and found is not None:
         assert found == json.loads(content)["mlflow_run"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rlx.cli.options import exit_code
 from rlx.config.run import RunConfig
 from rlx.runs import listing
-from rlx.storage.addresses import resolved
+from rlx.storage.addresses import resolve_address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def show_runs(storage: str) -> int:
     """Prints a row per run."""
     found = listing.runs(storage)
     if not found:
-        print(f"no runs in {resolved(storage)} yet: python experiments/ppo.py makes one")
+        print(f"no runs in {resolve_address(storage)} yet: python experiments/ppo.py makes one")
         return 0
     print(listing.runs_table(found, _width()))
     print("\ncheckpoints of one of them: python experiments/checkpoints.py RUN")

@@ -55,15 +55,16 @@ def train(args: argparse.Namespace) -> int:
     """Trains the reward model and shows it."""
     from rlx.rewards import preferences
     from rlx.runs import preflight
-    from rlx.storage.addresses import local_folder, open_storage, resolved
+    from rlx.storage.addresses import local_folder, open_storage, resolve_address
+    from rlx.storage.filesystem import free_name
     from rlx.tracking import console
 
     started, given = time.monotonic(), vars(args)
-    config = RunConfig(storage=resolved(args.storage))
+    config = RunConfig(storage=resolve_address(args.storage))
     pairs = preferences.read_pairs(args.pairs) if "pairs" in given else preferences.generated_pairs(args.seed, DRAWN)
     pairs, held_out = preferences.hold_out_pairs(pairs, args.held_out)
     models = open_storage(str(local_folder(config.storage) / "models"))
-    folder = Path(given.get("out") or f"{models.path}/{models.free_name('reward')}").resolve()
+    folder = Path(given.get("out") or f"{models.path}/{free_name(models, 'reward')}").resolve()
     preferences.check_new(folder)
     recipe = preferences.Recipe(args.epochs, args.batch, args.lr, args.seed)
     steps = recipe.steps(len(pairs))

@@ -64,6 +64,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     from rlx.analysis import loading, report, tables
     from rlx.runs import launch, preflight
     from rlx.storage.addresses import local_folder, open_storage
+    from rlx.storage.filesystem import free_name
     from rlx.sweeps import tuner
     from rlx.sweeps.records import SweepPlan
     from rlx.tracking import console, outbox
@@ -77,7 +78,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         plan = replace(plan, tree=plan.tree | {"storage": tree["storage"]})  # which may have been moved since
         again = tuner.begin_again(plan, storage) if args.restart_errored else []
     else:
-        name, again = tree.pop("name", None) or (storage / "sweeps").free_name("sweep"), []
+        name, again = tree.pop("name", None) or free_name(storage / "sweeps", "sweep"), []
         chosen = (args.trials, args.search, args.scheduler, args.seeds, args.max_concurrent)
         plan = SweepPlan(name, tree, str(Path(args.space).resolve()), *chosen)
     config = from_tree(plan.tree)

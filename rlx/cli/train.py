@@ -70,6 +70,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     """Starts or resumes the run and shows it."""
     from rlx.runs import launch, preflight, run_folder
     from rlx.storage.addresses import open_storage
+    from rlx.storage.filesystem import free_name
     from rlx.tracking import console
     from rlx.tracking.tracker import service_at
 
@@ -81,7 +82,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     config = from_tree(with_overrides(base, given))
     if args.resume:
         run_folder.check_resumable(config, from_tree(base))
-    name = args.resume or config.name or runs.free_name("ppo")
+    name = args.resume or config.name or free_name(runs, "ppo")
     config = from_tree(with_overrides(config.model_dump(), {"name": name} | preflight.absolute_paths(config)))
     folder = runs / name
     if not args.resume:

@@ -28,7 +28,7 @@ from rlx.models.policy import Policy
 from rlx.models.tiny import no_progress_bars, whole_folder
 from rlx.rollout.weight_sync import gather
 from rlx.runs import preflight
-from rlx.storage import checkpoint_catalog, checkpoint_files
+from rlx.storage import checkpoint_catalog, checkpoint_files, checkpoint_keys
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import retry
 from rlx.training import experience, setup
@@ -112,11 +112,11 @@ def _loaded(config: RunConfig, path: str) -> tuple[Policy, Any]:
 def _fill(policy: Policy, found: CheckpointEntry, average: bool) -> None:
     """Puts the checkpoint's weights into the policy; frozen ones are not in it, and stay as the model folder has
     them."""
-    prefix = "average." if average else "policy.model."
     with checkpoint_files.CheckpointReader(found.files) as parts:
         for name, weight in policy.named_parameters():
             if weight.requires_grad:
-                weight.copy_(parts.read(f"{prefix}{name}", (0,) * weight.dim(), weight.shape, weight.shape))
+                key = checkpoint_keys.ema_weight(name) if average else checkpoint_keys.model_weight("policy", name)
+                weight.copy_(parts.read(key, (0,) * weight.dim(), weight.shape, weight.shape))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def run(
     """
     path = preflight.prepare(config, tables=tables)
     check_writable(folder)
-    if config.checkpoint.init_from and not (resume and checkpoint_catalog.whole(folder)):
+    if config.checkpoint.init_from and not (resume and checkpoint_catalog.complete_checkpoints(folder)):
         check_start(config)
     if not resume and parent is None:  # later on its records wait for a server that does not answer
         tracker.service_at(tracking_uri(config)).check()

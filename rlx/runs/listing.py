@@ -24,7 +24,7 @@ from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
-from rlx.storage.addresses import below, open_storage, resolved
+from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
 from rlx.tracking.console import printed
@@ -68,7 +68,7 @@ class StoredRun:
 
     @property
     def best(self) -> CheckpointEntry | None:
-        return checkpoint_catalog.best(
+        return checkpoint_catalog.best_checkpoint(
             self.whole, self.best_by, self.config.checkpoint.best_mode if self.config else "max"
         )
 
@@ -80,11 +80,11 @@ class StoredRun:
 def runs(storage: str) -> list[StoredRun]:
     """The runs of a storage, then the trials of its sweeps, each in the order of their names."""
     place = open_storage(storage, create=False)
-    own = [_read(name, below(storage, "runs", name)) for name in (place / "runs").names()]
+    own = [_read(name, join_address(storage, "runs", name)) for name in (place / "runs").names()]
     trials = []
     for sweep in (place / "sweeps").names():
         for trial in (place / "sweeps" / sweep / "runs").names():
-            address = below(storage, "sweeps", sweep, "runs", trial)
+            address = join_address(storage, "sweeps", sweep, "runs", trial)
             trials.append(_read(_from_here(address), address))
     return [run for run in (*own, *trials) if run_folder.exists(run.folder)]
 
@@ -93,8 +93,8 @@ def find_run(which: str, storage: str) -> StoredRun:
     """A run by its name, or by its folder or address; ConfigError if there is none, with the nearest name."""
     if "/" not in which:
         run_folder.find(open_storage(storage, create=False) / "runs", which)
-        return _read(which, below(storage, "runs", which))
-    run = _read(_from_here(resolved(which)), resolved(which))
+        return _read(which, join_address(storage, "runs", which))
+    run = _read(_from_here(resolve_address(which)), resolve_address(which))
     if not run_folder.exists(run.folder):
         raise ConfigError(f"no run in {run.folder.path}")
     return run
@@ -146,7 +146,11 @@ def commands(run: StoredRun, storage: str) -> list[str]:
         lines.append(["ppo.py", "--resume", run.called, *more, *where])
     if run.newest:
         step = "best" if run.best else "newest"
-        start = f"{run.called}@{step}" if "://" not in run.called else below(run.address, (run.best or run.newest).name)
+        start = (
+            f"{run.called}@{step}"
+            if "://" not in run.called
+            else join_address(run.address, (run.best or run.newest).name)
+        )
         export = [run.called, "--checkpoint", step] if "://" not in run.called else [start]
         lines += [["ppo.py", "--from", start, *where], ["export.py", *export, *where]]
     return [shlex.join(["python", f"experiments/{script}", *words]) for script, *words in lines]
@@ -171,15 +175,15 @@ def _read(called: str, address: str) -> StoredRun:
         done = last["step"] if last else 0
     except ConfigError as error:
         problem = str(error)
-    found = tuple(_described(entry) for entry in checkpoint_catalog.entries(folder))
+    found = tuple(_described(entry) for entry in checkpoint_catalog.list_checkpoints(folder))
     steps = [one.entry.step for one in found if one.entry.manifest]
     return StoredRun(called, address, folder, config, problem, max([done, *steps]), found)
 
 
 def _described(entry: CheckpointEntry) -> StoredCheckpoint:
-    selector = fs.FileSelector(entry.place.path, recursive=True, allow_not_found=True)
+    selector = fs.FileSelector(entry.folder.path, recursive=True, allow_not_found=True)
     try:
-        files = [info for info in entry.place.filesystem.get_file_info(selector) if info.is_file]
+        files = [info for info in entry.folder.filesystem.get_file_info(selector) if info.is_file]
     except NotADirectoryError:  # a file called like a checkpoint
         files = []
     written = next((info.mtime for info in files if info.base_name == checkpoint_manifest.MANIFEST), None)

@@ -13,7 +13,7 @@ from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.data import files, prompts, reasoning_gym
 from rlx.rewards import remote, scoring
-from rlx.storage.addresses import local_folder, resolved
+from rlx.storage.addresses import local_folder, resolve_address
 
 
 def prepare(
@@ -139,7 +139,9 @@ def absolute_paths(config: RunConfig) -> dict[str, str]:
     flat = flatten(config)
     named = {key: flat[key] for key in ("model.path", "data.source", "data.ptx_source", "eval.source", "reward.model")}
     there = {key: path for key, path in named.items() if path and path != "tiny" and Path(path).exists()}
-    return {key: str(Path(path).resolve()) for key, path in there.items()} | {"storage": resolved(config.storage)}
+    return {key: str(Path(path).resolve()) for key, path in there.items()} | {
+        "storage": resolve_address(config.storage)
+    }
 
 
 def check_rewards(config: RunConfig) -> None:

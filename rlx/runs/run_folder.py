@@ -13,7 +13,7 @@ from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.storage import checkpoint_catalog
-from rlx.storage.addresses import below, open_storage, resolved
+from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage, retry
 
@@ -120,14 +120,14 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
     """
     place, _, step = which.rpartition("@") if "@" in which.rpartition("/")[2] else (which, "", "")
     if "/" in place:
-        address, folder = resolved(place), open_storage(place, create=False)
+        address, folder = resolve_address(place), open_storage(place, create=False)
         if checkpoint_catalog.is_checkpoint_name(folder.name):
-            return address, _sound(checkpoint_catalog.entry(folder))
+            return address, _sound(checkpoint_catalog.read_checkpoint(folder))
     else:
-        address = below(storage, "runs", place)
+        address = join_address(storage, "runs", place)
         folder = find(open_storage(storage, create=False) / "runs", place)
-    found = checkpoint_catalog.chosen(folder, step or "newest", *_rating(folder))
-    return below(address, found.name), found
+    found = checkpoint_catalog.find_checkpoint(folder, step or "newest", *_rating(folder))
+    return join_address(address, found.name), found
 
 
 def settings_of(found: CheckpointEntry, say: Callable[[str], None]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def check_start(config: RunConfig) -> None:
     """ConfigError if a new run cannot start from the checkpoint that its config names."""
     if not config.checkpoint.init_from:
         return
-    found = _sound(checkpoint_catalog.entry(open_storage(config.checkpoint.init_from, create=False)))
+    found = _sound(checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False)))
     if config.checkpoint.init_state == "all":
         assert found.manifest
         if found.step >= config.train.steps:
@@ -156,7 +156,7 @@ def check_start(config: RunConfig) -> None:
 
 def _sound(found: CheckpointEntry) -> CheckpointEntry:
     if not found.manifest:
-        raise ConfigError(f"checkpoint {found.place.path} is not whole: {found.problem}")
+        raise ConfigError(f"checkpoint {found.folder.path} is not complete: {found.problem}")
     return found
 
 

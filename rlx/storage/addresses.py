@@ -1,85 +1,87 @@
-"""TODO rlx.storage.addresses."""
+"""Turns a storage address into a `Storage`: a folder, a file:// or s3:// URI, or the name of a storage profile.
+
+S3 keys come from the environment, as pyarrow reads them. An address that holds a key is refused, so that no key is
+ever saved, logged or printed. Left out: operations on files (filesystem.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from pyarrow import fs
-from rlx.config.errors import one_line
-from rlx.config.loading import parse_yaml
-from rlx.storage.filesystem import Storage
-from rlx.storage.filesystem import StorageError
-from rlx.storage.filesystem import advice
-from typing import Any
 import difflib
 import os
 import re
 import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-PROFILES = (Path("storage"), Path(__file__).resolve().parents[2] / "storage")
-"""folders of NAME.yaml: here, and beside rlx"""
+from pyarrow import fs
+
+from rlx.config.errors import one_line
+from rlx.config.loading import parse_yaml
+from rlx.storage.filesystem import Storage, StorageError, explain
+
+PROFILES = (Path("storage"), Path(__file__).parent / "profiles")
+"""folders with NAME.yaml profiles, the first counts most: the working folder's, then those that ship with rlx"""
 _S3_OPTIONS = ("region", "endpoint_override", "scheme")
-_SECRET = re.compile(r"key|secret|token|password", re.IGNORECASE)  # no option of an address is called like this
-_CONNECT_S, _ANSWER_S = 5.0, 30.0  # longest waits for an S3 server
-_S3_TRIES = 5  # of one request; the SDK waits a little longer each time
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Addresses
+_SECRET = re.compile(r"key|secret|token|password", re.IGNORECASE)  # no S3 option has such a name
+_S3_CONNECT_TIMEOUT_S, _S3_REQUEST_TIMEOUT_S = 5.0, 30.0
+_S3_ATTEMPTS = 5  # of one request; the SDK waits longer each time
 
 
 def open_storage(address: str, create: bool = True) -> Storage:
-    """The storage at a folder, URI or profile; the folder is made if it is not there.
+    """Opens the folder at an address; makes it if `create`.
 
     Raises:
-        StorageError: the address is malformed, or the folder cannot be made there.
+        StorageError: the address is malformed, or the folder cannot be made.
     """
-    place = resolved(address)
+    resolved = resolve_address(address)
     try:
-        filesystem, path = _located(place)
+        filesystem, path = _open_filesystem(resolved)
         if create:
             filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
-        raise StorageError(f"storage {place.partition('?')[0]}: {advice(error)}") from None
+        raise StorageError(f"storage {resolved.partition('?')[0]}: {explain(error)}") from None
     return Storage(filesystem, path.rstrip("/"))
 
 
-def resolved(address: str) -> str:
-    """The same place as an address that is good from any working directory: a profile's, an absolute path or a URI.
+def resolve_address(address: str) -> str:
+    """Returns an absolute path or a URI for the address; it means the same in any working directory.
 
     Raises:
-        StorageError: a profile that cannot be used, or an address with a key in it.
+        StorageError: the profile cannot be used, or the address holds a key.
     """
     if "://" in address:
         return _without_keys(address)
     profiles = {file.stem: file for folder in reversed(PROFILES) for file in sorted(folder.glob("*.yaml"))}
     if address in profiles:
-        return _profile(profiles[address])
-    near = difflib.get_close_matches(address, profiles, 1)
-    if near and not Path(address).exists():
-        raise StorageError(f"storage {address}: no such profile or folder; did you mean {near[0]}?")
-    return _absolute(address)
+        return _read_profile(profiles[address])
+    similar = difflib.get_close_matches(address, profiles, 1)
+    if similar and not Path(address).exists():
+        raise StorageError(f"storage {address}: no such profile or folder; did you mean {similar[0]}?")
+    return _absolute_path(address)
 
 
-def below(address: str, *names: str) -> str:
-    """The address of something in the folder at an address."""
-    place, mark, query = resolved(address).partition("?")
-    return "/".join([place.rstrip("/"), *names]) + mark + query
+def join_address(address: str, *names: str) -> str:
+    """Returns the address of a file or folder below the folder at `address`; URI options are kept."""
+    folder, mark, query = resolve_address(address).partition("?")
+    return "/".join([folder.rstrip("/"), *names]) + mark + query
 
 
 def local_folder(address: str) -> Path:
-    """Where things that need a real disk go (the model that rlx makes, the MLflow database): the storage folder
-    itself, or ./storage when that is remote."""
-    place = resolved(address)
-    if "://" in place and not place.startswith("file://"):
+    """Returns the folder for files that need a real disk (the tiny model, the MLflow database).
+
+    It is the storage folder itself, or ./storage when the storage is remote.
+    """
+    resolved = resolve_address(address)
+    if "://" in resolved and not resolved.startswith("file://"):
         return Path("storage").resolve()
-    return Path(_located(place)[1])
+    return Path(_open_filesystem(resolved)[1])
 
 
-def _profile(file: Path) -> str:
-    """The address that a profile comes to, ${NAME} and ${NAME:-default} in it taken from the environment.
+def _read_profile(file: Path) -> str:
+    """Returns the address that a profile describes; ${NAME} and ${NAME:-default} come from the environment.
 
-    `mount` names a folder that must be a mount point; `region` and `endpoint` are S3's.
+    Keys of a profile: `address`; `mount`, a folder that must be a mount point; `region` and `endpoint` of S3.
     """
     try:
         profile = parse_yaml(file.read_text())
@@ -87,37 +89,38 @@ def _profile(file: Path) -> str:
             raise StorageError(f"expected a mapping, found {type(profile).__name__}")
         unknown = set(profile) - {"address", "mount", "region", "endpoint"}
         if unknown or not profile.get("address"):
-            raise StorageError(f"unknown key {min(unknown, key=str)}" if unknown else "no address in it")
-        known = {key: _expanded(str(value)) for key, value in profile.items() if value is not None}
+            raise StorageError(f"unknown key {min(unknown, key=str)}" if unknown else "it has no address")
+        values = {key: _expand_variables(str(value)) for key, value in profile.items() if value is not None}
     except (OSError, ValueError) as error:
         raise StorageError(f"storage profile {file}: {one_line(error, 400)}") from None
-    if "mount" in known and not os.path.ismount(known["mount"]):
-        raise StorageError(f"storage profile {file}: nothing is mounted at {known['mount']}")
-    query = {"region": known.get("region"), "endpoint_override": known.get("endpoint")}
-    given = urllib.parse.urlencode({key: value for key, value in query.items() if value})
-    if "://" not in known["address"]:
-        return _absolute(known["address"])
-    return _without_keys(known["address"] + (f"?{given}" if given else ""))
+    if "mount" in values and not os.path.ismount(values["mount"]):
+        raise StorageError(f"storage profile {file}: nothing is mounted at {values['mount']}")
+    if "://" not in values["address"]:
+        return _absolute_path(values["address"])
+    options = {"region": values.get("region"), "endpoint_override": values.get("endpoint")}
+    query = urllib.parse.urlencode({key: value for key, value in options.items() if value})
+    return _without_keys(values["address"] + (f"?{query}" if query else ""))
 
 
-def _expanded(text: str) -> str:
+def _expand_variables(text: str) -> str:
     def value(match: re.Match[str]) -> str:
         name, default = match.groups()
-        if (found := os.environ.get(name) or default) is None:
+        if (expanded := os.environ.get(name) or default) is None:
             raise StorageError(f"set {name} in the environment")
-        return found
+        return expanded
 
     return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value, text)
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     try:
         return str(Path(path).expanduser().resolve())
-    except (OSError, ValueError, RuntimeError) as error:  # a byte 0, a user who has no home, links that go in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a user without a home, a cycle of links
         raise StorageError(f"storage {path!r:.80}: {one_line(error, 400)}") from None
 
 
 def _without_keys(address: str) -> str:
+    """Returns the address as it is; raises StorageError if it seems to hold a key."""
     try:
         parts = urllib.parse.urlsplit(address)
     except ValueError as error:
@@ -134,33 +137,35 @@ def _without_keys(address: str) -> str:
     return address
 
 
-def _located(address: str) -> tuple[fs.FileSystem, str]:
-    if "://" not in address:
-        return fs.LocalFileSystem(), _absolute(address)
-    parts = urllib.parse.urlsplit(address)
+def _open_filesystem(resolved: str) -> tuple[fs.FileSystem, str]:
+    """Returns the filesystem of a resolved address and the path on it."""
+    if "://" not in resolved:
+        return fs.LocalFileSystem(), _absolute_path(resolved)
+    parts = urllib.parse.urlsplit(resolved)
     if parts.scheme != "s3":
-        filesystem, path = fs.FileSystem.from_uri(address)
+        filesystem, path = fs.FileSystem.from_uri(resolved)
         return filesystem, path
     options = dict(urllib.parse.parse_qsl(parts.query))
     if unknown := sorted(set(options) - set(_S3_OPTIONS)):
         raise ValueError(f"unknown option {unknown[0]}, known are {', '.join(_S3_OPTIONS)}")
     if not parts.netloc:
-        raise ValueError("there is no bucket in it")
-    return _s3(options), f"{parts.netloc}{parts.path}".rstrip("/")
+        raise ValueError("the address names no bucket")
+    return _open_s3(options), f"{parts.netloc}{parts.path}".rstrip("/")
 
 
 class _S3(fs.S3FileSystem):
-    """pyarrow's, which loses its patience when it is pickled on its way to a worker."""
+    """pyarrow's S3 filesystem; it keeps its timeouts and retries when it is pickled for a worker."""
 
     def __reduce__(self) -> Any:
-        return _s3, ({key: value for key, value in super().__reduce__()[1][0].items() if key in _S3_OPTIONS and value},)
+        options = super().__reduce__()[1][0]
+        return _open_s3, ({key: value for key, value in options.items() if key in _S3_OPTIONS and value},)
 
 
-def _s3(options: Mapping[str, str]) -> fs.FileSystem:
-    patience = {"connect_timeout": _CONNECT_S, "request_timeout": _ANSWER_S}
-    retries = fs.AwsStandardS3RetryStrategy(max_attempts=_S3_TRIES)
-    surroundings = {
+def _open_s3(options: Mapping[str, str]) -> fs.FileSystem:
+    timeouts = {"connect_timeout": _S3_CONNECT_TIMEOUT_S, "request_timeout": _S3_REQUEST_TIMEOUT_S}
+    retries = fs.AwsStandardS3RetryStrategy(max_attempts=_S3_ATTEMPTS)
+    environment = {
         "region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1",
         "endpoint_override": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
     }
-    return _S3(**surroundings | dict(options) | patience, retry_strategy=retries)
+    return _S3(**environment | dict(options) | timeouts, retry_strategy=retries)

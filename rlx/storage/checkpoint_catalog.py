@@ -1,124 +1,166 @@
-"""A run's checkpoints on its storage: which there are, which are whole, which to keep; none needs torch to be asked.
+"""The checkpoints of a run: lists them, checks them, chooses one, deletes old ones. Needs no torch.
 
-A checkpoint is a folder step_000010 of safetensors files, one per rank, and a manifest.json. The manifest is written
-last and names each file with its size and SHA-256: a folder without one, or without a file that it names, was never
-finished and is never chosen. What is in the files is checkpoint.py's business.
+A checkpoint is a folder step_000010 with one safetensors file per rank and a manifest.json. The manifest is written
+last and names each file with its size and SHA-256. So a folder without a manifest was never finished, and is never
+chosen. Left out: the content of the files (checkpoint_files.py) and writing them (checkpoint_writer.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pyarrow import fs
-from rlx.config.errors import nearest
-from rlx.storage.checkpoint_manifest import FileRecord
-from rlx.storage.checkpoint_manifest import MANIFEST
-from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.checkpoint_manifest import OtherFormatError
-from rlx.storage.filesystem import Storage
-from rlx.storage.filesystem import StorageError
 import hashlib
 import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
+from pyarrow import fs
+
+from rlx.config.errors import nearest
+from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest, OtherFormatError
+from rlx.storage.filesystem import Storage, StorageError
 
 _NAME = re.compile(r"step_(\d{6,})")
-_DAMAGED = f"{MANIFEST}.damaged"
-_UNFINISHED = f"no {MANIFEST}: it was never finished"
-_SET_ASIDE = "it was damaged, and has been set aside"
-_BLOCK = 8 << 20  # bytes read at once
+_SET_ASIDE_MANIFEST = f"{MANIFEST}.damaged"
+_READ_BYTES = 8 << 20  # per read
 
 
 class DamagedError(ValueError):
-    """A checkpoint whose files are not what was written; the text names it and the file."""
+    """The files of a checkpoint are not what was written. The text names the checkpoint and the file."""
+
+
+class CheckpointState(Enum):
+    """What can be done with a checkpoint folder."""
+
+    COMPLETE = "complete"  # as far as names and sizes tell
+    UNFINISHED = "unfinished"  # no manifest: the run was killed, or still writes
+    SET_ASIDE = "set aside"  # was damaged, and is not looked at again
+    DAMAGED = "damaged"
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint folder as it is found."""
+    """A checkpoint folder, as its manifest and the sizes of its files describe it."""
 
-    place: Storage
-    step: int
-    manifest: Manifest | None  # None if it is not whole
-    problem: str = ""  # why not
+    folder: Storage
+    step: int  # -1 if the folder's name has none
+    state: CheckpointState
+    manifest: Manifest | None = None  # of a complete checkpoint
+    problem: str = ""  # why it is not complete
 
     @property
     def name(self) -> str:
-        return self.place.name
+        return self.folder.name
 
     @property
     def files(self) -> list[Storage]:
-        """Where its tensors are; none if it is not whole."""
-        return [self.place / name for name in sorted(self.manifest.files)] if self.manifest else []
+        """The files with its tensors; none if it is not complete."""
+        return [self.folder / name for name in sorted(self.manifest.files)] if self.manifest else []
 
     @property
     def bytes(self) -> int:
-        """Of its tensors."""
+        """Size of the files with its tensors; 0 if it is not complete."""
         return sum(file.bytes for file in self.manifest.files.values()) if self.manifest else 0
 
     def metric(self, name: str) -> float | None:
-        """A metric of its own step; None if it has none."""
+        """A metric of the checkpoint's own step; None if that step did not measure it."""
         return self.manifest.metrics.get(name) if self.manifest else None
 
 
-def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder is called like a checkpoint."""
-    return _NAME.fullmatch(name) is not None
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest `keep` (None: all of them), and the best one by a metric, if one is named."""
+
+    keep: int | None = None
+    best_by: str | None = None
+    best_mode: str = "max"
 
 
-def folder_name(step: int) -> str:
-    """step_000010 and the like."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def checkpoint_name(step: int) -> str:
+    """Returns the name of a step's checkpoint folder: step_000010."""
     return f"step_{step:06d}"
 
 
-def entries(folder: Storage) -> list[CheckpointEntry]:
-    """The checkpoints of a run, oldest first; whole as far as names and sizes say."""
-    found = [(int(match[1]), name) for name in folder.names() if (match := _NAME.fullmatch(name))]
-    return [entry(folder / name) for _, name in sorted(found)]
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder with this name is a checkpoint."""
+    return _NAME.fullmatch(name) is not None
 
 
-def entry(place: Storage) -> CheckpointEntry:
-    """The checkpoint in a folder."""
-    matched = _NAME.fullmatch(place.name)
-    step = int(matched[1]) if matched else -1
-    sizes = _sizes(place)
+def list_checkpoints(run: Storage) -> list[CheckpointEntry]:
+    """Returns all checkpoints in a run's folder, oldest first, also those that are not complete.
+
+    Raises:
+        StorageError: another version of rlx wrote one of them.
+    """
+    steps = [(int(match[1]), name) for name in run.names() if (match := _NAME.fullmatch(name))]
+    return [read_checkpoint(run / name) for _, name in sorted(steps)]
+
+
+def complete_checkpoints(run: Storage) -> list[CheckpointEntry]:
+    """Returns the complete checkpoints in a run's folder, oldest first.
+
+    Raises:
+        StorageError: another version of rlx wrote a checkpoint of the run.
+    """
+    return [entry for entry in list_checkpoints(run) if entry.manifest]
+
+
+def read_checkpoint(folder: Storage) -> CheckpointEntry:
+    """Describes the checkpoint in a folder. It compares sizes; only `verify` compares checksums.
+
+    Raises:
+        StorageError: another version of rlx wrote it.
+    """
+    match = _NAME.fullmatch(folder.name)
+    step = int(match[1]) if match else -1
+    sizes = _file_sizes(folder)
+    if MANIFEST not in sizes and _SET_ASIDE_MANIFEST in sizes:
+        return CheckpointEntry(folder, step, CheckpointState.SET_ASIDE, problem="it was damaged, and has been set aside")
     if MANIFEST not in sizes:
-        return CheckpointEntry(place, step, None, _SET_ASIDE if _DAMAGED in sizes else _UNFINISHED)
+        return CheckpointEntry(folder, step, CheckpointState.UNFINISHED, problem=f"no {MANIFEST}: it was never finished")
     try:
-        manifest = Manifest.parsed((place / MANIFEST).read_text())
+        manifest = Manifest.from_json((folder / MANIFEST).read_text())
+        _check_step_and_sizes(manifest, step, sizes)
     except OtherFormatError as error:
-        raise StorageError(f"checkpoint {place.path}: {error}") from None
+        raise StorageError(f"checkpoint {folder.path}: {error}") from None
     except ValueError as error:  # a UnicodeDecodeError is one too
-        return CheckpointEntry(place, step, None, str(error))
+        return CheckpointEntry(folder, step, CheckpointState.DAMAGED, problem=str(error))
+    return CheckpointEntry(folder, step, CheckpointState.COMPLETE, manifest)
+
+
+def _check_step_and_sizes(manifest: Manifest, step: int, sizes: dict[str, int]) -> None:
+    """Raises ValueError if the manifest is not of this step, or a file is missing or has another size."""
     if manifest.step != step:
-        return CheckpointEntry(place, step, None, f"it is of step {manifest.step}, not of the one in its name")
+        raise ValueError(f"its manifest is of step {manifest.step}, its name is not")
     for name, file in manifest.files.items():
-        if sizes.get(name) != file.bytes:
-            what = f"has {sizes[name]} bytes, not {file.bytes}" if name in sizes else "is missing"
-            return CheckpointEntry(place, manifest.step, None, f"{name} {what}")
-    return CheckpointEntry(place, manifest.step, manifest)
+        if name not in sizes:
+            raise ValueError(f"{name} is missing")
+        if sizes[name] != file.bytes:
+            raise ValueError(f"{name} has {sizes[name]} bytes, not {file.bytes}")
 
 
-def _sizes(folder: Storage) -> dict[str, int]:
-    """Bytes of each file in a folder; none if it is no folder."""
+def _file_sizes(folder: Storage) -> dict[str, int]:
+    """Returns the bytes of each file in a folder; an empty dict if it is no folder."""
     try:
-        found = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
+        infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
     except NotADirectoryError:
         return {}
-    return {info.base_name: info.size for info in found if info.is_file}
-
-
-def whole(folder: Storage) -> list[CheckpointEntry]:
-    """The checkpoints of a run that are whole as far as names and sizes say, oldest first."""
-    return [one for one in entries(folder) if one.manifest]
+    return {info.base_name: info.size for info in infos if info.is_file}
 
 
 def verify(checkpoint: CheckpointEntry, names: Iterable[str]) -> None:
-    """DamagedError naming the first of these files whose bytes are not those that were written."""
+    """Reads these files of a complete checkpoint and compares their checksums with the manifest.
+
+    Raises:
+        DamagedError: a file is missing, or its content has changed.
+    """
     assert checkpoint.manifest
     for name in names:
         try:
-            digest = _sha256(checkpoint.place / name)
+            digest = _sha256(checkpoint.folder / name)
         except FileNotFoundError:
             raise DamagedError(f"checkpoint {checkpoint.name}: {name} is missing") from None
         if digest != checkpoint.manifest.files[name].sha256:
@@ -126,99 +168,108 @@ def verify(checkpoint: CheckpointEntry, names: Iterable[str]) -> None:
 
 
 def file_record(file: Storage) -> FileRecord:
-    """Size and checksum of a file."""
+    """Returns the size and the checksum of a file."""
     return FileRecord(bytes=file.size() or 0, sha256=_sha256(file))
 
 
 def _sha256(file: Storage) -> str:
     digest = hashlib.sha256()
     with file.filesystem.open_input_stream(file.path) as stream:
-        while block := stream.read(_BLOCK):
+        while block := stream.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
-def commit(place: Storage, manifest: Manifest) -> None:
-    """Makes a checkpoint of the files in a folder; others there are remains of an earlier attempt, and go.
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing
 
-    Raises:
-        OSError: a file of another node is not to be seen here (yet).
+
+def best_checkpoint(checkpoints: Sequence[CheckpointEntry], metric: str, mode: str) -> CheckpointEntry | None:
+    """Returns the complete checkpoint with the largest ("max") or smallest ("min") value of a metric.
+
+    Of equal values the newest checkpoint is returned; None if no checkpoint has a value other than NaN.
     """
-    sizes = _sizes(place)
-    for name, file in manifest.files.items():
-        if sizes.get(name) != file.bytes:
-            raise OSError(f"{place.path}/{name} is not there as it was written: do all nodes share this folder?")
-    for name in set(place.names()) - set(manifest.files):
-        (place / name).delete()
-    (place / MANIFEST).write_text(manifest.text())
-
-
-def is_unfinished(checkpoint: CheckpointEntry) -> bool:
-    """Whether it was never finished, or has been set aside: no fault that anyone need hear of."""
-    return checkpoint.problem in (_UNFINISHED, _SET_ASIDE)
-
-
-def is_set_aside(checkpoint: CheckpointEntry) -> bool:
-    """Whether it was found damaged before."""
-    return checkpoint.problem == _SET_ASIDE
-
-
-def set_aside(checkpoint: CheckpointEntry) -> None:
-    """Makes a damaged checkpoint one that is never chosen; its files stay until the step is written again."""
-    manifest = checkpoint.place / MANIFEST
-    if manifest.exists():  # somebody may have deleted it meanwhile
-        checkpoint.place.filesystem.copy_file(manifest.path, (checkpoint.place / _DAMAGED).path)
-        manifest.delete()
-
-
-def best(checkpoints: Sequence[CheckpointEntry], by: str, mode: str) -> CheckpointEntry | None:
-    """The whole checkpoint with the best value of a metric, the newest of equals; None if none has it."""
     sign = 1.0 if mode == "max" else -1.0
-    rated = [(sign * value, one.step, one) for one in checkpoints if (value := one.metric(by)) is not None]
-    rated = [row for row in rated if row[0] == row[0]]  # a NaN is no best
+    rated = [(sign * value, entry.step, entry) for entry in checkpoints if (value := entry.metric(metric)) is not None]
+    rated = [row for row in rated if row[0] == row[0]]  # NaN is not equal to itself
     return max(rated, key=lambda row: row[:2])[2] if rated else None
 
 
-def prune(folder: Storage, keep: int | None, by: str | None, mode: str) -> None:
-    """Deletes all but the newest `keep` whole checkpoints and the best one; also what was never finished before them.
+def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> CheckpointEntry:
+    """Returns the complete checkpoint of a run that a person names.
 
-    The manifest goes first, so that a deletion cut short leaves no checkpoint that looks whole.
-    """
-    if keep is None:
-        return
-    there = entries(folder)
-    sound = [one for one in there if one.manifest]
-    kept = {one.name for one in sound[-keep:]}
-    if by and (top := best(sound, by, mode)):
-        kept.add(top.name)
-    for one in there:
-        if sound and one.step < sound[-1].step and one.name not in kept:
-            (one.place / MANIFEST).delete()
-            one.place.delete()
-
-
-def chosen(folder: Storage, which: str, by: str, mode: str) -> CheckpointEntry:
-    """The checkpoint that a person means: newest, best, a step's number or a folder's name.
+    Args:
+        which: newest, best, the number of a step or the name of a folder.
+        metric: what "best" is judged by; `mode` as in `best_checkpoint`.
 
     Raises:
-        StorageError: there is no such whole checkpoint; says which there are.
+        StorageError: there is no such complete checkpoint; the text lists those that exist.
     """
-    there = entries(folder)
-    sound = [one for one in there if one.manifest]
-    if not sound:
-        unfinished = "; ".join(f"{one.name}: {one.problem}" for one in there)
-        raise StorageError(f"no whole checkpoint in {folder.path}" + (f" ({unfinished})" if unfinished else ""))
+    entries = list_checkpoints(run)
+    complete = [entry for entry in entries if entry.manifest]
+    if not complete:
+        problems = "; ".join(f"{entry.name}: {entry.problem}" for entry in entries)
+        raise StorageError(f"no complete checkpoint in {run.path}" + (f" ({problems})" if problems else ""))
     if which == "newest":
-        return sound[-1]
+        return complete[-1]
     if which == "best":
-        if not (top := best(sound, by, mode)):
-            raise StorageError(f"no checkpoint in {folder.path} has {by}: it is measured at other steps (eval.every)")
-        return top
-    name = folder_name(int(which)) if which.isdecimal() else which
-    for one in there:
-        if one.name == name and one.problem:
-            raise StorageError(f"checkpoint {name} in {folder.path} is not whole: {one.problem}")
-        if one.name == name:
-            return one
-    names = ["newest", "best", *(one.name for one in sound)]
-    raise StorageError(f"no checkpoint {which} in {folder.path}, there are {', '.join(names)}{nearest(which, names)}")
+        if not (best := best_checkpoint(complete, metric, mode)):
+            raise StorageError(f"no checkpoint in {run.path} has {metric}: other steps measured it (eval.every)")
+        return best
+    name = checkpoint_name(int(which)) if which.isdecimal() else which
+    named = next((entry for entry in entries if entry.name == name), None)
+    if named and named.problem:
+        raise StorageError(f"checkpoint {name} in {run.path} is not complete: {named.problem}")
+    if named:
+        return named
+    names = ["newest", "best", *(entry.name for entry in complete)]
+    raise StorageError(f"no checkpoint {which} in {run.path}, there are {', '.join(names)}{nearest(which, names)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Changing
+
+
+def commit(folder: Storage, manifest: Manifest) -> None:
+    """Makes the files in a folder a checkpoint; other files there are left from an earlier attempt and are deleted.
+
+    Raises:
+        OSError: a file that another node has written is not visible here (yet).
+    """
+    sizes = _file_sizes(folder)
+    for name, file in manifest.files.items():
+        if sizes.get(name) != file.bytes:
+            raise OSError(f"{folder.path}/{name} is not there as it was written: do all nodes share this folder?")
+    for name in set(folder.names()) - set(manifest.files):
+        (folder / name).delete()
+    (folder / MANIFEST).write_text(manifest.to_json())
+
+
+def set_aside(checkpoint: CheckpointEntry) -> None:
+    """Renames the manifest of a damaged checkpoint, so that it is never chosen again.
+
+    Its files stay until the same step is written again.
+    """
+    manifest = checkpoint.folder / MANIFEST
+    if manifest.exists():  # it may have been deleted meanwhile
+        checkpoint.folder.filesystem.copy_file(manifest.path, (checkpoint.folder / _SET_ASIDE_MANIFEST).path)
+        manifest.delete()
+
+
+def prune(run: Storage, retention: Retention) -> None:
+    """Deletes all checkpoints that are older than the newest complete one and that need not be kept.
+
+    Those that were never finished are deleted too. The manifest goes first: a deletion that is interrupted leaves no
+    checkpoint that looks complete.
+    """
+    if retention.keep is None:
+        return
+    entries = list_checkpoints(run)
+    complete = [entry for entry in entries if entry.manifest]
+    kept = {entry.name for entry in complete[-retention.keep :]}
+    if retention.best_by and (best := best_checkpoint(complete, retention.best_by, retention.best_mode)):
+        kept.add(best.name)
+    for entry in entries:
+        if complete and entry.step < complete[-1].step and entry.name not in kept:
+            (entry.folder / MANIFEST).delete()
+            entry.folder.delete()

@@ -1,26 +1,26 @@
-"""TODO rlx.storage.checkpoint_manifest."""
+"""The manifest of a checkpoint: everything in it that is not a tensor, as JSON with a checksum over itself.
+
+Left out: the files that the manifest names (checkpoint_files.py) and what a folder with a manifest is worth
+(checkpoint_catalog.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pydantic import BaseModel
-from pydantic import ConfigDict
-from pydantic import Field
-from pydantic import NonNegativeInt
-from pydantic import PositiveInt
-from typing import Annotated
-from typing import Any
-from typing import Literal
 import hashlib
 import json
-import pydantic
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 MANIFEST = "manifest.json"
+FORMAT: Final = 2
+"""format 1 was written before the settings had their present names"""
 
 
 class OtherFormatError(ValueError):
-    """A manifest that another version of rlx wrote: nothing is wrong with it, only it cannot be read."""
+    """The manifest is in the format of another version of rlx: it is not damaged, but this version cannot read it."""
 
 
 class _Record(BaseModel):
@@ -28,21 +28,21 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """One file of a checkpoint."""
+    """Size and checksum of one file of a checkpoint."""
 
     bytes: NonNegativeInt
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors$")]
-"""no folder in it: what a manifest names lies beside it"""
+"""a name without a folder: the files lie beside the manifest"""
 
 
 class Manifest(_Record):
-    """All of a checkpoint that is no tensor."""
+    """What a checkpoint holds beside tensors."""
 
-    format: Literal[1] = 1
-    rlx: str
+    format: Literal[2] = FORMAT
+    rlx: str  # version that wrote the checkpoint
     step: NonNegativeInt  # also the version of the weights
     ranks: PositiveInt
     metrics: dict[str, float]  # of this step alone
@@ -56,36 +56,52 @@ class Manifest(_Record):
     files: dict[FileName, FileRecord]
 
     @property
-    def replicas(self) -> int:
-        """Of its ranks, those with completions of their own."""
+    def dp_size(self) -> int:
+        """Number of data-parallel ranks that wrote the checkpoint: the ranks with completions of their own."""
         return self.ranks // int(self.config.get("parallel", {}).get("tp", 1))
 
-    def text(self) -> str:
-        """As it is written: with a checksum over all of it."""
+    def to_json(self) -> str:
+        """Returns the text of the manifest file, with a checksum over the content."""
         content = self.model_dump(mode="json")
-        return json.dumps({"sha256": _digest(content)} | content, indent=1)
+        return json.dumps({"sha256": content_digest(content)} | content, indent=1)
 
     @classmethod
-    def parsed(cls, text: str) -> Manifest:
-        """The manifest in a text; ValueError says in one line what is wrong with it."""
+    def from_json(cls, text: str) -> Manifest:
+        """Reads the text of a manifest file.
+
+        Raises:
+            OtherFormatError: another version of rlx wrote it.
+            ValueError: it is damaged; the text says in one line how.
+        """
         try:
             content = json.loads(text)
-            said, digest = content.pop("sha256"), _digest(content)
+            digest, expected = content.pop("sha256"), content_digest(content)
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-            raise ValueError(f"{MANIFEST} is no manifest") from None
-        if isinstance(written := content.get("format"), int) and 1 < written < 1000:
-            raise OtherFormatError(f"{MANIFEST} has format {written}, this rlx reads format 1")
-        if written != 1:
-            raise ValueError(f"{MANIFEST} has format {written!r:.40}, this rlx reads format 1")
-        if said != digest:
-            raise ValueError(f"{MANIFEST} is not what was written: its checksum differs")
+            raise ValueError(f"{MANIFEST} is not a manifest") from None
+        _check_format(content)
+        if digest != expected:
+            raise ValueError(f"{MANIFEST} has been changed: its checksum differs")
         try:
             return cls.model_validate(content)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
-            where = " ".join(".".join(str(part) for part in first["loc"]).split())  # one line, whatever the keys
-            raise ValueError(f"{MANIFEST}: {where}: {first['msg']}") from None
+            field = " ".join(".".join(str(part) for part in first["loc"]).split())  # one line, whatever the keys are
+            raise ValueError(f"{MANIFEST}: {field}: {first['msg']}") from None
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def content_digest(content: Mapping[str, Any]) -> str:
+    """Returns the checksum over the content of a manifest."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _check_format(content: Mapping[str, Any]) -> None:
+    """Raises OtherFormatError for the formats of other versions, ValueError for what is no format at all."""
+    number = content.get("format")
+    if type(number) is int and number != FORMAT and 0 < number < 1000:
+        version = content.get("rlx")
+        author = " ".join(version.split())[:20] if isinstance(version, str) else "?"
+        raise OtherFormatError(
+            f"{MANIFEST} has format {number}, written by rlx {author}: this version of rlx reads format {FORMAT} only"
+        )
+    if type(number) is not int or number != FORMAT:
+        raise ValueError(f"{MANIFEST} has format {number!r:.40}: this version of rlx reads format {FORMAT} only")

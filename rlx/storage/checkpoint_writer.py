@@ -1,247 +1,239 @@
-"""Checkpoints written beside training: copied to main memory at once, then written, checked and uploaded by a thread.
+"""Writes checkpoints while training goes on: a thread writes, verifies and uploads copies that lie in main memory.
 
-One at a time, in step on all ranks: each writes its own file, all exchange sizes and checksums, and rank 0 makes the
-whole a checkpoint and deletes what need not be kept. What fails on the storage is tried again; what fails for good is
-raised on every rank, by the next call.
+One checkpoint at a time, and all ranks together: each rank writes its own file, all ranks exchange sizes and checksums,
+rank 0 writes the manifest and deletes old checkpoints. An operation that fails on the storage is repeated; a failure
+that lasts is raised on every rank, by the next call. Left out: the content of the files (checkpoint_files.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from concurrent.futures import Future
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from rlx.storage import checkpoint_catalog
-from rlx.storage import checkpoint_files
-from rlx.storage import checkpoint_manifest
-from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.storage.checkpoint_files import Shard
-from rlx.storage.checkpoint_manifest import FileRecord
-from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.filesystem import Storage
-from rlx.storage.filesystem import StorageError
-from rlx.storage.filesystem import retry
-from typing import TypeVar
-from typing import cast
 import os
 import shutil
 import tempfile
 import time
-import torch.distributed as dist
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+from rlx.storage import checkpoint_catalog, checkpoint_files
+from rlx.storage.checkpoint_catalog import CheckpointEntry, CheckpointState, Retention
+from rlx.storage.checkpoint_files import Shard
+from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
+from rlx.storage.filesystem import Storage, StorageError, retry
+from rlx.storage.rank_group import RankGroup, error_text
 
-
-T = TypeVar("T")
-_LONGEST_S = 3600.0  # that a checkpoint may take: a file system that hangs says nothing
-_SECOND_LOOK_S = 2.0
+_WRITE_TIMEOUT_S = 3600.0  # a file system that hangs raises no error
+_SECOND_READ_S = 2.0
 _TEMPORARY = "rlx-checkpoint-"
 
 
 @dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay: the newest `keep` (None: all) and the best by a metric, if one is named."""
+class FinishedCheckpoint:
+    """A complete checkpoint on the storage."""
 
-    keep: int | None = None
-    best_by: str | None = None
-    best_mode: str = "max"
+    folder: Storage
+    seconds: float  # that writing took, beside training
 
 
 @dataclass(frozen=True)
-class FinishedCheckpoint:
-    """A checkpoint that is whole and on the storage."""
+class _FileOutcome:
+    """What came of writing or reading one rank's part of a checkpoint; sent to the other ranks."""
 
-    place: Storage
-    seconds: float  # from the copy on, beside training
+    name: str = ""
+    record: FileRecord | None = None
+    damage: str = ""
+    error: str = ""
 
 
 class CheckpointWriter:
-    """One rank's part in writing a run's checkpoints; every rank makes the same calls in the same order."""
+    """One rank's part in writing the checkpoints of a run.
 
-    def __init__(self, folder: Storage, retention: Retention) -> None:
-        self.folder = folder
-        self.retention = retention
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo")  # its own: training's collectives run at the same time
-        self._thread = ThreadPoolExecutor(1, "saver")
-        _remove_leftovers()
-        self._writing: Future[FinishedCheckpoint] | None = None
-        self._news: FinishedCheckpoint | None = None
+    The constructor, `save`, `newest_checkpoint`, `verified_checkpoint` and `close` are collective: every rank calls
+    them in the same order. `wait` and `finished_checkpoint` look at this rank's thread alone.
+    """
 
-    def save(self, shards: Mapping[str, Shard], manifest: Manifest) -> None:
-        """Begins to write a checkpoint, once the one before is done.
+    def __init__(self, run: Storage, retention: Retention) -> None:
+        """Collective. Also deletes the temporary files of killed processes on this machine.
 
         Args:
-            manifest: all of it but `files`; rank 0's is written.
+            run: folder of the run, which holds its checkpoints.
+        """
+        self.run = run
+        self.retention = retention
+        self._ranks = RankGroup()
+        self._thread = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._writing: Future[FinishedCheckpoint] | None = None
+        self._finished: FinishedCheckpoint | None = None
+        _delete_leftovers()
+
+    def save(self, shards: Mapping[str, Shard], manifest: Manifest) -> None:
+        """Waits for the checkpoint before, then begins to write this one and returns. Collective.
+
+        Args:
+            shards: this rank's tensors by key; nobody may write into them afterwards.
+            manifest: without `files`; the one of rank 0 is written.
 
         Raises:
-            StorageError: the one before could not be written.
+            StorageError: the checkpoint before could not be written.
         """
         self.wait()
-        self._writing = self._thread.submit(self._save, shards, manifest)
+        self._writing = self._thread.submit(self._write, shards, manifest)
 
     def wait(self) -> None:
-        """Returns when nothing is being written; StorageError if it could not be."""
+        """Returns when this rank's thread is not writing a checkpoint.
+
+        Raises:
+            StorageError: it could not be written, or is not written after an hour.
+        """
         if self._writing:
             writing, self._writing = self._writing, None
             try:
-                self._news = writing.result(_LONGEST_S)
+                self._finished = writing.result(_WRITE_TIMEOUT_S)
             except TimeoutError:
                 raise StorageError(
-                    f"{self.folder.path}: a checkpoint is not written after {_LONGEST_S:.0f} s"
+                    f"{self.run.path}: a checkpoint is not written after {_WRITE_TIMEOUT_S:.0f} s"
                 ) from None
 
-    def news(self) -> FinishedCheckpoint | None:
-        """A checkpoint that has become whole since the last call, if there is one; StorageError if one could not."""
-        if self._writing and self._writing.done():
-            self.wait()
-        news, self._news = self._news, None
-        return news
-
-    def close(self) -> None:
-        """Ends its thread and its process group, once what is being written is."""
-        self._thread.shutdown()
-        dist.destroy_process_group(self._group)
-
-    def newest(self, say: Callable[[str], None]) -> CheckpointEntry | None:
-        """The newest checkpoint whose every byte is what was written; None if there is none.
-
-        One that is damaged is named by `say` on rank 0, and never chosen again. Each rank reads a share of the files.
+    def finished_checkpoint(self) -> FinishedCheckpoint | None:
+        """Returns the checkpoint that has been completed since the last call, None if there is none.
 
         Raises:
-            StorageError: the storage cannot be read, or all that there is is damaged: to begin anew would overwrite it.
+            StorageError: it could not be written.
         """
-        there = self._done_by_first(partial(checkpoint_catalog.entries, self.folder), f"reading {self.folder.path}")
-        damaged = ""
-        for listed in reversed([one for one in there if not checkpoint_catalog.is_unfinished(one)]):
-            found = self._second_look(listed)
-            if not (damage := self._damage(found)):
-                return found
-            self._done_by_first(partial(checkpoint_catalog.set_aside, found), f"setting {found.name} aside")
-            damaged = damage
-            if self.rank == 0:
-                say(f"{damage} - it is set aside, the one before it is used")
-        if not damaged and (aside := [one for one in there if checkpoint_catalog.is_set_aside(one)]):
-            damaged = f"checkpoint {aside[0].name}: {aside[0].problem}"
-        if damaged:
-            raise StorageError(f"no checkpoint in {self.folder.path} is whole; the oldest was {damaged}")
+        if self._writing and self._writing.done():
+            self.wait()
+        finished, self._finished = self._finished, None
+        return finished
+
+    def close(self) -> None:
+        """Waits for the checkpoint that is being written, then ends the thread and the process group. Collective."""
+        self._thread.shutdown()
+        self._ranks.close()
+
+    def newest_checkpoint(self, notify: Callable[[str], None]) -> CheckpointEntry | None:
+        """Returns the newest checkpoint of the run whose every byte is right, None if there is none. Collective.
+
+        Each rank verifies a share of the files. A damaged checkpoint is set aside, and `notify` is told on rank 0.
+
+        Raises:
+            StorageError: the storage cannot be read, or all checkpoints are damaged. To start from the beginning
+                would overwrite them.
+        """
+        entries = self._ranks.on_first(partial(checkpoint_catalog.list_checkpoints, self.run), f"reading {self.run.path}")
+        damage = ""
+        for listed in reversed(entries):
+            if listed.state in (CheckpointState.UNFINISHED, CheckpointState.SET_ASIDE):
+                continue
+            entry = self._read_again(listed)
+            if not (new_damage := self._find_damage(entry)):
+                return entry
+            damage = new_damage
+            self._ranks.on_first(partial(checkpoint_catalog.set_aside, entry), f"setting {entry.name} aside")
+            if self._ranks.rank == 0:
+                notify(f"{damage} - it is set aside, the checkpoint before it is used")
+        set_aside = [entry for entry in entries if entry.state is CheckpointState.SET_ASIDE]
+        if set_aside and not damage:
+            damage = f"checkpoint {set_aside[0].name}: {set_aside[0].problem}"
+        if damage:
+            raise StorageError(f"no checkpoint in {self.run.path} is complete; the oldest: {damage}")
         return None
 
-    def sound(self, place: Storage) -> CheckpointEntry:
-        """Another run's checkpoint; StorageError unless every byte of it is what was written."""
-        found = self._done_by_first(partial(checkpoint_catalog.entry, place), f"reading {place.path}")
-        if damage := self._damage(found):
-            raise StorageError(f"{place.path}: {damage}")
-        return found
+    def verified_checkpoint(self, folder: Storage) -> CheckpointEntry:
+        """Returns the checkpoint in a folder, of any run, after its every byte has been verified. Collective.
 
-    def _second_look(self, found: CheckpointEntry) -> CheckpointEntry:
-        """One that looks damaged is looked at again: a file system that others write to may show old sizes a while."""
-        if not found.problem:
-            return found
-        time.sleep(_SECOND_LOOK_S)
-        return self._done_by_first(partial(checkpoint_catalog.entry, found.place), f"reading {found.place.path}")
+        Raises:
+            StorageError: it cannot be read, is not complete or is damaged.
+        """
+        entry = self._ranks.on_first(partial(checkpoint_catalog.read_checkpoint, folder), f"reading {folder.path}")
+        if damage := self._find_damage(entry):
+            raise StorageError(f"{folder.path}: {damage}")
+        return entry
 
-    def _damage(self, found: CheckpointEntry) -> str:
-        """What is wrong with the files of a checkpoint, the same on all ranks; empty if nothing is."""
-        if not found.manifest:
-            return f"checkpoint {found.name}: {found.problem}"
-        share = sorted(found.manifest.files)[self.rank :: self.ranks]
-        damage, failed = "", ""
+    def _read_again(self, entry: CheckpointEntry) -> CheckpointEntry:
+        """Reads a damaged checkpoint again: a network file system may show old sizes for a while."""
+        if entry.manifest:
+            return entry
+        time.sleep(_SECOND_READ_S)
+        read = partial(checkpoint_catalog.read_checkpoint, entry.folder)
+        return self._ranks.on_first(read, f"reading {entry.folder.path}")
+
+    def _find_damage(self, entry: CheckpointEntry) -> str:
+        """Returns what is wrong with the files of a checkpoint, the same text on all ranks; "" if they are right."""
+        if not entry.manifest:
+            return f"checkpoint {entry.name}: {entry.problem}"
+        share = sorted(entry.manifest.files)[self._ranks.rank :: self._ranks.size]
+        outcome = _FileOutcome()
         try:
-            retry(partial(checkpoint_catalog.verify, found, share), f"reading checkpoint {found.name}")
+            retry(partial(checkpoint_catalog.verify, entry, share), f"reading checkpoint {entry.name}")
         except checkpoint_catalog.DamagedError as error:
-            damage = str(error)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failed = str(error)
-        everyone = [(damage, failed)] * self.ranks
-        dist.all_gather_object(everyone, (damage, failed), group=self._group)
-        if first := next((failed for _, failed in everyone if failed), ""):
-            raise StorageError(first)
-        return next((damage for damage, _ in everyone if damage), "")
+            outcome = _FileOutcome(damage=str(error))
+        except Exception as error:  # the other ranks wait, so they must learn of any failure
+            outcome = _FileOutcome(error=str(error))
+        outcomes = self._ranks.gather(outcome)
+        if error_of_first := next((each.error for each in outcomes if each.error), ""):
+            raise StorageError(error_of_first)
+        return next((each.damage for each in outcomes if each.damage), "")
 
-    def _save(self, shards: Mapping[str, Shard], manifest: Manifest) -> FinishedCheckpoint:
+    def _write(self, shards: Mapping[str, Shard], manifest: Manifest) -> FinishedCheckpoint:
+        """Writes a checkpoint; runs in the thread of every rank."""
         started = time.monotonic()
-        place = self.folder / checkpoint_catalog.folder_name(manifest.step)
-        what = f"writing checkpoint {place.name} to {self.folder.path}"
-        file = place / f"rank_{self.rank:05d}.safetensors"
-        own: tuple[str, FileRecord | None, str] = (file.name, None, "")
-        # What is there of that step is no checkpoint any more before its files change.
-        self._done_by_first((place / checkpoint_manifest.MANIFEST).delete, what)
+        folder = self.run / checkpoint_catalog.checkpoint_name(manifest.step)
+        what = f"writing checkpoint {folder.name} to {self.run.path}"
+        # An earlier checkpoint of this step stops being one before its files change.
+        self._ranks.on_first((folder / MANIFEST).delete, what)
+        outcomes = self._ranks.gather(_write_rank_file(shards, folder, self._ranks.rank, what))
         try:
-            own = (file.name, retry(partial(_put, shards, file), what), "")
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            own = (file.name, None, _words(error))
-        files, failed = self._exchanged(own)
-        if failed:
-            raise StorageError(failed + self._give_up(place))
-        try:
-            whole = manifest.model_copy(update={"files": files})
-            self._done_by_first(partial(checkpoint_catalog.commit, place, whole), what)
-            self._done_by_first(partial(checkpoint_catalog.prune, self.folder, *self._retained), f"pruning {self.folder.path}")
+            if error_of_first := next((outcome.error for outcome in outcomes if outcome.error), ""):
+                raise StorageError(error_of_first)
+            files = {outcome.name: outcome.record for outcome in outcomes}
+            complete = manifest.model_copy(update={"files": files})
+            self._ranks.on_first(partial(checkpoint_catalog.commit, folder, complete), what)
+            prune = partial(checkpoint_catalog.prune, self.run, self.retention)
+            self._ranks.on_first(prune, f"pruning {self.run.path}")
         except StorageError as error:
-            raise StorageError(str(error) + self._give_up(place)) from error
-        return FinishedCheckpoint(place, time.monotonic() - started)
+            raise StorageError(str(error) + self._discard(folder)) from error
+        return FinishedCheckpoint(folder, time.monotonic() - started)
 
-    @property
-    def _retained(self) -> tuple[int | None, str | None, str]:
-        return self.retention.keep, self.retention.best_by, self.retention.best_mode
-
-    def _exchanged(self, own: tuple[str, FileRecord | None, str]) -> tuple[dict[str, FileRecord], str]:
-        """All ranks' files, and the first error if there is one."""
-        parts: list[tuple[str, FileRecord | None, str]] = [own] * self.ranks
-        dist.all_gather_object(parts, own, group=self._group)
-        files = {name: record for name, record, _ in parts if record}
-        return files, next((error for _, _, error in parts if error), "")
-
-    def _done_by_first(self, action: Callable[[], T], what: str) -> T:
-        """What rank 0 gets when it does something on the storage; StorageError on all ranks if it fails."""
-        outcome: list[tuple[T | None, str]] = [(None, "")]
-        if self.rank == 0:
-            try:
-                outcome = [(retry(action, what), "")]
-            except Exception as error:
-                outcome = [(None, _words(error))]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        result, failed = outcome[0]
-        if failed:
-            raise StorageError(failed)
-        return cast(T, result)
-
-    def _give_up(self, place: Storage) -> str:
-        """Frees the room that half a checkpoint takes; what there is to go on from."""
+    def _discard(self, folder: Storage) -> str:
+        """Deletes a half-written checkpoint; returns the end of an error's text: which checkpoint is the newest."""
         try:
-            if self.rank == 0 and not (place / checkpoint_manifest.MANIFEST).exists():
-                place.delete()
-            left = checkpoint_catalog.whole(self.folder)
+            if self._ranks.rank == 0 and not (folder / MANIFEST).exists():
+                folder.delete()
+            left = checkpoint_catalog.complete_checkpoints(self.run)
         except OSError:
-            return "; the checkpoints before it are as they were"
-        return f"; the newest whole one is {left[-1].name}" if left else "; there is none before it"
+            return "; earlier checkpoints are unchanged"
+        return f"; the newest complete checkpoint is {left[-1].name}" if left else "; there is no earlier checkpoint"
 
 
-def _remove_leftovers() -> None:
+def _write_rank_file(shards: Mapping[str, Shard], folder: Storage, rank: int, what: str) -> _FileOutcome:
+    """Writes this rank's file, with repeated attempts. It raises nothing: the other ranks must learn of any failure."""
+    file = folder / f"rank_{rank:05d}.safetensors"
+    try:
+        return _FileOutcome(file.name, retry(partial(_write_file, shards, file), what))
+    except Exception as error:
+        return _FileOutcome(file.name, error=error_text(error))
+
+
+def _write_file(shards: Mapping[str, Shard], file: Storage) -> FileRecord:
+    """Writes shards to a local file, or through a temporary local file to a remote one."""
+    if file.is_local:
+        checkpoint_files.write_shards(shards, Path(file.path))
+        return checkpoint_catalog.file_record(file)
+    with tempfile.TemporaryDirectory(prefix=f"{_TEMPORARY}{os.getpid()}-") as temporary:
+        local = Path(temporary, file.name)
+        checkpoint_files.write_shards(shards, local)
+        record = checkpoint_catalog.file_record(Storage.local(local))
+        file.upload(local)
+    if file.size() != record.bytes:
+        raise OSError(f"{file.path} has {file.size()} bytes after the upload of {record.bytes}")
+    return record
+
+
+def _delete_leftovers() -> None:
     """Deletes the temporary files of processes on this machine that were killed while they wrote."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*-*"):
         process = folder.name.removeprefix(_TEMPORARY).partition("-")[0]
         if process.isdecimal() and not Path("/proc", process).exists() and Path("/proc").exists():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-
-
-def _put(shards: Mapping[str, Shard], file: Storage) -> FileRecord:
-    """Writes this rank's file: where it belongs, or on this machine first if the storage is remote."""
-    if file.is_local:
-        checkpoint_files.write(shards, Path(file.path))
-        return checkpoint_catalog.file_record(file)
-    with tempfile.TemporaryDirectory(prefix=f"{_TEMPORARY}{os.getpid()}-") as folder:
-        local = Path(folder, file.name)
-        checkpoint_files.write(shards, local)
-        record = checkpoint_catalog.file_record(Storage.here(local))
-        file.take(local)
-    if file.size() != record.bytes:
-        raise OSError(f"{file.path} has {file.size()} bytes after the upload of {record.bytes}")
-    return record

@@ -1,32 +1,30 @@
-"""A storage address becomes a filesystem and a path on it: a folder, an NFS mount, s3://, or a profile that names one.
+"""`Storage`: a path on a local or remote filesystem, with the few file operations that rlx needs.
 
-S3's keys come from the environment, as pyarrow reads them; an address that holds one is refused, so that none is ever
-saved, logged or printed. Which files make a checkpoint is archive's business.
+Also here: repeated attempts for operations that fail, and one-line errors that say what to do.
+Left out: how an address becomes a `Storage` (addresses.py) and what a checkpoint is (checkpoint_catalog.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from pyarrow import fs
-from rlx.config.errors import one_line
-from typing import Any
-from typing import TypeVar
 import json
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
+from pyarrow import fs
 
+from rlx.config.errors import one_line
 
 T = TypeVar("T")
 ATTEMPTS = 6
-"""tries of what fails on a storage, with back-off: 1, 2, 4, 8 and 16 s apart"""
-_PART = ".part"
+"""attempts of `retry`; the waits between them are 1, 2, 4, 8 and 16 s"""
 
 
 class StorageError(ValueError):
-    """Storage that cannot be used; the text is one line for the person who named it."""
+    """Storage that cannot be used. The text is one line for the person who named the storage."""
 
     def __init__(self, text: str) -> None:
         super().__init__(" ".join(text.splitlines()))
@@ -34,13 +32,13 @@ class StorageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A place for files: a filesystem and a path on it."""
+    """A file or folder: a filesystem and a path on it. It need not exist."""
 
     filesystem: fs.FileSystem
     path: str
 
     @classmethod
-    def here(cls, path: Path) -> Storage:
+    def local(cls, path: Path) -> Storage:
         """A path on this machine."""
         return cls(fs.LocalFileSystem(), str(path))
 
@@ -59,17 +57,12 @@ class Storage:
         return self.filesystem.get_file_info(self.path).type != fs.FileType.NotFound
 
     def names(self) -> list[str]:
-        """Names of the entries in this folder, sorted; none if it is not there."""
+        """Names of the files and folders in this folder, sorted; an empty list if the folder does not exist."""
         selector = fs.FileSelector(self.path, allow_not_found=True)
         return sorted(info.base_name for info in self.filesystem.get_file_info(selector))
 
-    def free_name(self, prefix: str) -> str:
-        """The first of prefix-1, prefix-2, ... that no entry of this folder has."""
-        taken = self.names()
-        return next(name for name in (f"{prefix}-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
-
     def size(self) -> int | None:
-        """Bytes of a file; None if there is none."""
+        """Bytes of this file; None if it does not exist or is a folder."""
         info = self.filesystem.get_file_info(self.path)
         return int(info.size) if info.type == fs.FileType.File else None
 
@@ -77,26 +70,26 @@ class Storage:
         with self.filesystem.open_input_stream(self.path) as stream:
             return stream.read().decode()
 
+    def read_json(self) -> dict[str, Any]:
+        return dict(json.loads(self.read_text()))
+
     def write_text(self, text: str) -> None:
-        """Writes a whole file: it appears at once or not at all, and a local one outlives a loss of power."""
+        """Replaces the file at once: a reader never sees half of it. On a local disk it survives a loss of power."""
         self.filesystem.create_dir(self.path.rpartition("/")[0], recursive=True)
         if self.is_local:
-            _replace(Path(self.path), text.encode())
+            _replace_file(Path(self.path), text.encode())
             return
         with self.filesystem.open_output_stream(self.path) as stream:
             stream.write(text.encode())
 
-    def read_json(self) -> dict[str, Any]:
-        return dict(json.loads(self.read_text()))
-
-    def take(self, file: Path) -> None:
-        """Copies a file of this machine here."""
+    def upload(self, file: Path) -> None:
+        """Copies a file of this machine to this path."""
         fs.copy_files(
             str(file), self.path, source_filesystem=fs.LocalFileSystem(), destination_filesystem=self.filesystem
         )
 
     def delete(self) -> None:
-        """Deletes a file, or a folder with all that is in it, if it is there."""
+        """Deletes this file, or this folder with its content; does nothing if it does not exist."""
         kind = self.filesystem.get_file_info(self.path).type
         if kind == fs.FileType.File:
             self.filesystem.delete_file(self.path)
@@ -104,21 +97,27 @@ class Storage:
             self.filesystem.delete_dir(self.path)
 
 
-def _replace(file: Path, content: bytes) -> None:
-    part = file.with_name(f"{file.name}.{os.getpid()}{_PART}")
+def free_name(folder: Storage, prefix: str) -> str:
+    """Returns the first of prefix-1, prefix-2, ... that is not yet a name in the folder."""
+    taken = folder.names()
+    return next(name for name in (f"{prefix}-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
+
+
+def _replace_file(file: Path, content: bytes) -> None:
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
-        sync_folder(file.parent)
+        fsync_folder(file.parent)
     finally:
         part.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Sees to it that the names in a folder outlive a loss of power."""
+def fsync_folder(folder: Path) -> None:
+    """Writes the names in a folder to the disk, so that new files survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,53 +126,58 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_writable(folder: Storage) -> None:
-    """StorageError unless a file can be written there, read again and deleted; leaves nothing there."""
+    """Writes, reads and deletes a small file in the folder.
+
+    Raises:
+        StorageError: one of the three fails.
+    """
     probe = folder / f"probe-{os.getpid()}"
     try:
-        was_there = folder.exists()
+        existed = folder.exists()
         probe.write_text("rlx")
         if probe.read_text() != "rlx":
-            raise OSError("a file that was written reads differently")
+            raise OSError("a file was written, but another content is read")
         probe.delete()
-        if not was_there and not folder.names():
+        if not existed and not folder.names():
             folder.delete()
     except (OSError, ValueError) as error:
-        raise StorageError(f"storage {folder.path}: cannot write there: {advice(error)}") from None
+        raise StorageError(f"storage {folder.path}: cannot write there: {explain(error)}") from None
 
 
 def retry(action: Callable[[], T], what: str, wait: Callable[[float], Any] = time.sleep) -> T:
-    """What the action returns, tried again while the storage fails.
+    """Calls the action until it raises no OSError, and returns its result.
 
     Args:
-        what: what an error says could not be done, e.g. "writing step_000010".
+        what: the action in words, for the error, e.g. "writing step_000010".
 
     Raises:
-        StorageError: all attempts failed; says why the last one did.
+        StorageError: all attempts failed; the text has the reason of the last one.
     """
     for attempt in range(ATTEMPTS):
         try:
             return action()
         except OSError as error:
             if attempt == ATTEMPTS - 1:
-                raise StorageError(f"{what} failed {ATTEMPTS} times: {advice(error)}") from error
+                raise StorageError(f"{what} failed {ATTEMPTS} times: {explain(error)}") from error
         wait(2.0**attempt)
     raise AssertionError
 
 
-_CAUSES = {
+_ADVICE = {
     "To create buckets": "there is no such bucket",
     "NO_SUCH_BUCKET": "there is no such bucket",
     "NoSuchBucket": "there is no such bucket",
     "ACCESS_DENIED": "access denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "INVALID_ACCESS_KEY_ID": "the key is not known there: check AWS_ACCESS_KEY_ID",
-    "InvalidAccessKeyId": "the key is not known there: check AWS_ACCESS_KEY_ID",
+    "INVALID_ACCESS_KEY_ID": "the server does not know the key: check AWS_ACCESS_KEY_ID",
+    "InvalidAccessKeyId": "the server does not know the key: check AWS_ACCESS_KEY_ID",
     "SIGNATURE_DOES_NOT_MATCH": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY",
     "NETWORK_CONNECTION": "the server does not answer: check AWS_ENDPOINT_URL",
 }
+"""part of an error's text -> what to do"""
 
 
-def advice(error: BaseException) -> str:
-    """An error's text in one line, what to do about it first where that is known."""
+def explain(error: BaseException) -> str:
+    """Returns the error's text in one line, preceded by advice where the cause is known."""
     text = one_line(error, 400)
-    cause = next((advice for name, advice in _CAUSES.items() if name in text), None)
-    return f"{cause} ({text})" if cause else text
+    advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
+    return f"{advice} ({text})" if advice else text

@@ -22,7 +22,7 @@ from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.runs import launch, preflight
 from rlx.runs.resources import plan_resources
 from rlx.runs.run_folder import exists, saved_config
-from rlx.storage.addresses import below
+from rlx.storage.addresses import join_address
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import space
 from rlx.sweeps.records import SweepPlan, TrialRecords
@@ -137,7 +137,7 @@ def _handed_over(sweep: SweepPlan, name: str) -> dict[str, Any]:
         leg, step = json.loads(Path(pointer, _POINTER).read_text())
     if leg.partition(".")[0] == name:
         return {}
-    address = below(sweep.config.storage, "sweeps", sweep.name, "runs", leg, step)
+    address = join_address(sweep.config.storage, "sweeps", sweep.name, "runs", leg, step)
     return dict(zip(_START, (address, "state"), strict=True))
 
 

@@ -102,9 +102,9 @@ class RolloutQueue:
         """
         number, found = 0, deque[QueuedRollout]()
         while f"ahead.{number}.position" in parts.names:
-            position = int(parts.whole(f"ahead.{number}.position"))
-            columns = {name: parts.whole(f"ahead.{number}.{name}") for name in _COLUMNS}
-            is_ours = torch.equal(parts.whole(f"ahead.{number}.asked"), self._asked())
+            position = int(parts.read_full(f"ahead.{number}.position"))
+            columns = {name: parts.read_full(f"ahead.{number}.{name}") for name in _COLUMNS}
+            is_ours = torch.equal(parts.read_full(f"ahead.{number}.asked"), self._asked())
             if not is_ours or number >= self.ahead or step + number - int(columns["versions"].min()) > self.ahead:
                 self.prompts.position = position
                 break

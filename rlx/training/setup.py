@@ -28,8 +28,9 @@ from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import ray_train
+from rlx.storage.checkpoint_catalog import Retention
 from rlx.storage.checkpoint_files import ModelAndOptimizer
-from rlx.storage.checkpoint_writer import CheckpointWriter, Retention
+from rlx.storage.checkpoint_writer import CheckpointWriter
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.memory import NullTracker
 from rlx.tracking.tracker import OutboxTracker

@@ -292,7 +292,7 @@ class Run:
 
         Ray Train is told of a checkpoint with the first report after it has become whole.
         """
-        last, news = self.is_stopping(), self.saver.news()
+        last, news = self.is_stopping(), self.saver.finished_checkpoint()
         if news:
             metrics = metrics | {"time/checkpoint_write": news.seconds}
         self.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
@@ -313,8 +313,8 @@ class Run:
             self._saved = self.step
         if last or not self.config.checkpoint.async_save:
             self.saver.wait()
-            news = self.saver.news() or news
-        whole = ray.train.Checkpoint(news.place.path, news.place.filesystem) if news and not self.grid.rank else None
+            news = self.saver.finished_checkpoint() or news
+        whole = ray.train.Checkpoint(news.folder.path, news.folder.filesystem) if news and not self.grid.rank else None
         ray_train.report(self.box, metrics | self.evaluation | {"step": self.step}, last, whole)
 
     def is_stopping(self) -> bool:
@@ -349,29 +349,31 @@ class Run:
 
     def restore(self) -> None:
         """Continues from the run's newest checkpoint that is whole; if there is none, begins where the config says."""
-        if found := self.saver.newest(partial(ray_train.notify, self.box)):
+        if found := self.saver.newest_checkpoint(partial(ray_train.notify, self.box)):
             self._take(found)
         elif self.config.checkpoint.init_from:
-            self._start_from(self.saver.sound(open_storage(self.config.checkpoint.init_from, create=False)))
+            self._start_from(
+                self.saver.verified_checkpoint(open_storage(self.config.checkpoint.init_from, create=False))
+            )
 
     def _start_from(self, found: CheckpointEntry) -> None:
         if self.config.checkpoint.init_state == "all":
             self._take(found)
             return
-        retry(partial(checkpoint_files.load_weights, found.files, self.trained), f"reading {found.place.path}")
+        retry(partial(checkpoint_files.load_weights, found.files, self.trained), f"reading {found.folder.path}")
         self.average = initial_ema(self.config, self.policy)
 
     def _take(self, found: CheckpointEntry) -> None:
         assert found.manifest
         manifest = found.manifest
-        load = partial(checkpoint_files.load, found.files, self.trained, self.average)
-        retry(load, f"reading {found.place.path}")
+        load = partial(checkpoint_files.load_state, found.files, self.trained, self.average)
+        retry(load, f"reading {found.folder.path}")
         self.step = self._saved = manifest.step
         self.tokens, self.metrics, self.evaluation = manifest.tokens, manifest.metrics, dict(manifest.evaluation)
         self.kl.load_state_dict(manifest.kl)
         self.scores.load_state_dict(manifest.scores)
         self.rounds.prompts.seek(manifest.cursor)
-        retry(partial(self._take_rounds, found, manifest.replicas), f"reading {found.place.path}")
+        retry(partial(self._take_rounds, found, manifest.dp_size), f"reading {found.folder.path}")
 
     def _take_rounds(self, found: CheckpointEntry, replicas: int) -> None:
         with checkpoint_files.CheckpointReader(found.files) as parts:

@@ -55,7 +55,7 @@ class Place:
 
     def newest(self, name: str) -> int:
         """The step of the run's newest whole checkpoint; 0 if there is none."""
-        found = checkpoint_catalog.whole(open_storage(self.address) / "runs" / name)
+        found = checkpoint_catalog.complete_checkpoints(open_storage(self.address) / "runs" / name)
         return found[-1].step if found else 0
 
 

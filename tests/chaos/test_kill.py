@@ -44,7 +44,7 @@ def status(storage: Path, run_id: str) -> str:
 
 def newest(storage: Path, name: str) -> int:
     """The step of a run's newest whole checkpoint."""
-    return checkpoint_catalog.whole(open_storage(str(storage)) / "runs" / name)[-1].step
+    return checkpoint_catalog.complete_checkpoints(open_storage(str(storage)) / "runs" / name)[-1].step
 
 
 def last_step(script: Script) -> int:

@@ -19,9 +19,10 @@ from conftest import Where
 
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import CheckpointState, Retention
 from rlx.storage.checkpoint_files import CheckpointReader, Shard
 from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.checkpoint_writer import CheckpointWriter, Retention
+from rlx.storage.checkpoint_writer import CheckpointWriter
 from rlx.storage.filesystem import Storage
 
 RANKS, KEPT = 2, 2
@@ -45,7 +46,7 @@ def save_forever(rank: int, where: Where, scratch: str, reports: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=RANKS)
     saver = CheckpointWriter(open_storage(where[0]), Retention(KEPT, "reward"))
     damaged: list[str] = []
-    newest = saver.newest(damaged.append)
+    newest = saver.newest_checkpoint(damaged.append)
     assert damaged == []
     step = newest.step if newest else 0
     live = {name: torch.empty(1, size) for name, size in SIZES.items()}
@@ -56,10 +57,10 @@ def save_forever(rank: int, where: Where, scratch: str, reports: str) -> None:
                 tensor.fill_(step)
             staged = {name: Shard(t.clone(), (rank, 0), (RANKS, t.shape[1])) for name, t in live.items()}
             saver.save(staged, manifest(step))
-            while not (news := saver.news()):
+            while not (news := saver.finished_checkpoint()):
                 time.sleep(0.001)
             if rank == 0:
-                told.write(f"{news.place.name}\n")
+                told.write(f"{news.folder.name}\n")
 
 
 class Group:
@@ -113,14 +114,14 @@ def start(on_ranks: Any, tmp_path: Path) -> Iterator[Callable[[Where], Group]]:
 
 def checked(folder: Storage) -> int:
     """The step of the newest whole checkpoint, after a look at every byte of it."""
-    newest = checkpoint_catalog.whole(folder)[-1]
+    newest = checkpoint_catalog.complete_checkpoints(folder)[-1]
     assert newest.manifest
     checkpoint_catalog.verify(newest, newest.manifest.files)
     assert newest.manifest.tokens == newest.step
-    with CheckpointReader([newest.place / name for name in newest.manifest.files]) as parts:
+    with CheckpointReader([newest.folder / name for name in newest.manifest.files]) as parts:
         assert sorted(parts.names) == sorted(SIZES)
         for name, size in SIZES.items():
-            assert parts.whole(name).equal(torch.full((RANKS, size), float(newest.step)))
+            assert parts.read_full(name).equal(torch.full((RANKS, size), float(newest.step)))
     return newest.step
 
 
@@ -142,17 +143,17 @@ def test_a_kill_at_any_moment_costs_nothing_that_was_reported(
         found = checked(folder)
         assert group.reported()[0] == before + 1  # it went on where the one before had been killed
         assert last <= found <= group.reported()[-1] + 1
-        there = checkpoint_catalog.entries(folder)
-        assert all(not one.problem or checkpoint_catalog.is_unfinished(one) for one in there)  # none is damaged
-        cut_short += any(checkpoint_catalog.is_unfinished(one) for one in there)
+        states = {entry.state for entry in checkpoint_catalog.list_checkpoints(folder)}
+        assert states <= {CheckpointState.COMPLETE, CheckpointState.UNFINISHED}  # none is damaged
+        cut_short += CheckpointState.UNFINISHED in states
         before = found
     assert cut_short or moments < 20  # some were killed in the middle of it
     group = start(where)
     group.wait_for(KEPT + 1)
     group.kill([0, 1])
     # What was cut short before it is gone by now.
-    assert {one.step for one in checkpoint_catalog.entries(folder)} >= {3, checked(folder)}
-    assert not [one for one in checkpoint_catalog.entries(folder) if one.problem and one.step <= before]
+    assert {one.step for one in checkpoint_catalog.list_checkpoints(folder)} >= {3, checked(folder)}
+    assert not [one for one in checkpoint_catalog.list_checkpoints(folder) if one.problem and one.step <= before]
 
 
 FULL_DISK = """
@@ -160,9 +161,9 @@ import sys, torch
 from pathlib import Path
 from rlx.storage import checkpoint_files as checkpoint
 shards = {"x": checkpoint.Shard(torch.ones(1_000_000), (0,), (1_000_000,))}
-checkpoint.write({"x": checkpoint.Shard(torch.ones(1000), (0,), (1000,))}, Path(sys.argv[1], "fits"))
+checkpoint.write_shards({"x": checkpoint.Shard(torch.ones(1000), (0,), (1000,))}, Path(sys.argv[1], "fits"))
 try:
-    checkpoint.write(shards, Path(sys.argv[1], "much"))
+    checkpoint.write_shards(shards, Path(sys.argv[1], "much"))
 except OSError as error:
     print("OSError:", error)
 """

@@ -161,7 +161,7 @@ def save(rank: int, ranks: int, path: str, tp: int, target: str) -> dict[str, An
 def load(rank: int, ranks: int, path: str, tp: int, source: str) -> dict[str, Any]:
     trained = trained_of(path, ranks, tp)
     average = averaged(trained, 0.0)
-    checkpoint_files.load(files(source), trained, average)
+    checkpoint_files.load_state(files(source), trained, average)
     return whole(trained, average)
 
 
@@ -231,7 +231,7 @@ def test_a_run_with_cut_layers_is_that_of_one_process(cut: Done, tiny_model: Pat
 
 @pytest.mark.slow  # whole runs with cold starts, of parts that the tests above hold together
 def test_a_run_with_cut_layers_continues_exactly(cut: Done, tiny_model: Path, storage: Path) -> None:
-    source = f"{cut.result.folder}/{checkpoint_catalog.folder_name(STEPS // 2)}"
+    source = f"{cut.result.folder}/{checkpoint_catalog.checkpoint_name(STEPS // 2)}"
     start = {"checkpoint__init_from": source, "checkpoint__init_state": "all"}
     branch = train(small(tiny_model, storage, "branch", parallel__tp=2, **AHEAD, **start))
     assert comparable(branch.history, range(2, 5)) == comparable(cut.history, range(2, 5))

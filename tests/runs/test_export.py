@@ -67,7 +67,7 @@ class Made:
 
     @property
     def entry(self) -> CheckpointEntry:
-        return checkpoint_catalog.entry(Storage.here(self.folder / "step_000003"))
+        return checkpoint_catalog.read_checkpoint(Storage.local(self.folder / "step_000003"))
 
 
 def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str) -> dict[str, Any]:
@@ -83,7 +83,9 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
     for name, weight in policy.named_parameters():
         if name in average:
             average[name].mul_(0.5).add_(weight.detach(), alpha=0.5)
-    checkpoint_files.write(checkpoint_files.copy_shards(models, average), Path(folder, f"rank_{rank:05d}.safetensors"))
+    checkpoint_files.write_shards(
+        checkpoint_files.copy_shards(models, average), Path(folder, f"rank_{rank:05d}.safetensors")
+    )
     seen: dict[str, Any] = {"weights": {}, "logprobs": {}}
     seen["adapters"] = in_full(lora.adapter_weights(policy))
     with torch.no_grad():
@@ -114,14 +116,14 @@ def make(kind: str, on_ranks: OnRanks, path: Path, storage: Path) -> Made:
     seen = on_ranks(ranks, trained, config.model_dump(), str(path), str(place))[0]
     (run / "run.json").write_text('{"mlflow_run": "0"}')
     (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    files = {file.name: checkpoint_catalog.file_record(Storage.here(file)) for file in place.iterdir()}
+    files = {file.name: checkpoint_catalog.file_record(Storage.local(file)) for file in place.iterdir()}
     assert len(files) == ranks
     metrics = {"eval/accuracy": 0.75, "reward/mean": 0.5, "time/step": 3.0}
     manifest = Manifest(
         rlx=__version__, step=3, ranks=ranks, metrics=metrics, tokens=0, kl={}, scores={}, cursor={}, evaluation={},
         mlflow_run_id=None, config=config.model_dump(mode="json"), files=files,
     )  # fmt: skip
-    checkpoint_catalog.commit(Storage.here(place), manifest)
+    checkpoint_catalog.commit(Storage.local(place), manifest)
     return Made(config, storage, **seen)
 
 
@@ -306,7 +308,7 @@ def refused(made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> R
         (["tied@3", "--checkpoint", "best"], "--checkpoint best goes with a run's name or folder: tied@3 names a"),
         (["tied", "--weights", "average"], "run tied keeps no average of its weights: it has no train.ema_decay"),
         (["tied", "--adapter"], "run tied has no adapters: its model.lora_rank is 0"),
-        (["/no/such/folder"], "no whole checkpoint in /no/such/folder"),
+        (["/no/such/folder"], "no complete checkpoint in /no/such/folder"),
     ],
 )
 def test_what_is_not_there_is_refused(words: Sequence[str], said: str, refused: Refused, tmp_path: Path) -> None:
@@ -340,8 +342,8 @@ def copied(made: Make, tmp_path: Path) -> Path:
 def test_an_unfinished_checkpoint_is_refused(copied: Path, refused: Refused, tmp_path: Path) -> None:
     (copied / "manifest.json").unlink()
     line = refused("tied", "--out", str(tmp_path / "out"), storage=tmp_path / "storage")
-    assert_said(line, r"no whole checkpoint in .*/tied \(step_000003: no manifest.json: it was never finished\)")
-    assert_said(refused(str(copied), "--out", str(tmp_path / "out")), "checkpoint .*/step_000003 is not whole")
+    assert_said(line, r"no complete checkpoint in .*/tied \(step_000003: no manifest.json: it was never finished\)")
+    assert_said(refused(str(copied), "--out", str(tmp_path / "out")), "checkpoint .*/step_000003 is not complete")
 
 
 def test_a_single_flipped_bit_is_refused(copied: Path, refused: Refused, tmp_path: Path) -> None:
@@ -356,12 +358,12 @@ def test_a_single_flipped_bit_is_refused(copied: Path, refused: Refused, tmp_pat
 def test_a_checkpoint_of_another_model_is_refused(
     made: Make, untied_model: Path, refused: Refused, copied: Path, tmp_path: Path
 ) -> None:
-    manifest = checkpoint_catalog.entry(Storage.here(copied)).manifest
+    manifest = checkpoint_catalog.read_checkpoint(Storage.local(copied)).manifest
     assert manifest
     out = str(tmp_path / "out")
     for path, said in ((untied_model, "the checkpoint has no policy.model.lm.lm_head.weight"), ("/gone", ".*/gone")):
         config = manifest.config | {"model": manifest.config["model"] | {"path": str(path)}}
-        checkpoint_catalog.commit(Storage.here(copied), manifest.model_copy(update={"config": config}))
+        checkpoint_catalog.commit(Storage.local(copied), manifest.model_copy(update={"config": config}))
         assert_said(refused(str(copied), "--out", out), said)
 
 

@@ -39,7 +39,7 @@ def make_run(storage: str, name: str, *names: str, **settings: Any) -> RunConfig
 
 def put(storage: str, name: str, step: int, ranks: int = 2, **metrics: float) -> Path:
     """A checkpoint of 1000 bytes per rank."""
-    place = open_storage(storage) / "runs" / name / checkpoint_catalog.folder_name(step)
+    place = open_storage(storage) / "runs" / name / checkpoint_catalog.checkpoint_name(step)
     for rank in range(ranks):
         (place / f"rank_{rank:05d}.safetensors").write_text(f"{rank}" * 1000)
     files = {file: checkpoint_catalog.file_record(place / file) for file in place.names()}

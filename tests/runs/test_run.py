@@ -64,7 +64,7 @@ def resumed(run: Done, tiny_model: Path, storage: Path) -> Done:
     try:
         script.wait_for("step 3/4")
         script.kill()
-        assert checkpoint_catalog.whole(open_storage(there) / "runs" / "killed")[-1].step >= 2
+        assert checkpoint_catalog.complete_checkpoints(open_storage(there) / "runs" / "killed")[-1].step >= 2
     finally:
         for process in script.alive():
             process.kill()
@@ -86,7 +86,7 @@ def hurt(run: Done, tiny_model: Path, storage: Path) -> tuple[Done, list[str]]:
 @pytest.fixture(scope="module")
 def branch(run: Done, tiny_model: Path, storage: Path) -> Done:
     """A new run that starts with all of the state of the undisturbed run after half of its steps."""
-    source = f"{run.result.folder}/{checkpoint_catalog.folder_name(STEPS // 2)}"
+    source = f"{run.result.folder}/{checkpoint_catalog.checkpoint_name(STEPS // 2)}"
     start = {"checkpoint__init_from": source, "checkpoint__init_state": "all"}
     return train(small(tiny_model, storage, "branch", **start))
 
@@ -187,7 +187,7 @@ def test_the_result_is_the_last_report(run: Done) -> None:
 def test_checkpoints_are_whole(run: Done) -> None:
     told = [Path(path).name for _, path in run.reports if path]
     assert told == ["step_000002", "step_000004"]
-    for found in checkpoint_catalog.entries(open_storage(run.result.folder)):
+    for found in checkpoint_catalog.list_checkpoints(open_storage(run.result.folder)):
         assert found.manifest
         checkpoint_catalog.verify(found, found.manifest.files)
         assert set(found.manifest.files) == {"rank_00000.safetensors", "rank_00001.safetensors"}
@@ -213,7 +213,7 @@ def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
     assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
     folder = open_storage(resumed.config.storage) / "runs" / "killed"
     assert saved_config(folder) == resumed.config.model_dump(mode="json")
-    assert [found.step for found in checkpoint_catalog.whole(folder)] == [2, 4]
+    assert [found.step for found in checkpoint_catalog.complete_checkpoints(folder)] == [2, 4]
 
 
 def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Done, list[str]]) -> None:

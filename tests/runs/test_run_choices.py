@@ -174,7 +174,7 @@ def test_engines_agree_after_adapters_were_sent(adapted: Done) -> None:
 
 
 def test_only_adapters_are_kept_in_checkpoints(adapted: Done) -> None:
-    found = checkpoint_catalog.entry(open_storage(f"{adapted.result.folder}/step_000002"))
+    found = checkpoint_catalog.read_checkpoint(open_storage(f"{adapted.result.folder}/step_000002"))
     with checkpoint_files.CheckpointReader(found.files) as parts:
         names = parts.names
     weights = [name for name in names if name.startswith("policy.model.")]

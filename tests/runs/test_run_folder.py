@@ -30,7 +30,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def put(folder: Path | str, step: int, accuracy: float = 0.0, **changes: Any) -> CheckpointEntry:
     """A checkpoint with a file that is none of safetensors: nobody reads it here."""
-    place = open_storage(str(folder), create=False) / checkpoint_catalog.folder_name(step)
+    place = open_storage(str(folder), create=False) / checkpoint_catalog.checkpoint_name(step)
     file = place / "rank_00000.safetensors"
     file.write_text("x")
     manifest = Manifest(
@@ -39,7 +39,7 @@ def put(folder: Path | str, step: int, accuracy: float = 0.0, **changes: Any) ->
         files={file.name: checkpoint_catalog.file_record(file)},
     )  # fmt: skip
     checkpoint_catalog.commit(place, manifest)
-    return checkpoint_catalog.entry(place)
+    return checkpoint_catalog.read_checkpoint(place)
 
 
 def made(folder: Path, **changes: Any) -> Path:
@@ -80,7 +80,7 @@ def test_a_checkpoint_has_many_names(which: str, step: int, storage: Path) -> No
     address, found = run_folder.checkpoint_of(which.format(storage), str(storage))
     assert found.step == step and found.manifest
     assert address.rstrip("/").endswith(f"{storage}/runs/a/{found.name}")
-    assert checkpoint_catalog.entry(open_storage(address, create=False)) == found  # the address leads there
+    assert checkpoint_catalog.read_checkpoint(open_storage(address, create=False)) == found  # the address leads there
 
 
 def test_a_relative_folder_becomes_an_address_that_holds_anywhere(
@@ -121,8 +121,8 @@ def test_the_best_is_by_what_the_run_says(tmp_path: Path) -> None:
         ("b@5", ConfigError, "no run 'b' in "),
         ("a@7", StorageError, "no checkpoint 7 in "),
         ("a@step_000020", StorageError, "no checkpoint step_000020 in "),
-        ("{}/runs/b", StorageError, "no whole checkpoint in "),
-        ("{}/runs/a/step_000020", ConfigError, "is not whole: no manifest.json: it was never finished"),
+        ("{}/runs/b", StorageError, "no complete checkpoint in "),
+        ("{}/runs/a/step_000020", ConfigError, "is not complete: no manifest.json: it was never finished"),
     ],
 )
 def test_what_is_not_there_is_one_line(which: str, kind: type[Exception], said: str, storage: Path) -> None:
@@ -184,29 +184,29 @@ def refusal(config: RunConfig) -> str:
 
 def test_a_run_starts_from_a_checkpoint_that_fits(tmp_path: Path) -> None:
     run_folder.check_start(RunConfig(name="b"))
-    place = put(tmp_path, 5, train__steps=5).place.path
+    place = put(tmp_path, 5, train__steps=5).folder.path
     run_folder.check_start(starting(place, train__steps=6, train__prompts_per_step=16))
     run_folder.check_start(starting(place, "weights", train__steps=3, seed=9))  # its own steps, its own prompts
 
 
 def test_a_checkpoint_that_has_a_start_of_its_own_is_one_to_start_from(tmp_path: Path) -> None:
-    place = put(tmp_path, 5, checkpoint__init_from="/elsewhere/step_000001", train__steps=5).place.path
+    place = put(tmp_path, 5, checkpoint__init_from="/elsewhere/step_000001", train__steps=5).folder.path
     run_folder.check_start(starting(place, train__steps=6))
 
 
 @pytest.mark.parametrize("way", ["weights", "state"])
 def test_no_run_starts_from_what_is_not_whole(way: str, tmp_path: Path) -> None:
-    place = put(tmp_path, 5).place
+    place = put(tmp_path, 5).folder
     (place / "rank_00000.safetensors").write_text("xx")
-    said = f"checkpoint {place.path} is not whole: rank_00000.safetensors has 2 bytes, not 1"
+    said = f"checkpoint {place.path} is not complete: rank_00000.safetensors has 2 bytes, not 1"
     assert refusal(starting(place.path, way)) == said
-    said = f"checkpoint {tmp_path}/step_000006 is not whole: no manifest.json: it was never finished"
+    said = f"checkpoint {tmp_path}/step_000006 is not complete: no manifest.json: it was never finished"
     assert refusal(starting(tmp_path / "step_000006", way)) == said
     assert not (tmp_path / "step_000006").exists()
 
 
 def test_no_run_starts_after_its_last_step(tmp_path: Path) -> None:
-    place = put(tmp_path, 5, train__steps=5).place.path
+    place = put(tmp_path, 5, train__steps=5).folder.path
     for steps in (4, 5):
         said = f"train.steps ({steps}) are all done at step 5: ask for more"
         assert refusal(starting(place, train__steps=steps)) == said
@@ -216,5 +216,5 @@ def test_no_run_starts_after_its_last_step(tmp_path: Path) -> None:
     ("change", "said"), [({"seed": 3}, "seed is 0 "), ({"model__lora_rank": 4}, "model.lora_rank is 0 ")]
 )
 def test_no_run_takes_the_state_of_one_that_was_another(change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    place = put(tmp_path, 5, train__steps=5).place.path
+    place = put(tmp_path, 5, train__steps=5).folder.path
     assert refusal(starting(place, train__steps=6, **change)).startswith(f"{said}in run a, which cannot change now")

@@ -1,23 +1,20 @@
 """Checkpoints on a storage: which are whole, which are damaged, which are kept and which is meant."""
 
-from pathlib import Path
-from rlx.storage import checkpoint_catalog
-from rlx.storage import checkpoint_manifest
-from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.storage.checkpoint_catalog import DamagedError
-from rlx.storage.checkpoint_manifest import FileRecord
-from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.filesystem import Storage
-from rlx.storage.filesystem import StorageError
-from typing import Any
 import dataclasses
 import hashlib
 import json
 import math
+from pathlib import Path
+from typing import Any
+
 import pytest
 import s3
 
+from rlx.storage import checkpoint_catalog, checkpoint_manifest
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import CheckpointEntry, CheckpointState, DamagedError, Retention
+from rlx.storage.checkpoint_manifest import FileRecord, Manifest, OtherFormatError
+from rlx.storage.filesystem import Storage, StorageError
 
 FILES = {"rank_00000.safetensors": b"first shard", "rank_00001.safetensors": b"second"}
 
@@ -49,12 +46,12 @@ def manifest(step: int, **changes: Any) -> Manifest:
 
 def put(folder: Storage, step: int, files: dict[str, bytes] = FILES, **changes: Any) -> CheckpointEntry:
     """Makes a checkpoint, as a run does."""
-    place = folder / checkpoint_catalog.folder_name(step)
+    place = folder / checkpoint_catalog.checkpoint_name(step)
     for name, content in files.items():
         (place / name).write_text(content.decode())
     records = {name: checkpoint_catalog.file_record(place / name) for name in files}
     checkpoint_catalog.commit(place, manifest(step, files=records, **changes))
-    return checkpoint_catalog.entry(place)
+    return checkpoint_catalog.read_checkpoint(place)
 
 
 def names(entries: list[CheckpointEntry]) -> list[str]:
@@ -70,7 +67,7 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
     unusual = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
     files = {"rank_00000.safetensors": FileRecord(bytes=2**40, sha256="0" * 64)}
     written = manifest(10, metrics=numbers | unusual, mlflow_run_id="ü😀", files=files)
-    read = Manifest.parsed(written.text())
+    read = Manifest.from_json(written.to_json())
     assert math.isnan(read.metrics.pop("nan")) and math.isnan(written.metrics.pop("nan"))
     assert read == written
     assert {name: value.hex() for name, value in read.metrics.items()} == {
@@ -81,26 +78,26 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
 def test_a_manifest_is_read_from_a_storage_as_it_was_written(folder: Storage) -> None:
     written = manifest(3, mlflow_run_id="ü😀", metrics={"é": 1e-9})
     checkpoint_catalog.commit(folder / "step_000003", written)
-    assert checkpoint_catalog.entry(folder / "step_000003").manifest == written
+    assert checkpoint_catalog.read_checkpoint(folder / "step_000003").manifest == written
 
 
 def test_a_manifest_that_is_cut_anywhere_is_none() -> None:
-    text = manifest(3).text()
+    text = manifest(3).to_json()
     for length in range(len(text)):
         with pytest.raises(ValueError, match=r"^manifest\.json "):
-            Manifest.parsed(text[:length])
+            Manifest.from_json(text[:length])
 
 
 def test_no_flipped_bit_makes_another_manifest_of_it() -> None:
     """What flips in the blanks between the words, or the e of 1e-06 to E, changes nothing that is said."""
     written = manifest(3, files={"rank_00000.safetensors": FileRecord(bytes=11, sha256="ab" * 32)})
-    content, refused = written.text().encode(), 0
+    content, refused = written.to_json().encode(), 0
     for position in range(len(content)):
         for bit in range(8):
             damaged = bytearray(content)
             damaged[position] ^= 1 << bit
             try:
-                assert Manifest.parsed(damaged.decode()) == written
+                assert Manifest.from_json(damaged.decode()) == written
             except ValueError as error:
                 assert "\n" not in str(error)
                 refused += 1
@@ -110,7 +107,7 @@ def test_no_flipped_bit_makes_another_manifest_of_it() -> None:
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", "5", '"a"', "[" * 100_000, '{"sha256": 1}', '["sha256"]'])
 def test_what_is_no_manifest_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"^manifest\.json ") as refused:
-        Manifest.parsed(text)
+        Manifest.from_json(text)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
 
 
@@ -122,19 +119,30 @@ def signed(content: dict[str, Any]) -> str:
 
 def test_a_checksum_is_over_all_that_is_said() -> None:
     content = manifest(3).model_dump(mode="json")
-    assert Manifest.parsed(signed(content)) == manifest(3)
+    assert Manifest.from_json(signed(content)) == manifest(3)
     text = json.loads(signed(content))
     for key in content:
         with pytest.raises(ValueError, match=r"^manifest\.json "):
-            Manifest.parsed(json.dumps(text | {key: "another"}))
+            Manifest.from_json(json.dumps(text | {key: "another"}))
         with pytest.raises(ValueError, match=r"^manifest\.json "):
-            Manifest.parsed(json.dumps({name: value for name, value in text.items() if name != key}))
+            Manifest.from_json(json.dumps({name: value for name, value in text.items() if name != key}))
 
 
-@pytest.mark.parametrize("number", [2, 0, "1", None, [1] * 100])
-def test_a_manifest_of_another_format_is_said_to_be_one(number: object) -> None:
-    with pytest.raises(ValueError, match=r"^manifest\.json has format .{1,40}, this rlx reads format 1$"):
-        Manifest.parsed(signed(manifest(3).model_dump(mode="json") | {"format": number}))
+@pytest.mark.parametrize("number", [0, True, 2.0, "2", None, [1] * 100])
+def test_a_manifest_with_an_impossible_format_is_refused(number: object) -> None:
+    with pytest.raises(ValueError, match=r"^manifest\.json has format .{1,40}: this version of rlx reads format 2 only$"):
+        Manifest.from_json(signed(manifest(3).model_dump(mode="json") | {"format": number}))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_manifest_of_another_version_is_refused_with_the_version_that_wrote_it(number: int) -> None:
+    content = manifest(3).model_dump(mode="json") | {"format": number, "rlx": "0.1.0"}
+    text = f"manifest.json has format {number}, written by rlx 0.1.0: this version of rlx reads format 2 only"
+    with pytest.raises(OtherFormatError) as refused:
+        Manifest.from_json(signed(content))
+    assert str(refused.value) == text
+    with pytest.raises(OtherFormatError, match=r"written by rlx \?:"):
+        Manifest.from_json(signed(content | {"rlx": [1]}))
 
 
 @pytest.mark.parametrize(
@@ -157,9 +165,9 @@ def test_a_manifest_of_another_format_is_said_to_be_one(number: object) -> None:
 def test_a_file_name_that_leads_elsewhere_is_refused_even_with_a_right_checksum(name: str) -> None:
     record = {"bytes": 1, "sha256": "0" * 64}
     content = manifest(3).model_dump(mode="json")
-    assert list(Manifest.parsed(signed(content | {"files": {"x.safetensors": record}})).files) == ["x.safetensors"]
+    assert list(Manifest.from_json(signed(content | {"files": {"x.safetensors": record}})).files) == ["x.safetensors"]
     with pytest.raises(ValueError, match=r"^manifest\.json: files\.") as refused:
-        Manifest.parsed(signed(content | {"files": {name: record}}))
+        Manifest.from_json(signed(content | {"files": {name: record}}))
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -177,7 +185,7 @@ def test_a_file_name_that_leads_elsewhere_is_refused_even_with_a_right_checksum(
 )
 def test_a_field_that_cannot_be_is_named(change: dict[str, Any], where: str) -> None:
     with pytest.raises(ValueError, match=rf"^manifest\.json: {where}: "):
-        Manifest.parsed(signed(manifest(3).model_dump(mode="json") | change))
+        Manifest.from_json(signed(manifest(3).model_dump(mode="json") | change))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,7 +193,7 @@ def test_a_field_that_cannot_be_is_named(change: dict[str, Any], where: str) -> 
 
 
 def test_checkpoints_are_listed_oldest_first_with_what_is_wrong_with_them(folder: Storage) -> None:
-    assert checkpoint_catalog.entries(folder) == []
+    assert checkpoint_catalog.list_checkpoints(folder) == []
     for step in (3, 1000000, 20, 4, 5, 6):
         put(folder, step)
     (folder / "step_000004" / checkpoint_manifest.MANIFEST).delete()
@@ -193,7 +201,7 @@ def test_checkpoints_are_listed_oldest_first_with_what_is_wrong_with_them(folder
     (folder / "step_000006" / "rank_00000.safetensors").write_text("first shar")
     for other in ("step_7", "step_000008.part", "Step_000009", "config.yaml"):
         (folder / other / "file").write_text("")
-    assert [(one.name, one.step, one.problem) for one in checkpoint_catalog.entries(folder)] == [
+    assert [(one.name, one.step, one.problem) for one in checkpoint_catalog.list_checkpoints(folder)] == [
         ("step_000003", 3, ""),
         ("step_000004", 4, "no manifest.json: it was never finished"),
         ("step_000005", 5, "rank_00001.safetensors is missing"),
@@ -201,13 +209,11 @@ def test_checkpoints_are_listed_oldest_first_with_what_is_wrong_with_them(folder
         ("step_000020", 20, ""),
         ("step_1000000", 1000000, ""),
     ]
-    assert names(checkpoint_catalog.whole(folder)) == ["step_000003", "step_000020", "step_1000000"]
-    assert [checkpoint_catalog.is_unfinished(one) for one in checkpoint_catalog.entries(folder)] == [
-        False,
-        True,
-        *[False] * 4,
-    ]
-    assert [one.bytes for one in checkpoint_catalog.entries(folder)] == [17, 0, 0, 0, 17, 17]
+    assert names(checkpoint_catalog.complete_checkpoints(folder)) == ["step_000003", "step_000020", "step_1000000"]
+    complete, unfinished, damaged = CheckpointState.COMPLETE, CheckpointState.UNFINISHED, CheckpointState.DAMAGED
+    states = [entry.state for entry in checkpoint_catalog.list_checkpoints(folder)]
+    assert states == [complete, unfinished, damaged, damaged, complete, complete]
+    assert [one.bytes for one in checkpoint_catalog.list_checkpoints(folder)] == [17, 0, 0, 0, 17, 17]
 
 
 def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(folder: Storage) -> None:
@@ -216,7 +222,7 @@ def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(fol
     path = (folder / "step_000002" / checkpoint_manifest.MANIFEST).path
     with folder.filesystem.open_output_stream(path) as stream:
         stream.write(b"\xff\xfe")
-    good, bad = checkpoint_catalog.entries(folder)
+    good, bad = checkpoint_catalog.list_checkpoints(folder)
     assert (good.problem, bad.manifest) == ("", None)
     assert "\n" not in bad.problem and bad.problem
 
@@ -224,31 +230,31 @@ def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(fol
 def test_a_checkpoint_cut_short_at_any_point_of_its_writing_is_not_whole(tmp_path: Path) -> None:
     made = put(open_storage(str(tmp_path / "made")), 7)
     order = [*FILES, checkpoint_manifest.MANIFEST]
-    content = {name: Path(made.place.path, name).read_bytes() for name in order}
+    content = {name: Path(made.folder.path, name).read_bytes() for name in order}
     cut = open_storage(str(tmp_path / "cut"))
     folder = Path(cut.path, "step_000007")
-    assert checkpoint_catalog.whole(cut) == []
+    assert checkpoint_catalog.complete_checkpoints(cut) == []
     folder.mkdir()
     for name in order:
         for length in range(len(content[name])):
             (folder / name).write_bytes(content[name][:length])
-            assert checkpoint_catalog.whole(cut) == [], f"{name} of {length} bytes"
-        assert checkpoint_catalog.whole(cut) == []
+            assert checkpoint_catalog.complete_checkpoints(cut) == [], f"{name} of {length} bytes"
+        assert checkpoint_catalog.complete_checkpoints(cut) == []
         (folder / name).write_bytes(content[name])
-    assert names(checkpoint_catalog.whole(cut)) == ["step_000007"]
+    assert names(checkpoint_catalog.complete_checkpoints(cut)) == ["step_000007"]
 
 
 def test_a_flipped_bit_in_a_file_is_found_and_the_file_named(folder: Storage) -> None:
     entry = put(folder, 3)
     checkpoint_catalog.verify(entry, FILES)
-    (entry.place / "rank_00001.safetensors").write_text("sebond")
-    assert checkpoint_catalog.entry(entry.place).problem == ""  # names and sizes do not say
+    (entry.folder / "rank_00001.safetensors").write_text("sebond")
+    assert checkpoint_catalog.read_checkpoint(entry.folder).problem == ""  # names and sizes do not say
     checkpoint_catalog.verify(entry, ["rank_00000.safetensors"])
     with pytest.raises(
         DamagedError, match=r"^checkpoint step_000003: rank_00001\.safetensors is damaged: its checksum"
     ):
         checkpoint_catalog.verify(entry, FILES)
-    (entry.place / "rank_00001.safetensors").delete()
+    (entry.folder / "rank_00001.safetensors").delete()
     with pytest.raises(DamagedError, match=r"^checkpoint step_000003: rank_00001\.safetensors is missing$"):
         checkpoint_catalog.verify(entry, FILES)
 
@@ -256,21 +262,21 @@ def test_a_flipped_bit_in_a_file_is_found_and_the_file_named(folder: Storage) ->
 def test_a_folder_that_says_another_step_is_not_whole(folder: Storage) -> None:
     entry = put(folder, 3)
     for name in ("step_000004", "mine"):
-        for file in entry.place.names():
-            (folder / name / file).write_text((entry.place / file).read_text())
-        found = checkpoint_catalog.entry(folder / name)
-        assert (found.manifest, found.problem) == (None, "it is of step 3, not of the one in its name")
-        assert not checkpoint_catalog.is_unfinished(found)
-    assert names(checkpoint_catalog.whole(folder)) == ["step_000003"]
+        for file in entry.folder.names():
+            (folder / name / file).write_text((entry.folder / file).read_text())
+        found = checkpoint_catalog.read_checkpoint(folder / name)
+        assert (found.manifest, found.problem) == (None, "its manifest is of step 3, its name is not")
+        assert found.state is CheckpointState.DAMAGED
+    assert names(checkpoint_catalog.complete_checkpoints(folder)) == ["step_000003"]
 
 
 def test_a_checkpoint_of_another_format_is_an_error_and_not_damaged(folder: Storage) -> None:
     for step in (3, 4):
         put(folder, step)
-    text = signed(manifest(4).model_dump(mode="json") | {"format": 2})
+    text = signed(manifest(4).model_dump(mode="json") | {"format": 1})
     (folder / "step_000004" / checkpoint_manifest.MANIFEST).write_text(text)
-    for read in (lambda: checkpoint_catalog.entries(folder), lambda: checkpoint_catalog.entry(folder / "step_000004")):
-        with pytest.raises(StorageError, match=r"step_000004: manifest\.json has format 2, this rlx reads format 1$"):
+    for read in (lambda: checkpoint_catalog.list_checkpoints(folder), lambda: checkpoint_catalog.read_checkpoint(folder / "step_000004")):
+        with pytest.raises(StorageError, match=r"step_000004: manifest\.json has format 1, written by rlx 0\.1\.0: this "):
             read()
     assert (folder / "step_000004").names() == [checkpoint_manifest.MANIFEST, *FILES]
 
@@ -288,7 +294,7 @@ def test_no_checkpoint_is_made_of_files_that_are_not_there(bytes_there: int | No
     }
     with pytest.raises(OSError, match=r"step_000003/rank_00001\.safetensors is not there as it was written: "):
         checkpoint_catalog.commit(place, manifest(3, files=records))
-    assert place.names() == there and checkpoint_catalog.whole(folder) == []
+    assert place.names() == there and checkpoint_catalog.complete_checkpoints(folder) == []
 
 
 def test_a_record_is_size_and_sha256(folder: Storage) -> None:
@@ -305,18 +311,18 @@ def test_a_commit_removes_the_remains_of_an_earlier_attempt(folder: Storage) -> 
     assert place.names() == ["manifest.json", *FILES]
     put(folder, 3, {"rank_00000.safetensors": b"alone"})  # the same step once more, on fewer ranks
     assert place.names() == ["manifest.json", "rank_00000.safetensors"]
-    assert names(checkpoint_catalog.whole(folder)) == ["step_000003"]
+    assert names(checkpoint_catalog.complete_checkpoints(folder)) == ["step_000003"]
 
 
 def test_what_is_set_aside_is_unfinished_and_keeps_its_files(folder: Storage) -> None:
     entry = put(folder, 3)
     checkpoint_catalog.set_aside(entry)
-    assert entry.place.names() == ["manifest.json.damaged", *FILES]
-    (found,) = checkpoint_catalog.entries(folder)
-    assert checkpoint_catalog.is_unfinished(found) and checkpoint_catalog.whole(folder) == []
+    assert entry.folder.names() == ["manifest.json.damaged", *FILES]
+    (found,) = checkpoint_catalog.list_checkpoints(folder)
+    assert found.state is CheckpointState.SET_ASIDE and checkpoint_catalog.complete_checkpoints(folder) == []
     assert found.problem == "it was damaged, and has been set aside"
     put(folder, 3)
-    assert names(checkpoint_catalog.whole(folder)) == ["step_000003"]
+    assert names(checkpoint_catalog.complete_checkpoints(folder)) == ["step_000003"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,8 +333,13 @@ def rated(*values: float | None) -> list[CheckpointEntry]:
     """Whole checkpoints of steps 1, 2, ... with these rewards."""
     metrics = [{} if value is None else {"reward": value} for value in values]
     return [
-        CheckpointEntry(Storage.here(Path(f"/run/step_{step:06d}")), step, manifest(step, metrics=one))
-        for step, one in enumerate(metrics, 1)
+        CheckpointEntry(
+            Storage.local(Path(f"/run/step_{step:06d}")),
+            step,
+            CheckpointState.COMPLETE,
+            manifest(step, metrics=of_step),
+        )
+        for step, of_step in enumerate(metrics, 1)
     ]
 
 
@@ -348,14 +359,14 @@ def rated(*values: float | None) -> list[CheckpointEntry]:
     ],
 )
 def test_the_best_has_the_best_metric(values: tuple[float | None, ...], mode: str, expected: int | None) -> None:
-    found = checkpoint_catalog.best(rated(*values), "reward", mode)
+    found = checkpoint_catalog.best_checkpoint(rated(*values), "reward", mode)
     assert (found and found.step) == expected
 
 
 def test_one_that_is_not_whole_is_not_the_best() -> None:
     low, high = rated(0.1, 0.9)
-    broken = dataclasses.replace(high, manifest=None, problem="gone")
-    assert checkpoint_catalog.best([low, broken], "reward", "max") == low
+    broken = dataclasses.replace(high, state=CheckpointState.DAMAGED, manifest=None, problem="gone")
+    assert checkpoint_catalog.best_checkpoint([low, broken], "reward", "max") == low
 
 
 @pytest.mark.parametrize(
@@ -377,28 +388,28 @@ def test_the_newest_and_the_best_are_kept(
     folder = open_storage(str(tmp_path))
     for step, reward in enumerate((0.1, 0.9, -0.5, 0.2, 0.3), 1):
         put(folder, step, metrics={"reward": reward})
-    checkpoint_catalog.prune(folder, keep, by, mode)
-    assert [one.step for one in checkpoint_catalog.whole(folder)] == left
-    assert folder.names() == [checkpoint_catalog.folder_name(step) for step in left]
+    checkpoint_catalog.prune(folder, Retention(keep, by, mode))
+    assert [one.step for one in checkpoint_catalog.complete_checkpoints(folder)] == left
+    assert folder.names() == [checkpoint_catalog.checkpoint_name(step) for step in left]
 
 
 def test_what_was_never_finished_goes_unless_it_may_still_be_written(folder: Storage) -> None:
     for step in range(1, 7):
         put(folder, step)
     for step in (1, 3, 6):  # 6: perhaps another is at it
-        (folder / checkpoint_catalog.folder_name(step) / checkpoint_manifest.MANIFEST).delete()
+        (folder / checkpoint_catalog.checkpoint_name(step) / checkpoint_manifest.MANIFEST).delete()
     (folder / "step_000004" / "rank_00000.safetensors").delete()
     (folder / "notes" / "mine").write_text("")
-    checkpoint_catalog.prune(folder, 2, None, "max")
+    checkpoint_catalog.prune(folder, Retention(2))
     assert folder.names() == ["notes", "step_000002", "step_000005", "step_000006"]
-    assert names(checkpoint_catalog.whole(folder)) == ["step_000002", "step_000005"]
+    assert names(checkpoint_catalog.complete_checkpoints(folder)) == ["step_000002", "step_000005"]
 
 
 def test_nothing_goes_while_nothing_is_whole(folder: Storage) -> None:
     for step in (1, 2):
         put(folder, step)
-        (folder / checkpoint_catalog.folder_name(step) / checkpoint_manifest.MANIFEST).delete()
-    checkpoint_catalog.prune(folder, 1, None, "max")
+        (folder / checkpoint_catalog.checkpoint_name(step) / checkpoint_manifest.MANIFEST).delete()
+    checkpoint_catalog.prune(folder, Retention(1))
     assert folder.names() == ["step_000001", "step_000002"]
 
 
@@ -410,13 +421,13 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_whole(s3_faults: tuple[s
     proxy.asked.clear()
     proxy.fail("403", methods=["POST"])  # S3 deletes what is in a folder by a POST, a single file by DELETE
     with pytest.raises(OSError, match="injected"):
-        checkpoint_catalog.prune(folder, 1, None, "max")
+        checkpoint_catalog.prune(folder, Retention(1))
     proxy.heal()
     first, *_ = [request for request in proxy.asked if request.startswith(("DELETE", "POST"))]
     assert first.startswith("DELETE ") and first.endswith("/step_000001/manifest.json")
     assert (folder / "step_000001").names() == list(FILES)
-    assert names(checkpoint_catalog.whole(folder)) == ["step_000002"]
-    checkpoint_catalog.prune(folder, 1, None, "max")
+    assert names(checkpoint_catalog.complete_checkpoints(folder)) == ["step_000002"]
+    checkpoint_catalog.prune(folder, Retention(1))
     assert folder.names() == ["step_000002"]
 
 
@@ -424,19 +435,19 @@ def test_a_person_names_a_checkpoint_in_any_way(folder: Storage) -> None:
     for step, reward in ((5, 0.1), (10, 0.9), (15, 0.5)):
         put(folder, step, metrics={"reward": reward})
     found = [
-        checkpoint_catalog.chosen(folder, which, "reward", "max").step
+        checkpoint_catalog.find_checkpoint(folder, which, "reward", "max").step
         for which in ("newest", "best", "5", "step_000010")
     ]
     assert found == [15, 10, 5, 10]
-    assert checkpoint_catalog.chosen(folder, "best", "reward", "min").step == 5
+    assert checkpoint_catalog.find_checkpoint(folder, "best", "reward", "min").step == 5
 
 
 @pytest.mark.parametrize(
     ("which", "text"),
     [
-        ("best", "no checkpoint in {} has accuracy: it is measured at other steps (eval.every)"),
-        ("10", "checkpoint step_000010 in {} is not whole: rank_00000.safetensors is missing"),
-        ("step_000015", "checkpoint step_000015 in {} is not whole: no manifest.json: it was never finished"),
+        ("best", "no checkpoint in {} has accuracy: other steps measured it (eval.every)"),
+        ("10", "checkpoint step_000010 in {} is not complete: rank_00000.safetensors is missing"),
+        ("step_000015", "checkpoint step_000015 in {} is not complete: no manifest.json: it was never finished"),
         ("7", "no checkpoint 7 in {}, there are newest, best, step_000005, step_000020"),
         ("step_00005", "; nearest: step_000005"),
         ("newst", "; nearest: newest"),
@@ -449,16 +460,16 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(which: s
     (folder / "step_000010" / "rank_00000.safetensors").delete()
     (folder / "step_000015" / checkpoint_manifest.MANIFEST).delete()
     with pytest.raises(StorageError) as refused:
-        checkpoint_catalog.chosen(folder, which, "accuracy", "max")
+        checkpoint_catalog.find_checkpoint(folder, which, "accuracy", "max")
     assert text.format(folder.path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_where_nothing_is_whole_each_is_said_why(tmp_path: Path) -> None:
     folder = open_storage(str(tmp_path))
-    with pytest.raises(StorageError, match=rf"^no whole checkpoint in {tmp_path}$"):
-        checkpoint_catalog.chosen(folder, "newest", "reward", "max")
+    with pytest.raises(StorageError, match=rf"^no complete checkpoint in {tmp_path}$"):
+        checkpoint_catalog.find_checkpoint(folder, "newest", "reward", "max")
     put(folder, 5)
     (folder / "step_000005" / checkpoint_manifest.MANIFEST).delete()
-    with pytest.raises(StorageError, match=rf"^no whole checkpoint in {tmp_path} \(step_000005: no manifest\.json: "):
-        checkpoint_catalog.chosen(folder, "newest", "reward", "max")
+    with pytest.raises(StorageError, match=rf"^no complete checkpoint in {tmp_path} \(step_000005: no manifest\.json: "):
+        checkpoint_catalog.find_checkpoint(folder, "newest", "reward", "max")

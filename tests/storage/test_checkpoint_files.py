@@ -1,37 +1,30 @@
 """Sharded training state: saved on two ranks, loaded on one to four, to the last bit; files that are none."""
 
-from collections.abc import Mapping
-from conftest import OnRanks
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
-from pathlib import Path
-from rlx.models import fsdp
-from rlx.models import loading
-from rlx.models import lora
-from rlx.storage import checkpoint_files
-from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_files import CheckpointError
-from rlx.storage.checkpoint_files import CheckpointReader
-from rlx.storage.checkpoint_files import ModelAndOptimizer
-from rlx.storage.checkpoint_files import Shard
-from rlx.storage.filesystem import Storage
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from typing import Any
 import copy
 import json
 import math
 import pickle
-import pytest
 import tempfile
-import torch
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from conftest import OnRanks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlx.models import fsdp, loading, lora
+from rlx.storage import checkpoint_files
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_files import CheckpointError, CheckpointReader, ModelAndOptimizer, Shard
+from rlx.storage.filesystem import Storage
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
 
@@ -76,11 +69,11 @@ def whole(trained: Mapping[str, ModelAndOptimizer], average: Mapping[str, Any]) 
 
 
 def files(folder: str | Path) -> list[Storage]:
-    return [Storage.here(file) for file in sorted(Path(folder).iterdir())]
+    return [Storage.local(file) for file in sorted(Path(folder).iterdir())]
 
 
 def write(shards: Mapping[str, Shard], folder: str | Path, rank: int = 0) -> list[Storage]:
-    checkpoint_files.write(shards, Path(folder, f"rank_{rank:05d}.safetensors"))
+    checkpoint_files.write_shards(shards, Path(folder, f"rank_{rank:05d}.safetensors"))
     return files(folder)
 
 
@@ -103,7 +96,7 @@ def save(rank: int, ranks: int, path: str, target: str, lora_rank: int = 0) -> t
 def load(rank: int, ranks: int, path: str, source: str, lora_rank: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     trained = fresh(path, ranks, lora_rank)
     average = averaged(trained, 0.0)
-    checkpoint_files.load(files(source), trained, average)
+    checkpoint_files.load_state(files(source), trained, average)
     state = whole(trained, average)
     step(trained)
     return state, whole(trained, average)
@@ -162,7 +155,7 @@ def test_weights_with_two_names_are_saved_once(saved: Saved, tiny_model: Path) -
     with CheckpointReader(files(saved[0])) as parts:
         kept = {name for name in parts.names if name.startswith("policy.model.")}
         assert kept == {f"policy.model.{name}" for name in unique}
-        assert sum(parts.whole(name).numel() for name in kept) == sum(p.numel() for p in unique.values())
+        assert sum(parts.read_full(name).numel() for name in kept) == sum(p.numel() for p in unique.values())
     assert "policy.model.lm.lm_head.weight" not in kept  # the embedding under another name
 
 
@@ -176,9 +169,9 @@ def test_the_files_are_readable_by_safetensors_itself(saved: Saved) -> None:
                 for name in opened.keys():  # noqa: SIM118 - it is no dict
                     tensor, offset = opened.get_tensor(name), layout[name]["offset"]
                     area = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
-                    assert parts.whole(name)[area].equal(tensor)
+                    assert parts.read_full(name)[area].equal(tensor)
                     seen[name] = seen.get(name, 0) + tensor.numel()
-        assert seen == {name: parts.whole(name).numel() for name in parts.names}
+        assert seen == {name: parts.read_full(name).numel() for name in parts.names}
 
 
 def test_adapters_continue_exactly_on_another_number_of_ranks(
@@ -198,7 +191,7 @@ def reloaded(rank: int, ranks: int, path: str, source: str) -> tuple[list[dict[s
     """The optimizers' settings and whether they have state, after a load into a run with other settings."""
     trained = fresh(path, ranks, lr=0.125, betas=(0.5, 0.6), weight_decay=0.5)
     before = [dict(part.optimizer.param_groups[0], params=None) for part in trained.values()]
-    checkpoint_files.load(files(source), trained, averaged(trained, 0.0))
+    checkpoint_files.load_state(files(source), trained, averaged(trained, 0.0))
     after = [dict(part.optimizer.param_groups[0], params=None) for part in trained.values()]
     assert after == before
     return after, [bool(part.optimizer.state) for part in trained.values()]
@@ -234,7 +227,7 @@ def load_without_pickle(rank: int, ranks: int, path: str, source: str) -> int:
         for name in ("Unpickler", "_Unpickler", "load", "loads"):
             patch.setattr(pickle, name, refused)
         patch.setattr(torch, "load", refused)
-        checkpoint_files.load(files(source), trained, average)
+        checkpoint_files.load_state(files(source), trained, average)
     return sum(int(tensor.full_tensor().count_nonzero()) for tensor in average.values())
 
 
@@ -286,8 +279,8 @@ def test_a_checkpoint_is_read_straight_from_s3(bucket: str, tmp_path: Path) -> N
     step({"policy": kept})
     (file,) = write(checkpoint_files.copy_shards({"policy": kept}, {}), tmp_path)
     remote = open_storage(bucket) / file.name
-    remote.take(Path(file.path))
-    checkpoint_files.load([remote], {"policy": other}, {})
+    remote.upload(Path(file.path))
+    checkpoint_files.load_state([remote], {"policy": other}, {})
     torch.testing.assert_close(other.model.state_dict(), kept.model.state_dict(), atol=0, rtol=0)
     torch.testing.assert_close(other.optimizer.state_dict(), kept.optimizer.state_dict(), atol=0, rtol=0)
 
@@ -304,16 +297,16 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(
 ) -> None:
     there = write(checkpoint_files.copy_shards({"policy": saved_as}, {}), tmp_path)
     with pytest.raises(CheckpointError) as refused:
-        checkpoint_files.load(there, {"policy": loaded_as}, {})
+        checkpoint_files.load_state(there, {"policy": loaded_as}, {})
     assert str(refused.value) == text
 
 
 def test_an_average_that_is_not_there_is_named(tmp_path: Path) -> None:
     there = write(checkpoint_files.copy_shards({"policy": linear()}, {}), tmp_path)
     with pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight: it is of another model$"):
-        checkpoint_files.load(there, {"policy": linear()}, {"weight": torch.zeros(3, 2)})
+        checkpoint_files.load_state(there, {"policy": linear()}, {"weight": torch.zeros(3, 2)})
     with CheckpointReader(there) as parts, pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight$"):
-        parts.whole("average.weight")
+        parts.read_full("average.weight")
 
 
 def test_a_tensor_that_is_not_in_full_is_refused(tmp_path: Path) -> None:
@@ -321,7 +314,7 @@ def test_a_tensor_that_is_not_in_full_is_refused(tmp_path: Path) -> None:
     part = Shard(shards["policy.model.weight"].local[:2], (0, 0), (3, 2))
     there = write(shards | {"policy.model.weight": part}, tmp_path)
     with pytest.raises(CheckpointError, match=r"^policy\.model\.weight is not in full in the checkpoint$"):
-        checkpoint_files.load(there, {"policy": linear()}, {})
+        checkpoint_files.load_state(there, {"policy": linear()}, {})
 
 
 def with_header(header: object) -> bytes:
@@ -354,13 +347,13 @@ def test_a_file_that_is_none_of_a_checkpoint_is_named_in_one_line(content: bytes
     (tmp_path / "rank_00000.safetensors").write_bytes(content)
     layer = nn.Linear(2, 3, bias=False)
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors|policy\.model\.weight") as refused:
-        checkpoint_files.load(files(tmp_path), {"policy": ModelAndOptimizer(layer, torch.optim.AdamW(layer.parameters()))}, {})
+        checkpoint_files.load_state(files(tmp_path), {"policy": ModelAndOptimizer(layer, torch.optim.AdamW(layer.parameters()))}, {})
     assert "\n" not in str(refused.value)
 
 
 def test_the_safetensors_file_of_another_program_is_refused(tmp_path: Path) -> None:
     save_file({"policy.model.weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"^model\.safetensors is no file of a checkpoint: ") as refused:
+    with pytest.raises(CheckpointError, match=r"^model\.safetensors is not a file of a checkpoint: ") as refused:
         CheckpointReader(files(tmp_path))
     assert "\n" not in str(refused.value)
 
@@ -371,7 +364,7 @@ def test_every_kind_of_number_is_kept(tmp_path: Path) -> None:
     tensors |= {"bool": torch.tensor([[True], [False]]), "scalar": torch.tensor(7.5), "nan": torch.tensor([math.nan])}
     there = write({n: Shard(t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors.items()}, tmp_path)
     with CheckpointReader(there) as parts:
-        found = {name: parts.whole(name) for name in parts.names}
+        found = {name: parts.read_full(name) for name in parts.names}
     torch.testing.assert_close(found, tensors, atol=0, rtol=0, equal_nan=True)
 
 
@@ -394,5 +387,5 @@ def test_any_part_is_read_from_pieces_cut_in_any_way(rows: list[int], columns: l
         size = (data.draw(st.integers(1, height - first[0])), data.draw(st.integers(1, width - first[1])))
         with CheckpointReader(files(folder)) as parts:
             found = parts.read("x", first, size, (height, width))
-            assert parts.whole("x").equal(tensor)
+            assert parts.read_full("x").equal(tensor)
     assert found.equal(tensor[first[0] : first[0] + size[0], first[1] : first[1] + size[1]])

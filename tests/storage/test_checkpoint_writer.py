@@ -1,33 +1,28 @@
 """Checkpoints written beside training on one and two ranks, to a folder and to S3, and what becomes of failures."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from conftest import OnRanks
-from conftest import Where
-from pathlib import Path
-from rlx.storage import checkpoint_catalog
-from rlx.storage import checkpoint_manifest
-from rlx.storage import checkpoint_writer
-from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_files import CheckpointReader
-from rlx.storage.checkpoint_files import Shard
-from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.checkpoint_writer import CheckpointWriter
-from rlx.storage.checkpoint_writer import Retention
-from rlx.storage.filesystem import StorageError
-from rlx.storage.filesystem import retry
-from typing import Any
 import functools
 import json
 import os
-import pytest
-import s3
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3
 import torch
 import torch.distributed as dist
+from conftest import OnRanks, Where
 
+from rlx.storage import checkpoint_catalog, checkpoint_manifest, checkpoint_writer
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import Retention
+from rlx.storage.checkpoint_files import CheckpointReader, Shard
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.checkpoint_writer import CheckpointWriter
+from rlx.storage.filesystem import StorageError, retry
 
 
 def manifest(step: int, reward: float = 0.0) -> Manifest:
@@ -45,7 +40,7 @@ def shards(step: int, size: int = 1000) -> dict[str, Shard]:
 
 def saver(where: Where, retention: Retention = Retention()) -> CheckpointWriter:  # noqa: B008 - it is frozen
     os.environ.update(where[1])
-    checkpoint_writer._SECOND_LOOK_S = 0.0  # this process is the test's own
+    checkpoint_writer._SECOND_READ_S = 0.0  # this process is the test's own
     return CheckpointWriter(open_storage(where[0]), retention)
 
 
@@ -53,9 +48,9 @@ def saved(one: CheckpointWriter, step: int, reward: float = 0.0, size: int = 100
     """Saves a checkpoint; the name of what has become whole by then."""
     one.save(shards(step, size), manifest(step, reward))
     one.wait()
-    news = one.news()
-    assert news and one.news() is None  # each is news once
-    return news.place.name
+    news = one.finished_checkpoint()
+    assert news and one.finished_checkpoint() is None  # each is news once
+    return news.folder.name
 
 
 def content(one: CheckpointWriter, found: checkpoint_catalog.CheckpointEntry | None) -> tuple[str, float, int] | None:
@@ -63,8 +58,8 @@ def content(one: CheckpointWriter, found: checkpoint_catalog.CheckpointEntry | N
     if not found:
         return None
     assert found.manifest
-    with CheckpointReader([found.place / name for name in found.manifest.files]) as parts:
-        x = parts.whole("x")
+    with CheckpointReader([found.folder / name for name in found.manifest.files]) as parts:
+        x = parts.read_full("x")
     assert x.eq(x[0, 0]).all()
     return found.name, float(x[0, 0]), x.numel()
 
@@ -77,7 +72,8 @@ class Hasty:
 
     def __enter__(self) -> "Hasty":
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(checkpoint_writer, "patiently", functools.partial(retry, wait=self.waits.append))
+        for module in (checkpoint_writer, rank_group):
+            self.patch.setattr(module, "retry", functools.partial(retry, wait=self.waits.append))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,19 +91,19 @@ def refusal(call: Callable[[], object]) -> str:
 
 def save_two(rank: int, ranks: int, where: Where) -> dict[str, Any]:
     one = saver(where)
-    assert one.news() is None and one.newest(print) is None
+    assert one.finished_checkpoint() is None and one.newest_checkpoint(print) is None
     first, second = saved(one, 1), saved(one, 2)
     one.save(shards(3), manifest(3))
     one.save(shards(4), manifest(4))  # waits for the one before
     one.wait()
-    news = one.news()
+    news = one.finished_checkpoint()
     assert news and 0 < news.seconds < 60
-    names = [first, second, news.place.name]
-    return {"names": names, "newest": content(one, one.newest(print)), "entries": entries(one)}
+    names = [first, second, news.folder.name]
+    return {"names": names, "newest": content(one, one.newest_checkpoint(print)), "entries": entries(one)}
 
 
 def entries(one: CheckpointWriter) -> list[tuple[str, list[str]]]:
-    return [(entry.name, entry.place.names()) for entry in checkpoint_catalog.entries(one.folder)]
+    return [(entry.name, entry.folder.names()) for entry in checkpoint_catalog.list_checkpoints(one.run)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -132,9 +128,9 @@ def save_beside(rank: int, ranks: int, where: Where) -> tuple[bool, bool]:
     one = saver(where)
     started = time.monotonic()
     one.save(shards(1, 2_000_000), manifest(1))
-    soon = time.monotonic() - started < 1.0 and one.news() is None
+    soon = time.monotonic() - started < 1.0 and one.finished_checkpoint() is None
     deadline = time.monotonic() + 30
-    while not (news := one.news()) and time.monotonic() < deadline:
+    while not (news := one.finished_checkpoint()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return soon, news is not None
 
@@ -155,21 +151,21 @@ def save_rated(rank: int, ranks: int, where: Where) -> list[list[str]]:
         for step in range(start + 1, min(start + 3, len(rewards)) + 1):
             saved(one, step, rewards[step - 1])
             dist.barrier()
-            left.append(one.folder.names())
+            left.append(one.run.names())
             dist.barrier()
     return left
 
 
 def test_the_newest_and_the_best_stay_also_after_a_resume(on_ranks: OnRanks, where: Where) -> None:
     kept = [[1], [2], [2, 3], [2, 4], [2, 5]]
-    expected = [[checkpoint_catalog.folder_name(step) for step in steps] for steps in kept]
+    expected = [[checkpoint_catalog.checkpoint_name(step) for step in steps] for steps in kept]
     assert on_ranks(2, save_rated, where) == [expected] * 2
 
 
 def find(rank: int, ranks: int, where: Where) -> tuple[Any, list[str]]:
     said: list[str] = []
     one = saver(where)
-    return content(one, one.newest(said.append)), said
+    return content(one, one.newest_checkpoint(said.append)), said
 
 
 def save_many(rank: int, ranks: int, where: Where, steps: int) -> None:
@@ -184,7 +180,7 @@ def test_what_is_damaged_is_named_and_passed_over_for_good(ranks: int, on_ranks:
     folder = open_storage(where[0])
     shard = "rank_00001.safetensors"
     for step, damage in ((3, "flip"), (4, "cut"), (5, "gone")):
-        file = folder / checkpoint_catalog.folder_name(step) / shard
+        file = folder / checkpoint_catalog.checkpoint_name(step) / shard
         with folder.filesystem.open_input_stream(file.path) as stream:
             whole = stream.read()
         file.delete()
@@ -199,37 +195,37 @@ def test_what_is_damaged_is_named_and_passed_over_for_good(ranks: int, on_ranks:
     for line, step, why in zip(said, (5, 4, 3), ("is missing", "bytes, not", "its checksum differs"), strict=True):
         assert f"step_00000{step}" in line and shard in line and why in line and "\n" not in line
         assert line.startswith(f"checkpoint step_00000{step}: {shard} ")  # the checkpoint is named once
-        assert line.endswith(" - it is set aside, the one before it is used")
+        assert line.endswith(" - it is set aside, the checkpoint before it is used")
     assert on_ranks(ranks, find, where) == [(first, [])] * ranks
-    assert [one.name for one in checkpoint_catalog.whole(folder)] == ["step_000001", "step_000002"]
+    assert [one.name for one in checkpoint_catalog.complete_checkpoints(folder)] == ["step_000001", "step_000002"]
 
 
 def test_where_nothing_was_finished_there_is_no_newest(on_ranks: OnRanks, where: Where) -> None:
     on_ranks(1, save_many, where, 2)
-    for one in checkpoint_catalog.entries(open_storage(where[0])):
-        (one.place / checkpoint_manifest.MANIFEST).delete()
+    for one in checkpoint_catalog.list_checkpoints(open_storage(where[0])):
+        (one.folder / checkpoint_manifest.MANIFEST).delete()
     assert on_ranks(1, find, where) == [(None, [])]  # it is no news: a kill leaves it
 
 
 def find_none(rank: int, ranks: int, where: Where) -> tuple[str, list[str]]:
     said: list[str] = []
     one = saver(where)
-    return refusal(lambda: one.newest(said.append)), said
+    return refusal(lambda: one.newest_checkpoint(said.append)), said
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_where_all_are_damaged_it_is_an_error_on_all_ranks(ranks: int, on_ranks: OnRanks, where: Where) -> None:
     on_ranks(1, save_many, where, 2)
     folder = open_storage(where[0])
-    for one in checkpoint_catalog.entries(folder):
-        (one.place / checkpoint_manifest.MANIFEST).write_text("no manifest")
+    for one in checkpoint_catalog.list_checkpoints(folder):
+        (one.folder / checkpoint_manifest.MANIFEST).write_text("no manifest")
     (text, said), *others = on_ranks(ranks, find_none, where)
-    why = "manifest.json is no manifest"
-    assert text == f"no checkpoint in {folder.path} is whole; the oldest was checkpoint step_000001: {why}"
-    aside = "it is set aside, the one before it is used"
+    why = "manifest.json is not a manifest"
+    assert text == f"no checkpoint in {folder.path} is complete; the oldest: checkpoint step_000001: {why}"
+    aside = "it is set aside, the checkpoint before it is used"
     assert said == [f"checkpoint step_00000{step}: {why} - {aside}" for step in (2, 1)]
     assert others == [(text, [])] * (ranks - 1)
-    assert all("manifest.json.damaged" in one.place.names() for one in checkpoint_catalog.entries(folder))
+    assert all("manifest.json.damaged" in one.folder.names() for one in checkpoint_catalog.list_checkpoints(folder))
 
 
 def find_late(rank: int, ranks: int, where: Where) -> tuple[Any, list[str]]:
@@ -247,7 +243,7 @@ def find_late(rank: int, ranks: int, where: Where) -> tuple[Any, list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", wait)
-        found = one.newest(said.append)
+        found = one.newest_checkpoint(said.append)
     return content(one, found), said
 
 
@@ -262,23 +258,24 @@ def test_a_checkpoint_of_another_format_is_an_error_and_stays_as_it_is(on_ranks:
     where = (str(tmp_path), {})
     on_ranks(1, save_many, where, 2)
     file = tmp_path / "step_000002" / checkpoint_manifest.MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 2}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
     before = file.read_text()
     for text, said in on_ranks(2, find_none, where):
-        assert text == f"checkpoint {tmp_path}/step_000002: manifest.json has format 2, this rlx reads format 1"
+        written = "manifest.json has format 1, written by rlx 0: this version of rlx reads format 2 only"
+        assert text == f"checkpoint {tmp_path}/step_000002: {written}"
         assert said == []
     assert (
         file.read_text() == before
-        and len(checkpoint_catalog.entry(open_storage(str(tmp_path / "step_000001"))).files) == 1
+        and len(checkpoint_catalog.read_checkpoint(open_storage(str(tmp_path / "step_000001"))).files) == 1
     )
 
 
 def ask_sound(rank: int, ranks: int, where: Where, other: Path) -> tuple[Any, dict[str, str]]:
     """What it finds of another run's checkpoints: a sound one, and what it says of the others."""
     one = saver(where)
-    found = one.sound(open_storage(str(other / "step_000001")))
-    places = [open_storage(str(other / checkpoint_catalog.folder_name(step))) for step in (2, 3, 4)]
-    return content(one, found), {place.name: refusal(lambda place=place: one.sound(place)) for place in places}
+    found = one.verified_checkpoint(open_storage(str(other / "step_000001")))
+    places = [open_storage(str(other / checkpoint_catalog.checkpoint_name(step))) for step in (2, 3, 4)]
+    return content(one, found), {place.name: refusal(lambda place=place: one.verified_checkpoint(place)) for place in places}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -304,17 +301,17 @@ def test_another_runs_checkpoint_is_sound_or_an_error_on_all_ranks(
 def save_again(rank: int, ranks: int, where: Where) -> list[bool]:
     """Whether there was a manifest while this rank's file was written, each time."""
     one, seen = saver(where), []
-    write = checkpoint_writer.checkpoint_files.write
+    write = checkpoint_writer.checkpoint_files.write_shards
 
     def watched(shards: Any, file: Path) -> None:
         seen.append(Path(where[0], "step_000001", checkpoint_manifest.MANIFEST).exists())
         write(shards, file)
 
-    checkpoint_writer.checkpoint_files.write = watched
+    checkpoint_writer.checkpoint_files.write_shards = watched
     for _ in range(2):
         saved(one, 1)
         dist.barrier()
-        assert [entry.name for entry in checkpoint_catalog.whole(one.folder)] == ["step_000001"]
+        assert [entry.name for entry in checkpoint_catalog.complete_checkpoints(one.run)] == ["step_000001"]
         dist.barrier()
     return seen
 
@@ -358,7 +355,7 @@ def save_until_broken(rank: int, ranks: int, where: Where) -> tuple[str, list[fl
         one.save(shards(3), manifest(3))
         text = refusal(one.wait)
     dist.barrier()
-    assert one.news() is None
+    assert one.finished_checkpoint() is None
     saved(one, 4)  # it goes on if the storage does
     return text, hasty.waits, entries(one)
 
@@ -369,7 +366,7 @@ def test_a_write_that_fails_for_good_is_raised_on_all_ranks(ranks: int, on_ranks
     files = ["manifest.json", *(f"rank_{rank:05d}.safetensors" for rank in range(ranks))]
     for text, waits, left in results:
         assert text.startswith(f"writing checkpoint step_000003 to {tmp_path} failed 6 times: ")
-        assert text.endswith("; the newest whole one is step_000002") and "\n" not in text
+        assert text.endswith("; the newest complete checkpoint is step_000002") and "\n" not in text
         assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
         assert left == [(f"step_00000{step}", files) for step in (1, 2, 4)]
 
@@ -382,7 +379,7 @@ def fill_disk(rank: int, ranks: int, where: Where) -> tuple[str, list[tuple[str,
         one.save(shards(2, 1_000_000), manifest(2))
         text = refusal(one.wait)
     dist.barrier()
-    return text, entries(one), content(one, one.newest(print))
+    return text, entries(one), content(one, one.newest_checkpoint(print))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -395,7 +392,7 @@ def test_a_full_disk_costs_no_earlier_checkpoint_and_leaves_no_half_one(
     files = ["manifest.json", *(f"rank_{rank:05d}.safetensors" for rank in range(ranks))]
     for text, left, newest in results:
         assert "writing checkpoint step_000002" in text and "No space left on device" in text
-        assert text.endswith("; the newest whole one is step_000001") and "\n" not in text
+        assert text.endswith("; the newest complete checkpoint is step_000001") and "\n" not in text
         assert left == [("step_000001", files)]
         assert newest == ("step_000001", 1.0, 1000 * ranks)
 
@@ -414,7 +411,7 @@ def break_one_rank(rank: int, ranks: int, where: Where) -> str:
 def test_the_failure_of_one_rank_is_raised_on_all(on_ranks: OnRanks, tmp_path: Path) -> None:
     first, second = on_ranks(2, break_one_rank, (str(tmp_path), {}))
     assert first == second
-    assert "rank_00001.safetensors" in first and first.endswith("; there is none before it")
+    assert "rank_00001.safetensors" in first and first.endswith("; there is no earlier checkpoint")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -461,8 +458,8 @@ def test_a_storage_that_fails_for_good_is_said_and_costs_nothing(
     on_ranks(ranks, save_many, where, 1)
     proxy.fail("403", methods=["POST"])
     for text, waits in on_ranks(ranks, fail_remotely, where):
-        assert "the key is not known there: check AWS_ACCESS_KEY_ID" in text
-        assert text.endswith("; the newest whole one is step_000001") or "before it are as they were" in text
+        assert "the server does not know the key: check AWS_ACCESS_KEY_ID" in text
+        assert text.endswith("; the newest complete checkpoint is step_000001") or "earlier checkpoints are unchanged" in text
         assert waits == [1.0, 2.0, 4.0, 8.0, 16.0] and "\n" not in text
         assert s3.KEY not in text and s3.SECRET not in text
     proxy.heal()
@@ -477,7 +474,7 @@ def find_refused(rank: int, ranks: int, where: Where) -> str:
         Path(where[0]).write_text("no folder")
     dist.barrier()
     with Hasty():
-        return refusal(lambda: one.newest(print))
+        return refusal(lambda: one.newest_checkpoint(print))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,24 +1,20 @@
 """Addresses of storage, and files on a local one and on a real S3 server that fails when it is told to."""
 
-from collections.abc import Callable
-from pathlib import Path
-from rlx.storage import addresses
-from rlx.storage.addresses import local_folder
-from rlx.storage.addresses import open_storage
-from rlx.storage.addresses import resolved
-from rlx.storage.filesystem import Storage
-from rlx.storage.filesystem import StorageError
-from rlx.storage.filesystem import check_writable
-from rlx.storage.filesystem import retry
 import pickle
-import pytest
 import random
-import s3
 import subprocess
 import threading
 import traceback
 import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+import s3
+
+from rlx.storage import addresses
+from rlx.storage.addresses import local_folder, open_storage, resolve_address
+from rlx.storage.filesystem import Storage, StorageError, check_writable, free_name, retry
 
 
 def test_a_folder_is_made_and_holds_files(tmp_path: Path) -> None:
@@ -131,17 +127,17 @@ def test_files_of_this_machine_go_there_and_come_back_to_the_last_byte(place: St
     content = random.Random(0).randbytes(21_000_001)  # S3 takes it in three parts
     (tmp_path / "sent").write_bytes(content)
     place.filesystem.create_dir((place / "deep").path)
-    (place / "deep" / "file").take(tmp_path / "sent")
+    (place / "deep" / "file").upload(tmp_path / "sent")
     assert (place / "deep" / "file").size() == 21_000_001
     fetch(place / "deep" / "file", tmp_path / "got")
     assert (tmp_path / "got").read_bytes() == content
 
 
 def test_free_names_count_up(place: Storage) -> None:
-    assert place.free_name("run") == "run-1"
+    assert free_name(place, "run") == "run-1"
     for name in ("run-1", "run-3", "run-x", "running-2"):
         (place / name / "config.yaml").write_text("")
-    assert place.free_name("run") == "run-2"
+    assert free_name(place, "run") == "run-2"
 
 
 def test_a_place_that_can_be_written_is_left_as_it_was(place: Storage) -> None:
@@ -170,7 +166,7 @@ def test_a_place_that_cannot_be_written_is_named(kind: str, tmp_path: Path) -> N
         else:
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         with pytest.raises(StorageError) as refused:
-            check_writable(Storage.here(disk))
+            check_writable(Storage.local(disk))
         assert str(refused.value).startswith(f"storage {disk}: cannot write there: ")
         assert "\n" not in str(refused.value)
         assert list(disk.iterdir()) == ([disk / "much"] if kind == "full" else [])
@@ -180,7 +176,7 @@ def test_a_place_that_cannot_be_written_is_named(kind: str, tmp_path: Path) -> N
     ("change", "advice"),
     [
         (("rlx-tests", "rlx-other"), "there is no such bucket"),
-        (("rlx-tests/", "/"), "there is no bucket in it"),
+        (("rlx-tests/", "/"), "the address names no bucket"),
         (
             ("rlx-tests/", "rlx-tests/a?regoin=b&x="),
             "unknown option regoin, known are region, endpoint_override, scheme",
@@ -205,7 +201,7 @@ def test_a_server_that_refuses_the_key_is_said_to(s3_faults: tuple[str, s3.Proxy
     with pytest.raises(StorageError, match=r"cannot write there: access denied: check AWS_ACCESS_KEY_ID"):
         check_writable(there)
     proxy.fail("403", methods=["PUT", "POST", "GET"])  # the answers to these have a body, which names the cause
-    with pytest.raises(StorageError, match=r"the key is not known there: check AWS_ACCESS_KEY_ID") as refused:
+    with pytest.raises(StorageError, match=r"the server does not know the key: check AWS_ACCESS_KEY_ID") as refused:
         check_writable(there)
     assert "\n" not in str(refused.value)
     assert s3.KEY not in str(refused.value) and s3.SECRET not in str(refused.value)
@@ -216,8 +212,8 @@ def test_a_server_that_does_not_answer_is_said_to(
     kind: str, s3_faults: tuple[str, s3.Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, proxy = s3_faults
-    monkeypatch.setattr(addresses, "_S3_TRIES", 1)
-    monkeypatch.setattr(addresses, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(addresses, "_S3_ATTEMPTS", 1)
+    monkeypatch.setattr(addresses, "_S3_REQUEST_TIMEOUT_S", 1.0)
     proxy.fail("hang")
     if kind != "hang":
         address = f"s3://{s3.BUCKET}/a?endpoint_override=http://127.0.0.1:{s3.free_port()}"
@@ -237,7 +233,7 @@ def test_a_server_that_fails_for_a_while_is_tried_again(
     content = random.Random(1).randbytes(12_000_000)
     (tmp_path / "file").write_bytes(content)
     proxy.fail(kind, times=2, methods=["PUT"])  # for a reset, in the middle of a part
-    (there / "file").take(tmp_path / "file")
+    (there / "file").upload(tmp_path / "file")
     assert len(proxy.failed) == 2 and all("partNumber" in request for request in proxy.failed)
     proxy.fail(kind, times=1, methods=["GET"])
     fetch(there / "file", tmp_path / "back")
@@ -317,7 +313,7 @@ def test_what_is_no_fault_of_the_storage_is_not_tried_again() -> None:
         "hdfs://{key}:{secret}@host/x",
     ],
 )
-@pytest.mark.parametrize("function", [resolved, open_storage, local_folder])
+@pytest.mark.parametrize("function", [resolve_address, open_storage, local_folder])
 def test_an_address_with_a_key_is_refused_and_the_key_is_not_repeated(
     form: str, function: Callable[[str], object]
 ) -> None:
@@ -333,7 +329,7 @@ def test_an_address_with_a_key_is_refused_and_the_key_is_not_repeated(
 def test_a_key_in_an_option_that_has_another_name_is_not_repeated_either(
     options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "_S3_TRIES", 1)
+    monkeypatch.setattr(addresses, "_S3_ATTEMPTS", 1)
     with pytest.raises(StorageError) as refused:
         open_storage("s3://bucket/x?" + options.format(key="AKIAKEY", secret="sekret"))
     assert "AKIAKEY" not in str(refused.value) and "sekret" not in str(refused.value)
@@ -342,8 +338,8 @@ def test_a_key_in_an_option_that_has_another_name_is_not_repeated_either(
 @pytest.mark.parametrize("query", ["region=turkey-1", "endpoint_override=http://tokens.example:1", "region=secret"])
 def test_a_value_that_sounds_like_a_key_is_none(query: str) -> None:
     address = f"s3://my-key-bucket/token?{query}"
-    assert addresses.resolved(address) == address
-    assert addresses.below(address, "runs", "a") == f"s3://my-key-bucket/token/runs/a?{query}"
+    assert addresses.resolve_address(address) == address
+    assert addresses.join_address(address, "runs", "a") == f"s3://my-key-bucket/token/runs/a?{query}"
     assert open_storage(address, create=False).path == "my-key-bucket/token"
 
 
@@ -351,14 +347,14 @@ def test_a_value_that_sounds_like_a_key_is_none(query: str) -> None:
 def test_an_option_that_is_called_like_a_key_is_refused_even_if_empty(option: str) -> None:
     for value in ("", "AKIA"):
         with pytest.raises(StorageError, match="the address holds a key") as refused:
-            addresses.resolved(f"s3://bucket/x?region=a&{option}={value}")
+            addresses.resolve_address(f"s3://bucket/x?region=a&{option}={value}")
         assert "AKIA" not in str(refused.value)
 
 
 def test_a_profile_with_a_key_is_refused_and_the_key_is_not_repeated(profiles: Path) -> None:
     (profiles / "mine.yaml").write_text("address: s3://AKIAKEY:sekret@bucket/x")
     with pytest.raises(StorageError, match="the address holds a key: put keys into the environment") as refused:
-        resolved("mine")
+        resolve_address("mine")
     assert "AKIAKEY" not in str(refused.value) and "sekret" not in str(refused.value)
 
 
@@ -368,7 +364,7 @@ def test_keys_of_the_environment_are_in_no_pickle_and_no_text(s3_faults: tuple[s
     proxy.fail("403")
     with pytest.raises(StorageError) as refused:
         check_writable(there)
-    told = "".join(traceback.format_exception(refused.value)) + repr(refused.value) + repr(there) + resolved(address)
+    told = "".join(traceback.format_exception(refused.value)) + repr(refused.value) + repr(there) + resolve_address(address)
     assert s3.KEY not in told and s3.SECRET not in told
     sent = pickle.dumps(there)
     assert s3.KEY.encode() not in sent and s3.SECRET.encode() not in sent
@@ -386,7 +382,7 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_local_is_a_folder_here(profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert resolved("local") == str(tmp_path / "storage")
+    assert resolve_address("local") == str(tmp_path / "storage")
     assert open_storage("local").path == str(tmp_path / "storage")
     assert local_folder("local") == tmp_path / "storage"
 
@@ -396,26 +392,26 @@ def test_nfs_is_refused_while_nothing_is_mounted(
 ) -> None:
     monkeypatch.setenv("RLX_NFS", str(tmp_path))
     with pytest.raises(StorageError, match=rf"^storage profile .*/nfs\.yaml: nothing is mounted at {tmp_path}$"):
-        resolved("nfs")
+        resolve_address("nfs")
     assert list(tmp_path.iterdir()) == [profiles]
     monkeypatch.setenv("RLX_NFS", "/proc")  # something that is mounted everywhere
-    assert resolved("nfs") == "/proc/rlx"
+    assert resolve_address("nfs") == "/proc/rlx"
     monkeypatch.delenv("RLX_NFS")
     with pytest.raises(StorageError, match=r"nothing is mounted at /mnt/nfs$"):
-        resolved("nfs")
+        resolve_address("nfs")
 
 
 def test_s3_asks_for_its_bucket(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RLX_BUCKET", raising=False)
     with pytest.raises(StorageError, match=r"^storage profile .*/s3\.yaml: set RLX_BUCKET in the environment$"):
-        resolved("s3")
+        resolve_address("s3")
     monkeypatch.setenv("RLX_BUCKET", "mine")
-    assert resolved("s3") == "s3://mine/rlx"
+    assert resolve_address("s3") == "s3://mine/rlx"
 
 
 def test_a_profile_says_where_its_server_is(s3_server: str, bucket: str, profiles: Path) -> None:
     (profiles / "mine.yaml").write_text(f"address: {bucket}\nregion: eu-central-1\nendpoint: {s3_server}\n")
-    there = resolved("mine")
+    there = resolve_address("mine")
     query = urllib.parse.parse_qs(urllib.parse.urlsplit(there).query)
     assert query == {"region": ["eu-central-1"], "endpoint_override": [s3_server]}
     (open_storage("mine") / "file").write_text("a")
@@ -424,7 +420,7 @@ def test_a_profile_says_where_its_server_is(s3_server: str, bucket: str, profile
 
 def test_a_profile_of_ones_own_goes_before_the_one_of_rlx(profiles: Path, tmp_path: Path) -> None:
     (profiles / "local.yaml").write_text(f"address: {tmp_path}/elsewhere\n")
-    assert resolved("local") == f"{tmp_path}/elsewhere"
+    assert resolve_address("local") == f"{tmp_path}/elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -437,14 +433,14 @@ def test_a_default_stands_in_for_what_the_environment_lacks(
     if value is not None:
         monkeypatch.setenv("RLX_TEST_NAME", value)
     (profiles / "mine.yaml").write_text("address: /data/${RLX_TEST_NAME:-default-1}/x\n")
-    assert resolved("mine") == expected
+    assert resolve_address("mine") == expected
 
 
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
         ("address: a\nadress: b\n", "unknown key adress"),
-        ("region: a\n", "no address in it"),
+        ("region: a\n", "it has no address"),
         ("address: [a\n", "not valid YAML: while parsing a flow sequence"),
         ("", ""),
         ("5\n", ""),
@@ -452,13 +448,13 @@ def test_a_default_stands_in_for_what_the_environment_lacks(
         ("- address: a\n", ""),
         ("address: \xff\n", ""),  # written as Latin-1, which is no UTF-8
         ("address: a\n1: b\n", "unknown key 1"),
-        ("address:\n", "no address in it"),
+        ("address:\n", "it has no address"),
     ],
 )
 def test_a_profile_that_is_none_is_one_line_that_names_it(content: str, fault: str, profiles: Path) -> None:
     (profiles / "mine.yaml").write_text(content, encoding="latin-1")
     with pytest.raises(StorageError) as refused:
-        resolved("mine")
+        resolve_address("mine")
     assert str(refused.value).startswith(f"storage profile {profiles}/mine.yaml: {fault}")
     assert "\n" not in str(refused.value)
 
@@ -468,8 +464,8 @@ def test_a_near_miss_of_a_profile_is_asked_about(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StorageError, match=r"^storage locl: no such profile or folder; did you mean local\?$"):
-        resolved("locl")
+        resolve_address("locl")
     assert list(tmp_path.iterdir()) == [profiles]
     (tmp_path / "locl").mkdir()
-    assert resolved("locl") == str(tmp_path / "locl")
-    assert resolved("quite-another") == str(tmp_path / "quite-another")
+    assert resolve_address("locl") == str(tmp_path / "locl")
+    assert resolve_address("quite-another") == str(tmp_path / "quite-another")

@@ -94,7 +94,7 @@ def database(empty_database: Path, tmp_path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Storage:
-    return Storage.here(tmp_path / "runs" / "one")
+    return Storage.local(tmp_path / "runs" / "one")
 
 
 class Messages(queue.Queue[str]):
@@ -180,7 +180,7 @@ def test_a_working_service_gets_every_record_and_the_outbox_stays_empty(database
 
 def test_a_run_that_starts_while_the_server_is_down_is_created_when_it_is_up(server: Server, tmp_path: Path) -> None:
     server.down()
-    messages, sweep, trial = Messages(), Storage.here(tmp_path / "sweep"), Storage.here(tmp_path / "trial")
+    messages, sweep, trial = Messages(), Storage.local(tmp_path / "sweep"), Storage.local(tmp_path / "trial")
     began = time.time() * 1000
     parent = OutboxTracker(server.uri, sweep, "driver", messages.put)
     driver = OutboxTracker(server.uri, trial, "driver", messages.put)

@@ -113,8 +113,8 @@ def test_completions_that_are_too_old_are_never_handed_out() -> None:
 def saved(ranks: Sequence[RolloutQueue], folder: Path) -> list[Storage]:
     files = [folder / f"rank_{rank}.safetensors" for rank in range(len(ranks))]
     for own, file in zip(ranks, files, strict=True):
-        checkpoint_files.write(own.state(), file)
-    return [Storage.here(file) for file in files]
+        checkpoint_files.write_shards(own.state(), file)
+    return [Storage.local(file) for file in files]
 
 
 def restored(files: Sequence[Storage], step: int, wrote: int, position: int, *of: RolloutQueue) -> None:
@@ -156,8 +156,8 @@ def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:
     own, other = rounds(ahead=2), rounds(ahead=2)
     step(own, 0)
     assert own.state() == {} and own.position() == 4
-    checkpoint_files.write(own.state() | checkpoint_files.copy_shards({}, {}), tmp_path / "empty.safetensors")
-    restored([Storage.here(tmp_path / "empty.safetensors")], 1, 1, own.position(), other)
+    checkpoint_files.write_shards(own.state() | checkpoint_files.copy_shards({}, {}), tmp_path / "empty.safetensors")
+    restored([Storage.local(tmp_path / "empty.safetensors")], 1, 1, own.position(), other)
     again = step(other, 1)
     assert {one.version for one in again} == {1}
     assert [one.prompt for one in again] == [one.prompt for one in step(own, 1)]
