@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import OnRanks, Where
 
-from rlx.storage import checkpoint_catalog, checkpoint_manifest, checkpoint_writer
+from rlx.storage import checkpoint_catalog, checkpoint_manifest, checkpoint_writer, rank_group
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import Retention
 from rlx.storage.checkpoint_files import CheckpointReader, Shard
