@@ -27,7 +27,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, setting_keys
 from rlx.config.sections import DataConfig
-from rlx.data import files
+from rlx.data import files, sources
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished
 from rlx.storage import addresses, checkpoint_catalog, checkpoint_files, checkpoint_manifest
@@ -232,7 +232,8 @@ BYTES = {".jsonl": JSON_LINES, ".csv": CSV_LINES, ".parquet": damaged(PARQUET) |
 def test_any_prompt_file_gives_rows_of_text_or_a_line(file: tuple[str, bytes, str]) -> None:
     suffix, content, reason = file
     block = pa.table({"bytes": [content]})  # what a Ray task gets
-    table = used_or_refused(lambda: files._parse(block, f"prompts{suffix}", "question", "answer"), ValueError, reason)
+    parsing = sources.SOURCES[suffix].parse, f"prompts{suffix}", files.Columns("question", "answer")
+    table = used_or_refused(lambda: files.parse_block(block, *parsing), ValueError, reason)
     assert table is None or not reason
     for row in table.to_pylist() if table else []:
         assert row.keys() == {"question", "answer"} and row["question"].strip() and isinstance(row["answer"], str)
@@ -243,7 +244,10 @@ def test_a_prompt_file_that_ray_reads_is_named(bad: tuple[str, bytes, str], tmp_
     path = tmp_path / f"prompts{bad[0]}"
     path.write_bytes(bad[1])
     named = f"data.source {path}", bad[2]
-    assert used_or_refused(lambda: files.read_file(str(path), DataConfig(params={})), ConfigError, *named) is None
+    assert (
+        used_or_refused(lambda: sources.read_rows(str(path), DataConfig(params={}), "data.source"), ConfigError, *named)
+        is None
+    )
     assert contents(tmp_path) == {str(path): bad[1]}
 
 

@@ -1,12 +1,14 @@
-"""TODO rlx.data.files."""
+"""Prompt files: .jsonl, .parquet and .csv files with a question and an answer in each row.
+
+Left out: which suffix belongs to which parser (sources.py) and generated prompts (reasoning_gym.py).
+"""
 
 from __future__ import annotations
 
 import json
-import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,78 +16,157 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import ray.data
-import ray.exceptions
-import ray.train
 
 from rlx.config.errors import ConfigError, nearest
-from rlx.config.sections import DataConfig
+from rlx.config.sections import DataConfig, EvalConfig
+from rlx.data import ray_data
+from rlx.types import Checker
+
+Row = dict[str, str]
+"""{question, answer}"""
+_NO_ROWS = "the file has no rows"
 
 
-def check_file(path: str, setting: str) -> None:
-    """ConfigError for what can be no prompt file, as far as that can be told without reading it; `setting` is what the
-    error names as the origin of the path."""
-    file = Path(path)
-    if file.suffix not in _PARSERS:
-        raise ConfigError(f"{setting} {path}: expected reasoning_gym:DATASET or a file ending in {', '.join(_PARSERS)}")
-    if not file.is_file():
-        raise ConfigError(f"{setting} {path}: no such file")
-    if not file.stat().st_size:
-        raise ConfigError(f"{setting} {path}: there are no rows in it")
+@dataclass(frozen=True)
+class Columns:
+    """Names of the two columns of a prompt file that are read."""
+
+    question: str
+    answer: str
 
 
-def read_file(path: str, config: DataConfig, setting: str = "data.source") -> ray.data.Dataset:
-    """The rows {question, answer} of a prompt file, all of them text, in file order.
-
-    Args:
-        setting: what an error names as the origin of the path.
-
-    Raises:
-        ConfigError: the file or a row cannot be used; of a .jsonl file it names the line.
-    """
-    check_file(path, setting)
-    names = {"question": config.prompt_column, "answer": config.answer_column}
-    quiet_ray_data()
-    try:
-        # Not Ray's own readers: they take texts that look like dates for dates, and hide which line is malformed.
-        contents = ray.data.read_binary_files(str(Path(path).resolve()), num_cpus=0)
-        rows = contents.map_batches(
-            _parse, fn_kwargs=names | {"path": path}, batch_format="pyarrow", batch_size=None, num_cpus=0
-        ).materialize()
-        if not rows.count():
-            raise ValueError("there are no rows in it")
-    except Exception as error:  # Ray wraps whatever a parser raises
-        reason = error_reason(error)
-        raise ConfigError(f"{setting} {reason if reason.startswith(path) else f'{path}: {reason}'}") from None
-    return rows
+Parser = Callable[[bytes, str, Columns], Iterator[Row]]
+"""(content of a file, its path for errors, columns) -> its rows; raises ValueError if they cannot be used"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Prompt files (in Ray tasks)
+# The source
 
 
-def _parse(batch: pa.Table, path: str, question: str, answer: str) -> pa.Table:
-    """The contents of a prompt file -> its rows, as text; ValueError in one line if they cannot be used."""
+@dataclass(frozen=True)
+class FileSource:
+    """The source PATH.SUFFIX; see `rlx.data.sources.PromptSource`."""
+
+    parse: Parser
+    is_generated = False
+
+    def check(self, address: str, setting: str) -> None:
+        """Raises ConfigError if the file does not exist or is empty."""
+        if not Path(address).is_file():
+            raise ConfigError(f"{setting} {address}: no such file")
+        if not Path(address).stat().st_size:
+            raise ConfigError(f"{setting} {address}: {_NO_ROWS}")
+
+    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
+        """Returns the rows of the file, in its order.
+
+        Raises:
+            ConfigError: the file or a row cannot be used; for a .jsonl file the text names the line.
+        """
+        self.check(address, setting)
+        ray_data.configure()
+        settings = {"parse": self.parse, "path": address, "columns": Columns(data.prompt_column, data.answer_column)}
+        try:
+            # Not Ray's own readers: they read text that looks like a date as a date, and hide which line is malformed.
+            content = ray.data.read_binary_files(str(Path(address).resolve()), num_cpus=0)
+            rows = content.map_batches(
+                parse_block, fn_kwargs=settings, batch_format="pyarrow", batch_size=None, num_cpus=0
+            ).materialize()
+            if not rows.count():
+                raise ValueError(_NO_ROWS)
+        except Exception as error:  # Ray wraps whatever a parser raises
+            reason = ray_data.error_reason(error)
+            prefix = "" if reason.startswith(address) else f"{address}: "
+            raise ConfigError(f"{setting} {prefix}{reason}") from None
+        return rows
+
+    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[ray.data.Dataset, ray.data.Dataset]:
+        """Returns the rows of data.source without the last ones, and the last ones.
+
+        Raises:
+            ConfigError: the file or a row cannot be used.
+        """
+        return hold_out(self.rows(data.source, data, "data.source"), held_out.num_prompts)
+
+    def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
+        """Returns exact match of the texts, without blanks around them."""
+        return lambda given, expected, entry: float(given.strip() == expected.strip())
+
+
+def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.Dataset, ray.data.Dataset]:
+    """Returns (training rows, held-out rows): the last `count` rows are held out, at most a tenth, at least one.
+
+    Raises:
+        ConfigError: there is only one row.
+    """
+    rows = rows.materialize()
+    total = rows.count()
+    if total < 2:
+        raise ConfigError(f"data.source: {total} rows are too few to hold one out; set eval.source")
+    training, held_out = rows.split_at_indices([total - max(1, min(count, total // 10))])
+    return training, held_out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parsers (they run in Ray tasks)
+
+
+def parse_block(batch: pa.Table, parse: Parser, path: str, columns: Columns) -> pa.Table:
+    """Parses one file in a Ray task.
+
+    Args:
+        batch: one row with the content of the file in the column `bytes`.
+
+    Returns:
+        The columns `question` and `answer`, both text.
+
+    Raises:
+        ValueError: the content cannot be used; the text is one line.
+    """
     try:
-        rows = _PARSERS[Path(path).suffix](batch["bytes"][0].as_py(), path, question, answer)
+        rows = parse(batch["bytes"][0].as_py(), path, columns)
         return pa.Table.from_pylist(list(rows), pa.schema({"question": pa.string(), "answer": pa.string()}))
-    except Exception as error:  # pyarrow's are of all kinds, and of many lines
+    except Exception as error:  # pyarrow raises errors of all kinds, with many lines
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(kind + error_reason(error)) from None
+        raise ValueError(kind + ray_data.error_reason(error)) from None
 
 
-def _json_rows(contents: bytes, path: str, question: str, answer: str) -> Iterator[dict[str, str]]:
-    checked = False
-    for number, line in enumerate(contents.split(b"\n"), 1):
+def parse_jsonl(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
+    """Yields the rows of a file with a JSON object per line; blank lines are skipped."""
+    is_first = True
+    for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             where = f"{path}:{number}: "
-            row = _json_object(line, where)
-            if not checked:
-                _check_columns(list(row), question, answer)
-                checked = True
-            yield _row(row.get(question), row.get(answer), where)
+            row = _parse_object(line, where)
+            if is_first:
+                _check_columns(list(row), columns)
+                is_first = False
+            yield _clean_row(row.get(columns.question), row.get(columns.answer), where)
 
 
-def _json_object(line: bytes, where: str) -> dict[str, Any]:
+def parse_csv(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
+    """Yields the rows of a CSV file with a header line."""
+    # As text, since "007", "1e3" and "NA" are answers; only an empty cell is missing.
+    as_text = pa.csv.ConvertOptions(
+        column_types={columns.question: pa.string(), columns.answer: pa.string()},
+        strings_can_be_null=True,
+        null_values=[""],
+    )
+    table = pa.csv.read_csv(
+        pa.BufferReader(content),
+        read_options=pa.csv.ReadOptions(use_threads=False),  # with threads an error names no row
+        parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+        convert_options=as_text,
+    )
+    return _table_rows(table, columns)
+
+
+def parse_parquet(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
+    """Yields the rows of a Parquet file."""
+    return _table_rows(pa.parquet.ParquetFile(pa.BufferReader(content)).read(), columns)
+
+
+def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -95,38 +176,15 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _csv_rows(contents: bytes, path: str, question: str, answer: str) -> Iterator[dict[str, str]]:
-    # As text, since "007", "1e3" and "NA" are answers; only an empty cell is missing.
-    as_text = pa.csv.ConvertOptions(
-        column_types={question: pa.string(), answer: pa.string()}, strings_can_be_null=True, null_values=[""]
-    )
-    table = pa.csv.read_csv(
-        pa.BufferReader(contents),
-        read_options=pa.csv.ReadOptions(use_threads=False),  # with threads an error names no row
-        parse_options=pa.csv.ParseOptions(newlines_in_values=True),
-        convert_options=as_text,
-    )
-    return _table_rows(table, question, answer)
+def _table_rows(table: pa.Table, columns: Columns) -> Iterator[Row]:
+    _check_columns(table.column_names, columns)
+    questions, answers = table[columns.question].to_pylist(), table[columns.answer].to_pylist()
+    for question, answer in zip(questions, answers, strict=True):
+        yield _clean_row(question, answer)
 
 
-def _parquet_rows(contents: bytes, path: str, question: str, answer: str) -> Iterator[dict[str, str]]:
-    return _table_rows(pa.parquet.ParquetFile(pa.BufferReader(contents)).read(), question, answer)
-
-
-_PARSERS: dict[str, Callable[[bytes, str, str, str], Iterator[dict[str, str]]]] = {
-    ".jsonl": _json_rows,
-    ".parquet": _parquet_rows,
-    ".csv": _csv_rows,
-}
-
-
-def _table_rows(table: pa.Table, question: str, answer: str) -> Iterator[dict[str, str]]:
-    _check_columns(table.column_names, question, answer)
-    for row in zip(table[question].to_pylist(), table[answer].to_pylist(), strict=True):
-        yield _row(*row)
-
-
-def _row(question: Any, answer: Any, where: str = "") -> dict[str, str]:
+def _clean_row(question: Any, answer: Any, where: str = "") -> Row:
+    """Returns a row as text; raises ValueError if it has no question or no answer."""
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}a question is {question!r:.80}, expected text (its answer is {answer!r:.80})")
     if answer is None or answer != answer or isinstance(answer, list | dict):
@@ -135,30 +193,16 @@ def _row(question: Any, answer: Any, where: str = "") -> dict[str, str]:
         f"{question}{answer}".encode()
     except UnicodeEncodeError:
         raise ValueError(f"{where}half a character in {question!r:.80} or its answer {answer!r:.80}") from None
-    # pandas writes whole numbers as floats when one is missing in their column.
-    whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
-    return {"question": question, "answer": str(int(answer) if whole else answer)}
+    # pandas writes integers as floats when their column has a missing value.
+    is_integer = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
+    return {"question": question, "answer": str(int(answer) if is_integer else answer)}
 
 
-def _check_columns(names: Sequence[str], *wanted: str) -> None:
+def _check_columns(names: Sequence[str], columns: Columns) -> None:
+    """Raises ValueError unless the file has each of the two columns once."""
     counts = Counter(names)
-    for column in wanted:
+    for column in (columns.question, columns.answer):
         if column not in counts:
             raise ValueError(f"no column {column!r}, it has {', '.join(names)}{nearest(column, names)}")
         if counts[column] > 1:
             raise ValueError(f"{counts[column]} columns are called {column!r}")
-
-
-def error_reason(error: Exception) -> str:
-    """An error as one line; what was raised in a Ray task arrives as a chain of tracebacks in text, the cause first."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause = str(error).partition("\n\nThe above exception")[0]
-        return re.sub(r"^[\w.]+: ", "", cause.strip().splitlines()[-1])
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def quiet_ray_data() -> None:
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = True  # rows keep their place from run to run
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is raised

@@ -1,4 +1,9 @@
-"""TODO rlx.data.stream."""
+"""Each rank's share of the prompts of every step, in an order that depends on (seed, epoch) alone.
+
+Ray Data's own split is not used: it drops a remainder, changes with the number of workers and has no position to
+resume from (docs/decisions.md). Here every rank sees the full prompt table, in the shared memory of its node, and takes
+its rows of the global order. So the prompts of a step are the same on any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 import ray.train
 
 from rlx.config.errors import ConfigError
@@ -18,24 +21,27 @@ from rlx.types import Prompt
 
 
 def read_shard(name: str) -> pa.Table:
-    """On a Train worker: the prepared prompt table `name`, zero-copy from the node's object store."""
+    """Returns the prompt table `name`, zero-copy from the node's object store. For workers of Ray Train."""
     shard = ray.train.get_dataset_shard(name)
     return pa.concat_tables(shard.iter_batches(batch_size=None, batch_format="pyarrow"))
 
 
 def prompts(table: pa.Table, ids: Sequence[int]) -> list[Prompt]:
-    """Rows of a prompt table as records; those of a later epoch have ids beyond the table's length."""
+    """Returns the prompts with these ids: id = epoch x rows of the table + row."""
     picked = table.take(pa.array([i % len(table) for i in ids], type=pa.int64())).to_pydict()
     entries = picked.get("entry") or [None] * len(picked["question"])
-    columns = zip(ids, picked["token_ids"], picked["question"], picked["answer"], entries, strict=True)
-    return [Prompt(int(i), tuple(ids), question, answer, entry) for i, ids, question, answer, entry in columns]
+    rows = zip(ids, picked["token_ids"], picked["question"], picked["answer"], entries, strict=True)
+    return [
+        Prompt(int(prompt_id), tuple(token_ids), question, answer, entry)
+        for prompt_id, token_ids, question, answer, entry in rows
+    ]
 
 
 @dataclass
 class PromptStream:
-    """An endless stream of prompts: epoch after epoch, each in its own order; every rank takes its share of it.
+    """An endless stream of prompts: epoch after epoch, each in its own order. Every rank takes its share.
 
-    `position` counts the prompts taken by all ranks together: with the seed it says exactly which are done.
+    `position` counts the prompts that all ranks together have taken: together with the seed it says which those are.
     """
 
     table: pa.Table
@@ -45,21 +51,27 @@ class PromptStream:
     position: int = 0
 
     def next(self, count: int) -> list[Prompt]:
-        """This rank's share of the next `count` prompts: every ranks-th of them."""
+        """Returns this rank's share of the next `count` prompts: every ranks-th of them, from the rank-th on."""
         size = len(self.table)
-        taken = range(self.position, self.position + count)
-        mine = [divmod(i, size) for i in taken[self.rank :: self.ranks]]
+        positions = range(self.position, self.position + count)[self.rank :: self.ranks]
         self.position += count
-        return prompts(self.table, [epoch * size + int(self._order(epoch)[place]) for epoch, place in mine])
+        ids = [self._id(*divmod(position, size)) for position in positions]
+        return prompts(self.table, ids)
 
     def cursor(self, position: int | None = None) -> dict[str, int]:
-        """What a checkpoint keeps of where the stream is, or was at `position`: epoch, how many of its prompts are
-        done, the seed of its order, which prompts."""
+        """Returns what a checkpoint keeps of the stream at a position, the current one if None.
+
+        epoch and offset say where the stream is; seed, size and digest say to which prompts that applies.
+        """
         epoch, offset = divmod(self.position if position is None else position, len(self.table))
         return {"epoch": epoch, "offset": offset, "seed": self.seed, "size": len(self.table), "digest": self._digest}
 
     def seek(self, cursor: dict[str, int]) -> None:
-        """Goes to a cursor; ConfigError if it belongs to other prompts or another seed."""
+        """Goes to the position of a cursor.
+
+        Raises:
+            ConfigError: the cursor belongs to other prompts or another seed.
+        """
         if (cursor["seed"], cursor["size"]) != (self.seed, len(self.table)):
             raise ConfigError(
                 f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not this run's "
@@ -71,14 +83,17 @@ class PromptStream:
 
     @functools.cached_property
     def _digest(self) -> int:
-        """A checksum over the prompts."""
+        """A checksum over the token ids of all prompts."""
         ids = self.table["token_ids"].combine_chunks()
         return zlib.crc32(ids.flatten().to_numpy().tobytes(), zlib.crc32(ids.value_lengths().to_numpy().tobytes()))
 
-    def _order(self, epoch: int) -> np.ndarray:
-        return _permutation(self.seed, epoch, len(self.table))
+    def _id(self, epoch: int, index: int) -> int:
+        """The id of the prompt that comes as number `index` in an epoch."""
+        size = len(self.table)
+        return epoch * size + int(_permutation(self.seed, epoch, size)[index])
 
 
 @functools.lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    """The order of the rows in an epoch: shape `[size]`."""
     return np.random.default_rng((seed, epoch)).permutation(size)

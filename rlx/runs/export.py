@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
-from rlx.config.sections import ALL_LAYERS, DataConfig
-from rlx.data import prompts, reasoning_gym
+from rlx.config.sections import ALL_LAYERS
+from rlx.data import prompts, sources
 from rlx.models import loading, lora
 from rlx.models.policy import Policy
 from rlx.models.tiny import no_progress_bars, whole_folder
@@ -186,10 +186,9 @@ def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Comp
     """The policy's likeliest tokens after held-out prompts; after sums, if those are in a file, which need not be on
     this machine."""
     lm: Any = policy.lm
-    asked = config.data if reasoning_gym.is_generated(config.data.source) else DataConfig()
     count = min(TOKENS, config.rollout.max_tokens)  # the model may have no more positions
     drawn = []
-    for row in reasoning_gym.generated_questions(asked, config.eval.seed, PROMPTS):
+    for row in sources.sample_questions(config.data, config.eval.seed, PROMPTS):
         ids = prompts.encode_prompt(tokenizer, row["question"], config.data.system_prompt)[
             -config.data.max_prompt_tokens :
         ]

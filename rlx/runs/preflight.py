@@ -11,7 +11,7 @@ from typing import Any
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
-from rlx.data import files, prompts, reasoning_gym
+from rlx.data import prompts, sources
 from rlx.rewards import remote, scoring
 from rlx.storage.addresses import local_folder, resolve_address
 
@@ -37,10 +37,10 @@ def prepare(
 
 def check_files(config: RunConfig) -> None:
     """ConfigError for a prompt file that is not there, or is none."""
-    sources = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
-    for setting, source in (sources | {"eval.source": config.eval.source}).items():
-        if source and not reasoning_gym.is_generated(source):
-            files.check_file(source, setting)
+    named = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
+    for setting, source in (named | {"eval.source": config.eval.source}).items():
+        if source:
+            sources.check_source(source, setting)
 
 
 def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
@@ -108,26 +108,12 @@ def _is_folder(path: str, setting: str) -> bool:
 def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     """The prepared training and held-out prompts, as Ray datasets by name; of generated questions none is in both."""
     settings = config.data
-    train: Any
-    held_out: Any
-    if reasoning_gym.is_generated(settings.source):
-        held_out = list(reasoning_gym.generated_questions(settings, config.eval.seed, config.eval.num_prompts))
-        asked = {row["question"] for row in held_out}
-        questions = reasoning_gym.generated_questions(settings, settings.seed, settings.num_prompts)
-        train = [row for row in questions if row["question"] not in asked]
-        if not train:
-            raise ConfigError(f"data.source {settings.source}: every training question is also a held-out one")
-    else:
-        train = files.read_file(settings.source, settings)
-        if config.eval.source:
-            held_out = files.read_file(config.eval.source, settings, "eval.source").limit(config.eval.num_prompts)
-        else:
-            train, held_out = prompts.hold_out(train, config.eval.num_prompts)
+    training, held_out = sources.training_and_held_out_rows(settings, config.eval)
     trust = config.model.trust_remote_code
-    sources = {"train": train, "held_out": held_out}
+    rows_by_table = {"train": training, "held_out": held_out}
     if settings.ptx_source:
-        sources["ptx"] = files.read_file(settings.ptx_source, settings, "data.ptx_source")
-    tables = {name: prompts.prepare(rows, settings, path, trust) for name, rows in sources.items()}
+        rows_by_table["ptx"] = sources.read_rows(settings.ptx_source, settings, "data.ptx_source")
+    tables = {name: prompts.prepare(rows, settings, path, trust) for name, rows in rows_by_table.items()}
     if (count := tables["train"].count()) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
     return tables

@@ -118,9 +118,13 @@ def read_checkpoint(folder: Storage) -> CheckpointEntry:
     step = int(match[1]) if match else -1
     sizes = _file_sizes(folder)
     if MANIFEST not in sizes and _SET_ASIDE_MANIFEST in sizes:
-        return CheckpointEntry(folder, step, CheckpointState.SET_ASIDE, problem="it was damaged, and has been set aside")
+        return CheckpointEntry(
+            folder, step, CheckpointState.SET_ASIDE, problem="it was damaged, and has been set aside"
+        )
     if MANIFEST not in sizes:
-        return CheckpointEntry(folder, step, CheckpointState.UNFINISHED, problem=f"no {MANIFEST}: it was never finished")
+        return CheckpointEntry(
+            folder, step, CheckpointState.UNFINISHED, problem=f"no {MANIFEST}: it was never finished"
+        )
     try:
         manifest = Manifest.from_json((folder / MANIFEST).read_text())
         _check_step_and_sizes(manifest, step, sizes)

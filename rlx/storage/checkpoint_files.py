@@ -78,7 +78,9 @@ def copy_shards(models: Mapping[str, ModelAndOptimizer], ema: Mapping[str, Tenso
     Of a part that several ranks hold alike, the first of them writes it.
     """
     stepped = [name for name, trained in models.items() if trained.optimizer.state]
-    shards = {key: _local_shard(tensor) for key, tensor in _state_tensors(models, ema, stepped) if _is_written_here(tensor)}
+    shards = {
+        key: _local_shard(tensor) for key, tensor in _state_tensors(models, ema, stepped) if _is_written_here(tensor)
+    }
     return {
         key: Shard(shard.local.detach().to("cpu", copy=True), shard.offset, shard.shape)
         for key, shard in shards.items()

@@ -121,7 +121,9 @@ class CheckpointWriter:
             StorageError: the storage cannot be read, or all checkpoints are damaged. To start from the beginning
                 would overwrite them.
         """
-        entries = self._ranks.on_first(partial(checkpoint_catalog.list_checkpoints, self.run), f"reading {self.run.path}")
+        entries = self._ranks.on_first(
+            partial(checkpoint_catalog.list_checkpoints, self.run), f"reading {self.run.path}"
+        )
         damage = ""
         for listed in reversed(entries):
             if listed.state in (CheckpointState.UNFINISHED, CheckpointState.SET_ASIDE):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlx.algorithms import adaptive
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.data import prompts, reasoning_gym, stream
+from rlx.data import prompts, sources, stream
 from rlx.mesh import DATA, TENSOR, Mesh
 from rlx.models import fsdp, loading, logprobs, lora, tensor_parallel
 from rlx.rewards import reward_model, scoring
@@ -158,7 +158,7 @@ def _rounds(config: RunConfig, fleet: EngineGroup, sampling: Sampling, prompts: 
 
 
 def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:
-    return scoring.scorers(config.reward, reasoning_gym.answer_checker(config.data, seed, size))
+    return scoring.scorers(config.reward, sources.answer_checker(config.data, seed, size))
 
 
 def _remote_scorers(config: RunConfig, models: Sequence[Any], replica: int) -> dict[str, Scorer]:

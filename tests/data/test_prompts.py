@@ -13,7 +13,7 @@ import ray.data
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig
-from rlx.data import files, prompts, stream
+from rlx.data import files, prompts, sources, stream
 from rlx.data.stream import PromptStream
 from rlx.models import tiny
 
@@ -69,7 +69,7 @@ def test_rows_keep_file_order_and_become_text(tmp_path: Path, suffix: str) -> No
     records = [{"asked": f"q{i}", "other": None if i == 5 else i, "solution": i} for i in range(300)]
     WRITERS[suffix](tmp_path / f"p{suffix}", records)
     config = DataConfig(source="x.csv", prompt_column="asked", answer_column="solution")
-    found = files.read_file(str(tmp_path / f"p{suffix}"), config).take_all()
+    found = sources.read_rows(str(tmp_path / f"p{suffix}"), config, "data.source").take_all()
     assert found == [{"question": f"q{i}", "answer": str(i)} for i in range(300)]
 
 
@@ -77,7 +77,7 @@ def test_rows_keep_file_order_and_become_text(tmp_path: Path, suffix: str) -> No
 def test_swapped_columns_and_lines_within_a_text(tmp_path: Path, suffix: str) -> None:
     WRITERS[suffix](tmp_path / f"p{suffix}", [{"question": "a", "answer": 'b\nc\u2028"d", e'}])
     config = DataConfig(source="x.csv", prompt_column="answer", answer_column="question")
-    found = files.read_file(str(tmp_path / f"p{suffix}"), config).take_all()
+    found = sources.read_rows(str(tmp_path / f"p{suffix}"), config, "data.source").take_all()
     assert found == [{"question": 'b\nc\u2028"d", e', "answer": "a"}]
 
 
@@ -93,7 +93,7 @@ def test_swapped_columns_and_lines_within_a_text(tmp_path: Path, suffix: str) ->
 )
 def test_answers_stay_what_stands_in_the_file(tmp_path: Path, name: str, content: str, answers: list[str]) -> None:
     (tmp_path / name).write_text(content)
-    found = [row["answer"] for row in files.read_file(str(tmp_path / name), FILES).take_all()]
+    found = [row["answer"] for row in sources.read_rows(str(tmp_path / name), FILES, "data.source").take_all()]
     assert found[: len(answers)] == answers
     if name == "a.csv":
         assert found[3:] == ["2024-01-01", "42", "1.50"]
@@ -103,7 +103,7 @@ def test_whole_numbers_that_pandas_made_floats_are_whole_again(tmp_path: Path) -
     frame = pd.DataFrame({"question": ["a", "b", "c"], "answer": [42, None, 7]}).dropna()
     assert frame["answer"].dtype == float
     frame.to_parquet(tmp_path / "p.parquet")
-    found = files.read_file(str(tmp_path / "p.parquet"), FILES).take_all()
+    found = sources.read_rows(str(tmp_path / "p.parquet"), FILES, "data.source").take_all()
     assert [row["answer"] for row in found] == ["42", "7"]
 
 
@@ -115,10 +115,10 @@ GOOD = '{"question": "q", "answer": "a"}\n'
     [
         ("p.txt", "x", ": expected reasoning_gym:DATASET or a file ending in .jsonl, .parquet, .csv"),
         ("p.csv", None, ": no such file"),
-        ("p.csv", "", ": there are no rows in it"),
-        ("p.csv", "question,answer\n", ": there are no rows in it"),
-        ("p.jsonl", "", ": there are no rows in it"),
-        ("p.jsonl", "\n \n", ": there are no rows in it"),
+        ("p.csv", "", ": the file has no rows"),
+        ("p.csv", "question,answer\n", ": the file has no rows"),
+        ("p.jsonl", "", ": the file has no rows"),
+        ("p.jsonl", "\n \n", ": the file has no rows"),
         ("p.parquet", "x", ": Parquet file size is 1 bytes"),
         ("p.jsonl", GOOD + "\n" + '{"question": "q"', ":3: malformed JSON: "),
         ("p.jsonl", GOOD + "[1]\n", ":2: expected a JSON object per line, found list"),
@@ -145,7 +145,7 @@ def test_an_unusable_file_is_one_line_that_says_where(
     if content is not None:
         file.write_text(content)
     with pytest.raises(ConfigError) as refused:
-        files.read_file(str(file), FILES, setting="eval.source")
+        sources.read_rows(str(file), FILES, "eval.source")
     assert str(refused.value).startswith(f"eval.source {file}{message}")
     assert "\n" not in str(refused.value)
     assert capfd.readouterr().err == ""
@@ -154,20 +154,20 @@ def test_an_unusable_file_is_one_line_that_says_where(
 def test_a_question_that_is_a_number_in_parquet_is_refused(tmp_path: Path) -> None:
     pd.DataFrame({"question": [5], "answer": ["x"]}).to_parquet(tmp_path / "p.parquet")
     with pytest.raises(ConfigError, match=r"p\.parquet: a question is 5, expected text"):
-        files.read_file(str(tmp_path / "p.parquet"), FILES)
+        sources.read_rows(str(tmp_path / "p.parquet"), FILES, "data.source")
 
 
 @pytest.mark.parametrize(("count", "size", "held_out"), [(40, 3, 3), (40, 100, 4), (2, 5, 1), (9, 5, 1)])
 def test_the_last_rows_are_held_out_at_most_a_tenth(count: int, size: int, held_out: int) -> None:
     source = ray.data.from_items([{"n": i} for i in range(count)], override_num_blocks=2)
-    train, rest = prompts.hold_out(source, size)
+    train, rest = files.hold_out(source, size)
     assert [row["n"] for row in train.take_all()] == list(range(count - held_out))
     assert [row["n"] for row in rest.take_all()] == list(range(count - held_out, count))
 
 
 def test_one_row_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match=r"1 rows are too few to hold one out; set eval\.source"):
-        prompts.hold_out(ray.data.from_items([{"n": 1}]), 5)
+        files.hold_out(ray.data.from_items([{"n": 1}]), 5)
 
 
 # --- the prompt table
@@ -176,14 +176,14 @@ def test_one_row_cannot_be_split() -> None:
 def test_the_chat_template_and_the_system_message_are_applied(chat_model: str) -> None:
     plain = prompts.prepare(rows("1 + 1?"), DataConfig(), chat_model)
     assert decoded(plain, chat_model) == ["<|user|>1 + 1?<|assistant|>"]
-    directed = prompts.prepare(rows("1 + 1?"), DataConfig(system="Be brief."), chat_model)
+    directed = prompts.prepare(rows("1 + 1?"), DataConfig(system_prompt="Be brief."), chat_model)
     assert decoded(directed, chat_model) == ["<|system|>Be brief.<|user|>1 + 1?<|assistant|>"]
     assert plain.take_all()[0] | {"token_ids": None} == rows("1 + 1?")[0] | {"token_ids": None}
 
 
 def test_a_model_without_a_chat_template_gets_the_bare_text(base_model: str) -> None:
     assert decoded(prompts.prepare(rows("1 + 1?"), DataConfig(), base_model), base_model) == ["1 + 1?"]
-    directed = prompts.prepare(rows("1 + 1?"), DataConfig(system="Be brief."), base_model)
+    directed = prompts.prepare(rows("1 + 1?"), DataConfig(system_prompt="Be brief."), base_model)
     assert decoded(directed, base_model) == ["Be brief.\n\n1 + 1?"]
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig, EvalConfig
-from rlx.data.reasoning_gym import answer_checker, generated_questions, is_generated
+from rlx.data.reasoning_gym import generated_questions
+from rlx.data.sources import answer_checker, check_source, find_source, sample_questions, training_and_held_out_rows
 
 SUMS = DataConfig(params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
 
@@ -65,8 +66,29 @@ def test_prompt_files_are_scored_by_exact_match() -> None:
     check = answer_checker(DataConfig(source="prompts.csv"), seed=0, size=1)
     assert check(" Paris\n", "Paris", None) == 1.0
     assert check("paris", "Paris", None) == 0.0
-    assert not is_generated("prompts.csv")
-    assert is_generated("reasoning_gym:chain_sum")
+    assert not find_source("prompts.csv").is_generated
+    assert find_source("reasoning_gym:chain_sum").is_generated
+
+
+def test_no_training_question_is_held_out() -> None:
+    training, held_out = training_and_held_out_rows(SUMS, EvalConfig(num_prompts=50))
+    assert isinstance(training, list) and isinstance(held_out, list)
+    assert held_out == list(generated_questions(SUMS, EvalConfig().seed, 50))
+    asked = {row["question"] for row in held_out}
+    expected = [row for row in generated_questions(SUMS, SUMS.seed, SUMS.num_prompts) if row["question"] not in asked]
+    assert training == expected and training
+
+
+def test_questions_to_try_a_model_on_need_no_file() -> None:
+    of_file = list(sample_questions(DataConfig(source="not_here.csv"), seed=5, size=3))
+    assert of_file == list(generated_questions(DataConfig(), seed=5, size=3))
+    assert list(sample_questions(SUMS, seed=5, size=3)) == list(generated_questions(SUMS, seed=5, size=3))
+
+
+def test_only_the_training_source_may_be_generated() -> None:
+    check_source("reasoning_gym:chain_sum", "data.source")
+    with pytest.raises(ConfigError, match=r"^eval\.source reasoning_gym:chain_sum: expected a prompt file; only"):
+        check_source("reasoning_gym:chain_sum", "eval.source")
 
 
 @pytest.mark.parametrize(

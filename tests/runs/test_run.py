@@ -21,7 +21,7 @@ from run_cases import STEPS, Done, comparable, small, train
 
 from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
-from rlx.data import reasoning_gym
+from rlx.data import reasoning_gym, sources
 from rlx.runs import actor_group, launch, run_folder
 from rlx.runs.run_folder import saved_config
 from rlx.storage import checkpoint_catalog
@@ -233,7 +233,7 @@ def test_the_doctor_finds_a_sound_setup_sound(nothing_left: NothingLeft, tiny_mo
 
 
 def test_rewards_are_what_the_scorer_says(head: Done) -> None:
-    check = reasoning_gym.answer_checker(head.config.data, head.config.eval.seed, head.config.eval.size)
+    check = sources.answer_checker(head.config.data, head.config.eval.seed, head.config.eval.num_prompts)
     answers = {row["question"]: row for row in reasoning_gym.generated_questions(head.config.data, 10_000_000, 12)}
     for step in (0, 1):
         rows = sample_rows(head, step)

@@ -130,7 +130,9 @@ def test_a_checksum_is_over_all_that_is_said() -> None:
 
 @pytest.mark.parametrize("number", [0, True, 2.0, "2", None, [1] * 100])
 def test_a_manifest_with_an_impossible_format_is_refused(number: object) -> None:
-    with pytest.raises(ValueError, match=r"^manifest\.json has format .{1,40}: this version of rlx reads format 2 only$"):
+    with pytest.raises(
+        ValueError, match=r"^manifest\.json has format .{1,40}: this version of rlx reads format 2 only$"
+    ):
         Manifest.from_json(signed(manifest(3).model_dump(mode="json") | {"format": number}))
 
 
@@ -275,8 +277,13 @@ def test_a_checkpoint_of_another_format_is_an_error_and_not_damaged(folder: Stor
         put(folder, step)
     text = signed(manifest(4).model_dump(mode="json") | {"format": 1})
     (folder / "step_000004" / checkpoint_manifest.MANIFEST).write_text(text)
-    for read in (lambda: checkpoint_catalog.list_checkpoints(folder), lambda: checkpoint_catalog.read_checkpoint(folder / "step_000004")):
-        with pytest.raises(StorageError, match=r"step_000004: manifest\.json has format 1, written by rlx 0\.1\.0: this "):
+    for read in (
+        lambda: checkpoint_catalog.list_checkpoints(folder),
+        lambda: checkpoint_catalog.read_checkpoint(folder / "step_000004"),
+    ):
+        with pytest.raises(
+            StorageError, match=r"step_000004: manifest\.json has format 1, written by rlx 0\.1\.0: this "
+        ):
             read()
     assert (folder / "step_000004").names() == [checkpoint_manifest.MANIFEST, *FILES]
 
@@ -471,5 +478,7 @@ def test_where_nothing_is_whole_each_is_said_why(tmp_path: Path) -> None:
         checkpoint_catalog.find_checkpoint(folder, "newest", "reward", "max")
     put(folder, 5)
     (folder / "step_000005" / checkpoint_manifest.MANIFEST).delete()
-    with pytest.raises(StorageError, match=rf"^no complete checkpoint in {tmp_path} \(step_000005: no manifest\.json: "):
+    with pytest.raises(
+        StorageError, match=rf"^no complete checkpoint in {tmp_path} \(step_000005: no manifest\.json: "
+    ):
         checkpoint_catalog.find_checkpoint(folder, "newest", "reward", "max")

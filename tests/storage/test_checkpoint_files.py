@@ -42,7 +42,9 @@ def fresh(path: str, ranks: int, lora_rank: int = 0, **adam: Any) -> dict[str, M
     for name, part in parts.items():
         sharded = fsdp.shard(part, mesh, torch.float32)
         learning = [p for p in sharded.parameters() if p.requires_grad]
-        trained[name] = ModelAndOptimizer(sharded, torch.optim.AdamW(learning, **(ADAM | adam), fused=False, foreach=False))
+        trained[name] = ModelAndOptimizer(
+            sharded, torch.optim.AdamW(learning, **(ADAM | adam), fused=False, foreach=False)
+        )
     return trained
 
 
@@ -305,7 +307,10 @@ def test_an_average_that_is_not_there_is_named(tmp_path: Path) -> None:
     there = write(checkpoint_files.copy_shards({"policy": linear()}, {}), tmp_path)
     with pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight: it is of another model$"):
         checkpoint_files.load_state(there, {"policy": linear()}, {"weight": torch.zeros(3, 2)})
-    with CheckpointReader(there) as parts, pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight$"):
+    with (
+        CheckpointReader(there) as parts,
+        pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight$"),
+    ):
         parts.read_full("average.weight")
 
 
@@ -347,7 +352,9 @@ def test_a_file_that_is_none_of_a_checkpoint_is_named_in_one_line(content: bytes
     (tmp_path / "rank_00000.safetensors").write_bytes(content)
     layer = nn.Linear(2, 3, bias=False)
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors|policy\.model\.weight") as refused:
-        checkpoint_files.load_state(files(tmp_path), {"policy": ModelAndOptimizer(layer, torch.optim.AdamW(layer.parameters()))}, {})
+        checkpoint_files.load_state(
+            files(tmp_path), {"policy": ModelAndOptimizer(layer, torch.optim.AdamW(layer.parameters()))}, {}
+        )
     assert "\n" not in str(refused.value)
 
 

@@ -275,7 +275,9 @@ def ask_sound(rank: int, ranks: int, where: Where, other: Path) -> tuple[Any, di
     one = saver(where)
     found = one.verified_checkpoint(open_storage(str(other / "step_000001")))
     places = [open_storage(str(other / checkpoint_catalog.checkpoint_name(step))) for step in (2, 3, 4)]
-    return content(one, found), {place.name: refusal(lambda place=place: one.verified_checkpoint(place)) for place in places}
+    return content(one, found), {
+        place.name: refusal(lambda place=place: one.verified_checkpoint(place)) for place in places
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -459,7 +461,10 @@ def test_a_storage_that_fails_for_good_is_said_and_costs_nothing(
     proxy.fail("403", methods=["POST"])
     for text, waits in on_ranks(ranks, fail_remotely, where):
         assert "the server does not know the key: check AWS_ACCESS_KEY_ID" in text
-        assert text.endswith("; the newest complete checkpoint is step_000001") or "earlier checkpoints are unchanged" in text
+        assert (
+            text.endswith("; the newest complete checkpoint is step_000001")
+            or "earlier checkpoints are unchanged" in text
+        )
         assert waits == [1.0, 2.0, 4.0, 8.0, 16.0] and "\n" not in text
         assert s3.KEY not in text and s3.SECRET not in text
     proxy.heal()

@@ -364,7 +364,12 @@ def test_keys_of_the_environment_are_in_no_pickle_and_no_text(s3_faults: tuple[s
     proxy.fail("403")
     with pytest.raises(StorageError) as refused:
         check_writable(there)
-    told = "".join(traceback.format_exception(refused.value)) + repr(refused.value) + repr(there) + resolve_address(address)
+    told = (
+        "".join(traceback.format_exception(refused.value))
+        + repr(refused.value)
+        + repr(there)
+        + resolve_address(address)
+    )
     assert s3.KEY not in told and s3.SECRET not in told
     sent = pickle.dumps(there)
     assert s3.KEY.encode() not in sent and s3.SECRET.encode() not in sent

@@ -1,0 +1,122 @@
+"""The kinds of prompt sources that `data.source`, `eval.source` and `data.ptx_source` may name, in one table.
+
+A new kind is a class with the methods of `PromptSource` and one line in `SOURCES`. Left out: chat templates and tokens
+(prompts.py), and which settings go together (rlx.config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import ray.data
+
+from rlx.config.errors import ConfigError
+from rlx.config.sections import GENERATED, DataConfig, EvalConfig
+from rlx.data import files, reasoning_gym
+from rlx.data.files import FileSource
+from rlx.data.reasoning_gym import ReasoningGymSource
+from rlx.types import Checker
+
+Rows = ray.data.Dataset | list[dict[str, Any]]
+"""rows {question, answer}, generated ones with {entry}; all of them text but the entry, a number"""
+
+
+class PromptSource(Protocol):
+    """One kind of prompt source."""
+
+    is_generated: bool  # rows are made from seeds; otherwise they are stored somewhere
+
+    def check(self, address: str, setting: str) -> None:
+        """Raises ConfigError if the source cannot be used, as far as can be told at once, without Ray.
+
+        Args:
+            setting: the setting that has the address, for errors.
+        """
+
+    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
+        """Returns all stored rows in their order; raises ConfigError if they cannot be used, or are generated."""
+
+    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[Rows, Rows]:
+        """Returns rows of data.source to train on and others to evaluate on; raises ConfigError as `rows` does."""
+
+    def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
+        """Returns the function that scores an answer to a row of the source."""
+
+
+SOURCES: dict[str, PromptSource] = {
+    GENERATED: ReasoningGymSource(),
+    ".jsonl": FileSource(files.parse_jsonl),
+    ".parquet": FileSource(files.parse_parquet),
+    ".csv": FileSource(files.parse_csv),
+}
+"""what an address begins with (NAME:) or ends in (.SUFFIX) -> its kind of source"""
+
+
+def find_source(address: str, setting: str = "data.source") -> PromptSource:
+    """Returns the kind of source that an address names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    for key, source in SOURCES.items():
+        if address.endswith(key) if key.startswith(".") else address.startswith(key):
+            return source
+    names = [f"{key}DATASET" for key in SOURCES if not key.startswith(".")]
+    suffixes = [key for key in SOURCES if key.startswith(".")]
+    raise ConfigError(f"{setting} {address}: expected {' or '.join(names)} or a file ending in {', '.join(suffixes)}")
+
+
+def check_source(address: str, setting: str) -> None:
+    """Checks a source as far as can be done at once, without Ray.
+
+    Args:
+        setting: the setting that has the address, for errors.
+
+    Raises:
+        ConfigError: the source cannot be used.
+    """
+    find_source(address, setting).check(address, setting)
+
+
+def read_rows(address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
+    """Returns all rows of a source that stores them, in their order.
+
+    Args:
+        setting: the setting that has the address, for errors.
+
+    Raises:
+        ConfigError: the source or a row of it cannot be used.
+    """
+    return find_source(address, setting).rows(address, data, setting)
+
+
+def training_and_held_out_rows(data: DataConfig, held_out: EvalConfig) -> tuple[Rows, Rows]:
+    """Returns the rows to train on and the rows to evaluate on: of eval.source, or else of data.source itself.
+
+    Raises:
+        ConfigError: the sources or their rows cannot be used.
+    """
+    source = find_source(data.source)
+    if not held_out.source:
+        return source.split(data, held_out)
+    training = source.rows(data.source, data, "data.source")
+    return training, read_rows(held_out.source, data, "eval.source").limit(held_out.num_prompts)
+
+
+def answer_checker(data: DataConfig, seed: int, size: int) -> Checker:
+    """Returns the function that scores an answer: reasoning-gym's scorer for generated rows, exact match for files.
+
+    Args:
+        seed, size: of the generated rows that are to be scored.
+    """
+    return find_source(data.source).answer_checker(data, seed, size)
+
+
+def sample_questions(data: DataConfig, seed: int, size: int) -> Iterator[dict[str, Any]]:
+    """Yields generated rows to try a model on. They are of the source itself if it generates rows.
+
+    Otherwise they are of the default source, since a file need not be on this machine.
+    """
+    used = data if find_source(data.source).is_generated else DataConfig()
+    return reasoning_gym.generated_questions(used, seed, size)
