@@ -61,9 +61,10 @@ def train(config: RunConfig, *, on_report: OnReport | None = None) -> TrainResul
     """
     from rlx.runs import preflight, run_folder
     from rlx.storage.addresses import open_storage
+    from rlx.storage.filesystem import free_name
 
     runs = open_storage(config.storage) / "runs"
-    changes = {"name": config.name or runs.free_name("ppo"), **preflight.absolute_paths(config)}
+    changes = {"name": config.name or free_name(runs, "ppo"), **preflight.absolute_paths(config)}
     config = from_tree(with_overrides(config.model_dump(), changes))
     run_folder.check_new(config, runs / changes["name"])
     return _run(config, resume=False, on_report=on_report)
@@ -112,12 +113,12 @@ def _run(config: RunConfig, *, resume: bool, on_report: OnReport | None) -> Trai
 
 def _result(config: RunConfig, metrics: dict[str, Any]) -> TrainResult:
     from rlx.storage import checkpoint_catalog
-    from rlx.storage.addresses import below, open_storage
+    from rlx.storage.addresses import join_address, open_storage
 
     name = str(config.name)
-    path = below(config.storage, "runs", name)
-    checkpoints = checkpoint_catalog.whole(open_storage(config.storage) / "runs" / name)
-    return TrainResult(name, path, metrics, below(path, checkpoints[-1].name) if checkpoints else None)
+    path = join_address(config.storage, "runs", name)
+    checkpoints = checkpoint_catalog.complete_checkpoints(open_storage(config.storage) / "runs" / name)
+    return TrainResult(name, path, metrics, join_address(path, checkpoints[-1].name) if checkpoints else None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,13 +226,14 @@ def tuner(
     """
     from rlx.runs import preflight
     from rlx.storage.addresses import local_folder, open_storage
+    from rlx.storage.filesystem import free_name
     from rlx.sweeps.records import SweepPlan
     from rlx.sweeps.space import write_space
     from rlx.sweeps.tuner import check_sweep
 
     _check_choices(search, scheduler, {"trials": trials, "seeds": seeds, "max_concurrent": max_concurrent})
     tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config))
-    name = tree.pop("name", None) or (open_storage(config.storage) / "sweeps").free_name("sweep")
+    name = tree.pop("name", None) or free_name(open_storage(config.storage) / "sweeps", "sweep")
     if isinstance(space, Mapping):
         space = write_space(space, name, local_folder(config.storage) / "search_spaces")
     plan = SweepPlan(name, tree, str(Path(space).resolve()), trials, search, scheduler, seeds, max_concurrent)
@@ -284,12 +286,12 @@ def _check_choices(search: SearchName, scheduler: SchedulerName, counts: Mapping
 
 
 def _trial_result(plan: SweepPlan, folder: Storage, name: str, record: TrialRecord) -> TrialResult:
-    from rlx.storage.addresses import below
+    from rlx.storage.addresses import join_address
     from rlx.sweeps.trainable import newest_attempt
 
     attempt = newest_attempt(folder, name)
     file = folder / "runs" / attempt / "result.json"
     reported = {"step": record.step, DEFAULT_METRIC: record.reports[-1][1]} if record.reports else {}
-    path = below(plan.config.storage, "sweeps", plan.name, "runs", attempt)
+    path = join_address(plan.config.storage, "sweeps", plan.name, "runs", attempt)
     error = record.words if record.state == "failed" else None
     return TrialResult(name, record.settings, file.read_json() if file.exists() else reported, path, error)
