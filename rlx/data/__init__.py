@@ -9,5 +9,5 @@ Example:
 
     data = DataConfig(source="reasoning_gym:chain_sum")
     training, held_out = sources.training_and_held_out_rows(data, EvalConfig())
-    table = prompts.prepare(training, data, "HuggingFaceTB/SmolLM2-135M-Instruct")
+    table = prompts.tokenize_rows(training, data, "HuggingFaceTB/SmolLM2-135M-Instruct")
 """

@@ -20,7 +20,7 @@ from rlx.data import ray_data
 _LOG = logging.getLogger("rlx")
 
 
-def prepare(
+def tokenize_rows(
     rows: ray.data.Dataset | Iterable[dict[str, Any]], config: DataConfig, model: str, trust_remote_code: bool = False
 ) -> ray.data.Dataset:
     """Returns the rows with a column `token_ids`: the question in the model's chat template.

@@ -113,7 +113,7 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     rows_by_table = {"train": training, "held_out": held_out}
     if settings.ptx_source:
         rows_by_table["ptx"] = sources.read_rows(settings.ptx_source, settings, "data.ptx_source")
-    tables = {name: prompts.prepare(rows, settings, path, trust) for name, rows in rows_by_table.items()}
+    tables = {name: prompts.tokenize_rows(rows, settings, path, trust) for name, rows in rows_by_table.items()}
     if (count := tables["train"].count()) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
     return tables

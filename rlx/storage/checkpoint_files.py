@@ -75,7 +75,13 @@ class Shard:
 def copy_shards(models: Mapping[str, ModelAndOptimizer], ema: Mapping[str, Tensor]) -> dict[str, Shard]:
     """Copies the shards that this rank must write to main memory; training may change the originals afterwards.
 
-    Of a part that several ranks hold alike, the first of them writes it.
+    Where several ranks hold the same part of a tensor, only the first of them copies it.
+
+    Args:
+        ema: the moving average of the policy's weights by name, each of the weight's shape; empty if there is none.
+
+    Returns:
+        Shards by key (checkpoint_keys.py); `local` has the shape of this rank's part, which is never empty.
     """
     stepped = [name for name, trained in models.items() if trained.optimizer.state]
     shards = {
@@ -114,6 +120,9 @@ def load_state(files: Sequence[Storage], models: Mapping[str, ModelAndOptimizer]
     """Reads a checkpoint into models, optimizers and the moving average of the policy, in place. Collective.
 
     Settings of the optimizers (learning rate, betas, decay) are left as they are.
+
+    Args:
+        ema: the moving average of the policy's weights by name, each of the weight's shape; empty if there is none.
 
     Raises:
         CheckpointError: the checkpoint lacks a tensor, or has it in another shape.
@@ -179,7 +188,7 @@ class CheckpointReader:
         return list(self._pieces)
 
     def read_full(self, name: str) -> Tensor:
-        """Reads a full tensor.
+        """Reads a full tensor; it has the shape that it had when it was written.
 
         Raises:
             CheckpointError: the checkpoint does not have it in full.
@@ -277,7 +286,7 @@ def _read_header(file: Storage, open_files: ExitStack) -> Iterator[tuple[str, _P
             start, end = (8 + length + position for position in _counts(tensor["data_offsets"]))
             offset, full_shape = _counts(layout[name]["offset"]), _counts(layout[name]["shape"])
             piece = _Piece(opened, start, DTYPES[tensor["dtype"]], offset, _counts(tensor["shape"]), full_shape)
-            is_inside = all(stop <= length for (_, stop), length in zip(piece.area, full_shape, strict=True))
+            is_inside = all(stop <= full for (_, stop), full in zip(piece.area, full_shape, strict=True))
             if not is_inside or start != expected_start or end - start != piece.dtype.itemsize * math.prod(piece.size):
                 raise ValueError(f"{name!r} does not lie where the header says")
             expected_start = end

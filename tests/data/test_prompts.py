@@ -174,45 +174,45 @@ def test_one_row_cannot_be_split() -> None:
 
 
 def test_the_chat_template_and_the_system_message_are_applied(chat_model: str) -> None:
-    plain = prompts.prepare(rows("1 + 1?"), DataConfig(), chat_model)
+    plain = prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), chat_model)
     assert decoded(plain, chat_model) == ["<|user|>1 + 1?<|assistant|>"]
-    directed = prompts.prepare(rows("1 + 1?"), DataConfig(system_prompt="Be brief."), chat_model)
+    directed = prompts.tokenize_rows(rows("1 + 1?"), DataConfig(system_prompt="Be brief."), chat_model)
     assert decoded(directed, chat_model) == ["<|system|>Be brief.<|user|>1 + 1?<|assistant|>"]
     assert plain.take_all()[0] | {"token_ids": None} == rows("1 + 1?")[0] | {"token_ids": None}
 
 
 def test_a_model_without_a_chat_template_gets_the_bare_text(base_model: str) -> None:
-    assert decoded(prompts.prepare(rows("1 + 1?"), DataConfig(), base_model), base_model) == ["1 + 1?"]
-    directed = prompts.prepare(rows("1 + 1?"), DataConfig(system_prompt="Be brief."), base_model)
+    assert decoded(prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), base_model), base_model) == ["1 + 1?"]
+    directed = prompts.tokenize_rows(rows("1 + 1?"), DataConfig(system_prompt="Be brief."), base_model)
     assert decoded(directed, base_model) == ["Be brief.\n\n1 + 1?"]
 
 
 def test_over_long_prompts_are_left_out_and_counted(base_model: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="rlx"):
-        table = prompts.prepare(rows("ab", LONG, "cd", LONG), DataConfig(max_prompt_tokens=24), base_model)
+        table = prompts.tokenize_rows(rows("ab", LONG, "cd", LONG), DataConfig(max_prompt_tokens=24), base_model)
     assert [row["question"] for row in table.take_all()] == ["ab", "cd"]
     assert [row["entry"] for row in table.take_all()] == [0, 2]
     assert caplog.messages == ["2 of 4 prompts are longer than data.max_prompt_tokens (24) and left out"]
     caplog.clear()
-    assert prompts.prepare(rows("ab", LONG), DataConfig(max_prompt_tokens=25), base_model).count() == 2
+    assert prompts.tokenize_rows(rows("ab", LONG), DataConfig(max_prompt_tokens=25), base_model).count() == 2
     assert caplog.messages == []
 
 
 def test_no_prompt_left_is_an_error(base_model: str) -> None:
     with pytest.raises(ConfigError, match=r"no prompt is left: 2 of 2 prompts are longer than .*_tokens \(24\)"):
-        prompts.prepare(rows(LONG, LONG), DataConfig(max_prompt_tokens=24), base_model)
+        prompts.tokenize_rows(rows(LONG, LONG), DataConfig(max_prompt_tokens=24), base_model)
 
 
 def test_a_block_of_which_nothing_is_left_fits_to_the_others(base_model: str) -> None:
     source = ray.data.from_items(rows(LONG, LONG, "ab", "cd"), override_num_blocks=2)
-    table = prompts.prepare(source, DataConfig(max_prompt_tokens=24), base_model)
+    table = prompts.tokenize_rows(source, DataConfig(max_prompt_tokens=24), base_model)
     joined = pa.concat_tables(table.iter_batches(batch_size=None, batch_format="pyarrow"))
     assert joined["question"].to_pylist() == ["ab", "cd"]
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model.path {tmp_path}: its tokenizer: ") as refused:
-        prompts.prepare(rows("ab"), DataConfig(), str(tmp_path))
+        prompts.tokenize_rows(rows("ab"), DataConfig(), str(tmp_path))
     assert "\n" not in str(refused.value)
 
 
