@@ -91,7 +91,7 @@ def test_swapped_columns_and_lines_within_a_text(tmp_path: Path, suffix: str) ->
         ("d.jsonl", '{"question":"a","answer":"x","more":[1]}\n{"answer":"y","question":"b"}\n', ["x", "y"]),
     ],
 )
-def test_answers_stay_what_stands_in_the_file(tmp_path: Path, name: str, content: str, answers: list[str]) -> None:
+def test_answers_are_the_text_of_the_file(tmp_path: Path, name: str, content: str, answers: list[str]) -> None:
     (tmp_path / name).write_text(content)
     found = [row["answer"] for row in sources.read_rows(str(tmp_path / name), FILES, "data.source").take_all()]
     assert found[: len(answers)] == answers
@@ -99,7 +99,7 @@ def test_answers_stay_what_stands_in_the_file(tmp_path: Path, name: str, content
         assert found[3:] == ["2024-01-01", "42", "1.50"]
 
 
-def test_whole_numbers_that_pandas_made_floats_are_whole_again(tmp_path: Path) -> None:
+def test_integers_that_pandas_made_floats_are_integers_again(tmp_path: Path) -> None:
     frame = pd.DataFrame({"question": ["a", "b", "c"], "answer": [42, None, 7]}).dropna()
     assert frame["answer"].dtype == float
     frame.to_parquet(tmp_path / "p.parquet")
@@ -138,7 +138,7 @@ GOOD = '{"question": "q", "answer": "a"}\n'
         ("p.csv", "question,answer,question\nq,1,2\n", ": 2 columns are called 'question'"),
     ],
 )
-def test_an_unusable_file_is_one_line_that_says_where(
+def test_an_unusable_file_is_refused_in_one_line_that_says_where(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, content: str | None, message: str
 ) -> None:
     file = tmp_path / name
@@ -203,14 +203,14 @@ def test_no_prompt_left_is_an_error(base_model: str) -> None:
         prompts.tokenize_rows(rows(LONG, LONG), DataConfig(max_prompt_tokens=24), base_model)
 
 
-def test_a_block_of_which_nothing_is_left_fits_to_the_others(base_model: str) -> None:
+def test_an_empty_block_has_the_schema_of_the_others(base_model: str) -> None:
     source = ray.data.from_items(rows(LONG, LONG, "ab", "cd"), override_num_blocks=2)
     table = prompts.tokenize_rows(source, DataConfig(max_prompt_tokens=24), base_model)
     joined = pa.concat_tables(table.iter_batches(batch_size=None, batch_format="pyarrow"))
     assert joined["question"].to_pylist() == ["ab", "cd"]
 
 
-def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model.path {tmp_path}: its tokenizer: ") as refused:
         prompts.tokenize_rows(rows("ab"), DataConfig(), str(tmp_path))
     assert "\n" not in str(refused.value)

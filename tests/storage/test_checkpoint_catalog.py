@@ -1,4 +1,4 @@
-"""Checkpoints on a storage: which are whole, which are damaged, which are kept and which is meant."""
+"""Checkpoints on a storage: their states, which are kept, and which is found by a name."""
 
 import dataclasses
 import hashlib
@@ -21,12 +21,12 @@ FILES = {"rank_00000.safetensors": b"first shard", "rank_00001.safetensors": b"s
 
 @pytest.fixture(params=["folder", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """An empty one for a run's checkpoints."""
+    """An empty folder for the checkpoints of a run."""
     return open_storage(str(tmp_path / "run") if request.param == "folder" else request.getfixturevalue("bucket"))
 
 
 def manifest(step: int, **changes: Any) -> Manifest:
-    """One that says something in every field."""
+    """A manifest with a value in every field."""
     content = {
         "rlx": "0.1.0",
         "step": step,
@@ -55,7 +55,7 @@ def put(folder: Storage, step: int, files: dict[str, bytes] = FILES, **changes: 
 
 
 def names(entries: list[CheckpointEntry]) -> list[str]:
-    return [one.name for one in entries]
+    return [entry.name for entry in entries]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,15 +81,15 @@ def test_a_manifest_is_read_from_a_storage_as_it_was_written(folder: Storage) ->
     assert checkpoint_catalog.read_checkpoint(folder / "step_000003").manifest == written
 
 
-def test_a_manifest_that_is_cut_anywhere_is_none() -> None:
+def test_a_manifest_that_is_cut_anywhere_is_refused() -> None:
     text = manifest(3).to_json()
     for length in range(len(text)):
         with pytest.raises(ValueError, match=r"^manifest\.json "):
             Manifest.from_json(text[:length])
 
 
-def test_no_flipped_bit_makes_another_manifest_of_it() -> None:
-    """What flips in the blanks between the words, or the e of 1e-06 to E, changes nothing that is said."""
+def test_no_flipped_bit_changes_a_manifest_unnoticed() -> None:
+    """A flip in a blank between values, or of the e in 1e-06 to E, changes no value."""
     written = manifest(3, files={"rank_00000.safetensors": FileRecord(bytes=11, sha256="ab" * 32)})
     content, refused = written.to_json().encode(), 0
     for position in range(len(content)):
@@ -105,19 +105,19 @@ def test_no_flipped_bit_makes_another_manifest_of_it() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", "5", '"a"', "[" * 100_000, '{"sha256": 1}', '["sha256"]'])
-def test_what_is_no_manifest_is_one_line(text: str) -> None:
+def test_a_text_that_is_no_manifest_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"^manifest\.json ") as refused:
         Manifest.from_json(text)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
 
 
 def signed(content: dict[str, Any]) -> str:
-    """A manifest text with a correct checksum over whatever it says; reckoned here, not by the code under test."""
+    """A manifest text with a correct checksum over any content; computed here, not by the code under test."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return json.dumps(content | {"sha256": hashlib.sha256(text.encode()).hexdigest()})
 
 
-def test_a_checksum_is_over_all_that_is_said() -> None:
+def test_the_checksum_covers_every_field() -> None:
     content = manifest(3).model_dump(mode="json")
     assert Manifest.from_json(signed(content)) == manifest(3)
     text = json.loads(signed(content))
@@ -185,16 +185,16 @@ def test_a_file_name_that_leads_elsewhere_is_refused_even_with_a_right_checksum(
         ({"surplus": 1}, "surplus"),
     ],
 )
-def test_a_field_that_cannot_be_is_named(change: dict[str, Any], where: str) -> None:
+def test_an_impossible_field_is_named(change: dict[str, Any], where: str) -> None:
     with pytest.raises(ValueError, match=rf"^manifest\.json: {where}: "):
         Manifest.from_json(signed(manifest(3).model_dump(mode="json") | change))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whole, unfinished, damaged
+# Complete, unfinished, damaged
 
 
-def test_checkpoints_are_listed_oldest_first_with_what_is_wrong_with_them(folder: Storage) -> None:
+def test_checkpoints_are_listed_oldest_first_with_their_problems(folder: Storage) -> None:
     assert checkpoint_catalog.list_checkpoints(folder) == []
     for step in (3, 1000000, 20, 4, 5, 6):
         put(folder, step)
@@ -203,7 +203,7 @@ def test_checkpoints_are_listed_oldest_first_with_what_is_wrong_with_them(folder
     (folder / "step_000006" / "rank_00000.safetensors").write_text("first shar")
     for other in ("step_7", "step_000008.part", "Step_000009", "config.yaml"):
         (folder / other / "file").write_text("")
-    assert [(one.name, one.step, one.problem) for one in checkpoint_catalog.list_checkpoints(folder)] == [
+    assert [(entry.name, entry.step, entry.problem) for entry in checkpoint_catalog.list_checkpoints(folder)] == [
         ("step_000003", 3, ""),
         ("step_000004", 4, "no manifest.json: it was never finished"),
         ("step_000005", 5, "rank_00001.safetensors is missing"),
@@ -215,7 +215,7 @@ def test_checkpoints_are_listed_oldest_first_with_what_is_wrong_with_them(folder
     complete, unfinished, damaged = CheckpointState.COMPLETE, CheckpointState.UNFINISHED, CheckpointState.DAMAGED
     states = [entry.state for entry in checkpoint_catalog.list_checkpoints(folder)]
     assert states == [complete, unfinished, damaged, damaged, complete, complete]
-    assert [one.bytes for one in checkpoint_catalog.list_checkpoints(folder)] == [17, 0, 0, 0, 17, 17]
+    assert [entry.bytes for entry in checkpoint_catalog.list_checkpoints(folder)] == [17, 0, 0, 0, 17, 17]
 
 
 def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(folder: Storage) -> None:
@@ -229,7 +229,7 @@ def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(fol
     assert "\n" not in bad.problem and bad.problem
 
 
-def test_a_checkpoint_cut_short_at_any_point_of_its_writing_is_not_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_cut_short_at_any_point_of_its_writing_is_not_complete(tmp_path: Path) -> None:
     made = put(open_storage(str(tmp_path / "made")), 7)
     order = [*FILES, checkpoint_manifest.MANIFEST]
     content = {name: Path(made.folder.path, name).read_bytes() for name in order}
@@ -261,7 +261,7 @@ def test_a_flipped_bit_in_a_file_is_found_and_the_file_named(folder: Storage) ->
         checkpoint_catalog.verify(entry, FILES)
 
 
-def test_a_folder_that_says_another_step_is_not_whole(folder: Storage) -> None:
+def test_a_folder_with_the_manifest_of_another_step_is_not_complete(folder: Storage) -> None:
     entry = put(folder, 3)
     for name in ("step_000004", "mine"):
         for file in entry.folder.names():
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_another_format_is_an_error_and_not_damaged(folder: Stor
 
 
 @pytest.mark.parametrize("bytes_there", [None, 5, 7])
-def test_no_checkpoint_is_made_of_files_that_are_not_there(bytes_there: int | None, folder: Storage) -> None:
+def test_no_checkpoint_is_made_of_missing_files(bytes_there: int | None, folder: Storage) -> None:
     place = folder / "step_000003"
     (place / "rank_00000.safetensors").write_text("first")
     if bytes_there:
@@ -310,7 +310,7 @@ def test_a_record_is_size_and_sha256(folder: Storage) -> None:
     assert checkpoint_catalog.file_record(folder / "abc") == FileRecord(bytes=3, sha256=known)
 
 
-def test_a_commit_removes_the_remains_of_an_earlier_attempt(folder: Storage) -> None:
+def test_a_commit_deletes_the_files_of_an_earlier_attempt(folder: Storage) -> None:
     place = folder / "step_000003"
     for remains in ("rank_00007.safetensors", "manifest.json.damaged", "deep/file"):
         (place / remains).write_text("")
@@ -321,7 +321,7 @@ def test_a_commit_removes_the_remains_of_an_earlier_attempt(folder: Storage) -> 
     assert names(checkpoint_catalog.complete_checkpoints(folder)) == ["step_000003"]
 
 
-def test_what_is_set_aside_is_unfinished_and_keeps_its_files(folder: Storage) -> None:
+def test_a_checkpoint_that_is_set_aside_keeps_its_files(folder: Storage) -> None:
     entry = put(folder, 3)
     checkpoint_catalog.set_aside(entry)
     assert entry.folder.names() == ["manifest.json.damaged", *FILES]
@@ -333,11 +333,11 @@ def test_what_is_set_aside_is_unfinished_and_keeps_its_files(folder: Storage) ->
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which are kept, which is meant
+# Which are kept, which is found
 
 
 def rated(*values: float | None) -> list[CheckpointEntry]:
-    """Whole checkpoints of steps 1, 2, ... with these rewards."""
+    """Complete checkpoints of steps 1, 2, ... with these rewards."""
     metrics = [{} if value is None else {"reward": value} for value in values]
     return [
         CheckpointEntry(
@@ -370,7 +370,7 @@ def test_the_best_has_the_best_metric(values: tuple[float | None, ...], mode: st
     assert (found and found.step) == expected
 
 
-def test_one_that_is_not_whole_is_not_the_best() -> None:
+def test_an_incomplete_checkpoint_is_not_the_best() -> None:
     low, high = rated(0.1, 0.9)
     broken = dataclasses.replace(high, state=CheckpointState.DAMAGED, manifest=None, problem="gone")
     assert checkpoint_catalog.best_checkpoint([low, broken], "reward", "max") == low
@@ -396,11 +396,11 @@ def test_the_newest_and_the_best_are_kept(
     for step, reward in enumerate((0.1, 0.9, -0.5, 0.2, 0.3), 1):
         put(folder, step, metrics={"reward": reward})
     checkpoint_catalog.prune(folder, Retention(keep, by, mode))
-    assert [one.step for one in checkpoint_catalog.complete_checkpoints(folder)] == left
+    assert [entry.step for entry in checkpoint_catalog.complete_checkpoints(folder)] == left
     assert folder.names() == [checkpoint_catalog.checkpoint_name(step) for step in left]
 
 
-def test_what_was_never_finished_goes_unless_it_may_still_be_written(folder: Storage) -> None:
+def test_unfinished_checkpoints_are_deleted_unless_they_may_still_be_written(folder: Storage) -> None:
     for step in range(1, 7):
         put(folder, step)
     for step in (1, 3, 6):  # 6: perhaps another is at it
@@ -412,7 +412,7 @@ def test_what_was_never_finished_goes_unless_it_may_still_be_written(folder: Sto
     assert names(checkpoint_catalog.complete_checkpoints(folder)) == ["step_000002", "step_000005"]
 
 
-def test_nothing_goes_while_nothing_is_whole(folder: Storage) -> None:
+def test_nothing_is_deleted_while_no_checkpoint_is_complete(folder: Storage) -> None:
     for step in (1, 2):
         put(folder, step)
         (folder / checkpoint_catalog.checkpoint_name(step) / checkpoint_manifest.MANIFEST).delete()
@@ -420,7 +420,7 @@ def test_nothing_goes_while_nothing_is_whole(folder: Storage) -> None:
     assert folder.names() == ["step_000001", "step_000002"]
 
 
-def test_a_deletion_cut_short_leaves_nothing_that_looks_whole(s3_faults: tuple[str, s3.Proxy]) -> None:
+def test_a_deletion_cut_short_leaves_nothing_that_looks_complete(s3_faults: tuple[str, s3.Proxy]) -> None:
     address, proxy = s3_faults
     folder = open_storage(address)
     for step in (1, 2):
@@ -438,7 +438,7 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_whole(s3_faults: tuple[s
     assert folder.names() == ["step_000002"]
 
 
-def test_a_person_names_a_checkpoint_in_any_way(folder: Storage) -> None:
+def test_a_checkpoint_is_found_by_age_rating_step_or_name(folder: Storage) -> None:
     for step, reward in ((5, 0.1), (10, 0.9), (15, 0.5)):
         put(folder, step, metrics={"reward": reward})
     found = [
@@ -460,7 +460,7 @@ def test_a_person_names_a_checkpoint_in_any_way(folder: Storage) -> None:
         ("newst", "; nearest: newest"),
     ],
 )
-def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(which: str, text: str, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_answered_with_those_that_exist(which: str, text: str, tmp_path: Path) -> None:
     folder = open_storage(str(tmp_path))
     for step in (5, 10, 15, 20):
         put(folder, step)
@@ -472,7 +472,7 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(which: s
     assert "\n" not in str(refused.value)
 
 
-def test_where_nothing_is_whole_each_is_said_why(tmp_path: Path) -> None:
+def test_without_a_complete_checkpoint_each_problem_is_named(tmp_path: Path) -> None:
     folder = open_storage(str(tmp_path))
     with pytest.raises(StorageError, match=rf"^no complete checkpoint in {tmp_path}$"):
         checkpoint_catalog.find_checkpoint(folder, "newest", "reward", "max")

@@ -1,4 +1,4 @@
-"""Sharded training state: saved on two ranks, loaded on one to four, to the last bit; files that are none."""
+"""Sharded training state: saved on two ranks, loaded on one to four, bit for bit; malformed files."""
 
 import copy
 import json
@@ -80,7 +80,7 @@ def write(shards: Mapping[str, Shard], folder: str | Path, rank: int = 0) -> lis
 
 
 def save(rank: int, ranks: int, path: str, target: str, lora_rank: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Saves what three steps have come to; gives that, and what a fourth made of it before the files were written."""
+    """Saves the state after three steps; returns it and the state after a fourth, taken before the files are written."""
     trained = fresh(path, ranks, lora_rank)
     for _ in range(3):
         step(trained)
@@ -267,7 +267,7 @@ def test_weights_alone_leave_optimizers_fresh_and_other_models_as_they_are(tmp_p
     assert critic.weight.equal(before) and not trained["policy"].optimizer.state
 
 
-def test_a_checkpoint_without_a_policy_is_none_to_start_from(tmp_path: Path) -> None:
+def test_no_run_starts_from_a_checkpoint_without_a_policy(tmp_path: Path) -> None:
     there = write(checkpoint_files.copy_shards({"critic": linear()}, {"policy.model.weight": torch.zeros(1)}), tmp_path)
     critic = linear()
     before = copy.deepcopy(critic.model.state_dict())
@@ -303,7 +303,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(
     assert str(refused.value) == text
 
 
-def test_an_average_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_average_is_named(tmp_path: Path) -> None:
     there = write(checkpoint_files.copy_shards({"policy": linear()}, {}), tmp_path)
     with pytest.raises(CheckpointError, match=r"^the checkpoint has no average\.weight: it is of another model$"):
         checkpoint_files.load_state(there, {"policy": linear()}, {"weight": torch.zeros(3, 2)})
@@ -348,7 +348,7 @@ NONE = {
 
 
 @pytest.mark.parametrize("content", NONE.values(), ids=NONE.keys())
-def test_a_file_that_is_none_of_a_checkpoint_is_named_in_one_line(content: bytes, tmp_path: Path) -> None:
+def test_a_malformed_file_is_named_in_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "rank_00000.safetensors").write_bytes(content)
     layer = nn.Linear(2, 3, bias=False)
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors|policy\.model\.weight") as refused:

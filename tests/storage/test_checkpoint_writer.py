@@ -1,4 +1,4 @@
-"""Checkpoints written beside training on one and two ranks, to a folder and to S3, and what becomes of failures."""
+"""Checkpoints written while training goes on, by one and two ranks, to a folder and to S3, and failures of it."""
 
 import functools
 import json
@@ -38,22 +38,24 @@ def shards(step: int, size: int = 1000) -> dict[str, Shard]:
     return {"x": Shard(torch.full((1, size), float(step)), (rank, 0), (ranks, size))}
 
 
-def saver(where: Where, retention: Retention = Retention()) -> CheckpointWriter:  # noqa: B008 - it is frozen
+def open_writer(where: Where, retention: Retention = Retention()) -> CheckpointWriter:  # noqa: B008 - it is frozen
     os.environ.update(where[1])
     checkpoint_writer._SECOND_READ_S = 0.0  # this process is the test's own
     return CheckpointWriter(open_storage(where[0]), retention)
 
 
-def saved(one: CheckpointWriter, step: int, reward: float = 0.0, size: int = 1000) -> str:
-    """Saves a checkpoint; the name of what has become whole by then."""
-    one.save(shards(step, size), manifest(step, reward))
-    one.wait()
-    news = one.finished_checkpoint()
-    assert news and one.finished_checkpoint() is None  # each is news once
-    return news.folder.name
+def saved(writer: CheckpointWriter, step: int, reward: float = 0.0, size: int = 1000) -> str:
+    """Saves a checkpoint and waits for it; its name."""
+    writer.save(shards(step, size), manifest(step, reward))
+    writer.wait()
+    finished = writer.finished_checkpoint()
+    assert finished and writer.finished_checkpoint() is None
+    return finished.folder.name
 
 
-def content(one: CheckpointWriter, found: checkpoint_catalog.CheckpointEntry | None) -> tuple[str, float, int] | None:
+def content(
+    writer: CheckpointWriter, found: checkpoint_catalog.CheckpointEntry | None
+) -> tuple[str, float, int] | None:
     """A checkpoint's name, the number that fills it and how many there are of it."""
     if not found:
         return None
@@ -64,13 +66,13 @@ def content(one: CheckpointWriter, found: checkpoint_catalog.CheckpointEntry | N
     return found.name, float(x[0, 0]), x.numel()
 
 
-class Hasty:
-    """Within it what fails is tried again at once; `waits` has how long it would have been waited."""
+class ImmediateRetries:
+    """Within it an action that fails is repeated at once; `waits` has the waits that were skipped."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []
 
-    def __enter__(self) -> "Hasty":
+    def __enter__(self) -> "ImmediateRetries":
         self.patch = pytest.MonkeyPatch()
         for module in (checkpoint_writer, rank_group):
             self.patch.setattr(module, "retry", functools.partial(retry, wait=self.waits.append))
@@ -90,24 +92,24 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def save_two(rank: int, ranks: int, where: Where) -> dict[str, Any]:
-    one = saver(where)
-    assert one.finished_checkpoint() is None and one.newest_checkpoint(print) is None
-    first, second = saved(one, 1), saved(one, 2)
-    one.save(shards(3), manifest(3))
-    one.save(shards(4), manifest(4))  # waits for the one before
-    one.wait()
-    news = one.finished_checkpoint()
-    assert news and 0 < news.seconds < 60
-    names = [first, second, news.folder.name]
-    return {"names": names, "newest": content(one, one.newest_checkpoint(print)), "entries": entries(one)}
+    writer = open_writer(where)
+    assert writer.finished_checkpoint() is None and writer.newest_checkpoint(print) is None
+    first, second = saved(writer, 1), saved(writer, 2)
+    writer.save(shards(3), manifest(3))
+    writer.save(shards(4), manifest(4))  # waits for the writer before
+    writer.wait()
+    finished = writer.finished_checkpoint()
+    assert finished and 0 < finished.seconds < 60
+    names = [first, second, finished.folder.name]
+    return {"names": names, "newest": content(writer, writer.newest_checkpoint(print)), "entries": entries(writer)}
 
 
-def entries(one: CheckpointWriter) -> list[tuple[str, list[str]]]:
-    return [(entry.name, entry.folder.names()) for entry in checkpoint_catalog.list_checkpoints(one.run)]
+def entries(writer: CheckpointWriter) -> list[tuple[str, list[str]]]:
+    return [(entry.name, entry.folder.names()) for entry in checkpoint_catalog.list_checkpoints(writer.run)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_saved_is_whole_and_news_on_all_ranks(ranks: int, on_ranks: OnRanks, where: Where) -> None:
+def test_a_saved_checkpoint_is_complete_and_reported_once(ranks: int, on_ranks: OnRanks, where: Where) -> None:
     results = on_ranks(ranks, save_two, where)
     files = ["manifest.json", *(f"rank_{rank:05d}.safetensors" for rank in range(ranks))]
     assert (
@@ -124,15 +126,15 @@ def test_what_is_saved_is_whole_and_news_on_all_ranks(ranks: int, on_ranks: OnRa
 
 
 def save_beside(rank: int, ranks: int, where: Where) -> tuple[bool, bool]:
-    """Whether saving returns before what is written is whole, and news come without waiting."""
-    one = saver(where)
+    """Whether saving returns before the checkpoint is complete, and it is reported without waiting."""
+    writer = open_writer(where)
     started = time.monotonic()
-    one.save(shards(1, 2_000_000), manifest(1))
-    soon = time.monotonic() - started < 1.0 and one.finished_checkpoint() is None
+    writer.save(shards(1, 2_000_000), manifest(1))
+    soon = time.monotonic() - started < 1.0 and writer.finished_checkpoint() is None
     deadline = time.monotonic() + 30
-    while not (news := one.finished_checkpoint()) and time.monotonic() < deadline:
+    while not (finished := writer.finished_checkpoint()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return soon, news is not None
+    return soon, finished is not None
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
@@ -147,11 +149,11 @@ def save_rated(rank: int, ranks: int, where: Where) -> list[list[str]]:
     """Which are left after each; a fresh Saver on the same folder goes on after the third."""
     left, rewards = [], [0.1, 0.9, 0.2, 0.3, 0.4]
     for start in (0, 3):
-        one = saver(where, Retention(keep=1, best_by="reward", best_mode="max"))
+        writer = open_writer(where, Retention(keep=1, best_by="reward", best_mode="max"))
         for step in range(start + 1, min(start + 3, len(rewards)) + 1):
-            saved(one, step, rewards[step - 1])
+            saved(writer, step, rewards[step - 1])
             dist.barrier()
-            left.append(one.run.names())
+            left.append(writer.run.names())
             dist.barrier()
     return left
 
@@ -163,19 +165,19 @@ def test_the_newest_and_the_best_stay_also_after_a_resume(on_ranks: OnRanks, whe
 
 
 def find(rank: int, ranks: int, where: Where) -> tuple[Any, list[str]]:
-    said: list[str] = []
-    one = saver(where)
-    return content(one, one.newest_checkpoint(said.append)), said
+    messages: list[str] = []
+    writer = open_writer(where)
+    return content(writer, writer.newest_checkpoint(messages.append)), messages
 
 
 def save_many(rank: int, ranks: int, where: Where, steps: int) -> None:
-    one = saver(where)
+    writer = open_writer(where)
     for step in range(1, steps + 1):
-        saved(one, step)
+        saved(writer, step)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_damaged_is_named_and_passed_over_for_good(ranks: int, on_ranks: OnRanks, where: Where) -> None:
+def test_a_damaged_checkpoint_is_named_once_and_never_chosen(ranks: int, on_ranks: OnRanks, where: Where) -> None:
     on_ranks(2, save_many, where, 5)
     folder = open_storage(where[0])
     shard = "rank_00001.safetensors"
@@ -188,50 +190,50 @@ def test_what_is_damaged_is_named_and_passed_over_for_good(ranks: int, on_ranks:
             changed = whole[:-1] if damage == "cut" else whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
             with folder.filesystem.open_output_stream(file.path) as stream:
                 stream.write(changed)
-    (first, said), *others = on_ranks(ranks, find, where)
+    (first, messages), *others = on_ranks(ranks, find, where)
     assert first == ("step_000002", 2.0, 2000)
     assert others == [(first, [])] * (ranks - 1)  # one rank says it
-    assert len(said) == 3
-    for line, step, why in zip(said, (5, 4, 3), ("is missing", "bytes, not", "its checksum differs"), strict=True):
+    assert len(messages) == 3
+    for line, step, why in zip(messages, (5, 4, 3), ("is missing", "bytes, not", "its checksum differs"), strict=True):
         assert f"step_00000{step}" in line and shard in line and why in line and "\n" not in line
         assert line.startswith(f"checkpoint step_00000{step}: {shard} ")  # the checkpoint is named once
         assert line.endswith(" - it is set aside, the checkpoint before it is used")
     assert on_ranks(ranks, find, where) == [(first, [])] * ranks
-    assert [one.name for one in checkpoint_catalog.complete_checkpoints(folder)] == ["step_000001", "step_000002"]
+    assert [entry.name for entry in checkpoint_catalog.complete_checkpoints(folder)] == ["step_000001", "step_000002"]
 
 
-def test_where_nothing_was_finished_there_is_no_newest(on_ranks: OnRanks, where: Where) -> None:
+def test_without_a_finished_checkpoint_there_is_no_newest(on_ranks: OnRanks, where: Where) -> None:
     on_ranks(1, save_many, where, 2)
-    for one in checkpoint_catalog.list_checkpoints(open_storage(where[0])):
-        (one.folder / checkpoint_manifest.MANIFEST).delete()
-    assert on_ranks(1, find, where) == [(None, [])]  # it is no news: a kill leaves it
+    for entry in checkpoint_catalog.list_checkpoints(open_storage(where[0])):
+        (entry.folder / checkpoint_manifest.MANIFEST).delete()
+    assert on_ranks(1, find, where) == [(None, [])]  # no message: a kill leaves unfinished checkpoints
 
 
-def find_none(rank: int, ranks: int, where: Where) -> tuple[str, list[str]]:
-    said: list[str] = []
-    one = saver(where)
-    return refusal(lambda: one.newest_checkpoint(said.append)), said
+def find_newest_error(rank: int, ranks: int, where: Where) -> tuple[str, list[str]]:
+    messages: list[str] = []
+    writer = open_writer(where)
+    return refusal(lambda: writer.newest_checkpoint(messages.append)), messages
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_where_all_are_damaged_it_is_an_error_on_all_ranks(ranks: int, on_ranks: OnRanks, where: Where) -> None:
+def test_only_damaged_checkpoints_are_an_error_on_all_ranks(ranks: int, on_ranks: OnRanks, where: Where) -> None:
     on_ranks(1, save_many, where, 2)
     folder = open_storage(where[0])
-    for one in checkpoint_catalog.list_checkpoints(folder):
-        (one.folder / checkpoint_manifest.MANIFEST).write_text("no manifest")
-    (text, said), *others = on_ranks(ranks, find_none, where)
+    for entry in checkpoint_catalog.list_checkpoints(folder):
+        (entry.folder / checkpoint_manifest.MANIFEST).write_text("no manifest")
+    (text, messages), *others = on_ranks(ranks, find_newest_error, where)
     why = "manifest.json is not a manifest"
     assert text == f"no checkpoint in {folder.path} is complete; the oldest: checkpoint step_000001: {why}"
     aside = "it is set aside, the checkpoint before it is used"
-    assert said == [f"checkpoint step_00000{step}: {why} - {aside}" for step in (2, 1)]
+    assert messages == [f"checkpoint step_00000{step}: {why} - {aside}" for step in (2, 1)]
     assert others == [(text, [])] * (ranks - 1)
-    assert all("manifest.json.damaged" in one.folder.names() for one in checkpoint_catalog.list_checkpoints(folder))
+    assert all("manifest.json.damaged" in entry.folder.names() for entry in checkpoint_catalog.list_checkpoints(folder))
 
 
 def find_late(rank: int, ranks: int, where: Where) -> tuple[Any, list[str]]:
     """A file of the newest is to be seen only after a while."""
-    said: list[str] = []
-    one = saver(where)
+    messages: list[str] = []
+    writer = open_writer(where)
     file = Path(where[0], "step_000002", "rank_00000.safetensors")
     if rank == 0:
         file.rename(file.with_suffix(".late"))
@@ -243,12 +245,12 @@ def find_late(rank: int, ranks: int, where: Where) -> tuple[Any, list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", wait)
-        found = one.newest_checkpoint(said.append)
-    return content(one, found), said
+        found = writer.newest_checkpoint(messages.append)
+    return content(writer, found), messages
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_seems_damaged_is_looked_at_twice(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_seems_damaged_is_read_twice(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     where = (str(tmp_path), {})
     on_ranks(1, save_many, where, 2)
     assert on_ranks(ranks, find_late, where) == [(("step_000002", 2.0, 1000), [])] * ranks
@@ -260,28 +262,28 @@ def test_a_checkpoint_of_another_format_is_an_error_and_stays_as_it_is(on_ranks:
     file = tmp_path / "step_000002" / checkpoint_manifest.MANIFEST
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
     before = file.read_text()
-    for text, said in on_ranks(2, find_none, where):
+    for text, messages in on_ranks(2, find_newest_error, where):
         written = "manifest.json has format 1, written by rlx 0: this version of rlx reads format 2 only"
         assert text == f"checkpoint {tmp_path}/step_000002: {written}"
-        assert said == []
+        assert messages == []
     assert (
         file.read_text() == before
         and len(checkpoint_catalog.read_checkpoint(open_storage(str(tmp_path / "step_000001"))).files) == 1
     )
 
 
-def ask_sound(rank: int, ranks: int, where: Where, other: Path) -> tuple[Any, dict[str, str]]:
-    """What it finds of another run's checkpoints: a sound one, and what it says of the others."""
-    one = saver(where)
-    found = one.verified_checkpoint(open_storage(str(other / "step_000001")))
+def verify_others(rank: int, ranks: int, where: Where, other: Path) -> tuple[Any, dict[str, str]]:
+    """The content of another run's complete checkpoint, and the errors for its other ones."""
+    writer = open_writer(where)
+    found = writer.verified_checkpoint(open_storage(str(other / "step_000001")))
     places = [open_storage(str(other / checkpoint_catalog.checkpoint_name(step))) for step in (2, 3, 4)]
-    return content(one, found), {
-        place.name: refusal(lambda place=place: one.verified_checkpoint(place)) for place in places
+    return content(writer, found), {
+        place.name: refusal(lambda place=place: writer.verified_checkpoint(place)) for place in places
     }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_another_runs_checkpoint_is_sound_or_an_error_on_all_ranks(
+def test_another_runs_checkpoint_is_verified_or_an_error_on_all_ranks(
     ranks: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     other, shard = tmp_path / "other", "rank_00001.safetensors"
@@ -292,17 +294,17 @@ def test_another_runs_checkpoint_is_sound_or_an_error_on_all_ranks(
     (other / "step_000003" / shard).unlink()
     (other / "step_000004" / checkpoint_manifest.MANIFEST).unlink()
     before = sorted(path for path in other.rglob("*"))
-    for found, said in on_ranks(ranks, ask_sound, (str(tmp_path / "run"), {}), other):
+    for found, messages in on_ranks(ranks, verify_others, (str(tmp_path / "run"), {}), other):
         assert found == ("step_000001", 1.0, 2000)
         whys = (f"{shard} is damaged: its checksum differs", f"{shard} is missing", "it was never finished")
-        for (name, text), why in zip(said.items(), whys, strict=True):
+        for (name, text), why in zip(messages.items(), whys, strict=True):
             assert text.startswith(f"{other}/{name}: checkpoint {name}: ") and text.endswith(why) and "\n" not in text
     assert sorted(path for path in other.rglob("*")) == before  # it is another's: nothing is set aside
 
 
 def save_again(rank: int, ranks: int, where: Where) -> list[bool]:
     """Whether there was a manifest while this rank's file was written, each time."""
-    one, seen = saver(where), []
+    writer, seen = open_writer(where), []
     write = checkpoint_writer.checkpoint_files.write_shards
 
     def watched(shards: Any, file: Path) -> None:
@@ -311,14 +313,14 @@ def save_again(rank: int, ranks: int, where: Where) -> list[bool]:
 
     checkpoint_writer.checkpoint_files.write_shards = watched
     for _ in range(2):
-        saved(one, 1)
+        saved(writer, 1)
         dist.barrier()
-        assert [entry.name for entry in checkpoint_catalog.complete_checkpoints(one.run)] == ["step_000001"]
+        assert [entry.name for entry in checkpoint_catalog.complete_checkpoints(writer.run)] == ["step_000001"]
         dist.barrier()
     return seen
 
 
-def test_a_step_that_is_written_again_is_no_checkpoint_meanwhile(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_a_step_that_is_written_again_is_not_a_checkpoint_meanwhile(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, save_again, (str(tmp_path), {})) == [[False, False]] * 2
 
 
@@ -326,11 +328,11 @@ def clear(rank: int, ranks: int, where: Where, temporary: str) -> list[str]:
     tempfile.tempdir = temporary
     mine = f"rlx-checkpoint-{os.getpid()}-mine"
     Path(temporary, mine).mkdir()
-    saver(where)
+    open_writer(where)
     return sorted("mine" if path.name == mine else path.name for path in Path(temporary).iterdir())
 
 
-def test_what_killed_processes_left_is_removed(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_are_deleted(on_ranks: OnRanks, tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     temporary = tmp_path / "temporary"
@@ -347,19 +349,19 @@ def test_what_killed_processes_left_is_removed(on_ranks: OnRanks, tmp_path: Path
 
 def save_until_broken(rank: int, ranks: int, where: Where) -> tuple[str, list[float], list[tuple[str, list[str]]]]:
     """The third save finds a file where its folder should be."""
-    one = saver(where)
+    writer = open_writer(where)
     for step in (1, 2):
-        saved(one, step)
+        saved(writer, step)
     if rank == 0:
         Path(where[0], "step_000003").write_text("in the way")
     dist.barrier()
-    with Hasty() as hasty:
-        one.save(shards(3), manifest(3))
-        text = refusal(one.wait)
+    with ImmediateRetries() as retries:
+        writer.save(shards(3), manifest(3))
+        text = refusal(writer.wait)
     dist.barrier()
-    assert one.finished_checkpoint() is None
-    saved(one, 4)  # it goes on if the storage does
-    return text, hasty.waits, entries(one)
+    assert writer.finished_checkpoint() is None
+    saved(writer, 4)  # it goes on if the storage does
+    return text, retries.waits, entries(writer)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -375,17 +377,17 @@ def test_a_write_that_fails_for_good_is_raised_on_all_ranks(ranks: int, on_ranks
 
 def fill_disk(rank: int, ranks: int, where: Where) -> tuple[str, list[tuple[str, list[str]]], Any]:
     """A checkpoint that fits, then one that does not."""
-    one = saver(where)
-    saved(one, 1)
-    with Hasty():
-        one.save(shards(2, 1_000_000), manifest(2))
-        text = refusal(one.wait)
+    writer = open_writer(where)
+    saved(writer, 1)
+    with ImmediateRetries():
+        writer.save(shards(2, 1_000_000), manifest(2))
+        text = refusal(writer.wait)
     dist.barrier()
-    return text, entries(one), content(one, one.newest_checkpoint(print))
+    return text, entries(writer), content(writer, writer.newest_checkpoint(print))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_full_disk_costs_no_earlier_checkpoint_and_leaves_no_half_one(
+def test_a_full_disk_spares_earlier_checkpoints_and_leaves_no_half_one(
     ranks: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     with s3.small_disk(tmp_path / "disk", "2m") as disk:
@@ -401,13 +403,13 @@ def test_a_full_disk_costs_no_earlier_checkpoint_and_leaves_no_half_one(
 
 def break_one_rank(rank: int, ranks: int, where: Where) -> str:
     """The last rank alone cannot write."""
-    one = saver(where)
+    writer = open_writer(where)
     if rank == ranks - 1:
         Path(where[0], "step_000001", f"rank_{rank:05d}.safetensors").mkdir(parents=True)
     dist.barrier()
-    with Hasty():
-        one.save(shards(1), manifest(1))
-        return refusal(one.wait)
+    with ImmediateRetries():
+        writer.save(shards(1), manifest(1))
+        return refusal(writer.wait)
 
 
 def test_the_failure_of_one_rank_is_raised_on_all(on_ranks: OnRanks, tmp_path: Path) -> None:
@@ -418,15 +420,15 @@ def test_the_failure_of_one_rank_is_raised_on_all(on_ranks: OnRanks, tmp_path: P
 
 
 def save_hastily(rank: int, ranks: int, where: Where) -> list[float]:
-    one = saver(where)
-    with Hasty() as hasty:
-        saved(one, 1, size=2_000_000)
-    return hasty.waits
+    writer = open_writer(where)
+    with ImmediateRetries() as retries:
+        saved(writer, 1, size=2_000_000)
+    return retries.waits
 
 
 @pytest.fixture
 def impatient(s3_faults: tuple[str, s3.Proxy], s3_server: str) -> Iterator[tuple[Where, s3.Proxy]]:
-    """A failing S3, and nothing but the saver itself to try again."""
+    """A failing S3, and nothing but the writer itself to try again."""
     address, proxy = s3_faults
     open_storage(address)
     yield (address, s3.environment(s3_server)), proxy
@@ -446,14 +448,14 @@ def test_a_storage_that_fails_for_a_while_delays_a_checkpoint_and_no_more(
 
 
 def fail_remotely(rank: int, ranks: int, where: Where) -> tuple[str, list[float]]:
-    one = saver(where)
-    with Hasty() as hasty:
-        one.save(shards(2), manifest(2))
-        return refusal(one.wait), hasty.waits
+    writer = open_writer(where)
+    with ImmediateRetries() as retries:
+        writer.save(shards(2), manifest(2))
+        return refusal(writer.wait), retries.waits
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_storage_that_fails_for_good_is_said_and_costs_nothing(
+def test_a_storage_that_fails_for_good_is_named_and_spares_earlier_checkpoints(
     ranks: int, on_ranks: OnRanks, impatient: tuple[Where, s3.Proxy]
 ) -> None:
     where, proxy = impatient
@@ -472,14 +474,14 @@ def test_a_storage_that_fails_for_good_is_said_and_costs_nothing(
 
 
 def find_refused(rank: int, ranks: int, where: Where) -> str:
-    one = saver(where)
+    writer = open_writer(where)
     dist.barrier()
     if rank == 0:
         Path(where[0]).rename(f"{where[0]}-gone")
         Path(where[0]).write_text("no folder")
     dist.barrier()
-    with Hasty():
-        return refusal(lambda: one.newest_checkpoint(print))
+    with ImmediateRetries():
+        return refusal(lambda: writer.newest_checkpoint(print))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -29,7 +29,7 @@ def test_a_folder_is_made_and_holds_files(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "deep" / "runs" / "a.json").read_text() == '{"x": "ü"}'
 
 
-def test_names_are_sorted_and_none_where_nothing_is(tmp_path: Path) -> None:
+def test_names_are_sorted_and_empty_for_a_missing_folder(tmp_path: Path) -> None:
     there = open_storage(str(tmp_path))
     for name in ("b", "a", "c/inner"):
         (there / name).write_text("")
@@ -75,7 +75,7 @@ def test_a_relative_folder_is_pinned_to_where_it_was_opened(tmp_path: Path, monk
     assert open_storage("~/there").path == str(tmp_path / "there")
 
 
-def test_what_needs_a_disk_lies_in_the_folder_or_beside_a_remote_storage(
+def test_the_local_folder_is_the_storage_or_beside_a_remote_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -85,7 +85,7 @@ def test_what_needs_a_disk_lies_in_the_folder_or_beside_a_remote_storage(
 
 
 @pytest.mark.parametrize("address", ["nowhere://bucket", "{}/file/below"])
-def test_an_unusable_address_is_one_line_that_names_it(tmp_path: Path, address: str) -> None:
+def test_an_unusable_address_is_refused_in_one_line_that_names_it(tmp_path: Path, address: str) -> None:
     (tmp_path / "file").write_text("no folder")
     address = address.format(tmp_path)
     with pytest.raises(StorageError) as refused:
@@ -140,7 +140,7 @@ def test_free_names_count_up(place: Storage) -> None:
     assert free_name(place, "run") == "run-2"
 
 
-def test_a_place_that_can_be_written_is_left_as_it_was(place: Storage) -> None:
+def test_a_check_leaves_a_writable_folder_unchanged(place: Storage) -> None:
     (place / "before").write_text("")
     check_writable(place)
     assert place.names() == ["before"]
@@ -159,7 +159,7 @@ def test_s3_needs_no_environment_but_keys_if_the_address_says_the_rest(
 
 
 @pytest.mark.parametrize("kind", ["read-only", "full"])
-def test_a_place_that_cannot_be_written_is_named(kind: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(kind: str, tmp_path: Path) -> None:
     with s3.small_disk(tmp_path / "disk", "64k") as disk:
         if kind == "full":
             (disk / "much").write_bytes(b"x" * 64 * 1024)
@@ -183,7 +183,7 @@ def test_a_place_that_cannot_be_written_is_named(kind: str, tmp_path: Path) -> N
         ),
     ],
 )
-def test_an_address_on_s3_that_is_none_says_why(change: tuple[str, str], advice: str, bucket: str) -> None:
+def test_a_malformed_s3_address_is_refused_with_the_reason(change: tuple[str, str], advice: str, bucket: str) -> None:
     address = bucket.replace(*change)
     with pytest.raises(StorageError) as refused:
         open_storage(address)
@@ -191,7 +191,7 @@ def test_an_address_on_s3_that_is_none_says_why(change: tuple[str, str], advice:
     assert "\n" not in str(refused.value)
 
 
-def test_a_server_that_refuses_the_key_is_said_to(s3_faults: tuple[str, s3.Proxy]) -> None:
+def test_a_server_that_refuses_the_key_is_reported(s3_faults: tuple[str, s3.Proxy]) -> None:
     address, proxy = s3_faults
     there = open_storage(address)
     (there / "file").write_text("")
@@ -208,7 +208,7 @@ def test_a_server_that_refuses_the_key_is_said_to(s3_faults: tuple[str, s3.Proxy
 
 
 @pytest.mark.parametrize("kind", ["nobody listens", "hang"])
-def test_a_server_that_does_not_answer_is_said_to(
+def test_a_server_that_does_not_answer_is_reported(
     kind: str, s3_faults: tuple[str, s3.Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, proxy = s3_faults
@@ -250,7 +250,7 @@ def test_a_slow_server_is_waited_for(s3_faults: tuple[str, s3.Proxy]) -> None:
     assert len(proxy.failed) == 1  # not asked twice
 
 
-def test_a_storage_that_was_sent_to_a_worker_is_as_patient(s3_faults: tuple[str, s3.Proxy]) -> None:
+def test_a_storage_that_was_sent_to_a_worker_keeps_its_retries(s3_faults: tuple[str, s3.Proxy]) -> None:
     address, proxy = s3_faults
     sent = pickle.loads(pickle.dumps(open_storage(address)))
     (sent / "file").write_text("a")
@@ -263,7 +263,7 @@ def test_a_storage_that_was_sent_to_a_worker_is_as_patient(s3_faults: tuple[str,
     assert len(proxy.failed) == 4
 
 
-def test_what_fails_for_a_while_is_waited_for_longer_and_longer() -> None:
+def test_the_waits_between_attempts_double() -> None:
     waits: list[float] = []
     failures = iter([OSError("down")] * 5)
 
@@ -276,7 +276,7 @@ def test_what_fails_for_a_while_is_waited_for_longer_and_longer() -> None:
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-def test_what_fails_six_times_is_given_up_in_one_line() -> None:
+def test_the_sixth_failure_is_raised_in_one_line() -> None:
     waits: list[float] = []
     tried: list[int] = []
 
@@ -293,7 +293,7 @@ def test_what_fails_six_times_is_given_up_in_one_line() -> None:
     )
 
 
-def test_what_is_no_fault_of_the_storage_is_not_tried_again() -> None:
+def test_other_errors_than_of_the_storage_are_not_retried() -> None:
     waits: list[float] = []
     with pytest.raises(ZeroDivisionError):
         retry(lambda: 1 // 0, "writing", wait=waits.append)
@@ -336,7 +336,7 @@ def test_a_key_in_an_option_that_has_another_name_is_not_repeated_either(
 
 
 @pytest.mark.parametrize("query", ["region=turkey-1", "endpoint_override=http://tokens.example:1", "region=secret"])
-def test_a_value_that_sounds_like_a_key_is_none(query: str) -> None:
+def test_a_value_that_sounds_like_a_key_is_accepted(query: str) -> None:
     address = f"s3://my-key-bucket/token?{query}"
     assert addresses.resolve_address(address) == address
     assert addresses.join_address(address, "runs", "a") == f"s3://my-key-bucket/token/runs/a?{query}"
@@ -423,7 +423,7 @@ def test_a_profile_says_where_its_server_is(s3_server: str, bucket: str, profile
     assert (open_storage(bucket) / "file").read_text() == "a"
 
 
-def test_a_profile_of_ones_own_goes_before_the_one_of_rlx(profiles: Path, tmp_path: Path) -> None:
+def test_a_profile_of_the_working_folder_goes_before_one_that_ships(profiles: Path, tmp_path: Path) -> None:
     (profiles / "local.yaml").write_text(f"address: {tmp_path}/elsewhere\n")
     assert resolve_address("local") == f"{tmp_path}/elsewhere"
 
@@ -431,7 +431,7 @@ def test_a_profile_of_ones_own_goes_before_the_one_of_rlx(profiles: Path, tmp_pa
 @pytest.mark.parametrize(
     ("value", "expected"), [(None, "/data/default-1/x"), ("", "/data/default-1/x"), ("mine", "/data/mine/x")]
 )
-def test_a_default_stands_in_for_what_the_environment_lacks(
+def test_a_default_replaces_a_missing_variable(
     value: str | None, expected: str, profiles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RLX_TEST_NAME", raising=False)
@@ -456,7 +456,7 @@ def test_a_default_stands_in_for_what_the_environment_lacks(
         ("address:\n", "it has no address"),
     ],
 )
-def test_a_profile_that_is_none_is_one_line_that_names_it(content: str, fault: str, profiles: Path) -> None:
+def test_a_malformed_profile_is_refused_in_one_line_that_names_it(content: str, fault: str, profiles: Path) -> None:
     (profiles / "mine.yaml").write_text(content, encoding="latin-1")
     with pytest.raises(StorageError) as refused:
         resolve_address("mine")
