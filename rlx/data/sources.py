@@ -7,7 +7,7 @@ A new kind is a class with the methods of `PromptSource` and one line in `SOURCE
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import ray.data
 
@@ -18,7 +18,7 @@ from rlx.data.files import FileSource
 from rlx.data.reasoning_gym import ReasoningGymSource
 from rlx.types import Checker
 
-Rows = ray.data.Dataset | list[dict[str, Any]]
+Rows: TypeAlias = ray.data.Dataset | list[dict[str, Any]]
 """rows {question, answer}, generated ones with {entry}; all of them text but the entry, a number"""
 
 

@@ -80,7 +80,7 @@ def write(shards: Mapping[str, Shard], folder: str | Path, rank: int = 0) -> lis
 
 
 def save(rank: int, ranks: int, path: str, target: str, lora_rank: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Saves the state after three steps; returns it and the state after a fourth, taken before the files are written."""
+    """Saves the state after three steps; returns it and the state after a fourth, before files are written."""
     trained = fresh(path, ranks, lora_rank)
     for _ in range(3):
         step(trained)
