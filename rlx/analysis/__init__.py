@@ -1,1 +1,12 @@
-"""TODO rlx.analysis."""
+"""A sweep read back from MLflow: statistics of its settings, tables, figures, and a page that holds them all.
+
+Left out: running a sweep (rlx.sweeps). Imports rlx.config and rlx.tracking.
+
+Example:
+    from rlx.analysis.loading import load_sweep
+    from rlx.analysis.sentences import summary_sentence
+    from rlx.analysis.statistics import group_trials
+
+    settings = group_trials(load_sweep("sqlite:///storage/mlflow.db", "rlx"))
+    print(summary_sentence(settings))
+"""

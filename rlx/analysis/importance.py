@@ -1,10 +1,11 @@
-"""How much of what settings reach each of them explains, by functional ANOVA.
+"""The importance of each setting: the share of the differences between results that it explains, by functional ANOVA.
 
-Optuna's fANOVA (Hutter et al., ICML 2014) fits a random forest to the settings' means and gives each setting the
-share of the forest's variance that it explains by itself. Tried on 60 made-up sweeps of 12 settings, four things varied
-and the effect of the first twice that of the second and three times the noise: fANOVA puts that one first in 41,
-PED-ANOVA, Optuna's default, which looks at the few best alone, in 25. Shares always add up to 1, also if all
-differences are chance: then the largest of four is 0.5 on average.
+The fANOVA of Optuna (Hutter et al., ICML 2014) fits a random forest to the means of the settings, and gives each
+setting the share of the variance of the forest that it explains by itself. In 60 simulated sweeps of 12 settings, with
+four settings varied and the effect of the first twice that of the second and three times the noise, fANOVA ranked the
+first highest in 41. PED-ANOVA, the default of Optuna, which only considers the few best results, did so in 25.
+
+The shares always add up to 1, even if all differences are chance: then the largest of four is 0.5 on average.
 """
 
 from __future__ import annotations
@@ -13,61 +14,70 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlx.analysis.loading import Setting
-from rlx.analysis.statistics import Group, Mode, as_text
+from rlx.analysis.statistics import Group, Mode
+from rlx.analysis.style import as_text
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
+MIN_GROUPS = 12
+"""the smallest number of groups with a value for which an importance is given"""
 
-FEWEST = 12
-"""settings with a value, below which there is no saying"""
 
+def importance(groups: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
+    """The share of each varied setting by its dotted key, largest first. Shares add up to 1; repeated calls agree.
 
-def importance(found: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
-    """The share of each varied setting by its dotted key, largest first, the same at each call; they add up to 1.
-
-    ConfigError says why there is none: too few settings, or such as changed within a trial.
+    Raises:
+        ConfigError: too few groups, or settings that changed within a trial.
     """
-    known = [group for group in found if group.values]
-    varied = [key for key in known[0].settings if len({group.settings[key] for group in known}) > 1] if known else []
-    if len(known) < FEWEST or not varied:
-        raise ConfigError(f"{len(known)} settings with a result are too few to tell: at least {FEWEST} are needed")
-    if any(trial.origins for group in known for trial in group.trials):
+    rated = [group for group in groups if group.values]
+    varied = varied_settings(rated)
+    if len(rated) < MIN_GROUPS or not varied:
+        raise ConfigError(f"{len(rated)} settings with a result are too few to tell: at least {MIN_GROUPS} are needed")
+    if any(trial.origins for group in rated for trial in group.trials):
         raise ConfigError("settings changed within trials: no result belongs to one setting")
     import optuna
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    domains = {key: _domain([group.settings[key] for group in known]) for key in varied}
+    domains = {key: _domain([group.settings[key] for group in rated]) for key in varied}
     study = optuna.create_study(direction="maximize" if mode == "max" else "minimize")
-    for group in known:
-        values = {key: _value(group.settings[key], domains[key]) for key in varied}
+    for group in rated:
+        values = {key: _parameter(group.settings[key], domains[key]) for key in varied}
         study.add_trial(optuna.trial.create_trial(params=values, distributions=domains, value=group.mean))
     return dict(get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0)))
 
 
+def varied_settings(groups: Sequence[Group]) -> list[str]:
+    """The dotted keys of the settings with more than one value."""
+    keys = list(groups[0].settings) if groups else []
+    return [key for key in keys if len({group.settings[key] for group in groups}) > 1]
+
+
 def on_log_scale(values: Sequence[float]) -> bool:
-    """Whether numbers are better told apart by their logarithm: positive, over more than a decade."""
+    """Whether a logarithmic scale separates the numbers better: positive numbers over more than a factor of ten."""
     return min(values) > 0 and max(values) > 10 * min(values)
 
 
 def numbers(values: Sequence[Setting]) -> list[float] | None:
     """The values as numbers; None if one of them is a text or unset."""
-    found = [float(value) for value in values if isinstance(value, int | float)]
-    return found if len(found) == len(values) else None
+    converted = [float(value) for value in values if isinstance(value, int | float)]
+    return converted if len(converted) == len(values) else None
 
 
 def _domain(values: Sequence[Setting]) -> BaseDistribution:
+    """The range or the choices that values of a setting were drawn from, as Optuna describes them."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-    known = numbers(values)
-    if known is None:
+    as_numbers = numbers(values)
+    if as_numbers is None:
         return CategoricalDistribution(sorted({as_text(value) for value in values}))
-    return FloatDistribution(min(known), max(known), log=on_log_scale(known))
+    return FloatDistribution(min(as_numbers), max(as_numbers), log=on_log_scale(as_numbers))
 
 
-def _value(value: Setting, domain: BaseDistribution) -> float | str:
+def _parameter(value: Setting, domain: BaseDistribution) -> float | str:
+    """A value as the domain takes it."""
     from optuna.distributions import FloatDistribution
 
     return float(value) if isinstance(domain, FloatDistribution) and isinstance(value, int | float) else as_text(value)

@@ -1,211 +1,233 @@
-"""A sweep, read back from MLflow: its trials, what they set, how they went, what they answered, and their configs.
+"""Reads a sweep back from MLflow: its trials, their settings, metric histories, samples and configs.
 
-Everything comes from the tracking store alone, so a sweep can be analysed while it runs and from any machine. Ranking
-and statistics are comparison.py's.
+Everything comes from the tracking store, so a sweep can be analyzed while it runs and from any machine. Left out:
+ranking and statistics (statistics.py).
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.tracking import mlflow
+from rlx.tracking.base import TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
 
 Setting = int | float | str | None
 
-SAMPLE = ("prompt", "completion", "answer", "score")  # columns of a table of answers; older ones have the step, too
+SAMPLE_COLUMNS = ("prompt", "completion", "answer", "score")  # older sample tables also have the step
 WATCHED = (
-    *(DEFAULT_METRIC, "eval/reward", "reward/mean", "task/accuracy", "kl/ref", "response/length_mean", "tokens/total"),
-    *("time/step", "time/eval"),
+    DEFAULT_METRIC,
+    "eval/reward",
+    "reward/mean",
+    "task/accuracy",
+    "kl/ref",
+    "response/length_mean",
+    "tokens/total",
+    "time/step",
+    "time/eval",
 )
+"""the metrics that are always loaded"""
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One trial of a sweep: a run, and where population based training has changed it, the runs that it went on in."""
+    """One trial of a sweep.
 
-    name: str  # of its MLflow run, without the sweep's own name in front
-    runs: tuple[str, ...]  # ids of its MLflow runs, the first one first
-    settings: dict[str, Setting]  # the varied ones, as they were in the last of the runs
-    status: str  # MLflow's, of the last of the runs: RUNNING, FINISHED, FAILED or KILLED
-    history: pd.DataFrame  # a row per step, a column per watched metric, NaN where it was not logged
-    stopped: int | None = None  # the step at which a scheduler stopped it
-    origins: tuple[str, ...] = ()  # the trials whose checkpoints it went on from, and their steps: trial_00001@6
+    Usually one run. Population based training can continue a trial from the checkpoint of another one; such a trial
+    has one run for each attempt.
+    """
+
+    name: str  # of the first run, without the prefix that names the sweep
+    run_ids: tuple[str, ...]  # first attempt first
+    settings: dict[str, Setting]  # the varied ones, with the values of the last attempt
+    status: str  # a RunStatus, of the last attempt
+    history: pd.DataFrame  # a row per step, a column per loaded metric, NaN where it was not logged
+    stopped_at: int | None = None  # the step at which a scheduler stopped it
+    origins: tuple[str, ...] = ()  # the checkpoints that later attempts continued from, e.g. trial_00001@6
 
     def curve(self, metric: str) -> pd.Series[float]:
-        """A metric by step, where it was logged."""
+        """A metric by step, without the steps that have no value."""
         return self.history[metric].dropna()
 
     @property
     def seconds(self) -> float:
-        """What its steps and evaluations took, without the start of its engines; NaN if it logged none."""
-        taken = self.history["time/step"].fillna(self.history["time/eval"])  # a step's own holds its evaluation
-        return float(taken.sum(min_count=1))
+        """The duration of its steps and evaluations, without the start of the engines; NaN if none was logged."""
+        durations = self.history["time/step"].fillna(self.history["time/eval"])  # a step includes its evaluation
+        return float(durations.sum(min_count=1))
 
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """A sweep and its trials, in the order in which they were started."""
+    """A sweep and its trials, in the order of their start."""
 
     name: str
     run_id: str
-    varied: tuple[str, ...]  # dotted names of the settings that differ between trials, seed among them
-    metrics: tuple[str, ...]  # the watched ones
+    varied: tuple[str, ...]  # dotted names of the settings that differ between trials, including the seed
+    metrics: tuple[str, ...]  # the loaded ones
     trials: tuple[Trial, ...]
-    asked: dict[str, str] = field(default_factory=dict)  # space, search, scheduler, seeds, trials, steps: what is known
-    questions: int | None = None  # held-out ones of an evaluation, the same for all trials; None if it is not known
+    options: dict[str, str] = field(default_factory=dict)  # space, search, scheduler, seeds, trials, steps, if recorded
+    num_questions: int | None = None  # held-out questions of an evaluation, equal in all trials; None if not recorded
 
-    def questions_of(self, metric: str) -> int | None:
-        """How many held-out questions a metric is the share of right answers to; None if it is something else."""
-        return self.questions if metric.startswith("eval/") and metric.endswith("/accuracy") else None
+    def num_questions_of(self, metric: str) -> int | None:
+        """How many held-out questions a metric is the share of right answers to; None if it is no such share."""
+        return self.num_questions if metric.startswith("eval/") and metric.endswith("/accuracy") else None
 
 
 def sweep_names(uri: str, experiment: str) -> list[str]:
-    """Names of an experiment's sweeps, newest first; ConfigError if there is no such store, experiment or sweep."""
-    return list(dict.fromkeys(str(run.info.run_name) for run in _sweep_runs(uri, experiment)))
+    """The names of the sweeps of an experiment, newest first.
+
+    Raises:
+        ConfigError: no such store or experiment, or it has no sweep.
+    """
+    return list(dict.fromkeys(run.name for run in _sweep_runs(uri, experiment)))
 
 
 def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequence[str] = ()) -> Sweep:
-    """Reads a sweep with `metrics` besides the `WATCHED` ones: the newest of that name, the one whose MLflow run has
-    that id, or the newest of all.
+    """Reads a sweep.
 
-    ConfigError if a metric is unknown, there is no such store, experiment or sweep, or it has no trials.
+    Args:
+        name: name of the sweep or id of its MLflow run. Of several sweeps with the name, the newest is read; None
+            reads the newest of all.
+        metrics: loaded in addition to `WATCHED`.
+
+    Raises:
+        ConfigError: an unknown metric; no such store, experiment or sweep; the sweep has no trials.
     """
-    watched = tuple(dict.fromkeys([*WATCHED, *metrics]))
     for metric in metrics:
         check_metric(metric, [metric] if meaning(metric) else list(METRICS))
-    sweeps = _sweep_runs(uri, experiment)
-    parent = next((run for run in sweeps if name in (None, run.info.run_name, run.info.run_id)), None)
+    sweep_runs = _sweep_runs(uri, experiment)
+    parent = next((run for run in sweep_runs if name in (None, run.name, run.id)), None)
     if parent is None:
-        hint = nearest(name or "", [run.info.run_name for run in sweeps])
+        hint = nearest(name or "", [run.name for run in sweep_runs])
         raise ConfigError(f"no sweep {name!r} in experiment {experiment!r}{hint}")
-    sweep, varied = str(parent.info.run_name), tuple(json.loads(parent.data.tags.get("rlx.space", "[]")))
-    door, experiment_id = mlflow.client(uri), parent.info.experiment_id
-    children = _search(door, experiment_id, "mlflow.parentRunId", parent.info.run_id)
-    if not children:
-        raise ConfigError(f"sweep {sweep!r} has no trials yet")
-    attempts: dict[str, list[Any]] = {}
-    for run in _search(door, experiment_id, "rlx.kind", "attempt"):
-        attempts.setdefault(run.data.tags.get("mlflow.parentRunId", ""), []).append(run)
-    runs = [[first, *attempts.get(first.info.run_id, [])] for first in children]
-    trials = tuple(_trial(door, each, sweep, varied, watched) for each in runs)
-    asked, questions = _asked(parent, children[0]), children[0].data.params.get("eval.num_prompts")
-    count = None if questions is None else int(questions)
-    return Sweep(sweep, str(parent.info.run_id), varied, watched, trials, asked, count)
+    attempts = _attempts_by_trial(uri, parent)
+    if not attempts:
+        raise ConfigError(f"sweep {parent.name!r} has no trials yet")
+    loaded = tuple(dict.fromkeys([*WATCHED, *metrics]))
+    first_params = attempts[0][0].params
+    num_questions = first_params.get("eval.num_prompts")
+    varied = tuple(json.loads(parent.tags.get("rlx.space", "[]")))
+    return Sweep(
+        name=parent.name,
+        run_id=parent.id,
+        varied=varied,
+        metrics=loaded,
+        trials=tuple(_trial(uri, parent.name, runs, varied, loaded) for runs in attempts),
+        options=_options(parent, first_params.get("train.steps")),
+        num_questions=None if num_questions is None else int(num_questions),
+    )
 
 
 def check_metric(metric: str, choices: Sequence[str]) -> None:
-    """ConfigError if a metric is none of those that there are."""
+    """Refuses an unknown metric.
+
+    Raises:
+        ConfigError: the metric is not one of the choices.
+    """
     if metric not in choices:
         raise ConfigError(f"unknown metric {metric!r}{nearest(metric, choices)}")
 
 
 def samples(uri: str, trial: Trial) -> pd.DataFrame:
-    """A trial's newest answers to held-out prompts: prompt, completion, answer, score; empty if it has none."""
-    door = mlflow.client(uri)
-    for run_id in reversed(trial.runs):
-        tables = sorted(file.path for file in door.list_artifacts(run_id, "samples"))
+    """The newest answers of a trial to held-out prompts, with `SAMPLE_COLUMNS`; empty if it has none."""
+    for run_id in reversed(trial.run_ids):
+        tables = mlflow.artifact_names(uri, run_id, "samples")
         if tables:
-            return pd.DataFrame(**json.loads(_text(door, run_id, tables[-1])))[list(SAMPLE)]
-    return pd.DataFrame(columns=list(SAMPLE))
+            newest = json.loads(mlflow.read_artifact(uri, run_id, tables[-1]))
+            return pd.DataFrame(**newest)[list(SAMPLE_COLUMNS)]
+    return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
 
 
 def run_config(uri: str, trial: Trial) -> RunConfig:
-    """The config that a trial ran with, or that its last run went on with.
+    """The config of a trial, with the settings of its last attempt.
 
-    ConfigError if MLflow has none, or one that this version of rlx does not take.
+    Raises:
+        ConfigError: MLflow does not have the config, or this version of rlx does not accept it.
     """
-    door = mlflow.client(uri)
-    if not any(file.path == "config.yaml" for file in door.list_artifacts(trial.runs[0])):
+    first_run = trial.run_ids[0]
+    if "config.yaml" not in mlflow.artifact_names(uri, first_run):
         raise ConfigError(f"{trial.name} has no config.yaml in MLflow")
-    tree = parse_yaml(_text(door, trial.runs[0], "config.yaml"))
+    tree = parse_yaml(mlflow.read_artifact(uri, first_run, "config.yaml"))
     changed = trial.settings if trial.origins else {}
     return from_tree(with_overrides(tree, changed), f"config.yaml of {trial.name}")
 
 
-def _text(door: Any, run_id: str, path: str) -> str:
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    with tempfile.TemporaryDirectory() as folder:
-        return Path(door.download_artifacts(run_id, path, folder)).read_text()
+def folder_of(uri: str, trial: Trial) -> str | None:
+    """The run folder of the last attempt of a trial; None if it was not recorded."""
+    return mlflow.get_run(uri, trial.run_ids[-1]).tags.get("rlx.folder")
 
 
-def _sweep_runs(uri: str, experiment: str) -> list[Any]:
-    """The parent runs of an experiment's sweeps, newest first."""
-    path = uri.removeprefix("sqlite:///")
-    if path != uri and not Path(path).is_file():  # MLflow would make an empty database
-        raise ConfigError(f"no MLflow database {path}")
-    try:
-        found = {each.name: each.experiment_id for each in mlflow.client(uri).search_experiments()}
-    except Exception as error:  # each kind of store has its own
-        raise ConfigError(f"tracking store {uri}: {one_line(error, 300)}") from None
-    if experiment not in found:
-        raise ConfigError(f"no experiment {experiment!r} in {uri}{nearest(experiment, list(found))}")
-    sweeps = _search(mlflow.client(uri), found[experiment], "rlx.kind", "sweep")[::-1]
+def _sweep_runs(uri: str, experiment: str) -> list[TrackedRun]:
+    """The parent runs of the sweeps of an experiment, newest first."""
+    sweeps = mlflow.find_runs(uri, mlflow.find_experiment(uri, experiment), kind="sweep")
     if not sweeps:
         raise ConfigError(f"no sweep in experiment {experiment!r}: experiments/ppo_sweep.py makes one")
-    return sweeps
+    return sweeps[::-1]
 
 
-def _search(door: Any, experiment_id: str, tag: str, value: str) -> list[Any]:
-    """All runs with a tag in the order in which they were started; MLflow's own is the opposite."""
-    return list(door.search_runs([experiment_id], f"tags.`{tag}` = '{value}'", max_results=50_000))[::-1]
+def _attempts_by_trial(uri: str, parent: TrackedRun) -> list[list[TrackedRun]]:
+    """For each trial of a sweep its runs, first attempt first."""
+    trials = mlflow.find_runs(uri, parent.experiment_id, parent=parent.id)
+    runs = {trial.id: [trial] for trial in trials}
+    for attempt in mlflow.find_runs(uri, parent.experiment_id, kind="attempt"):
+        if attempt.parent_id in runs:
+            runs[attempt.parent_id].append(attempt)
+    return list(runs.values())
 
 
-def _asked(parent: Any, first: Any) -> dict[str, str]:
-    """What a sweep was asked to do, of which older ones have recorded less."""
-    known = {key: parent.data.params.get(key) for key in ("space", "search", "scheduler")}
-    known |= {"seeds": parent.data.tags.get("rlx.seeds"), "trials": parent.data.params.get("trials")}
-    known |= {"steps": first.data.params.get("train.steps")}
-    return {key: str(value) for key, value in known.items() if value is not None}
+def _options(parent: TrackedRun, steps: str | None) -> dict[str, str]:
+    """The options that a sweep was started with; older sweeps have recorded fewer of them."""
+    options = {key: parent.params.get(key) for key in ("space", "search", "scheduler")}
+    options |= {"seeds": parent.tags.get("rlx.seeds"), "trials": parent.params.get("trials"), "steps": steps}
+    return {key: value for key, value in options.items() if value is not None}
 
 
-def _trial(door: Any, runs: Sequence[Any], sweep: str, varied: Sequence[str], metrics: Sequence[str]) -> Trial:
-    first, last = runs[0], runs[-1]
+def _trial(
+    uri: str, sweep: str, attempts: Sequence[TrackedRun], varied: Sequence[str], metrics: Sequence[str]
+) -> Trial:
+    first, last = attempts[0], attempts[-1]
     params: dict[str, str] = {}
     history = pd.DataFrame(columns=list(metrics), dtype=float)
-    for run in runs:
-        params |= run.data.params
-        history = _gone_on(history, _history(door, run, metrics), run.data.tags.get("rlx.from"))
-    stopped = last.data.tags.get("rlx.stopped", first.data.tags.get("rlx.stopped"))
+    for run in attempts:
+        params |= run.params
+        history = _continued(history, _history(uri, run, metrics), run.tags.get("rlx.from"))
+    stopped_at = last.tags.get("rlx.stopped", first.tags.get("rlx.stopped"))
     return Trial(
-        name=str(first.info.run_name).removeprefix(f"{sweep}."),
-        runs=tuple(str(run.info.run_id) for run in runs),
+        name=first.name.removeprefix(f"{sweep}."),
+        run_ids=tuple(run.id for run in attempts),
         settings={key: _setting(params.get(key)) for key in varied},
-        status=str(last.info.status),
+        status=last.status,
         history=history,
-        stopped=None if stopped is None else int(stopped),
-        origins=tuple(str(run.data.tags["rlx.from"]) for run in runs if "rlx.from" in run.data.tags),
+        stopped_at=None if stopped_at is None else int(stopped_at),
+        origins=tuple(run.tags["rlx.from"] for run in attempts if "rlx.from" in run.tags),
     )
 
 
-def _gone_on(before: pd.DataFrame, after: pd.DataFrame, origin: str | None) -> pd.DataFrame:
-    """A history up to the step that a later run went on from, and that run's own."""
+def _continued(before: pd.DataFrame, after: pd.DataFrame, origin: str | None) -> pd.DataFrame:
+    """The history of earlier attempts up to the step that a new attempt continues from, then that of the new one."""
     if origin is None:
         return after
     step = int(origin.rpartition("@")[2])
     return after.combine_first(before[before.index <= step]).rename_axis("step")
 
 
-def _history(door: Any, run: Any, metrics: Sequence[str]) -> pd.DataFrame:
+def _history(uri: str, run: TrackedRun, metrics: Sequence[str]) -> pd.DataFrame:
+    """One row per step, one column per metric."""
     columns = {}
     for metric in metrics:
-        logged = door.get_metric_history(run.info.run_id, metric) if metric in run.data.metrics else []
-        # What is not finite cannot be ranked or drawn; MLflow's databases give the largest float for infinity.
-        finite = {entry.step: entry.value for entry in logged if abs(entry.value) < sys.float_info.max}
+        points = mlflow.history(uri, run.id, metric) if metric in run.metrics else []
+        # Infinite values cannot be ranked or drawn. MLflow databases store infinity as the largest float.
+        finite = {point.step: point.value for point in points if abs(point.value) < sys.float_info.max}
         columns[metric] = pd.Series(finite, dtype=float)
     return pd.DataFrame(columns).sort_index().rename_axis("step")
 

@@ -1,12 +1,12 @@
-"""A sweep's analysis as files: tables, a static picture, the best setting as YAML, and one page that holds it all.
+"""The analysis of a sweep as files: tables, a static picture, the best setting as YAML, and one page with everything.
 
-Reading is records.py's, statistics comparison.py's, what the page shows page.py's. Left out: tests of significance
-corrected for the number of settings; who has picked a winner runs it again on fresh seeds.
+Left out: reading the sweep (loading.py), statistics (statistics.py), what the page shows (page.py), and significance
+tests that correct for the number of settings. To confirm a winner, run it again on fresh seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,17 @@ import yaml
 
 from rlx.analysis import loading, static_figure, statistics, tables
 from rlx.analysis.loading import Setting, Sweep
-from rlx.analysis.statistics import Group, Mode, best_first, groups, summary_sentence
-from rlx.analysis.tables import format_table, table
+from rlx.analysis.sentences import summary_sentence
+from rlx.analysis.statistics import Group, Mode, best_first, group_trials
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.tracking import mlflow
 
-_PLACE = ("name", "storage")  # settings that say where a run is kept, not what it does
+SETTINGS = "settings"
+"""the title of the comparison of all settings, which every analysis has"""
+_LOCATION_KEYS = ("name", "storage")  # settings that say where a run is stored, not what it does
 
 
 def write(
@@ -35,96 +37,115 @@ def write(
     by: str | None = None,
     against: Sweep | None = None,
 ) -> list[Path]:
-    """Writes tables, pictures and the page into a folder and stores them with the sweep's MLflow run; their paths.
+    """Writes tables, pictures and the page into a folder and stores them with the MLflow run of the sweep.
 
-    That run gets the answer as its description, and the mean of the best setting as its own value of the metric.
-    What is compared, and the errors, are those of `compared`.
+    The run also gets the result in one sentence as its description, and the mean of the best setting as its metric.
+    For `by` and `against` see `comparisons`.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ConfigError: the metric was not loaded, or `by` was not varied.
     """
-    from rlx.analysis import page  # plotly takes its time
+    from rlx.analysis import page  # imports plotly, which is slow
 
-    shown = compared(sweep, metric, mode, by, against)
-    recipe = best_settings(sweep, shown["settings"], uri)
+    compared = comparisons(sweep, metric, mode, by, against)
+    settings = compared[SETTINGS]
+    recipe = best_yaml(sweep, settings, uri)
     texts = {
-        "analysis.html": page.render(sweep, shown, recipe, uri, metric, mode),
+        "analysis.html": page.render(sweep, compared, recipe, uri, metric, mode),
         "trials.csv": tables.trial_table(sweep, metric, mode).to_csv(index=False),
     }
     texts |= {"best.yaml": recipe} if recipe else {}
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = []
-    for name, found in shown.items():
-        title, file = f"{sweep.name}: {metric}, {name}", name.replace(" ", "_")
-        texts[f"{file}.md"] = f"# {title}\n\n{format_table(table(found))}\n"
-        static_figure.figure(found, title, metric).savefig(folder / f"{file}.png", dpi=150)
-        pictures.append(f"{file}.png")
-    for file, text in texts.items():
-        (folder / file).write_text(text)
-    paths = [folder / file for file in (*texts, *pictures)]
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    files = [*texts, *_write_comparisons(compared, folder, sweep.name, metric)]
+    paths = [folder / name for name in files]
     mlflow.log_files(uri, sweep.run_id, paths, "analysis")
-    _describe(sweep, shown["settings"], uri, metric)
+    description = f"{summary_sentence(settings, metric)} analysis/analysis.html has the rest."
+    mlflow.log_summary(uri, sweep.run_id, description, {metric: settings[0].mean} if settings[0].values else {})
     return paths
 
 
-def _describe(sweep: Sweep, found: Sequence[Group], uri: str, metric: str) -> None:
-    """Gives a sweep's own MLflow run, which else is an empty row, its answer and its best mean."""
-    door = mlflow.client(uri)
-    door.set_tag(
-        sweep.run_id, "mlflow.note.content", f"{summary_sentence(found, metric)} analysis/analysis.html has the rest."
-    )
-    if found[0].values:
-        door.log_metric(sweep.run_id, metric, found[0].mean, step=0)
-
-
-def compared(
+def comparisons(
     sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None, against: Sweep | None = None
 ) -> dict[str, list[Group]]:
-    """The groups that a sweep is read by, each best first, under what they are: its settings; if given, the values of
-    the varied setting `by`; and the best settings of it and of another sweep.
+    """The groups to compare by the title of the comparison, each list best first: always the settings of the sweep.
 
-    ConfigError if the metric was not loaded, or `by` was not varied.
+    Args:
+        by: also compare the values of this varied setting.
+        against: also compare the best setting with that of another sweep.
+
+    Raises:
+        ConfigError: the metric was not loaded, or `by` was not varied.
     """
-    shown = {"settings": groups(sweep, metric, mode)}
+    compared = {SETTINGS: group_trials(sweep, metric, mode)}
     if by:
-        shown[f"by {by}"] = groups(sweep, metric, mode, by)
+        compared[f"by {by}"] = group_trials(sweep, metric, mode, by)
     if against:
-        bests = ((sweep.name, shown["settings"][0]), (against.name, groups(against, metric, mode)[0]))
-        shown[f"against {against.name}"] = best_first((_of_sweep(name, best) for name, best in bests), mode)
-    return shown
+        ours, theirs = compared[SETTINGS][0], group_trials(against, metric, mode)[0]
+        winners = (_labelled(sweep.name, ours), _labelled(against.name, theirs))
+        compared[f"against {against.name}"] = best_first(winners, mode)
+    return compared
 
 
-def _of_sweep(name: str, best: Group) -> Group:
-    settings: dict[str, Setting] = {"sweep": name}
-    return replace(best, label=f"{name}: {best.label}", settings=settings | best.settings)
+def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str) -> str:
+    """The best setting as YAML for ppo.py, without the seed if seeds were varied.
 
-
-def best_settings(sweep: Sweep, found: Sequence[Group], uri: str) -> str:
-    """The best setting as YAML for ppo.py, without the seed if seeds were varied; nothing if no trial has a result, or
-    the config of the best is not in MLflow or of another version of rlx."""
-    if not found[0].values:
+    Empty if no trial has a result, or if the config of the best trial is not in MLflow or comes from another version
+    of rlx.
+    """
+    if not settings[0].values:
         return ""
-    trial = found[0].ended[0]
+    trial = settings[0].ended[0]
     try:
         config = loading.run_config(uri, trial)
     except ConfigError:
         return ""
     seed = {statistics.SEED} & set(sweep.varied)
-    tree = essentials(config, without=seed, keep=set(sweep.varied) - seed)
-    notes = f"# The best setting of the sweep {sweep.name}; what is not here is at its default.\n"
-    notes += "# The trial changed while it ran: this is how it ended.\n" if trial.origins else ""
-    return notes + (yaml.safe_dump(tree, sort_keys=False) if tree else "")
+    tree = minimal_tree(config, without=seed, keep=set(sweep.varied) - seed)
+    comment = f"# The best setting of the sweep {sweep.name}; what is not here is at its default.\n"
+    comment += "# The trial changed while it ran: these are its last settings.\n" if trial.origins else ""
+    return comment + (yaml.safe_dump(tree, sort_keys=False) if tree else "")
 
 
-def essentials(config: RunConfig, without: Set[str] = frozenset(), keep: Set[str] = frozenset()) -> dict[str, Any]:
-    """The settings that give a config again, as a tree: those of `keep`, and of the others as few as will do.
+def minimal_tree(config: RunConfig, without: Set[str] = frozenset(), keep: Set[str] = frozenset()) -> dict[str, Any]:
+    """The smallest settings tree that gives a config again, except for its name, its storage and `without`.
 
-    Its name, its storage and `without` are left out.
+    Args:
+        without: dotted keys to leave out.
+        keep: dotted keys that stay even if they have their default.
     """
-    kept = {key: value for key, value in flatten(config).items() if key not in {*_PLACE, *without}}
-    wanted = from_tree(with_overrides({}, kept))
-    for key in [key for key in kept if key not in keep]:  # defaults may follow other settings, so each is tried
-        fewer = {other: value for other, value in kept.items() if other != key}
+    values = {key: value for key, value in flatten(config).items() if key not in {*_LOCATION_KEYS, *without}}
+    wanted = from_tree(with_overrides({}, values))
+    for key in [key for key in values if key not in keep]:  # one by one: a default may depend on another setting
+        fewer = {other: value for other, value in values.items() if other != key}
         try:
             if from_tree(with_overrides({}, fewer)) == wanted:
-                kept = fewer
+                values = fewer
         except ConfigError:
             continue
-    return with_overrides({}, kept)
+    return with_overrides({}, values)
+
+
+def _write_comparisons(
+    compared: Mapping[str, Sequence[Group]], folder: Path, sweep_name: str, metric: str
+) -> list[str]:
+    """Writes a table and a picture for each comparison; returns the file names, tables first."""
+    written, pictures = [], []
+    for name, groups in compared.items():
+        title, stem = f"{sweep_name}: {metric}, {name}", name.replace(" ", "_")
+        table = tables.format_table(tables.group_table(groups))
+        (folder / f"{stem}.md").write_text(f"# {title}\n\n{table}\n")
+        static_figure.draw(groups, title, metric).savefig(folder / f"{stem}.png", dpi=150)
+        written.append(f"{stem}.md")
+        pictures.append(f"{stem}.png")
+    return [*written, *pictures]
+
+
+def _labelled(sweep_name: str, group: Group) -> Group:
+    """A group that names the sweep it comes from."""
+    settings: dict[str, Setting] = {"sweep": sweep_name}
+    return replace(group, label=f"{sweep_name}: {group.label}", settings=settings | group.settings)

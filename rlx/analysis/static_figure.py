@@ -1,4 +1,7 @@
-"""TODO rlx.analysis.static_figure."""
+"""The static picture of a sweep, for a terminal's image viewer or a text: curves, and the final values beside them.
+
+Left out: interactive figures (figures.py).
+"""
 
 from __future__ import annotations
 
@@ -11,63 +14,69 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rlx.analysis.statistics import BANDS, Group, mean_curve, shades
+from rlx.analysis.statistics import Group, mean_curve
+from rlx.analysis.style import NUM_BANDS, colors
 from rlx.config.sections import DEFAULT_METRIC
 
-_SHOWN = 20  # groups whose intervals a static figure has room for
+_MAX_INTERVALS = 20  # groups whose final values fit into the figure
+_LABEL_WIDTH = 48  # characters of a line
 
 
-def figure(found: Sequence[Group], title: str, metric: str = DEFAULT_METRIC) -> Figure:
-    """Mean curves of the groups, and beside them each run's last value with the means and their intervals.
+def draw(groups: Sequence[Group], title: str, metric: str = DEFAULT_METRIC) -> Figure:
+    """Draws the mean curves of the groups, and beside them the final value of each run with means and intervals.
 
-    The best few curves have their intervals as bands; those of all but the best groups are grey.
+    The best few curves have their intervals as bands. Groups without values are left out.
+
+    Args:
+        groups: best first.
     """
-    known = [group for group in found if group.values]
-    drawn = Figure(figsize=(12, max(5.2, 1.6 + 0.3 * min(len(known), _SHOWN))))
-    curves, ends = drawn.add_axes((0.06, 0.11, 0.41, 0.74)), drawn.add_axes((0.74, 0.11, 0.24, 0.74))
-    for place, (group, shade) in reversed(list(enumerate(zip(known, shades(len(known)), strict=True)))):
-        _draw_mean(curves, mean_curve(group, metric), shade, place < BANDS)
-        if place < _SHOWN:
-            _draw_ends(ends, place, group, shade)
-    for axes in (curves, ends):
+    drawn = [group for group in groups if group.values]
+    figure = Figure(figsize=(12, max(5.2, 1.6 + 0.3 * min(len(drawn), _MAX_INTERVALS))))
+    curves, finals = figure.add_axes((0.06, 0.11, 0.41, 0.74)), figure.add_axes((0.74, 0.11, 0.24, 0.74))
+    for row, (group, color) in reversed(list(enumerate(zip(drawn, colors(len(drawn)), strict=True)))):
+        _draw_curve(curves, mean_curve(group, metric), color, row < NUM_BANDS)
+        if row < _MAX_INTERVALS:
+            _draw_final_values(finals, row, group, color)
+    for axes in (curves, finals):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e8e8e8", linewidth=0.8)
     curves.set(xlabel="PPO step (0: before training)", ylabel=metric)
     curves.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ends.set_yticks(range(len(known[:_SHOWN])), [_folded(group.label) for group in known[:_SHOWN]], fontsize=8)
-    ends.invert_yaxis()
-    ends.set_title("last value of each run; mean, 95 % interval", fontsize=9)
-    drawn.text(0.02, 0.94, title, fontsize=13, fontweight="bold")
-    drawn.text(0.02, 0.9, _of_runs(known, len(found) - len(known)), fontsize=9, color="#707070")
-    return drawn
+    labels = [_folded(group.label) for group in drawn[:_MAX_INTERVALS]]
+    finals.set_yticks(range(len(labels)), labels, fontsize=8)
+    finals.invert_yaxis()
+    finals.set_title("last value of each run; mean, 95 % interval", fontsize=9)
+    figure.text(0.02, 0.94, title, fontsize=13, fontweight="bold")
+    figure.text(0.02, 0.9, _subtitle(drawn, len(groups) - len(drawn)), fontsize=9, color="#707070")
+    return figure
 
 
-def _of_runs(known: Sequence[Group], without: int) -> str:
-    counts = sorted({len(group.values) for group in known})
-    note = f"mean and 95 % interval of {' or '.join(map(str, counts)) or 'no'} runs each"
-    return note + (f"; {without} without a value left out" if without else "")
+def _subtitle(drawn: Sequence[Group], num_left_out: int) -> str:
+    counts = sorted({len(group.values) for group in drawn})
+    text = f"mean and 95 % interval of {' or '.join(map(str, counts)) or 'no'} runs each"
+    return text + (f"; {num_left_out} without a value left out" if num_left_out else "")
 
 
 def _folded(label: str) -> str:
-    """A label in lines of at most 50 characters, cut between its settings."""
+    """A label in lines of about `_LABEL_WIDTH` characters, folded between settings."""
     lines = [""]
     for part in label.split(", "):
-        if len(lines[-1]) + len(part) > 48 and lines[-1]:
+        if len(lines[-1]) + len(part) > _LABEL_WIDTH and lines[-1]:
             lines.append("")
         lines[-1] += (", " if lines[-1] else "") + part
     return "\n".join(lines)
 
 
-def _draw_mean(axes: Axes, curve: pd.DataFrame, shade: str, banded: bool) -> None:
-    axes.plot(
-        curve.index, curve["mean"], "o-" if banded else "-", color=shade, linewidth=2 if banded else 1, markersize=4
-    )
-    if banded:
-        axes.fill_between(curve.index, curve["low"], curve["high"], color=shade, alpha=0.15, linewidth=0)
+def _draw_curve(axes: Axes, curve: pd.DataFrame, color: str, has_band: bool) -> None:
+    marker, width = ("o-", 2) if has_band else ("-", 1)
+    axes.plot(curve.index, curve["mean"], marker, color=color, linewidth=width, markersize=4)
+    if has_band:
+        axes.fill_between(curve.index, curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0)
 
 
-def _draw_ends(axes: Axes, place: int, group: Group, shade: str) -> None:
-    around = place + (np.linspace(-0.12, 0.12, len(group.values)) if len(group.values) > 1 else np.zeros(1))
-    axes.plot(group.values, around, "o", color=shade, alpha=0.5, markersize=5)
-    half = 0 if math.isnan(group.half) else group.half
-    axes.errorbar(group.mean, place, xerr=half, fmt="|", color=shade, markersize=14, capsize=4)
+def _draw_final_values(axes: Axes, row: int, group: Group, color: str) -> None:
+    count = len(group.values)
+    heights = row + (np.linspace(-0.12, 0.12, count) if count > 1 else np.zeros(1))
+    axes.plot(group.values, heights, "o", color=color, alpha=0.5, markersize=5)
+    half_width = 0 if math.isnan(group.half_width) else group.half_width
+    axes.errorbar(group.mean, row, xerr=half_width, fmt="|", color=color, markersize=14, capsize=4)

@@ -1,11 +1,13 @@
-"""Trials of a sweep in groups: means with 95 % intervals, ranks, what two groups differ by, and a picture of it.
+"""Trials in groups: means with 95 % intervals, ranks, and the difference of two groups.
 
 A group is one setting over its seeds, or, to compare the values of one varied setting, all trials of one value.
-Intervals are Student's t: they suppose runs that differ by chance alone, so whatever else a sweep varies within a group
-counts as chance too. Runs can agree by luck, and all answer the same held-out questions: an accuracy's interval is at
-least as wide as that of one share of so many questions, since others might have been drawn. Two settings answer the
-same ones, so their difference is better known than that says. The best of many means is flattered by having been
-picked; no interval here corrects for that.
+
+Intervals are Student's t. They assume that the runs of a group differ by chance alone, so whatever else a sweep varies
+within a group counts as chance too. Runs can agree by luck, and all trials answer the same held-out questions: the
+interval of an accuracy is at least as wide as the interval of one share of that many questions, because other questions
+could have been drawn. For the difference of two settings this is cautious, because both answer the same questions.
+
+Left out: a correction for choosing the best of many means, which makes the best look better than it is.
 """
 
 from __future__ import annotations
@@ -13,212 +15,189 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
 from rlx.analysis.loading import Setting, Sweep, Trial, check_metric
+from rlx.analysis.style import as_text, short_names
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections import DEFAULT_METRIC
 
 Mode = Literal["max", "min"]
+"""which end of a metric is good"""
 
 LEVEL = 0.95
 SEED = "seed"
-_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
-NAMED = len(_COLOURS)
-"""groups whose curves a figure names: the best ones"""
-BANDS = 3
-"""groups whose curves a figure draws with their intervals: more would hide each other"""
+
+
+class Estimate(NamedTuple):
+    """A number, and half the width of its 95 % interval; NaN where the interval is not known."""
+
+    value: float
+    half_width: float
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Trials that are taken together, and the last values of the metric of those that have ended."""
+    """Trials that are compared as one, and the final values of the metric of those that have ended."""
 
     label: str
-    settings: dict[str, Setting]  # what they have in common
+    settings: dict[str, Setting]  # which all trials have in common
     trials: tuple[Trial, ...]  # best first
-    ended: tuple[Trial, ...]  # those that have values
-    values: tuple[float, ...]  # one per setting and seed: trials that differ in nothing count once, with their mean
+    ended: tuple[Trial, ...]  # the trials that have a final value
+    values: tuple[float, ...]  # one per setting and seed: trials with equal settings count once, with their mean
     mean: float  # NaN without values
-    half: float  # half the width of its 95 % interval; NaN for fewer than two values
-    questions: int | None  # how many of them each value is the share of right answers to; None for other metrics
+    half_width: float  # of the 95 % interval of the mean; NaN for fewer than two values
+    num_questions: int | None  # each value is the share of right answers to so many; None for other metrics
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Means and differences
 
 
-def mean_interval(values: Sequence[float], questions: int | None = None) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval: t * s / sqrt(n) with n - 1 degrees of freedom; NaN for n = 1.
+def mean_interval(values: Sequence[float], num_questions: int | None = None) -> Estimate:
+    """The mean with its 95 % interval, half width t * s / sqrt(n) with n - 1 degrees of freedom; NaN for n < 2.
 
-    Of shares of right answers to the same questions, no less than `of_questions`.
+    Args:
+        num_questions: the values are shares of right answers to the same questions, so many. The half width is then
+            at least `wilson_half_width`.
     """
     count = len(values)
     if count < 2:
-        return float(np.mean(values)) if count else math.nan, math.nan
+        return Estimate(float(np.mean(values)) if count else math.nan, math.nan)
     mean, spread = float(np.mean(values)), float(np.std(values, ddof=1))
-    return mean, max(_quantile(count - 1) * spread / math.sqrt(count), of_questions(mean, questions))
+    half_width = _t_quantile(count - 1) * spread / math.sqrt(count)
+    return Estimate(mean, max(half_width, wilson_half_width(mean, num_questions)))
 
 
-def of_questions(share: float, questions: int | None) -> float:
-    """Half the width of Wilson's 95 % interval of a share of so many questions; unlike the plain 1.96 * sqrt(p (1 - p)
-    / n) it is not 0 if all are right. 0 for what is no such share."""
-    if questions is None:
+def wilson_half_width(share: float, num_questions: int | None) -> float:
+    """Half the width of the 95 % interval of a share of `num_questions` (Wilson, 1927); 0 for None.
+
+    Unlike 1.96 * sqrt(p (1 - p) / n) it is not 0 for a share of 0 or 1.
+    """
+    if num_questions is None:
         return 0.0
-    z = _quantile(math.inf)
-    return z * math.sqrt(share * (1 - share) / questions + (z / questions / 2) ** 2) / (1 + z * z / questions)
+    z = _t_quantile(math.inf)
+    variance = share * (1 - share) / num_questions + (z / num_questions / 2) ** 2
+    return z * math.sqrt(variance) / (1 + z * z / num_questions)
 
 
-def difference(one: Group, other: Group) -> tuple[float, float]:
-    """How much higher one group's mean is, and half the width of the 95 % interval of that, after Welch: the groups may
-    spread unequally. NaN if one of them has fewer than two values; of accuracies, no less than the questions allow."""
-    parts = [float(np.var(group.values, ddof=1)) / len(group.values) for group in (one, other) if len(group.values) > 1]
-    if len(parts) < 2:
-        return one.mean - other.mean, math.nan
-    least = math.hypot(*(of_questions(group.mean, group.questions) for group in (one, other)))
-    counts = (len(one.values) - 1, len(other.values) - 1)
-    if not sum(parts):
-        return one.mean - other.mean, least
-    freedom = sum(parts) ** 2 / sum(part**2 / count for part, count in zip(parts, counts, strict=True))
-    return one.mean - other.mean, max(_quantile(freedom) * math.sqrt(sum(parts)), least)
+def difference(first: Group, second: Group) -> Estimate:
+    """The mean of the first group minus that of the second, with its 95 % interval for unequal variances (Welch, 1947).
+
+    The half width is NaN if a group has fewer than two values; for accuracies it is at least what the number of
+    questions allows.
+    """
+    gap, pair = first.mean - second.mean, (first, second)
+    if min(len(group.values) for group in pair) < 2:
+        return Estimate(gap, math.nan)
+    variances = [float(np.var(group.values, ddof=1)) / len(group.values) for group in pair]
+    least = math.hypot(*(wilson_half_width(group.mean, group.num_questions) for group in pair))
+    if not sum(variances):
+        return Estimate(gap, least)
+    degrees = [len(group.values) - 1 for group in pair]
+    shares = [variance**2 / degree for variance, degree in zip(variances, degrees, strict=True)]
+    quantile = _t_quantile(sum(variances) ** 2 / sum(shares))
+    return Estimate(gap, max(quantile * math.sqrt(sum(variances)), least))
 
 
-def _quantile(freedom: float) -> float:
-    """Student's t within which 95 % lie."""
-    return float(stdtrit(freedom, (1 + LEVEL) / 2))
+def _t_quantile(degrees_of_freedom: float) -> float:
+    """The t within which 95 % of Student's distribution lie."""
+    return float(stdtrit(degrees_of_freedom, (1 + LEVEL) / 2))
 
 
-def difference_sentence(one: Group, other: Group) -> str:
-    """By how much two groups differ, in a sentence."""
-    gap, half = difference(one, other)
-    if math.isnan(half):
-        return f"The means differ by {as_text(gap)}; there is no interval without two runs of each."
-    verdict = "more than chance" if abs(gap) > half else "which may be chance"
-    return f"The means differ by {as_text(gap, 2)} ± {as_text(half, 2)} (95 %, Welch): {verdict}."
+# ---------------------------------------------------------------------------------------------------------------------
+# Trials
 
 
-def final(trial: Trial, metric: str) -> float:
-    """A trial's last value of a metric, that of the model which it left behind; NaN if it has none."""
+def final_value(trial: Trial, metric: str) -> float:
+    """The last value of a metric, which belongs to the model that the trial left; NaN if it has none."""
     curve = trial.curve(metric)
     return float(curve.iloc[-1]) if len(curve) else math.nan
 
 
-def mean_curve(group: Group, metric: str) -> pd.DataFrame:
-    """Mean and 95 % interval by step of the trials that have ended: columns mean, low, high.
+def best_value(trial: Trial, metric: str, mode: Mode) -> float:
+    """The best value of a metric at any step; NaN if the trial has none."""
+    curve = trial.curve(metric)
+    return float(curve.max() if mode == "max" else curve.min())
 
-    One that ended before the others keeps its last value, as in the table: the mean of fewer would jump.
-    """
-    curves = [trial.curve(metric) for trial in group.ended]
-    values = pd.concat(curves, axis=1).sort_index().ffill().dropna() if curves else pd.DataFrame()
-    rows = [mean_interval(list(row), group.questions) for row in values.to_numpy()]
-    bounds = [(mean, mean - half, mean + half) for mean, half in rows]
-    return pd.DataFrame(bounds, values.index, ["mean", "low", "high"], dtype=float)
+
+def rank_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") -> list[Trial]:
+    """The trials by their final value, best first, then by their best value; trials without the metric come last."""
+    sign = -1.0 if mode == "max" else 1.0
+
+    def sort_key(trial: Trial) -> tuple[bool, float, float]:
+        final = final_value(trial, metric)
+        return math.isnan(final), sign * final, sign * best_value(trial, metric, mode)
+
+    return sorted(sweep.trials, key=sort_key)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Groups and their order
+# Groups
 
 
-def groups(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None) -> list[Group]:
-    """A sweep's settings, or the values of the varied setting `by`, best mean first; those without a value come last.
+def group_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None) -> list[Group]:
+    """The settings of a sweep as groups, best mean first; groups without a value come last.
 
-    ConfigError if the metric was not loaded, or `by` was not varied.
+    Args:
+        by: group by the values of this varied setting instead.
+
+    Raises:
+        ConfigError: the metric was not loaded, or `by` was not varied.
     """
     check_metric(metric, sweep.metrics)
     if by is not None and by not in sweep.varied:
         raise ConfigError(f"--by {by}: sweep {sweep.name} varies {', '.join(sweep.varied)}{nearest(by, sweep.varied)}")
     keys = [key for key in sweep.varied if key != SEED] if by is None else [by]
-    names = dict(zip(keys, short_names(keys), strict=True))
-    found: dict[tuple[Setting, ...], list[Trial]] = {}
-    for trial in ranked(sweep, metric, mode):
-        found.setdefault(tuple(trial.settings[key] for key in keys), []).append(trial)
-    count = sweep.questions_of(metric)
-    made = [_group(dict(zip(keys, each, strict=True)), names, trials, metric, count) for each, trials in found.items()]
-    return best_first(made, mode)
+    trials_by_setting: dict[tuple[Setting, ...], list[Trial]] = {}
+    for trial in rank_trials(sweep, metric, mode):
+        trials_by_setting.setdefault(tuple(trial.settings[key] for key in keys), []).append(trial)
+    num_questions = sweep.num_questions_of(metric)
+    groups = [
+        _group(dict(zip(keys, values, strict=True)), trials, metric, num_questions)
+        for values, trials in trials_by_setting.items()
+    ]
+    return best_first(groups, mode)
 
 
-def best_first(found: Iterable[Group], mode: Mode = "max") -> list[Group]:
-    """Groups by their means, those without one last; equal ones stay in order."""
+def best_first(groups: Iterable[Group], mode: Mode = "max") -> list[Group]:
+    """Groups by their means, groups without a mean last; equal ones keep their order."""
     sign = -1 if mode == "max" else 1
-    return sorted(found, key=lambda group: (math.isnan(group.mean), sign * group.mean))
+    return sorted(groups, key=lambda group: (math.isnan(group.mean), sign * group.mean))
 
 
-def _group(
-    settings: dict[str, Setting], names: dict[str, str], trials: list[Trial], metric: str, questions: int | None
-) -> Group:
+def mean_curve(group: Group, metric: str) -> pd.DataFrame:
+    """Mean and 95 % interval by step over the trials that have ended: columns mean, low, high.
+
+    A trial that ended before the others keeps its last value, as in the table: otherwise the mean would jump where
+    the trial ends.
+    """
+    curves = [trial.curve(metric) for trial in group.ended]
+    values = pd.concat(curves, axis=1).sort_index().ffill().dropna() if curves else pd.DataFrame()
+    estimates = [mean_interval(list(row), group.num_questions) for row in values.to_numpy()]
+    bounds = [(mean, mean - half_width, mean + half_width) for mean, half_width in estimates]
+    return pd.DataFrame(bounds, values.index, ["mean", "low", "high"], dtype=float)
+
+
+def _group(settings: dict[str, Setting], trials: Sequence[Trial], metric: str, num_questions: int | None) -> Group:
     ended = tuple(trial for trial in trials if trial.status != "RUNNING" and len(trial.curve(metric)))
-    same: dict[tuple[Setting, ...], list[float]] = {}
+    values_by_setting: dict[tuple[Setting, ...], list[float]] = {}
     for trial in ended:
-        same.setdefault(tuple(trial.settings.values()), []).append(final(trial, metric))
-    values = tuple(float(np.mean(each)) for each in same.values())
-    label = ", ".join(f"{names[key]} {as_text(value)}" for key, value in settings.items()) or "the one setting"
-    return Group(label, settings, tuple(trials), ended, values, *mean_interval(values, questions), questions)
-
-
-def short_names(keys: Iterable[str]) -> list[str]:
-    """Dotted keys without their sections, where that does not make two alike."""
-    keys = list(keys)
-    last = [key.rpartition(".")[2] for key in keys]
-    return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
-
-
-def ranked(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") -> list[Trial]:
-    """The trials, best last value first, then by best value; those without the metric come last."""
-    sign = -1.0 if mode == "max" else 1.0
-
-    def place(trial: Trial) -> tuple[bool, float, float]:
-        last = final(trial, metric)
-        return math.isnan(last), sign * last, sign * _best(trial, metric, mode)
-
-    return sorted(sweep.trials, key=place)
-
-
-def summary_sentence(found: Sequence[Group], metric: str = DEFAULT_METRIC) -> str:
-    """Which setting wins, by how much, and whether that may be chance: one sentence of the groups, best first."""
-    known = [group for group in found if group.values]
-    if not known:
-        return f"No trial has ended with {metric} yet."
-    best, *others = known
-    wins = f"{best.label} {'wins' if others else 'comes'} with {metric} {_value(best)}"
-    if not others:
-        return f"{wins}; there is no other setting to compare it with."
-    after = f"{wins}; the next is {_value(others[0])} ({others[0].label})"
-    if math.isnan(best.half + others[0].half):
-        return f"{after}: a single run of a setting cannot tell its effect from chance, --seeds 3 would."
-    apart = abs(best.mean - others[0].mean) > best.half + others[0].half
-    return f"{after}: the intervals {'do not overlap' if apart else 'overlap'}."
-
-
-def _value(group: Group) -> str:
-    count = len(group.values)
-    interval = "" if math.isnan(group.half) else f" ± {as_text(group.half, 2)}"
-    return f"{as_text(group.mean)}{interval} over {count} run{'s' if count > 1 else ''}"
-
-
-def as_text(value: Any, digits: int = 3) -> str:
-    """A cell or an axis label: so many digits of a number, but whole numbers and thousands whole; - for none."""
-    if isinstance(value, str):
-        return value
-    if value is None or math.isnan(value):
-        return "-"
-    if value == int(value) or abs(value) >= 1000:  # .3g would make 1.23e+04 of 12345.67
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}".replace("e-0", "e-")
-
-
-def _best(trial: Trial, metric: str, mode: Mode) -> float:
-    curve = trial.curve(metric)
-    return float(curve.max() if mode == "max" else curve.min())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One static picture
-
-
-def shades(count: int) -> list[str]:
-    """A colour for each of so many groups, best first: distinct ones for those that are named, grey for the others."""
-    return [*_COLOURS, *["#b8b8b8"] * count][:count]
+        values_by_setting.setdefault(tuple(trial.settings.values()), []).append(final_value(trial, metric))
+    values = tuple(float(np.mean(repeated)) for repeated in values_by_setting.values())
+    estimate = mean_interval(values, num_questions)
+    parts = zip(short_names(settings), settings.values(), strict=True)
+    return Group(
+        label=", ".join(f"{name} {as_text(value)}" for name, value in parts) or "the one setting",
+        settings=settings,
+        trials=tuple(trials),
+        ended=ended,
+        values=values,
+        mean=estimate.value,
+        half_width=estimate.half_width,
+        num_questions=num_questions,
+    )

@@ -1,4 +1,7 @@
-"""A sweep's results from MLflow as a page, tables and figures: python experiments/analyze.py [--sweep NAME]"""
+"""Analyzes a sweep from MLflow as a page, tables and figures: python experiments/analyze.py [--sweep NAME]
+
+Left out: the analysis itself (rlx.analysis).
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,22 @@ from rlx.tracking import mlflow
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        description="Ranks a sweep's settings, draws them, and stores both with the sweep in MLflow.",
+        description="Ranks and draws the settings of a sweep, and stores the files with the sweep in MLflow.",
         allow_abbrev=False,
     )
-    parser.add_argument("--sweep", metavar="NAME", help="the sweep to analyse (default: the newest)")
-    parser.add_argument("--against", metavar="NAME", help="another sweep, to compare the best setting of each")
-    parser.add_argument("--experiment", default="rlx", help="MLflow experiment that it is in (default: %(default)s)")
-    parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: that of --storage)")
-    parser.add_argument("--storage", default="storage", help="where the runs are kept (default: %(default)s)")
-    parser.add_argument("--metric", default=DEFAULT_METRIC, help="what settings are ranked by (default: %(default)s)")
-    parser.add_argument("--mode", choices=("max", "min"), default="max", help="which end of the metric is good")
+    parser.add_argument("--sweep", metavar="NAME", help="the sweep to analyze (default: the newest)")
+    parser.add_argument("--against", metavar="NAME", help="another sweep: compare the best setting of each")
+    parser.add_argument("--experiment", default="rlx", help="MLflow experiment of the sweep (default: %(default)s)")
+    parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: in --storage)")
+    parser.add_argument("--storage", default="storage", help="folder with the runs (default: %(default)s)")
+    parser.add_argument("--metric", default=DEFAULT_METRIC, help="metric to rank settings by (default: %(default)s)")
+    parser.add_argument("--mode", choices=("max", "min"), default="max", help="whether high or low is good")
     parser.add_argument(
-        "--by", metavar="SETTING", help="compare its values: mean and 95 %% interval over the runs of each"
+        "--by",
+        metavar="SETTING",
+        help="also compare the values of this setting over all runs",
     )
     parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
     try:
@@ -41,11 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def analyze(args: argparse.Namespace) -> int:
-    """Shows the sweep and writes its files."""
-    from rlx.analysis import loading, report, statistics, tables
+    """Prints the ranking of the sweep and writes its files; returns the exit status."""
+    from rlx.analysis import loading, report, tables
+    from rlx.analysis.sentences import difference_sentence, summary_sentence
 
     storage = local_folder(args.storage)
-    uri = args.tracking_uri or default_uri(storage)
+    uri = args.tracking_uri or existing_uri(storage)
     names = loading.sweep_names(uri, args.experiment)
     sweep = loading.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
     against = loading.load_sweep(uri, args.experiment, args.against, [args.metric]) if args.against else None
@@ -53,14 +60,15 @@ def analyze(args: argparse.Namespace) -> int:
         print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
     print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {args.metric}\n")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    shown = report.compared(sweep, args.metric, args.mode, args.by, against)
-    for found in shown.values():
-        print(f"{tables.format_table(tables.table(found), width)}\n")
-    print(f"{statistics.summary_sentence(shown['settings'], args.metric)}\n")
+    compared = report.comparisons(sweep, args.metric, args.mode, args.by, against)
+    for groups in compared.values():
+        print(f"{tables.format_table(tables.group_table(groups), width)}\n")
+    settings = compared[report.SETTINGS]
+    print(f"{summary_sentence(settings, args.metric)}\n")
     if against:
-        print(f"{statistics.difference_sentence(*shown[f'against {against.name}'])}\n")
-    if (best := shown["settings"][0]).ended:
-        run = mlflow.client(uri).get_run(best.trials[0].runs[-1]).data.tags.get("rlx.folder", "RUN")
+        print(f"{difference_sentence(*compared[f'against {against.name}'])}\n")
+    if settings[0].ended:
+        run = loading.folder_of(uri, settings[0].trials[0]) or "RUN"
         print(f"its model: python experiments/export.py {run} --checkpoint best --register NAME\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
     paths = report.write(sweep, folder, uri, args.metric, args.mode, args.by, against)
@@ -68,8 +76,12 @@ def analyze(args: argparse.Namespace) -> int:
     return 0
 
 
-def default_uri(storage: Path) -> str:
-    """The storage's own MLflow store; ConfigError if nothing has run there yet, rather than a new folder."""
+def existing_uri(storage: Path) -> str:
+    """The address of the MLflow store in a storage folder, which is not created.
+
+    Raises:
+        ConfigError: the folder does not exist.
+    """
     if not storage.is_dir():
         raise ConfigError(f"no storage folder {storage}")
     return mlflow.default_uri(storage)

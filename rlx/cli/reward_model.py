@@ -70,14 +70,14 @@ def train(args: argparse.Namespace) -> int:
     steps = recipe.steps(len(pairs))
     with console.RunProgress(steps) as shown, _recorded(config, folder.name, given) as record:
         base = given.get("base") or preflight.model_folder(config, shown.warm_start)
-        shown.say(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
+        shown.status(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
         begun = time.monotonic()
 
         def on_step(done: int, metrics: dict[str, float]) -> None:
             record.log({f"reward_model/{key}": value for key, value in metrics.items()}, done, _milliseconds())
             if done and (shown.console.is_terminal or done % LINES == 0 or done == steps):
-                left = console.time_left((time.monotonic() - begun) / done * (steps - done))
-                shown.say(f"step {done}/{steps}  {described(metrics)}  left {left}")
+                left = console.duration_text((time.monotonic() - begun) / done * (steps - done))
+                shown.status(f"step {done}/{steps}  {described(metrics)}  left {left}")
 
         result = preferences.train(base, folder, pairs, held_out, recipe, progress=on_step)
     seconds = time.monotonic() - started

@@ -95,7 +95,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         where = [f"in MLflow: {service.browse_command()}"]
         where.append(f"at: {service.run_page(outbox.run_id(storage / 'sweeps' / plan.name))}")
         shown.console.print(*lines, *where, sep="\n", soft_wrap=True)
-        results = tuner.run_sweep(plan, storage, resume=args.resume is not None, watch=shown.watch)
+        results = tuner.run_sweep(plan, storage, resume=args.resume is not None, watch=shown.update)
     failed = tuner.failures(results)
     for reason in failed:
         print(f"error: {reason}", file=sys.stderr)
@@ -105,7 +105,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         loaded = loading.load_sweep(uri, config.tracking.experiment, own or plan.name)
         paths = report.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(tables.format_table(tables.rank(loaded), width))
+        print(tables.format_table(tables.settings_table(loaded), width))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own
         print(f"no analysis: {one_line(error, 300)}; later: analyze.py --sweep {plan.name}", file=sys.stderr)

@@ -88,7 +88,7 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
     if not args.resume:
         run_folder.check_new(config, folder)
     elif done := run_folder.finished(config, folder):
-        print(f"run {name} is finished: {config.train.steps} steps, {console.described(done)}")
+        print(f"run {name} is finished: {config.train.steps} steps, {console.metrics_line(done)}")
         launch.send_pending(config, folder, print)
         return 0
     first: dict[str, Any] = {}
@@ -100,10 +100,10 @@ def train(args: argparse.Namespace, base: dict[str, Any], given: dict[str, Any])
 
         shown.console.print(f"run {name}: {config.train.steps} steps, in {folder.path}")
         preflight.prepare(config, shown.warm_start)
-        shown.say("starting")
+        shown.status("starting")
         launch.connect(config)
         end_on_sigterm()
-        result = launch.run(config, folder, resume=bool(args.resume), on_report=on_report, say=shown.note)
+        result = launch.run(config, folder, resume=bool(args.resume), on_report=on_report, say=shown.message)
     print(summary(config, first, result.metrics, time.monotonic() - started))
     print(f"curves: {service_at(launch.tracking_uri(config)).browse_command()}")
     return 0
@@ -118,7 +118,7 @@ def check(base: dict[str, Any], given: dict[str, Any]) -> int:
     config = from_tree(with_overrides(config.model_dump(), preflight.absolute_paths(config)))
     with console.RunProgress(1) as shown:
         preflight.prepare(config, shown.warm_start)
-        shown.say("a few steps at learning rate 0")
+        shown.status("a few steps at learning rate 0")
         launch.connect(config)
         verdicts = launch.examine(config)
     for line in verdicts:

@@ -27,7 +27,7 @@ from rlx.storage import checkpoint_catalog, checkpoint_manifest
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
-from rlx.tracking.console import printed
+from rlx.tracking.console import table_text
 
 WATCHED = ("reward/mean", "eval/accuracy", "kl/ref")
 _NUMBERS = {"steps", "size", "step", "ranks"}  # columns that are right-aligned, beside the metrics'
@@ -225,4 +225,4 @@ def _table(rows: Sequence[dict[str, Any]], width: int | None) -> str:
         shown.add_column(name, justify="right" if number else "left", overflow="fold")
     for row in rows:
         shown.add_row(*(row[name] for name in columns))
-    return printed(shown, width or 10_000)
+    return table_text(shown, width or 10_000)

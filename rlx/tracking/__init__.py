@@ -1,1 +1,16 @@
-"""TODO rlx.tracking."""
+"""Numbers out of a run: metric names, the tracker that records them in a tracking service, and the console.
+
+Left out: computing metrics (rlx.training.metrics) and analyzing sweeps (rlx.analysis). Imports rlx.config and
+rlx.storage.
+
+Example:
+    from pathlib import Path
+    from rlx.storage.filesystem import Storage
+    from rlx.tracking.tracker import OutboxTracker
+
+    tracker = OutboxTracker("sqlite:////tmp/mlflow.db", Storage.here(Path("/tmp/runs/one")), "driver")
+    tracker.open("rlx", "one", params={"train.actor_lr": 1e-5}, tags={"rlx.kind": "run"})
+    tracker.log({"reward/mean": 0.5}, step=0)
+    tracker.end("FINISHED")
+    assert tracker.close(patience_s=60) == 0
+"""

@@ -1,5 +1,7 @@
-"""What a person watches: the warm start, the steps of a run, the trials of a sweep. A line that changes in place on a
-terminal, plain lines elsewhere.
+"""What a person sees in the terminal: the progress of the warm start, of a run's steps, and of a sweep's trials.
+
+On a terminal, a line or table changes in place; elsewhere (a file, a pipe) each event is one line. Left out: reports
+about finished runs and sweeps.
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ import io
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, NamedTuple
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
@@ -17,51 +20,99 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-_SHOWN = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("accuracy", "task/accuracy", "{:.3f}"),
-    ("held-out", "eval/accuracy", "{:.3f}"),
-    ("KL", "kl/ref", "{:.4f}"),
-    ("tokens/s", "tokens/rollout_per_s", "{:,.0f}"),
-    ("s/step", "time/step", "{:.1f}"),
+
+class _Column(NamedTuple):
+    """A metric that people watch."""
+
+    label: str
+    metric: str
+    format: str
+
+
+_COLUMNS = (
+    _Column("reward", "reward/mean", "{:.3f}"),
+    _Column("accuracy", "task/accuracy", "{:.3f}"),
+    _Column("held-out", "eval/accuracy", "{:.3f}"),
+    _Column("KL", "kl/ref", "{:.4f}"),
+    _Column("tokens/s", "tokens/rollout_per_s", "{:,.0f}"),
+    _Column("s/step", "time/step", "{:.1f}"),
 )
-_SPARE = ("s/step", "accuracy", "tokens/s", "KL", "reward")  # of a sweep's table, in the order in which they go
+_LABELS = tuple(column.label for column in _COLUMNS)
+_TIME_LEFT = "left"
+_OPTIONAL = (
+    "s/step",
+    "accuracy",
+    "tokens/s",
+    "KL",
+    "reward",
+)  # columns in the order in which a narrow table drops them
 
-Row = Mapping[str, Any]
-"""what is known of a trial: its settings, metrics, state"""
+
+@dataclass(frozen=True)
+class _TrialRow:
+    """What is known of a trial."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    state: str = ""
 
 
-def described(metrics: Mapping[str, Any]) -> str:
-    """The metrics that people watch, in one line; those that are not there are left out."""
-    return "  ".join(f"{label} {form.format(metrics[key])}" for label, key, form in _SHOWN if key in metrics)
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
 
 
-def time_left(seconds: float) -> str:
-    """12 s as 0:12, an hour as 1:00:00."""
-    minutes, rest = divmod(int(seconds), 60)
+def metrics_line(metrics: Mapping[str, Any]) -> str:
+    """The metrics that people watch, in one line; missing ones are omitted."""
+    values = [(column.label, _metric_text(column, metrics)) for column in _COLUMNS]
+    return "  ".join(f"{label} {text}" for label, text in values if text)
+
+
+def duration_text(seconds: float) -> str:
+    """A duration as minutes and seconds, 0:12, or with hours, 1:00:00."""
+    minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def plain_console(file: IO[str] | None = None, width: int | None = None) -> Console:
-    """One that shows texts as they are: an error's, a path or a setting may look like rich's markup, "[/tmp]" say."""
+    """A console that prints texts unchanged: an error, path or setting may look like rich markup, e.g. "[/tmp]"."""
     return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
 
 
-def printed(table: Table, width: int) -> str:
-    """A table as text, as a screen so wide shows it."""
+def table_text(table: Table, width: int) -> str:
+    """A table as text, as a screen of the given width shows it."""
     stream = io.StringIO()
     plain_console(stream, width).print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
 
 
+def _metric_text(column: _Column, metrics: Mapping[str, Any]) -> str:
+    """The value of a metric as a cell; empty if it is missing."""
+    return column.format.format(metrics[column.metric]) if column.metric in metrics else ""
+
+
+def _settings_line(settings: Mapping[str, Any]) -> str:
+    return "  ".join(f"{key} {_setting_text(value)}" for key, value in settings.items())
+
+
+def _setting_text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Progress
+
+
 class RunProgress:
-    """The live line of one run. Steps with an evaluation stay on the screen; off a terminal every step is a line."""
+    """The progress line of one run. Steps with an evaluation stay on the screen; in a file every step is a line.
+
+    Use it as a context manager.
+    """
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.console = console or plain_console()
         self.steps = steps
-        self._first: tuple[int, float] | None = None
+        self._first: tuple[int, float] | None = None  # the first step shown, and when
         self._live = Live(console=self.console, transient=True, refresh_per_second=4)
 
     def __enter__(self) -> RunProgress:
@@ -72,46 +123,53 @@ class RunProgress:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def say(self, text: str) -> None:
-        """A passing message, e.g. what is being waited for."""
+    def status(self, text: str) -> None:
+        """Shows what is happening now; on a terminal the next status replaces it."""
         if self.console.is_terminal:
             self._live.update(Text(text))
         else:
             self.console.print(text)
 
-    def note(self, text: str) -> None:
-        """Something that a person should know, and that stays on the screen."""
+    def message(self, text: str) -> None:
+        """Prints a message that stays on the screen."""
         self.console.print(text, soft_wrap=True)
 
-    def warm_start(self, done: int, steps: int, loss: float) -> None:
-        """One step of making the tiny model."""
-        if self.console.is_terminal or done % 100 == 0 or done == steps:
-            self.say(f"making the tiny model, once: step {done}/{steps}  loss {loss:.3f}")
+    def warm_start(self, step: int, steps: int, loss: float) -> None:
+        """Shows one step of training the tiny model."""
+        if self.console.is_terminal or step % 100 == 0 or step == steps:
+            self.status(f"making the tiny model, once: step {step}/{steps}  loss {loss:.3f}")
 
     def step(self, metrics: Mapping[str, Any], checkpoint: str | None) -> None:
-        """One reported step."""
-        now, done = time.monotonic(), int(metrics["step"])
-        self._first = self._first or (done, now)
-        spent = done - self._first[0]
-        left = f"  left {time_left((now - self._first[1]) / spent * (self.steps - done))}" if spent else ""
-        line = f"step {done}/{self.steps}  {described(metrics)}{left}"
+        """Shows one reported step, and the checkpoint that was finished with it."""
+        step = int(metrics["step"])
+        line = f"step {step}/{self.steps}  {metrics_line(metrics)}{self._time_left(step)}"
         if "time/eval" in metrics or not self.console.is_terminal:
-            self.console.print(
-                line + (f"  saved {checkpoint.rpartition('/')[2]}" if checkpoint else ""), soft_wrap=True
-            )
+            self.message(line + (f"  saved {checkpoint.rpartition('/')[2]}" if checkpoint else ""))
         if self.console.is_terminal:
-            self.say(line)
+            self.status(line)
+
+    def _time_left(self, step: int) -> str:
+        """The remaining time at the mean speed since the first step shown; empty at the first step."""
+        now = time.monotonic()
+        self._first = self._first or (step, now)
+        first_step, started = self._first
+        if step == first_step:
+            return ""
+        return f"  left {duration_text((now - started) / (step - first_step) * (self.steps - step))}"
 
 
 class SweepProgress:
-    """The live table of a sweep: one row per trial. Off a terminal, a line when a trial starts, evaluates or ends."""
+    """The progress table of a sweep, one row per trial. In a file, a trial is a line when it starts, evaluates or ends.
+
+    Use it as a context manager.
+    """
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.console = console or plain_console()
         self.steps = steps
-        self._rows: dict[str, dict[str, Any]] = {}
-        self._began, self._over = time.monotonic(), False
-        self._live = Live(console=self.console, get_renderable=self._shown, refresh_per_second=1)
+        self._rows: dict[str, _TrialRow] = {}
+        self._started, self._is_over = time.monotonic(), False
+        self._live = Live(console=self.console, get_renderable=self.render, refresh_per_second=1)
 
     def __enter__(self) -> SweepProgress:
         if self.console.is_terminal:
@@ -119,81 +177,87 @@ class SweepProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over = True  # what stays on the screen has every trial
+        self._is_over = True  # the last table, which stays on the screen, has all trials
         self._live.stop()
 
-    def watch(self, trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None:
-        """News of a trial; its settings change where a scheduler gives it another's."""
-        before: dict[str, Any] = self._rows.get(trial, {"metrics": {}, "state": ""})
-        changed = before["state"] != state
-        known: dict[str, Any] = {"settings": settings, "metrics": {**before["metrics"], **metrics}, "state": state}
-        self._rows = self._rows | {trial: known}  # in one go: the table is drawn in a thread of its own
-        if not self.console.is_terminal and (changed or "time/eval" in metrics):
-            step = f"step {known['metrics']['step']}/{self.steps}  " if "step" in known["metrics"] else ""
-            shown = step + described(known["metrics"]) if not changed or state != "running" else _settings(settings)
+    def update(self, trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None:
+        """Takes news of a trial; its settings change when a scheduler replaces them."""
+        before = self._rows.get(trial, _TrialRow())
+        row = _TrialRow(settings, {**before.metrics, **metrics}, state)
+        self._rows = self._rows | {trial: row}  # a new dict, because another thread draws the table
+        has_new_state = before.state != state
+        if not self.console.is_terminal and (has_new_state or "time/eval" in metrics):
+            step = f"step {row.metrics['step']}/{self.steps}  " if "step" in row.metrics else ""
+            is_start = has_new_state and state == "running"
+            shown = _settings_line(settings) if is_start else step + metrics_line(row.metrics)
             self.console.print(f"{trial} {state}  {shown}", soft_wrap=True)
 
-    def _shown(self) -> RenderableType:
-        """As much as fits on the screen; all trials once the sweep is over."""
+    def render(self) -> RenderableType:
+        """The table with as many trials as fit on the screen; with all trials once the sweep is over."""
         if not self._rows:
-            waited = time_left(time.monotonic() - self._began)
-            return Text("" if self._over else f"waiting for the first trial  {waited}")
-        room = self.console.height - 4  # header, what is left out, the cursor's line
-        left_out = [] if self._over else self._least_watched(len(self._rows) - max(room, 1))
-        rows = {trial: row for trial, row in self._rows.items() if trial not in left_out}
-        states = Counter(self._rows[trial]["state"] for trial in left_out)
-        more = ", ".join(f"{count} {state}" for state, count in states.items())
-        return Group(self._fitting(rows), *([f"and {more}"] if more else []))
+            waited = duration_text(time.monotonic() - self._started)
+            return Text("" if self._is_over else f"waiting for the first trial  {waited}")
+        height = self.console.height - 4  # without the header, the line about omitted trials, and the cursor
+        omitted = [] if self._is_over else self._least_interesting(len(self._rows) - max(height, 1))
+        rows = {trial: row for trial, row in self._rows.items() if trial not in omitted}
+        states = Counter(self._rows[trial].state for trial in omitted)
+        summary = ", ".join(f"{count} {state}" for state, count in states.items())
+        return Group(self._fitting_table(rows), *([f"and {summary}"] if summary else []))
 
-    def _least_watched(self, count: int) -> list[str]:
-        """So many trials: those that are over, the oldest first, and then the newest."""
-        over = [trial for trial, row in self._rows.items() if row["state"] != "running"]
+    def _least_interesting(self, count: int) -> list[str]:
+        """The `count` trials to omit: those that are over, oldest first, then the newest running ones."""
+        over = [trial for trial, row in self._rows.items() if row.state != "running"]
         running = [trial for trial in self._rows if trial not in over]
         return [*over, *reversed(running)][: max(count, 0)]
 
-    def _fitting(self, rows: Mapping[str, Row]) -> Table:
-        """The table with all columns that fit, less those of least weight; nothing in it is cut, if that can be."""
-        labels, spare = [label for label, _, _ in _SHOWN], list(_SPARE)
-        table = self._table(rows, [*labels, "left"])
-        while self._width(table) > self.console.width - 2 and spare:  # what is typed meanwhile breaks no line
-            table = self._table(rows, [label for label in labels if label not in _SPARE or label in spare], narrow=True)
-            spare = spare[1:]
+    def _fitting_table(self, rows: Mapping[str, _TrialRow]) -> Table:
+        """The table without as many `_OPTIONAL` columns as it takes to fit the screen with no cell cut, if possible."""
+        optional = list(_OPTIONAL)
+        table = self._table(rows, [*_LABELS, _TIME_LEFT])
+        while self._width(table) > self.console.width - 2 and optional:  # 2: typed characters must not wrap a line
+            labels = [label for label in _LABELS if label not in _OPTIONAL or label in optional]
+            table = self._table(rows, labels, is_narrow=True)
+            optional = optional[1:]
         return table
 
     def _width(self, table: Table) -> int:
         return Measurement.get(self.console, self.console.options.update(width=1000), table).maximum
 
-    def _table(self, rows: Mapping[str, Row], chosen: Sequence[str], *, narrow: bool = False) -> Table:
-        """A row per trial. A narrow table has names in two lines, and trials by their number."""
-        table = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0), header_style="bold")
-        varied = list(next(iter(rows.values()))["settings"])
-        watched = [column for column in _SHOWN if column[0] in chosen]
-        left = ["left"] if "left" in chosen else []
-        names = [key.rpartition(".")[2] for key in varied]
-        for column in ("trial", *names, "step", *(label for label, _, _ in watched), *left, "state"):
-            side: JustifyMethod = "left" if column in ("trial", "state") else "right"
-            header = re.sub("[-_]", "\n", column, count=1) if narrow else column
-            table.add_column(header, justify=side, no_wrap=True, vertical="bottom")
+    def _table(self, rows: Mapping[str, _TrialRow], labels: Collection[str], *, is_narrow: bool = False) -> Table:
+        """One row per trial. A narrow table has headers in two lines, and trials without the prefix of their name.
+
+        Args:
+            labels: of the metrics to show, and `_TIME_LEFT`.
+        """
+        table = Table(box=None, pad_edge=False, padding=(0, 1 if is_narrow else 2, 0, 0), header_style="bold")
+        varied = list(next(iter(rows.values())).settings)
+        columns = [column for column in _COLUMNS if column.label in labels]
+        _add_headers(table, [*(key.rpartition(".")[2] for key in varied), "step"], columns, labels, is_narrow)
         for trial, row in rows.items():
-            metrics, state = row["metrics"], row["state"]
-            values = [_short(row["settings"].get(key)) for key in varied]
-            done = f"{metrics['step']}/{self.steps}" if "step" in metrics else ""
-            shown = [form.format(metrics[key]) if key in metrics else "" for _, key, form in watched]
-            rest = [self._left(row)] if left else []
-            state = "starting" if state == "running" and not done else state
-            table.add_row(trial.removeprefix("trial_") if narrow else trial, *values, done, *shown, *rest, state)
+            step = f"{row.metrics['step']}/{self.steps}" if "step" in row.metrics else ""
+            state = "starting" if row.state == "running" and not step else row.state
+            table.add_row(
+                trial.removeprefix("trial_") if is_narrow else trial,
+                *(_setting_text(row.settings.get(key)) for key in varied),
+                step,
+                *(_metric_text(column, row.metrics) for column in columns),
+                *([self._time_left(row)] if _TIME_LEFT in labels else []),
+                state,
+            )
         return table
 
-    def _left(self, row: Row) -> str:
-        metrics = row["metrics"]
-        if row["state"] != "running" or "time/step" not in metrics:
+    def _time_left(self, row: _TrialRow) -> str:
+        if row.state != "running" or "time/step" not in row.metrics:
             return ""
-        return time_left(metrics["time/step"] * (self.steps - metrics["step"]))
+        return duration_text(row.metrics["time/step"] * (self.steps - row.metrics["step"]))
 
 
-def _settings(settings: Mapping[str, Any]) -> str:
-    return "  ".join(f"{key} {_short(value)}" for key, value in settings.items())
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _add_headers(
+    table: Table, names: Sequence[str], columns: Sequence[_Column], labels: Collection[str], is_narrow: bool
+) -> None:
+    """Adds the columns of a sweep's table: trial, names, metrics, time left if it is one of the labels, state."""
+    time_left = [_TIME_LEFT] if _TIME_LEFT in labels else []
+    for name in ("trial", *names, *(column.label for column in columns), *time_left, "state"):
+        side: JustifyMethod = "left" if name in ("trial", "state") else "right"
+        header = re.sub("[-_]", "\n", name, count=1) if is_narrow else name
+        table.add_column(header, justify=side, no_wrap=True, vertical="bottom")

@@ -1,51 +1,51 @@
-"""Which of two settings matters, where there is something to say."""
+"""The importance of two settings of which one decides the result."""
 
 import pytest
 from sweep_cases import sweep, trial
 
-from rlx.analysis.importance import FEWEST, importance, numbers, on_log_scale
-from rlx.analysis.statistics import groups
+from rlx.analysis.importance import MIN_GROUPS, importance, numbers, on_log_scale
+from rlx.analysis.statistics import group_trials
 from rlx.config.errors import ConfigError
 
 LR, KIND = "train.actor_lr", "algorithm.kl_estimator"
 
 
-def made(count: int = FEWEST, **more: object) -> list:
+def settings_of(count: int = MIN_GROUPS, **more: object) -> list:
     """Settings whose value follows the learning rate alone."""
     kinds = ["k1", "k3", "abs", None]
     trials = (trial(i, {LR: 10.0 ** (i / 4 - 5), KIND: kinds[i * 7 % 4]}, {9: 0.05 * i}, **more) for i in range(count))
-    return groups(sweep(*trials))
+    return group_trials(sweep(*trials))
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
-def test_what_decides_comes_first_and_shares_add_up_to_one(mode: str) -> None:
-    shares = importance(made(), mode)
+def test_the_deciding_setting_is_first_and_shares_add_up_to_one(mode: str) -> None:
+    shares = importance(settings_of(), mode)
     assert list(shares) == [LR, KIND]
     assert shares[LR] > 0.8
     assert sum(shares.values()) == pytest.approx(1, abs=1e-9)
 
 
-def test_it_is_the_same_at_each_call() -> None:
-    assert importance(made()) == importance(made())
+def test_repeated_calls_agree() -> None:
+    assert importance(settings_of()) == importance(settings_of())
 
 
 def test_a_setting_with_one_value_has_no_share() -> None:
-    found = groups(sweep(*(trial(i, {LR: float(i), KIND: "k1"}, {9: 0.1 * i}) for i in range(FEWEST))))
-    assert importance(found) == {LR: 1.0}
+    groups = group_trials(sweep(*(trial(i, {LR: float(i), KIND: "k1"}, {9: 0.1 * i}) for i in range(MIN_GROUPS))))
+    assert importance(groups) == {LR: 1.0}
 
 
 def test_settings_without_a_result_do_not_count() -> None:
     with pytest.raises(
-        ConfigError, match=f"^{FEWEST - 1} settings with a result are too few to tell: at least {FEWEST}"
+        ConfigError, match=f"^{MIN_GROUPS - 1} settings with a result are too few to tell: at least {MIN_GROUPS}"
     ):
-        importance(made(FEWEST - 1))
+        importance(settings_of(MIN_GROUPS - 1))
     with pytest.raises(ConfigError, match=r"^0 settings with a result"):
-        importance(made(status="RUNNING"))
+        importance(settings_of(status="RUNNING"))
 
 
 def test_settings_that_changed_within_a_trial_are_refused() -> None:
     with pytest.raises(ConfigError, match="changed within trials"):
-        importance(made(origins=("trial_00001@6",)))
+        importance(settings_of(origins=("trial_00001@6",)))
 
 
 def test_scales() -> None:

@@ -60,11 +60,11 @@ def test_a_sweep_is_read_with_its_trials_in_order(sweep: loading.Sweep) -> None:
     assert [trial.name for trial in sweep.trials] == ["trial_0", "trial_1", "trial_2"]
     assert [trial.status for trial in sweep.trials] == ["FINISHED", "FINISHED", "FAILED"]
     assert [trial.seconds for trial in sweep.trials] == pytest.approx([8.5, 4.5, math.nan], nan_ok=True)
-    assert [trial.stopped for trial in sweep.trials] == [None, 2, None]
+    assert [trial.stopped_at for trial in sweep.trials] == [None, 2, None]
 
 
-def test_what_was_asked_is_what_was_recorded(sweep: loading.Sweep) -> None:
-    assert sweep.asked == {"search": "random", "scheduler": "none", "seeds": "1", "trials": "3", "steps": "4"}
+def test_the_recorded_options_are_read(sweep: loading.Sweep) -> None:
+    assert sweep.options == {"search": "random", "scheduler": "none", "seeds": "1", "trials": "3", "steps": "4"}
 
 
 def test_settings_are_numbers_texts_or_nothing(sweep: loading.Sweep) -> None:
@@ -81,7 +81,7 @@ def test_history_has_a_row_per_step_and_nan_where_nothing_finite_was_logged(swee
     assert sweep.trials[2].history.empty
 
 
-def test_other_metrics_are_read_when_asked_for(uri: str) -> None:
+def test_other_metrics_are_read_on_request(uri: str) -> None:
     loaded = loading.load_sweep(uri, "rlx", "lr", ["policy/entropy", "kl/ref"])
     assert loaded.metrics == (*loading.WATCHED, "policy/entropy")
     assert loaded.trials[0].curve("policy/entropy").empty
@@ -92,20 +92,20 @@ def test_a_running_trial_has_what_it_took_so_far(uri: str) -> None:
     assert (trial.status, trial.seconds) == ("RUNNING", 0.5)
 
 
-def test_held_out_questions_are_known_for_accuracies_on_them(sweep: loading.Sweep) -> None:
+def test_only_held_out_accuracies_have_a_number_of_questions(sweep: loading.Sweep) -> None:
     metrics = ("eval/accuracy", "eval/ema/accuracy", "eval/reward", "task/accuracy")
-    assert [sweep.questions_of(metric) for metric in metrics] == [256, 256, None, None]
+    assert [sweep.num_questions_of(metric) for metric in metrics] == [256, 256, None, None]
 
 
-def test_a_trial_that_went_on_from_others_has_one_history_and_its_last_settings(uri: str) -> None:
+def test_a_continued_trial_has_one_history_and_its_last_settings(uri: str) -> None:
     trial, other = loading.load_sweep(uri, "rlx", "cloned").trials
     assert trial.curve("eval/accuracy").to_dict() == {0: 0.2, 2: 0.3, 3: 0.5, 4: 0.6, 5: 0.8, 6: 0.9}
     assert list(trial.history.columns) == list(loading.WATCHED)
     assert trial.settings == {"train.actor_lr": 3e-4}
     assert trial.origins == ("trial_1@2", "trial_0@4")
-    assert (trial.status, len(trial.runs)) == ("FINISHED", 3)
-    assert trial.seconds == 12.5  # what it threw away by going on from others is not counted
-    assert (other.origins, len(other.runs)) == ((), 1)
+    assert (trial.status, len(trial.run_ids)) == ("FINISHED", 3)
+    assert trial.seconds == 12.5  # steps that a continuation replaced do not count
+    assert (other.origins, len(other.run_ids)) == ((), 1)
 
 
 def test_samples_are_the_newest(uri: str, sweep: loading.Sweep) -> None:
@@ -119,11 +119,11 @@ def test_samples_are_read_with_and_without_a_step(uri: str) -> None:
     log_sweep(uri, "stepless", [Run({}, {0: 0.1}, answers={"is it?": "yes"})], [])
     (trial,) = loading.load_sweep(uri, "rlx", "stepless").trials
     before = loading.samples(uri, trial)
-    table = json.dumps({"columns": list(loading.SAMPLE), "data": [["is it?", "yes", "yes", 1.0]]})
-    mlflow.client(uri).log_text(trial.runs[0], table, "samples/step_000010.json")
+    table = json.dumps({"columns": list(loading.SAMPLE_COLUMNS), "data": [["is it?", "yes", "yes", 1.0]]})
+    mlflow.client(uri).log_text(trial.run_ids[0], table, "samples/step_000010.json")
     after = loading.samples(uri, trial)
     assert before.to_dict("list") == after.to_dict("list")
-    assert list(after) == list(loading.SAMPLE)
+    assert list(after) == list(loading.SAMPLE_COLUMNS)
 
 
 def test_the_config_of_a_trial_is_the_one_it_ended_with(uri: str, sweep: loading.Sweep) -> None:
@@ -136,12 +136,12 @@ def test_the_config_of_a_trial_is_the_one_it_ended_with(uri: str, sweep: loading
 def test_a_config_that_is_missing_or_of_another_version_is_an_error(uri: str) -> None:
     log_sweep(uri, "foreign", [Run({}, {0: 0.1})], [])
     (trial,) = loading.load_sweep(uri, "rlx", "foreign").trials
-    mlflow.client(uri).log_text(trial.runs[0], "train: {stepps: 3}", "config.yaml")
+    mlflow.client(uri).log_text(trial.run_ids[0], "train: {stepps: 3}", "config.yaml")
     with pytest.raises(ConfigError, match=r"config.yaml of trial_0: unknown setting train.stepps"):
         loading.run_config(uri, trial)
     log_sweep(uri, "bare", [Run({}, {0: 0.1})], [])
     (trial,) = loading.load_sweep(uri, "rlx", "bare").trials
-    artifacts = Path(mlflow.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
+    artifacts = Path(mlflow.client(uri).get_run(trial.run_ids[0]).info.artifact_uri.removeprefix("file://"))
     (artifacts / "config.yaml").unlink()
     with pytest.raises(ConfigError, match=r"trial_0 has no config.yaml in MLflow"):
         loading.run_config(uri, trial)
@@ -157,7 +157,7 @@ def test_a_config_that_is_missing_or_of_another_version_is_an_error(uri: str) ->
         ("rlx", "lr", "eval/acuracy", "unknown metric 'eval/acuracy'; nearest: eval/accuracy"),
     ],
 )
-def test_what_is_not_there_is_named_with_the_nearest(
+def test_a_missing_name_is_refused_with_the_nearest(
     uri: str, experiment: str, name: str | None, metric: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:
@@ -165,7 +165,7 @@ def test_what_is_not_there_is_named_with_the_nearest(
     assert "\n" not in str(error.value)
 
 
-def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_database_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no MLflow database"):
         loading.sweep_names(f"sqlite:///{tmp_path}/mlflow.db", "rlx")
     assert not list(tmp_path.iterdir())

@@ -13,8 +13,9 @@ import pytest
 from plotly.offline import get_plotlyjs
 from sweep_cases import Run, config, log_sweep
 
-from rlx.analysis import loading, report, statistics, tables
-from rlx.analysis.importance import FEWEST
+from rlx.analysis import loading, report, tables
+from rlx.analysis.importance import MIN_GROUPS
+from rlx.analysis.sentences import summary_sentence
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.sections import flatten
 from rlx.tracking import mlflow
@@ -46,7 +47,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
     uri = mlflow.default_uri(folder)
     log_sweep(uri, "bare", RUNS, [LR, KIND, "seed"])
     log_sweep(uri, "lr", RUNS, [LR, KIND, "seed"], {"rlx.seeds": "2"})
-    log_sweep(uri, "wide", [Run({LR: 1e-5 * 2**i}, {0: 0.1, 4: 0.05 * i}) for i in range(FEWEST)], [LR])
+    log_sweep(uri, "wide", [Run({LR: 1e-5 * 2**i}, {0: 0.1, 4: 0.05 * i}) for i in range(MIN_GROUPS)], [LR])
     log_sweep(uri, "nothing-varied", [Run({}, {0: 0.1, 4: 0.5})], [])
     log_sweep(uri, "failed", [Run({LR: 1e-3}, status="FAILED"), Run({LR: 1e-4}, status="FAILED")], [LR])
     log_sweep(uri, "running", [Run({LR: 1e-3}, {0: 0.1, 2: 0.3}, "RUNNING")], [LR])
@@ -81,14 +82,12 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, n
     paths = report.write(loaded, tmp_path, uri)
     recipe = set() if name in ("failed", "running") else {"best.yaml"}
     assert {path.name for path in paths} == {path.name for path in tmp_path.iterdir()} == ALWAYS | recipe
-    stored = mlflow.client(uri).list_artifacts(loaded.run_id, "analysis")
-    assert {Path(file.path).name for file in stored} == ALWAYS | recipe
+    stored = mlflow.artifact_names(uri, loaded.run_id, "analysis")
+    assert {Path(file).name for file in stored} == ALWAYS | recipe
     assert len(pd.read_csv(tmp_path / "trials.csv")) == len(loaded.trials)
-    own, found = mlflow.client(uri).get_run(loaded.run_id).data, report.compared(loaded)["settings"]
-    assert (
-        own.tags["mlflow.note.content"] == f"{statistics.summary_sentence(found)} analysis/analysis.html has the rest."
-    )
-    assert own.metrics == ({"eval/accuracy": found[0].mean} if recipe else {})
+    run, settings = mlflow.get_run(uri, loaded.run_id), report.comparisons(loaded)["settings"]
+    assert run.tags["mlflow.note.content"] == f"{summary_sentence(settings)} analysis/analysis.html has the rest."
+    assert run.metrics == ({"eval/accuracy": settings[0].mean} if recipe else {})
     height, width, _ = matplotlib.image.imread(tmp_path / "settings.png").shape
     assert (height, width) >= (700, 1500)
 
@@ -98,15 +97,15 @@ def test_the_page_opens_offline_and_each_figure_has_data(uri: str, tmp_path: Pat
     report.write(loading.load_sweep(uri, "rlx", name), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert html.count(get_plotlyjs()) == 1
-    own = html.replace(get_plotlyjs(), "")
-    assert not re.findall(r"https?://|\bsrc=|\bhref=|@import|url\(", own)
-    drawn = re.findall(r'Plotly.newPlot\(\s*"figure-\d+",\s*(\[.*?\]),\s*\{"', own, re.DOTALL)
-    assert len(drawn) == own.count('class="plotly-graph-div"')
+    without_plotly = html.replace(get_plotlyjs(), "")
+    assert not re.findall(r"https?://|\bsrc=|\bhref=|@import|url\(", without_plotly)
+    drawn = re.findall(r'Plotly.newPlot\(\s*"figure-\d+",\s*(\[.*?\]),\s*\{"', without_plotly, re.DOTALL)
+    assert len(drawn) == without_plotly.count('class="plotly-graph-div"')
     assert all(json.loads(traces) for traces in drawn)
     assert (len(drawn) > 0) == (name not in ("failed", "running"))
 
 
-def test_the_page_says_what_was_asked_and_answers_it(uri: str, tmp_path: Path) -> None:
+def test_the_page_shows_the_options_and_the_result(uri: str, tmp_path: Path) -> None:
     report.write(loading.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert "actor_lr 0.0003, advantage grpo wins with eval/accuracy 0.81 ± 0.13 over 2 runs; the next is 0.6" in html
@@ -120,7 +119,7 @@ def test_the_page_says_what_was_asked_and_answers_it(uri: str, tmp_path: Path) -
         "The best setting",
         "Every trial",
     ]
-    assert f"3 settings with a result are too few to tell: at least {FEWEST} are needed" in html
+    assert f"3 settings with a result are too few to tell: at least {MIN_GROUPS} are needed" in html
     assert "Best: trial_3 (actor_lr 0.0003, advantage grpo, seed 1). Worst: trial_4 (" in html
     assert re.search(r"is it\?</td>.*>yes</td>.*>yes</td>.*>never</td>", html)
     assert "why?" not in html  # the best was not asked that
@@ -133,10 +132,10 @@ def test_twelve_settings_have_their_importance(uri: str, tmp_path: Path) -> None
     assert "Not given: MLflow has no prompt that both answered." in html
 
 
-def test_what_is_no_longer_in_mlflow_is_said(uri: str, tmp_path: Path) -> None:
+def test_missing_artifacts_are_named_on_the_page(uri: str, tmp_path: Path) -> None:
     loaded = loading.load_sweep(uri, "rlx", "bare")
     for trial in loaded.trials:
-        shutil.rmtree(mlflow.client(uri).get_run(trial.runs[0]).info.artifact_uri.removeprefix("file://"))
+        shutil.rmtree(mlflow.client(uri).get_run(trial.run_ids[0]).info.artifact_uri.removeprefix("file://"))
     paths = report.write(loaded, tmp_path, uri)
     assert {path.name for path in paths} == ALWAYS
     html = (tmp_path / "analysis.html").read_text()
@@ -144,11 +143,11 @@ def test_what_is_no_longer_in_mlflow_is_said(uri: str, tmp_path: Path) -> None:
     assert "Not given: its config.yaml is not in MLflow" in html
 
 
-def test_trials_that_were_stopped_or_went_on_from_others_say_so(uri: str, tmp_path: Path) -> None:
+def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) -> None:
     loaded = loading.load_sweep(uri, "rlx", "pbt")
-    table = tables.rank(loaded)
+    table = tables.settings_table(loaded)
     assert table[["actor_lr", "mean", "notes"]].values.tolist() == [
-        [1e-3, 0.9, "went on from trial_1@2"],
+        [1e-3, 0.9, "continued from trial_1@2"],
         [1e-4, 0.2, "stopped at 2"],
     ]
     report.write(loaded, tmp_path, uri)
@@ -166,12 +165,12 @@ def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> 
     html = (tmp_path / "analysis.html").read_text()
     assert "The means differ by 0.26; there is no interval without two runs of each." in html
     assert {f"Compared by {KIND}", "Compared against wide"} < set(headings(html))
-    bests = report.compared(loaded, by=None, against=other)["against wide"]
+    bests = report.comparisons(loaded, by=None, against=other)["against wide"]
     assert [(best.settings["sweep"], best.mean) for best in bests] == [
         ("lr", pytest.approx(0.81)),
         ("wide", pytest.approx(0.55)),
     ]
-    assert [best.settings["sweep"] for best in report.compared(other, mode="min", against=loaded)["against lr"]] == [
+    assert [best.settings["sweep"] for best in report.comparisons(other, mode="min", against=loaded)["against lr"]] == [
         "wide",
         "lr",
     ]
@@ -202,18 +201,18 @@ def test_the_best_setting_gives_the_same_config_again(uri: str, tmp_path: Path) 
         {"data.params.max_digits": 2},
     ],
 )
-def test_essentials_give_any_config_again_and_hold_nothing_needless(settings: dict[str, Any]) -> None:
+def test_a_minimal_tree_gives_any_config_again_and_contains_nothing_needless(settings: dict[str, Any]) -> None:
     """Defaults that follow other settings are the hard part: grpo's are not gae's."""
     wanted = config("any", settings)
-    tree = report.essentials(wanted)
+    tree = report.minimal_tree(wanted)
     again = flatten(from_tree(tree))
     assert {key for key, value in flatten(wanted).items() if again[key] != value} == {"name", "storage"}
     assert sum(len(each) if isinstance(each, dict) else 1 for each in tree.values()) <= len(settings) + 4
 
 
-def test_essentials_keep_what_was_varied_and_leave_out_the_seed() -> None:
+def test_a_minimal_tree_keeps_the_varied_settings_and_omits_the_seed() -> None:
     default = flatten(from_tree({}))[LR]
-    tree = report.essentials(from_tree(with_overrides({}, {"seed": 3})), without={"seed"}, keep={LR})
+    tree = report.minimal_tree(from_tree(with_overrides({}, {"seed": 3})), without={"seed"}, keep={LR})
     assert tree == {"train": {"actor_lr": default}}
 
 
@@ -222,21 +221,32 @@ def test_essentials_keep_what_was_varied_and_leave_out_the_seed() -> None:
 
 
 def test_the_script_shows_and_writes(uri: str, script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--tracking-uri", uri, "--sweep", "lr", "--against", "wide", "--by", KIND, "--out", str(tmp_path)]
-    assert script.main(words) == 0
-    shown = capsys.readouterr().out
-    assert "|    1 |   0.0003 | grpo " in shown
-    assert "actor_lr 0.0003, advantage grpo wins with" in shown
-    assert "The means differ by 0.26" in shown
-    assert f"{tmp_path}/analysis.html" in shown
-    assert "Downloading" not in shown
+    arguments = ["--tracking-uri", uri, "--sweep", "lr", "--against", "wide", "--by", KIND, "--out", str(tmp_path)]
+    assert script.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "|    1 |   0.0003 | grpo " in output
+    assert "actor_lr 0.0003, advantage grpo wins with" in output
+    assert "The means differ by 0.26" in output
+    assert f"{tmp_path}/analysis.html" in output
+    assert "Downloading" not in output
 
 
 def test_the_script_ranks_by_another_metric_and_end(
     uri: str, script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--tracking-uri", uri, "--sweep", "wide", "--metric", "kl/ref", "--mode", "min", "--out", str(tmp_path)]
-    assert script.main(words) == 0
+    arguments = [
+        "--tracking-uri",
+        uri,
+        "--sweep",
+        "wide",
+        "--metric",
+        "kl/ref",
+        "--mode",
+        "min",
+        "--out",
+        str(tmp_path),
+    ]
+    assert script.main(arguments) == 0
     assert "wins with kl/ref 0.4 over 1 run" in capsys.readouterr().out
 
 
@@ -245,9 +255,9 @@ def test_the_script_takes_the_newest_sweep_of_a_storage(
 ) -> None:
     storage = Path(uri.removeprefix("sqlite:///")).parent
     assert script.main(["--storage", str(storage)]) == 0
-    shown = capsys.readouterr().out
-    assert "sweeps, newest first: pbt, running, failed, nothing-varied, wide, lr, bare;" in shown
-    assert "sweep pbt: 2 trials" in shown
+    output = capsys.readouterr().out
+    assert "sweeps, newest first: pbt, running, failed, nothing-varied, wide, lr, bare;" in output
+    assert "sweep pbt: 2 trials" in output
     assert (storage / "analysis" / "pbt" / "trials.csv").is_file()
 
 
@@ -262,8 +272,8 @@ def test_the_script_fails_in_one_line(
         "no sweep 'lrr'": ["--tracking-uri", uri, "--sweep", "lr", "--against", "lrr"],
         "--by seedd: sweep lr varies": ["--tracking-uri", uri, "--sweep", "lr", "--by", "seedd"],
     }
-    for message, words in wrong.items():
-        assert script.main([*words, "--out", str(tmp_path / "out")]) == 1
+    for message, arguments in wrong.items():
+        assert script.main([*arguments, "--out", str(tmp_path / "out")]) == 1
         error = capsys.readouterr().err
         assert error.startswith(f"error: {message}")
         assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Groups of trials: means and intervals by hand, order, differences, tables, and the static picture."""
+"""Groups of trials: means and intervals computed by hand, order, differences, tables, and the static picture."""
 
 import math
 from pathlib import Path
@@ -9,10 +9,11 @@ import pytest
 from scipy import stats
 from sweep_cases import sweep, trial
 
-from rlx.analysis import static_figure, statistics, tables
+from rlx.analysis import static_figure, statistics, style, tables
 from rlx.analysis.loading import Setting
-from rlx.analysis.statistics import difference, difference_sentence, groups, mean_interval, summary_sentence
-from rlx.analysis.tables import rank
+from rlx.analysis.sentences import difference_sentence, summary_sentence
+from rlx.analysis.statistics import difference, group_trials, mean_interval
+from rlx.analysis.tables import settings_table
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DEFAULT_METRIC
 
@@ -26,7 +27,7 @@ def setting(lr: float, seed: int, kind: str = "gae") -> dict[str, Setting]:
 SMALL = sweep(
     trial(0, setting(1e-4, 0), {0: 0.1, 5: 0.3, 10: 0.5}),
     trial(1, setting(1e-4, 1), {0: 0.1, 5: 0.4, 10: 0.7}),
-    trial(2, setting(3e-4, 0), {0: 0.1, 5: 0.9}, stopped=5),
+    trial(2, setting(3e-4, 0), {0: 0.1, 5: 0.9}, stopped_at=5),
     trial(3, setting(3e-4, 1), {0: 0.1, 5: 0.2}, status="RUNNING"),
     trial(4, setting(1e-3, 0, "grpo"), {}, status="FAILED"),
     trial(5, setting(1e-3, 1, "grpo"), {0: 0.2, 10: 0.2}, status="KILLED"),
@@ -43,10 +44,10 @@ def test_interval_by_hand() -> None:
 @pytest.mark.parametrize("right", [384, 512])
 def test_equal_accuracies_are_as_uncertain_as_their_questions(right: int) -> None:
     bounds = stats.binomtest(right, 512).proportion_ci(0.95, method="wilson")
-    mean, half = mean_interval([right / 512] * 3, questions=512)
+    mean, half = mean_interval([right / 512] * 3, num_questions=512)
     assert (mean, half) == pytest.approx((right / 512, (bounds.high - bounds.low) / 2))
     assert half > 0
-    assert mean_interval([0.1, 0.9], questions=512) == mean_interval([0.1, 0.9])  # wider by itself
+    assert mean_interval([0.1, 0.9], num_questions=512) == mean_interval([0.1, 0.9])  # wider by itself
 
 
 @pytest.mark.parametrize(("values", "expected"), [([0.25], 0.25), ([], math.nan)])
@@ -57,16 +58,16 @@ def test_fewer_than_two_runs_have_no_interval(values: list[float], expected: flo
 
 
 def test_a_setting_is_its_trials_of_all_seeds_and_counts_those_that_have_ended() -> None:
-    found = groups(SMALL)
-    assert [group.settings for group in found] == [
+    groups = group_trials(SMALL)
+    assert [group.settings for group in groups] == [
         {LR: 3e-4, KIND: "gae"},
         {LR: 1e-4, KIND: "gae"},
         {LR: 1e-3, KIND: "grpo"},
     ]
-    assert [group.values for group in found] == [(0.9,), (0.7, 0.5), (0.2,)]
-    assert [len(group.trials) for group in found] == [2, 2, 2]
-    assert found[1].half == pytest.approx(12.706205 * math.sqrt(0.02) / math.sqrt(2), rel=1e-6)
-    assert [group.label for group in found][1] == "actor_lr 0.0001, advantage gae"
+    assert [group.values for group in groups] == [(0.9,), (0.7, 0.5), (0.2,)]
+    assert [len(group.trials) for group in groups] == [2, 2, 2]
+    assert groups[1].half_width == pytest.approx(12.706205 * math.sqrt(0.02) / math.sqrt(2), rel=1e-6)
+    assert [group.label for group in groups][1] == "actor_lr 0.0001, advantage gae"
 
 
 def test_one_lucky_run_does_not_make_a_setting_the_best() -> None:
@@ -76,8 +77,8 @@ def test_one_lucky_run_does_not_make_a_setting_the_best() -> None:
         trial(2, setting(2, 0), {9: 0.6}),
         trial(3, setting(2, 1), {9: 0.62}),
     )
-    assert [group.settings[LR] for group in groups(lucky)] == [2, 1]
-    assert [group.settings[LR] for group in groups(lucky, mode="min")] == [1, 2]
+    assert [group.settings[LR] for group in group_trials(lucky)] == [2, 1]
+    assert [group.settings[LR] for group in group_trials(lucky, mode="min")] == [1, 2]
 
 
 def test_equal_means_keep_their_order_and_those_without_a_value_come_last() -> None:
@@ -88,36 +89,36 @@ def test_equal_means_keep_their_order_and_those_without_a_value_come_last() -> N
         trial(3, {LR: 2.0}, {9: 0.5}, status="RUNNING"),
     )
     for mode in ("max", "min"):
-        assert [group.settings[LR] for group in groups(tied, mode=mode)] == [4, 3, 2, 5]
+        assert [group.settings[LR] for group in group_trials(tied, mode=mode)] == [4, 3, 2, 5]
 
 
 def test_trials_that_differ_in_nothing_are_one_value() -> None:
-    (twice,) = groups(sweep(trial(0, {LR: 1.0}, {9: 0.4}), trial(1, {LR: 1.0}, {9: 0.6})))
+    (twice,) = group_trials(sweep(trial(0, {LR: 1.0}, {9: 0.4}), trial(1, {LR: 1.0}, {9: 0.6})))
     assert twice.values == (0.5,)
-    assert math.isnan(twice.half)
+    assert math.isnan(twice.half_width)
 
 
 def test_nothing_varied_or_seeds_alone_are_one_setting() -> None:
-    (group,) = groups(sweep(trial(0, {"seed": 0}, {9: 0.4}), trial(1, {"seed": 1}, {9: 0.6})))
+    (group,) = group_trials(sweep(trial(0, {"seed": 0}, {9: 0.4}), trial(1, {"seed": 1}, {9: 0.6})))
     assert (group.label, group.mean, len(group.values)) == ("the one setting", 0.5, 2)
-    (group,) = groups(sweep(trial(0, {}, {9: 0.4})))
+    (group,) = group_trials(sweep(trial(0, {}, {9: 0.4})))
     assert group.settings == {}
 
 
 def test_by_one_setting_everything_else_is_chance() -> None:
-    found = groups(SMALL, by=KIND)
-    assert [(group.settings, len(group.values)) for group in found] == [({KIND: "gae"}, 3), ({KIND: "grpo"}, 1)]
-    assert found[0].mean == pytest.approx(0.7)
+    groups = group_trials(SMALL, by=KIND)
+    assert [(group.settings, len(group.values)) for group in groups] == [({KIND: "gae"}, 3), ({KIND: "grpo"}, 1)]
+    assert groups[0].mean == pytest.approx(0.7)
 
 
 def test_a_setting_that_was_not_varied_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--by algorithm.advantages: sweep s varies .*nearest: algorithm.advantage$"):
-        groups(SMALL, by="algorithm.advantages")
+        group_trials(SMALL, by="algorithm.advantages")
 
 
 def test_a_metric_that_was_not_loaded_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown metric 'policy/loss'"):
-        rank(SMALL, "policy/loss")
+        settings_table(SMALL, "policy/loss")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def test_the_difference_is_that_of_welch() -> None:
         *(trial(i, setting(1, i), {9: value}) for i, value in enumerate(one)),
         *(trial(i, setting(2, i), {9: value}) for i, value in enumerate(other)),
     )
-    better, worse = groups(both)
+    better, worse = group_trials(both)
     gap, half = difference(better, worse)
     interval = stats.ttest_ind(other, one, equal_var=False).confidence_interval(0.95)
     assert gap == pytest.approx(0.6125 - 0.8 / 3)
@@ -143,7 +144,7 @@ def test_the_difference_is_that_of_welch() -> None:
 
 def test_equal_runs_have_no_spread_and_one_run_no_interval() -> None:
     both = sweep(*(trial(i, setting(i // 2, i), {9: float(i // 2)}) for i in range(5)))
-    two, one, zero = groups(both)
+    two, one, zero = group_trials(both)
     assert difference(one, zero) == (1.0, 0.0)
     assert difference_sentence(one, zero).endswith("more than chance.")
     assert math.isnan(difference(two, one)[1])
@@ -152,34 +153,34 @@ def test_equal_runs_have_no_spread_and_one_run_no_interval() -> None:
 
 def test_runs_that_agree_by_luck_are_no_certainty() -> None:
     runs = [trial(i, setting(1 + i // 3, i), {0: 0.5, 9: 0.87 - 0.02 * (i // 3)}) for i in range(6)]
-    certain, doubtful = groups(sweep(*runs)), groups(sweep(*runs, questions=512))
+    certain, doubtful = group_trials(sweep(*runs)), group_trials(sweep(*runs, num_questions=512))
     assert summary_sentence(certain).endswith("do not overlap.")
     assert summary_sentence(doubtful).endswith("the intervals overlap.")
     assert difference_sentence(*certain).endswith("more than chance.")
-    assert difference(*doubtful)[1] == pytest.approx(math.hypot(doubtful[0].half, doubtful[1].half))
+    assert difference(*doubtful)[1] == pytest.approx(math.hypot(doubtful[0].half_width, doubtful[1].half_width))
     assert difference_sentence(*doubtful).endswith("which may be chance.")
     curve = statistics.mean_curve(doubtful[0], DEFAULT_METRIC)
-    assert curve["high"].iloc[-1] - curve["mean"].iloc[-1] == pytest.approx(doubtful[0].half)
+    assert curve["high"].iloc[-1] - curve["mean"].iloc[-1] == pytest.approx(doubtful[0].half_width)
 
 
-def test_the_answer_says_whether_intervals_overlap() -> None:
-    def told(*values: tuple[float, ...]) -> str:
+def test_the_summary_states_whether_intervals_overlap() -> None:
+    def summary(*values: tuple[float, ...]) -> str:
         runs = [(lr, seed, value) for lr, each in enumerate(values) for seed, value in enumerate(each)]
         return summary_sentence(
-            groups(sweep(*(trial(0, {LR: lr, "seed": seed}, {9: value}) for lr, seed, value in runs)))
+            group_trials(sweep(*(trial(0, {LR: lr, "seed": seed}, {9: value}) for lr, seed, value in runs)))
         )
 
-    assert told((0.7, 0.71, 0.72), (0.5, 0.51, 0.52)) == (
+    assert summary((0.7, 0.71, 0.72), (0.5, 0.51, 0.52)) == (
         "actor_lr 0 wins with eval/accuracy 0.71 ± 0.025 over 3 runs; the next is 0.51 ± 0.025 over 3 runs "
         "(actor_lr 1): the intervals do not overlap."
     )
-    assert told((0.7, 0.5), (0.5, 0.4)).endswith("the intervals overlap.")
-    assert "a single run of a setting cannot tell" in told((0.7,), (0.5,))
-    assert told((0.7, 0.8)).endswith("there is no other setting to compare it with.")
+    assert summary((0.7, 0.5), (0.5, 0.4)).endswith("the intervals overlap.")
+    assert "a single run of a setting cannot tell" in summary((0.7,), (0.5,))
+    assert summary((0.7, 0.8)).endswith("there is no other setting to compare it with.")
 
 
 def test_without_a_result_there_is_no_winner() -> None:
-    assert summary_sentence(groups(sweep(trial(0, {LR: 1.0}, {5: 0.5}, status="RUNNING")))) == (
+    assert summary_sentence(group_trials(sweep(trial(0, {LR: 1.0}, {5: 0.5}, status="RUNNING")))) == (
         "No trial has ended with eval/accuracy yet."
     )
 
@@ -189,7 +190,7 @@ def test_without_a_result_there_is_no_winner() -> None:
 
 
 def test_a_row_per_setting_with_what_is_to_be_said_of_its_trials() -> None:
-    table = rank(SMALL)
+    table = settings_table(SMALL)
     assert table["rank"].tolist() == [1, 2, 3]
     assert table["actor_lr"].tolist() == [3e-4, 1e-4, 1e-3]
     assert table["runs"].tolist() == [1, 2, 1]
@@ -201,19 +202,19 @@ def test_a_row_per_setting_with_what_is_to_be_said_of_its_trials() -> None:
 
 
 def test_a_trial_that_went_on_from_another_says_so() -> None:
-    (note,) = rank(sweep(trial(0, {LR: 1.0}, {9: 0.5}, origins=("trial_00001@6",))))["notes"]
-    assert note == "went on from trial_00001@6"
+    (note,) = settings_table(sweep(trial(0, {LR: 1.0}, {9: 0.5}, origins=("trial_00001@6",))))["notes"]
+    assert note == "continued from trial_00001@6"
 
 
 def test_without_anything_to_say_there_is_no_column_for_it() -> None:
-    assert list(rank(sweep(trial(0, {LR: 1.0}, {9: 0.5}))))[-1] == "seconds"
+    assert list(settings_table(sweep(trial(0, {LR: 1.0}, {9: 0.5}))))[-1] == "seconds"
 
 
 def test_a_row_per_trial_by_the_last_value_then_the_best() -> None:
     tied = sweep(
         trial(0, {LR: 1.0}, {0: 0.2, 5: 0.6}),
         trial(1, {LR: 2.0}, {}, status="FAILED"),
-        trial(2, {LR: 3.0}, {0: 0.1, 5: 0.7, 10: 0.6}, stopped=10),
+        trial(2, {LR: 3.0}, {0: 0.1, 5: 0.7, 10: 0.6}, stopped_at=10),
     )
     table = tables.trial_table(tied)
     assert table["trial"].tolist() == ["trial_00002", "trial_00000", "trial_00001"]
@@ -227,12 +228,12 @@ def test_a_row_per_trial_by_the_last_value_then_the_best() -> None:
 
 
 def test_names_lose_their_section_unless_two_would_be_alike() -> None:
-    assert statistics.short_names(["train.actor_lr", "seed"]) == ["actor_lr", "seed"]
-    assert statistics.short_names(["data.seed", "seed", "eval.num_prompts"]) == ["data.seed", "seed", "num_prompts"]
+    assert style.short_names(["train.actor_lr", "seed"]) == ["actor_lr", "seed"]
+    assert style.short_names(["data.seed", "seed", "eval.num_prompts"]) == ["data.seed", "seed", "num_prompts"]
 
 
 def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:
-    head, rule, first, *_ = tables.format_table(rank(SMALL)).splitlines()
+    head, rule, first, *_ = tables.format_table(settings_table(SMALL)).splitlines()
     cells = [cell.strip() for cell in first.strip("|").split("|")]
     assert head.startswith("| rank | actor_lr ")
     assert set(rule) == set("|-")
@@ -240,8 +241,8 @@ def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:
 
 
 def test_what_looks_like_markup_stays_in_the_table() -> None:
-    shown = tables.format_table(pd.DataFrame({"answer_pattern": ["[/a]", "[b] :smile:"]}))
-    assert "| [/a] " in shown and "| [b] :smile: " in shown
+    text = tables.format_table(pd.DataFrame({"answer_pattern": ["[/a]", "[b] :smile:"]}))
+    assert "| [/a] " in text and "| [b] :smile: " in text
 
 
 @pytest.mark.parametrize(
@@ -250,12 +251,12 @@ def test_what_looks_like_markup_stays_in_the_table() -> None:
         (200, []),
         (110, ["tokens"]),
         (88, ["tokens", "lowest", "highest"]),
-        (80, tables._SPARE),
-        (20, tables._SPARE),
+        (80, tables.OPTIONAL_COLUMNS),
+        (20, tables.OPTIONAL_COLUMNS),
     ],
 )
 def test_a_narrow_terminal_goes_without_the_least_important(width: int, left_out: list[str]) -> None:
-    table = rank(SMALL)
+    table = settings_table(SMALL)
     head, *rest = tables.format_table(table, width).splitlines()
     names = [name.strip() for name in head.strip("|").split("|")]
     assert names == [name for name in table if name not in left_out]
@@ -276,7 +277,7 @@ def test_a_narrow_terminal_goes_without_the_least_important(width: int, left_out
     ],
 )
 def test_numbers_as_text(value: float | None, text: str) -> None:
-    assert statistics.as_text(value) == text
+    assert style.as_text(value) == text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,8 +285,8 @@ def test_numbers_as_text(value: float | None, text: str) -> None:
 
 
 def test_a_run_that_ended_early_keeps_its_last_value_in_the_mean() -> None:
-    runs = (trial(0, setting(1, 0), {0: 0.1, 5: 0.3, 10: 0.5}), trial(1, setting(1, 1), {0: 0.1, 5: 0.9}, stopped=5))
-    (group,) = groups(sweep(*runs))
+    runs = (trial(0, setting(1, 0), {0: 0.1, 5: 0.3, 10: 0.5}), trial(1, setting(1, 1), {0: 0.1, 5: 0.9}, stopped_at=5))
+    (group,) = group_trials(sweep(*runs))
     curve = statistics.mean_curve(group, DEFAULT_METRIC)
     assert curve["mean"].to_dict() == pytest.approx({0: 0.1, 5: 0.6, 10: 0.7})
     assert curve["mean"].iloc[-1] == pytest.approx(group.mean)
@@ -295,29 +296,29 @@ def test_a_run_that_ended_early_keeps_its_last_value_in_the_mean() -> None:
 
 
 def test_the_picture_shows_every_group_and_run(tmp_path: Path) -> None:
-    found = groups(SMALL)
-    figure = static_figure.figure(found, "s")
+    groups = group_trials(SMALL)
+    figure = static_figure.draw(groups, "s")
     curves, ends = figure.axes
     drawn = {tuple(np.round(line.get_ydata(), 6)) for line in curves.lines}
     assert drawn == {(0.1, 0.9), (0.1, 0.35, 0.6), (0.2, 0.2)}
-    assert [text.get_text() for text in ends.get_yticklabels()] == [group.label for group in found]
+    assert [text.get_text() for text in ends.get_yticklabels()] == [group.label for group in groups]
     figure.savefig(tmp_path / "figure.png")
 
 
 def test_only_the_best_are_named_and_all_are_drawn() -> None:
-    many = groups(sweep(*(trial(i, {LR: float(i)}, {0: 0.0, 9: i / 30}) for i in range(30))))
-    curves, ends = static_figure.figure(many, "s").axes
+    many = group_trials(sweep(*(trial(i, {LR: float(i)}, {0: 0.0, 9: i / 30}) for i in range(30))))
+    curves, ends = static_figure.draw(many, "s").axes
     assert len(curves.lines) == 30
-    assert len(curves.collections) == statistics.BANDS
+    assert len(curves.collections) == style.NUM_BANDS
     assert ends.get_yticklabels()[0].get_text() == "actor_lr 29"
-    assert len(set(statistics.shades(30)[: statistics.NAMED])) == statistics.NAMED
-    assert len(set(statistics.shades(30)[statistics.NAMED :])) == 1
+    assert len(set(style.colors(30)[: style.NUM_NAMED])) == style.NUM_NAMED
+    assert len(set(style.colors(30)[style.NUM_NAMED :])) == 1
 
 
 def test_a_sweep_without_results_is_an_empty_picture(tmp_path: Path) -> None:
-    found = groups(sweep(trial(0, {LR: 1.0}, {}, status="FAILED")))
-    figure = static_figure.figure(found, "s")
+    groups = group_trials(sweep(trial(0, {LR: 1.0}, {}, status="FAILED")))
+    figure = static_figure.draw(groups, "s")
     assert not figure.axes[0].lines
-    assert statistics.mean_curve(found[0], DEFAULT_METRIC).empty
-    assert isinstance(tables.table(found), pd.DataFrame)
+    assert statistics.mean_curve(groups[0], DEFAULT_METRIC).empty
+    assert isinstance(tables.group_table(groups), pd.DataFrame)
     figure.savefig(tmp_path / "figure.png")

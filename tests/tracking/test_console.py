@@ -1,4 +1,4 @@
-"""What a run says, and the live table of a sweep, rendered for screens of several sizes."""
+"""The progress of a run, and the table of a sweep on screens of several sizes."""
 
 import io
 import re
@@ -31,9 +31,9 @@ def screen(width: int, height: int) -> tuple[SweepProgress, io.StringIO]:
 
 
 def lines(progress: SweepProgress, text: io.StringIO) -> list[str]:
-    """What the screen shows now."""
+    """The lines that the screen shows now."""
     start = text.tell()
-    progress.console.print(progress._shown())
+    progress.console.print(progress.render())
     return [line.rstrip() for line in text.getvalue()[start:].splitlines()]
 
 
@@ -41,20 +41,20 @@ def sweep_of(width: int, height: int, *, over: int, running: int) -> tuple[Sweep
     progress, text = screen(width, height)
     for i in range(over + running):
         state = "finished" if i < over else "running"
-        progress.watch(f"trial_{i:05d}", SETTINGS, METRICS | {"step": 120 if i < over else 7}, state)
+        progress.update(f"trial_{i:05d}", SETTINGS, METRICS | {"step": 120 if i < over else 7}, state)
     return progress, text
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 140])
 def test_nothing_is_cut_or_broken(width: int) -> None:
     shown = lines(*sweep_of(width, 24, over=1, running=1))
-    whole = "\n".join(shown)
-    assert "…" not in whole and max(map(len, shown)) <= width - 2
+    screen_text = "\n".join(shown)
+    assert "…" not in screen_text and max(map(len, shown)) <= width - 2
     assert len(shown) <= 4
     for text in ("0.000171", "0.000368", "0.0161", "120/120", "0.833", "finished", "running"):
-        assert text in whole
+        assert text in screen_text
     if width == 140:
-        assert "trial_00001" in whole and "0:56" in whole
+        assert "trial_00001" in screen_text and "0:56" in screen_text
 
 
 def test_running_trials_stay_on_a_low_screen() -> None:
@@ -70,20 +70,20 @@ def test_running_trials_stay_on_a_low_screen() -> None:
 def test_before_the_first_step_and_with_changed_settings() -> None:
     progress, text = screen(140, 24)
     assert lines(progress, text)[0].startswith("waiting for the first trial  0:0")
-    progress.watch("trial_00000", SETTINGS, {}, "running")
+    progress.update("trial_00000", SETTINGS, {}, "running")
     assert lines(progress, text)[-1].endswith("starting")
-    progress.watch("trial_00000", SETTINGS | {"train.ppo_epochs": 4, "train.actor_lr": 0.5}, {"step": 1}, "running")
+    progress.update("trial_00000", SETTINGS | {"train.ppo_epochs": 4, "train.actor_lr": 0.5}, {"step": 1}, "running")
     last = lines(progress, text)[-1].split()
     assert last == ["trial_00000", "0.5", "0.000368", "0.0161", "4", "1/120", "running"]
 
 
 @pytest.mark.parametrize("text", ["worker 0: [/__w/gloo/pair.cc:537] closed", "[Rank 0] no :smile: [bold]", "[/]"])
-def test_what_looks_like_markup_is_shown_as_it_is(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_that_look_like_markup_are_shown_unchanged(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with RunProgress(4) as run:
-        run.say(text)
-        run.note(text)
+        run.status(text)
+        run.message(text)
     with SweepProgress(4) as sweep:
-        sweep.watch("trial_00000", {"reward.answer_pattern": text}, {}, "running")
-        sweep.console.print(sweep._shown(), soft_wrap=True)
+        sweep.update("trial_00000", {"reward.answer_pattern": text}, {}, "running")
+        sweep.console.print(sweep.render(), soft_wrap=True)
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert shown.count(text) == 4

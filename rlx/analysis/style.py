@@ -1,0 +1,40 @@
+"""How settings, numbers and groups look in tables, sentences and figures: short names, rounded numbers, colors.
+
+Left out: statistics, and every kind of figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+_COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
+_GREY = "#b8b8b8"
+NUM_NAMED = len(_COLORS)
+"""how many groups a figure of curves names: the best ones"""
+NUM_BANDS = 3
+"""how many groups a figure of curves draws with their intervals: more would hide each other"""
+
+
+def colors(count: int) -> list[str]:
+    """A color for each of `count` groups, best first: distinct for the named groups, grey for the others."""
+    return [*_COLORS, *[_GREY] * count][:count]
+
+
+def short_names(keys: Iterable[str]) -> list[str]:
+    """Dotted keys without their sections, except where two would become equal."""
+    keys = list(keys)
+    last = [key.rpartition(".")[2] for key in keys]
+    return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
+
+
+def as_text(value: Any, digits: int = 3) -> str:
+    """A table cell or axis label: a number rounded to `digits`, integers and thousands in full, "-" for no value."""
+    if isinstance(value, str):
+        return value
+    if value is None or math.isnan(value):
+        return "-"
+    if value == int(value) or abs(value) >= 1000:  # the format .3g turns 12345.67 into 1.23e+04
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}".replace("e-0", "e-")
