@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlx.config.run import RunConfig
 from rlx.runs import preflight
@@ -103,10 +102,11 @@ def same_settings(folder: Path) -> Path:
 
 def times(storage: Storage, folder: Storage) -> Times:
     """What MLflow has of a run."""
-    door: Any = mlflow.client(mlflow.default_uri(Path(storage.path)))
-    run = door.get_run(mlflow_run(folder))
-    first = min(metric.timestamp for metric in door.get_metric_history(run.info.run_id, "eval/accuracy"))
-    return Times(run.info.start_time / 1000, first / 1000, run.info.end_time / 1000)
+    uri = mlflow.default_uri(Path(storage.path))
+    run = mlflow.get_run(uri, mlflow_run(folder))
+    first_ms = min(point.at_ms for point in mlflow.history(uri, run.id, "eval/accuracy"))
+    assert run.end_ms
+    return Times(run.start_ms / 1000, first_ms / 1000, run.end_ms / 1000)
 
 
 if __name__ == "__main__":
