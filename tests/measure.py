@@ -52,7 +52,7 @@ SAME_FLOOR: Mapping[tuple[str, str], str] = {}
 
 SHAPE = re.compile(r"\[[A-Za-z0-9_+*/ .-]+(, ?[A-Za-z0-9_+*/ .-]+)*,?\]|\bscalar|0-dim|of any shape|\bshape")
 CONVENTION = re.compile(r"\[[A-Z], [A-Z]\].*unless|unless.*\[[A-Z], [A-Z]\]", re.DOTALL)
-"""what a module's docstring says of the shapes of all its functions: `[B, T]` unless stated"""
+"""the shapes of all functions of a module or package, as its docstring states them: `[B, T]` unless ..."""
 MAX_LINES, MAX_FILE, MAX_METHODS, MAX_PARAMETERS = 50, 400, 12, 7
 
 
@@ -146,7 +146,12 @@ def meanings(modules: Mapping[str, Module]) -> Iterator[Measure]:
 def texts(modules: Mapping[str, Module], package: Path, tests: Path) -> Iterator[Measure]:
     public = [(module, function) for module in modules.values() for function in public_functions(module.tree)]
     tensors = [(module, function) for module, function in public if handles_tensors(function)]
-    yield share("functions with tensors that state shapes", tensors, states_shapes, 0.9)
+    faces = {name: ast.get_docstring(module.tree) or "" for name, module in modules.items() if module.is_face}
+
+    def stated(module: Module, function: Function) -> bool:
+        return states_shapes(module, function, faces.get(module.name.rpartition(".")[0], ""))
+
+    yield share("functions with tensors that state shapes", tensors, stated, 0.9)
     raising = [(module, function) for module, function in public if raised_errors(function)]
     yield share("functions that raise and say so", raising, lambda _, function: states_errors(function), 0.9)
     code, test = lines_below(package), lines_below(tests)
@@ -158,13 +163,14 @@ def handles_tensors(function: Function) -> bool:
     return any("Tensor" in annotation_names(annotation) for annotation in annotations)
 
 
-def states_shapes(module: Module, function: Function) -> bool:
-    """Whether shapes are in the docstring, in a comment beside a parameter, or in a convention at the module's head."""
+def states_shapes(module: Module, function: Function, face: str = "") -> bool:
+    """Whether shapes are in the docstring, in a comment beside a parameter, or in a convention for the whole module.
+
+    face: the docstring of the module's package.
+    """
     signature = "\n".join(module.text.splitlines()[function.lineno - 1 : function.body[0].lineno - 1])
     comments = " ".join(re.findall(r"#(.*)", signature))
-    convention = re.search(
-        r"\[[A-Z], [A-Z]\].*unless|unless.*\[[A-Z], [A-Z]\]", ast.get_docstring(module.tree) or "", re.S
-    )
+    convention = CONVENTION.search(f"{ast.get_docstring(module.tree)} {face}")
     return bool(convention or SHAPE.search(f"{ast.get_docstring(function)} {comments}"))
 
 
