@@ -18,7 +18,6 @@ from rlx.config.sections import DEFAULT_METRIC, SchedulerName, SearchName
 
 if TYPE_CHECKING:
     from rlx.analysis.loading import Sweep
-    from rlx.storage.filesystem import Storage
     from rlx.sweeps.records import SweepPlan, TrialRecord
 
 OnReport = Callable[[dict[str, Any], str | None], None]
@@ -97,7 +96,7 @@ def resume(
     run_folder.check_resumable(config, from_tree(saved))
     config = from_tree(with_overrides(config.model_dump(), preflight.absolute_paths(config)))
     if metrics := run_folder.finished(config, folder):
-        return _result(config, metrics)
+        return _result(config.storage, name, metrics)
     return _run(config, resume=True, on_report=on_report)
 
 
@@ -108,16 +107,15 @@ def _run(config: RunConfig, *, resume: bool, on_report: OnReport | None) -> Trai
     launch.connect(config)
     folder = open_storage(config.storage) / "runs" / str(config.name)
     result = launch.run(config, folder, resume=resume, on_report=on_report)
-    return _result(config, result.metrics)
+    return _result(config.storage, result.name, result.metrics)
 
 
-def _result(config: RunConfig, metrics: dict[str, Any]) -> TrainResult:
+def _result(storage: str, name: str, metrics: dict[str, Any]) -> TrainResult:
     from rlx.storage import checkpoint_catalog
     from rlx.storage.addresses import join_address, open_storage
 
-    name = str(config.name)
-    path = join_address(config.storage, "runs", name)
-    checkpoints = checkpoint_catalog.complete_checkpoints(open_storage(config.storage) / "runs" / name)
+    path = join_address(storage, "runs", name)
+    checkpoints = checkpoint_catalog.complete_checkpoints(open_storage(storage) / "runs" / name)
     return TrainResult(name, path, metrics, join_address(path, checkpoints[-1].name) if checkpoints else None)
 
 
@@ -196,8 +194,7 @@ class SweepTuner:
         launch.connect(config)
         plan = tuner.create_sweep(self.plan, storage)
         records = tuner.run_sweep(plan, storage, watch=lambda trial, settings, metrics, state: None)
-        folder = storage / "sweeps" / plan.name
-        return SweepResults(plan.name, [_trial_result(plan, folder, *item) for item in sorted(records.items())])
+        return sweep_results(plan, records)
 
 
 def tuner(
@@ -285,13 +282,22 @@ def _check_choices(search: SearchName, scheduler: SchedulerName, counts: Mapping
             raise ConfigError(f"{option} {count}: at least 1")
 
 
-def _trial_result(plan: SweepPlan, folder: Storage, name: str, record: TrialRecord) -> TrialResult:
-    from rlx.storage.addresses import join_address
+def sweep_results(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> SweepResults:
+    """The results of a sweep, from the records of its trials and what their last runs left in their folders."""
+    from rlx.storage.addresses import join_address, open_storage
     from rlx.sweeps.trainable import newest_attempt
 
-    attempt = newest_attempt(folder, name)
-    file = folder / "runs" / attempt / "result.json"
-    reported = {"step": record.step, DEFAULT_METRIC: record.reports[-1][1]} if record.reports else {}
-    path = join_address(plan.config.storage, "sweeps", plan.name, "runs", attempt)
-    error = record.words if record.state == "failed" else None
-    return TrialResult(name, record.settings, file.read_json() if file.exists() else reported, path, error)
+    folder, trials = open_storage(plan.config.storage) / "sweeps" / plan.name, []
+    for name, record in sorted(records.items()):
+        attempt = newest_attempt(folder, name)
+        file = folder / "runs" / attempt / "result.json"
+        reported = {"step": record.step, DEFAULT_METRIC: record.reports[-1][1]} if record.reports else {}
+        trial = TrialResult(
+            name,
+            record.settings,
+            metrics=file.read_json() if file.exists() else reported,
+            path=join_address(plan.config.storage, "sweeps", plan.name, "runs", attempt),
+            error=record.words if record.state == "failed" else None,
+        )
+        trials.append(trial)
+    return SweepResults(plan.name, trials)

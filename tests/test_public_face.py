@@ -12,9 +12,12 @@ import pytest
 from ray import tune
 
 import rlx
-from rlx.api import SweepResults, TrialResult
+from rlx.api import SweepResults, TrialResult, sweep_results
 from rlx.cli.main import COMMANDS, main
+from rlx.config.loading import from_tree
 from rlx.storage.addresses import open_storage
+from rlx.sweeps.records import TrialRecord
+from rlx.sweeps.space import load_space
 
 ROOT = Path(__file__).resolve().parent.parent
 FACE = ["ConfigError", "RunConfig", "__version__", "load_config", "load_sweep", "resume", "train", "tuner"]
@@ -104,9 +107,6 @@ def config_at(storage: Path, **overrides: Any) -> rlx.RunConfig:
 
 
 def test_a_tuner_has_a_plan_that_a_resume_could_read(tmp_path: Path) -> None:
-    from rlx.config.loading import from_tree
-    from rlx.sweeps.space import load_space
-
     tuner = rlx.tuner(config_at(tmp_path, name="mine"), space=SPACE, trials=3, seeds=2, search="optuna")
     plan = tuner.plan
     assert (plan.name, plan.trials, plan.seeds, plan.search, plan.scheduler) == ("mine", 3, 2, "optuna", "none")
@@ -137,6 +137,26 @@ def test_a_tuner_refuses_what_cannot_run(options: dict[str, Any], line: str, tmp
     with pytest.raises(rlx.ConfigError) as error:
         rlx.tuner(config_at(tmp_path), **{"space": SPACE, **options})
     assert line in str(error.value)
+
+
+def test_results_are_read_from_records_and_folders(tmp_path: Path) -> None:
+    """A finished trial has all metrics of its last step, a stopped one its last report, a failed one its reason."""
+    plan = rlx.tuner(config_at(tmp_path, name="mine"), space=SPACE).plan
+    finished = open_storage(str(tmp_path)) / "sweeps" / "mine" / "runs" / "trial_00000.2"
+    (finished / "run.json").write_text("{}")
+    last = {"step": 3, "eval/accuracy": 0.5, "kl/ref": 0.1}
+    (finished / "result.json").write_text(json.dumps(last))
+    records = {
+        "trial_00002": TrialRecord(settings={"seed": 2}, state="failed", words="died"),
+        "trial_00001": TrialRecord(settings={"seed": 1}, state="stopped", reports=[(1, 0.1), (2, 0.25)]),
+        "trial_00000": TrialRecord(settings={"seed": 0}, state="finished", reports=[(3, 0.5)]),
+    }
+    runs = f"{tmp_path}/sweeps/mine/runs"
+    assert list(sweep_results(plan, records)) == [
+        TrialResult("trial_00000", {"seed": 0}, last, f"{runs}/trial_00000.2", None),
+        TrialResult("trial_00001", {"seed": 1}, {"step": 2, "eval/accuracy": 0.25}, f"{runs}/trial_00001", None),
+        TrialResult("trial_00002", {"seed": 2}, {}, f"{runs}/trial_00002", "died"),
+    ]
 
 
 def test_the_best_trial_is_chosen_by_its_last_metric() -> None:

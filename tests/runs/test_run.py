@@ -19,6 +19,7 @@ import yaml
 from conftest import NothingLeft, Script
 from run_cases import STEPS, Done, comparable, small, train
 
+import rlx
 from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
 from rlx.data import reasoning_gym, sources
@@ -182,6 +183,13 @@ def test_the_result_is_the_last_report(run: Done) -> None:
     assert run.result.metrics == run.reports[-1][0]
     assert run.result.metrics["reward/mean"] == run.history["reward/mean"][STEPS][0]
     assert run_folder.finished(run.config, open_storage(run.result.folder)) == run.result.metrics
+
+
+def test_resume_of_the_public_face_gives_a_finished_run_at_once(run: Done) -> None:
+    result = rlx.resume("whole", storage=run.config.storage)
+    assert (result.name, result.path) == ("whole", run.result.folder)
+    assert result.metrics == json.loads((Path(result.path) / "result.json").read_text())
+    assert result.checkpoint == run.reports[-1][1]
 
 
 def test_checkpoints_are_whole(run: Done) -> None:
