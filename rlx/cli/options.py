@@ -1,6 +1,6 @@
-"""The command line of every script: one option per setting, exit codes, and what a signal to end comes to.
+"""What all commands share: one option per setting, exit codes, and the reaction to SIGTERM.
 
-Importing this needs neither torch nor Ray.
+Left out: the options that one command has besides the settings. Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -18,29 +18,38 @@ from rlx.config.loading import parse_yaml
 from rlx.config.run import RunConfig, is_setting, sections, settings
 from rlx.config.sections import flatten
 
-_ended: list[int] = []  # signals that asked this process to end
+_received: list[int] = []
+"""signals that asked this process to end, in order"""
 
 
-def exit_code(script: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """What a script ends with: its own code; 1 after an error of one line; 130 after Ctrl-C and 143 after SIGTERM, and
-    what to say of it."""
+# ---------------------------------------------------------------------------------------------------------------------
+# How a command ends
+
+
+def exit_code(command: Callable[[], int], interrupted: str = "interrupted") -> int:
+    """Runs a command and returns its exit code.
+
+    An error is printed as one line and gives 1. Ctrl-C gives 130 and SIGTERM gives 143, after the text `interrupted`.
+    """
     try:
-        return script()
+        return command()
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
-        return 128 + (_ended or [signal.SIGINT])[0]
+        return 128 + (_received or [signal.SIGINT])[0]
 
 
 def end_on_sigterm() -> None:
-    """From now on SIGTERM, which batch systems send, does what Ctrl-C does. To be called once Ray is started: it has a
-    way of its own."""
+    """From now on SIGTERM, which batch systems send, acts like Ctrl-C.
+
+    Call it after Ray has started: Ray installs a handler of its own.
+    """
 
     def interrupt(number: int, frame: types.FrameType | None) -> None:
-        _ended.append(number)
-        on_interrupt = signal.getsignal(signal.SIGINT)  # Tune puts its own there; shells ignore it for what they start
+        _received.append(number)
+        on_interrupt = signal.getsignal(signal.SIGINT)  # Tune installs its own; shells ignore it for background jobs
         if not callable(on_interrupt):
             raise KeyboardInterrupt
         on_interrupt(signal.SIGINT, frame)
@@ -48,8 +57,12 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings as options
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """One option per setting, grouped by section, with its meaning and default: --train.steps, --algorithm.kl-coef."""
+    """Adds one option per setting, e.g. --algorithm.kl-coef, in groups by section, with its meaning and default."""
     groups = {name: parser.add_argument_group(name or "run") for name in ("", *sections())}
     defaults = flatten(RunConfig())
     for key, field in settings().items():
@@ -63,73 +76,92 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Splits a command line into the parser's own options and the settings given, by dotted key.
+    """Splits a command line into the command's own options and the given settings by dotted key.
 
-    Underscores and hyphens are alike in option names. ConfigError on an unknown option, with the nearest.
+    Option names may be written with underscores or hyphens.
+
+    Raises:
+        ConfigError: an unknown option, an unexpected argument, or an option without its value.
     """
-    entries, words = _split_entries(argv)
-    args, unknown = parser.parse_known_args(words)
-    if unknown and unknown[0].startswith("--"):
-        known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-        option = unknown[0].partition("=")[0]
-        raise ConfigError(f"unknown option {option}{nearest(option, known)}")
+    entries, arguments = _split_entries(argv)
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise ConfigError(f"unexpected argument {unknown[0]!r}")
-    given = {k: _value(text, settings()[k].annotation) for k, text in vars(args).items() if k in settings()}
+        _refuse(unknown[0], parser)
+    given = {key: _value(text, settings()[key].annotation) for key, text in vars(args).items() if key in settings()}
     return args, given | entries
 
 
+def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
+    if not argument.startswith("--"):
+        raise ConfigError(f"unexpected argument {argument!r}")
+    name = argument.partition("=")[0]
+    # argparse has no public list of a parser's options.
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    raise ConfigError(f"unknown option {name}{nearest(name, known)}")
+
+
 def _split_entries(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Entries of dict settings, which no parser can list, by dotted key; and the other words, with hyphens."""
+    """Splits off the entries of settings that are dicts, e.g. --data.params.x 3, which argparse cannot list.
+
+    Returns them by dotted key, and all other arguments, option names with hyphens.
+    """
     entries, others = {}, []
-    words = iter(argv)
-    for word in words:
-        option, equals, text = word.partition("=")
+    arguments = iter(argv)
+    for argument in arguments:
+        option, equals, text = argument.partition("=")
         key = option.removeprefix("--").replace("-", "_")
         if not option.startswith("--"):
-            others.append(word)
+            others.append(argument)
         elif is_setting(key) and key not in settings():
-            text = text if equals else next(words, "")
+            text = text if equals else next(arguments, "")
             if not text or (text.startswith("--") and not equals):
                 raise ConfigError(f"{option}: expected a value")
-            entries[key] = _plain(text)
+            entries[key] = _parse(text)
         else:
             others.append(option.replace("_", "-") + equals + text)
     return entries, others
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Values of options
+
+
 def _value(text: str, annotation: Any) -> Any:
-    """The text of an option as a plain value; pydantic judges it. Text stays text where a string is asked for."""
-    kinds = [typing.get_origin(kind) or kind for kind in _kinds(annotation)]
+    """The value of an option for a setting of a type; pydantic validates it later.
+
+    The text itself where the setting accepts strings, otherwise the text read as YAML.
+    """
+    kinds = [typing.get_origin(alternative) or alternative for alternative in _alternatives(annotation)]
     if types.NoneType in kinds and text.lower() in ("none", "null"):
         return None
     if str in kinds or Literal in kinds:
         return text
-    return _plain(f"[{text}]" if tuple in kinds and not text.startswith("[") else text)
+    return _parse(f"[{text}]" if tuple in kinds and not text.startswith("[") else text)
 
 
-def _plain(text: str) -> Any:
+def _parse(text: str) -> Any:
     try:
         return parse_yaml(text)
     except ValueError:
         return text
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """The alternatives of a type, without what Annotated adds to them."""
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    """The members of a union, or the type itself, without the metadata of Annotated."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        for choice in typing.get_args(annotation):
-            yield from _kinds(choice)
+        for member in typing.get_args(annotation):
+            yield from _alternatives(member)
     elif typing.get_origin(annotation) is Annotated:
-        yield from _kinds(typing.get_args(annotation)[0])
+        yield from _alternatives(typing.get_args(annotation)[0])
     else:
         yield annotation
 
 
 def _metavar(annotation: Any) -> str:
-    kind = next(_kinds(annotation))
-    if typing.get_origin(kind) is Literal:
-        return "{" + ",".join(typing.get_args(kind)) + "}"
-    if typing.get_origin(kind) is tuple:
-        return ",".join("..." if part is Ellipsis else _metavar(part) for part in typing.get_args(kind))
-    return str((typing.get_origin(kind) or kind).__name__).upper()
+    """What --help shows for a type, e.g. FLOAT,FLOAT or {reward,loss}."""
+    first = next(_alternatives(annotation))
+    if typing.get_origin(first) is Literal:
+        return "{" + ",".join(typing.get_args(first)) + "}"
+    if typing.get_origin(first) is tuple:
+        return ",".join("..." if item is Ellipsis else _metavar(item) for item in typing.get_args(first))
+    return str((typing.get_origin(first) or first).__name__).upper()

@@ -105,7 +105,7 @@ class AlgorithmConfig(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """weight of the entropy bonus in the loss"""
     value_clip: PositiveFloat | None = 0.2
-    """largest change of a value prediction in a step; a prediction beyond it gets no gradient; unset: no limit"""
+    """clip the value loss where a prediction moves further than this from its old value; unset: no clipping"""
     value_coef: PositiveFloat = 0.5
     """weight of the value loss in the policy's loss when the critic is a head"""
     whiten_advantages: bool = Field(default_factory=lambda given: _default_estimator(given).whiten_advantages)
@@ -124,7 +124,7 @@ class AlgorithmConfig(Section):
     filter_groups: bool = False
     """replace prompts whose completions all have the same reward by new prompts (DAPO's dynamic sampling)"""
     filter_rounds: PositiveInt = 8
-    """most rounds of generation per step for these new prompts; after them the step uses the replaced prompts again"""
+    """most rounds of generation per step, the first included; after them the replaced prompts fill the step"""
     target_kl: PositiveFloat | None = None
     """end a step's epochs, the critic's too, when a mini-batch's mean KL(old || current) exceeds this"""
     ptx_coef: NonNegativeFloat = 0.0

@@ -221,7 +221,7 @@ class RolloutConfig(Section):
     tensor_parallel: PositiveInt = 1
     """GPUs that each engine's model is split over; resources_per_engine.GPU must be the same number"""
     transport: Literal["auto", "object_store", "gloo"] = "auto"
-    """way of the weights to the engines. auto: CUDA IPC on the same GPU, shared memory on the same CPU, NCCL to other
+    """how weights reach the engines. auto: CUDA IPC on the same GPU, shared memory on the same CPU node, NCCL to other
     GPUs, otherwise Ray's object store; object_store, gloo: for all engines, where NCCL or CUDA IPC do not work"""
     temperature: PositiveFloat = 1.0
     """sampling temperature; the trainer divides its logits by it too"""

@@ -1,14 +1,16 @@
-"""Trees, YAML, dotted keys and the command line: what is taken, and the one line that says why something is not."""
+"""Trees, YAML, dotted keys and the command line: what is accepted, and the one line that explains a refusal."""
 
 import argparse
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import yaml
 
+import rlx.config
 from rlx.algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from rlx.cli.options import add_settings, parse
 from rlx.config.algorithm import ESTIMATORS, GROUPED, AdvantageName, Estimator
@@ -22,10 +24,10 @@ PARAMS = dict(RunConfig().data.params)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False)
-    made.add_argument("--config")
-    add_settings(made)
-    return made
+    result = argparse.ArgumentParser(allow_abbrev=False)
+    result.add_argument("--config")
+    add_settings(result)
+    return result
 
 
 def given(*argv: str) -> dict[str, Any]:
@@ -36,12 +38,25 @@ def configured(*argv: str) -> RunConfig:
     return from_tree(with_overrides({}, given(*argv)))
 
 
+def test_the_package_re_exports_these_names_and_no_others() -> None:
+    names = {"ConfigError", "RunConfig", "flatten", "from_tree", "read_yaml", "with_overrides"}
+    assert set(rlx.config.__all__) == names and all(hasattr(rlx.config, name) for name in names)
+
+
+def test_the_example_of_the_package_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    example = textwrap.dedent(str(rlx.config.__doc__).partition("Example:\n")[2])
+    exec(example, {})
+    shown = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2}
+    assert capsys.readouterr().out == f"12 True {shown}\n"
+
+
 def test_importing_needs_neither_torch_nor_ray() -> None:
     loaded = "import sys, rlx.config; print(sorted({'torch', 'ray', 'transformers', 'mlflow'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", loaded], text=True).strip() == "[]"
 
 
-def test_every_setting_has_a_meaning_and_the_defaults_are_a_whole_config() -> None:
+def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() -> None:
     config = RunConfig()
     assert from_tree({}) == config
     assert set(setting_keys()) == set(flatten(config))
@@ -81,7 +96,9 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_whole_config() -> No
         ({1: 2}, "1 = 1: keys should be strings"),
     ],
 )
-def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: dict[str, Any], message: str) -> None:
+def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
+    tree: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         from_tree(tree, "run.yaml")
     assert str(refused.value).startswith(f"run.yaml: {message}")
@@ -234,7 +251,7 @@ def test_a_bad_value_is_one_line_that_names_key_value_and_what_is_allowed(tree: 
         ({"reward": {"functions": {"nummeric": 1}}}, "no reward function 'nummeric': .*nearest: numeric"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(tree: dict[str, Any], message: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(tree: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_tree(tree)
 
@@ -260,7 +277,7 @@ def test_settings_that_do_not_go_together_are_refused(tree: dict[str, Any], mess
         {"reward": {"functions": {"task": 1, "mine.rewards:f_1": -2}}},
     ],
 )
-def test_settings_that_just_go_together_are_taken(tree: dict[str, Any]) -> None:
+def test_settings_at_the_limit_of_a_rule_are_accepted(tree: dict[str, Any]) -> None:
     from_tree(tree)
 
 
@@ -280,12 +297,10 @@ def test_settings_that_just_go_together_are_taken(tree: dict[str, Any]) -> None:
         ({"advantage": "dr_grpo", "policy_loss": "cispo"}, (False, "loss", "k3", "constant", 1.0, 4.0)),
     ],
 )
-def test_what_is_not_given_follows_the_estimator_and_the_loss(
-    chosen: dict[str, Any], published: tuple[Any, ...]
-) -> None:
+def test_unset_settings_follow_the_estimator_and_the_loss(chosen: dict[str, Any], published: tuple[Any, ...]) -> None:
     settings = from_tree({"algorithm": chosen}).algorithm
-    found = (settings.whiten_advantages, settings.kl_placement, settings.kl_estimator, settings.aggregation)
-    assert (*found, settings.clip_low, settings.clip_high) == published
+    defaults = (settings.whiten_advantages, settings.kl_placement, settings.kl_estimator, settings.aggregation)
+    assert (*defaults, settings.clip_low, settings.clip_high) == published
 
 
 def test_the_table_of_estimators_agrees_with_their_formulas() -> None:
@@ -296,7 +311,7 @@ def test_the_table_of_estimators_agrees_with_their_formulas() -> None:
     assert {name: needs(e) for name, e in ESTIMATORS.items()} == {name: needs(e) for name, e in ADVANTAGES.items()}
 
 
-def test_an_estimator_says_what_it_needs() -> None:
+def test_an_estimator_declares_what_it_needs() -> None:
     def needing(what: str) -> set[str]:
         return {name for name, estimator in ESTIMATORS.items() if getattr(estimator, f"needs_{what}")}
 
@@ -306,7 +321,7 @@ def test_an_estimator_says_what_it_needs() -> None:
     assert from_tree({"algorithm": {"advantage": "remax"}}).algorithm.estimator is ESTIMATORS["remax"]
 
 
-def test_roles_follow_the_estimator_and_the_adapters() -> None:
+def test_auto_critic_and_reference_follow_the_estimator_and_the_adapters() -> None:
     plain, grouped = RunConfig(), from_tree({"algorithm": {"advantage": "grpo"}})
     assert (plain.critic, plain.reference, grouped.critic) == ("separate", "copy", "none")
     assert from_tree({"model": {"lora_rank": 4}}).reference == "lora_off"
@@ -363,7 +378,7 @@ def test_a_whole_dict_replaces_the_value_and_entries_go_into_it() -> None:
 
 
 @pytest.mark.parametrize("tree", [{"train": 5}, {"train": None}])
-def test_nothing_is_set_below_a_single_value(tree: dict[str, Any]) -> None:
+def test_a_key_through_a_single_value_is_refused(tree: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"train\.steps: train is (5|None), which has no entries"):
         with_overrides(tree, {"train.steps": 3})
 
@@ -382,7 +397,7 @@ def test_flatten_gives_every_setting_its_dotted_key_and_keeps_dicts_whole() -> N
     assert "train" not in flat
 
 
-def test_nearest_is_silent_when_nothing_is_near() -> None:
+def test_nearest_is_empty_when_no_choice_is_similar() -> None:
     assert nearest("stepz", ["steps", "seed"]) == "; nearest: steps"
     assert nearest("qqq", ["steps", "seed"]) == ""
 
@@ -400,7 +415,7 @@ def test_yaml_survives_a_round_trip_of_the_resolved_config(tmp_path: Path) -> No
     assert (config.name, config.data.system_prompt, config.data.params["p"]) == ("1e3", "1e-3", 1e-5)
 
 
-def test_exponents_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
+def test_exponents_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("train: {actor_lr: 1e-3}\ndata:\n  params: {p: 1e-3, word: e3, max_terms: 4}\n")
     config = from_tree(read_yaml(file))
@@ -435,7 +450,7 @@ def test_an_unusable_yaml_file_is_one_line(tmp_path: Path, content: bytes | None
 # --- the command line
 
 
-def test_the_command_line_gives_settings_by_dotted_key_and_its_own_options_apart() -> None:
+def test_parse_separates_settings_from_the_options_of_the_command() -> None:
     args, settings = parse(parser(), ["--config", "a.yaml", "--train.steps", "3", "--algorithm.kl_coef=1e-3"])
     assert args.config == "a.yaml"
     assert settings == {"train.steps": 3, "algorithm.kl_coef": "1e-3"}
@@ -499,7 +514,7 @@ def test_a_mistyped_option_is_refused_with_the_nearest(argv: list[str], message:
         "--scaling.use-gpu BOOL",
     ],
 )
-def test_help_shows_what_an_option_takes(shown: str) -> None:
+def test_help_shows_the_type_of_an_option(shown: str) -> None:
     assert f"  {shown}" in parser().format_help()
 
 
@@ -515,17 +530,17 @@ def test_a_model_must_be_divisible_by_the_gpus_that_it_is_split_over(tmp_path: P
         preflight.check_model(from_tree(with_overrides({}, split)), str(tmp_path))
 
 
-def test_generation_ahead_is_corrected_for_unless_told_otherwise() -> None:
-    def importance(**rollout: Any) -> str:
+def test_stale_completions_are_corrected_unless_configured_otherwise() -> None:
+    def correction(**rollout: Any) -> str:
         return from_tree({"rollout": rollout}).rollout_correction
 
-    assert (importance(), importance(max_staleness=1)) == ("none", "tis")
+    assert (correction(), correction(max_staleness=1)) == ("none", "tis")
     for algorithm in ({"rollout_correction": "none"}, {"old_logprobs": "rollout"}):
         assert from_tree({"rollout": {"max_staleness": 1}, "algorithm": algorithm}).rollout_correction == "none"
 
 
 @pytest.mark.parametrize("setting", ["data.source", "data.ptx_source", "eval.source"])
-def test_a_prompt_file_is_missed_before_a_model_is_made(setting: str, tmp_path: Path) -> None:
+def test_a_missing_prompt_file_is_refused_before_a_model_is_created(setting: str, tmp_path: Path) -> None:
     (tmp_path / "there.jsonl").write_text("{}")
     given = {"storage": str(tmp_path / "storage"), "data.source": str(tmp_path / "there.jsonl"), "data.params": {}}
     given |= {setting: str(tmp_path / "p.jsonl")} | ({"algorithm.ptx_coef": 0.1} if "ptx" in setting else {})
