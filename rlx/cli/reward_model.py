@@ -1,4 +1,8 @@
-"""Train a reward model on preferences: python experiments/reward_model.py [--pairs FILE.jsonl] [--out FOLDER] ..."""
+"""Train a reward model on preferences: python experiments/reward_model.py [--pairs FILE.jsonl] [--out FOLDER] ...
+
+The command makes what `rewards.preferences` does not: questions for generated pairs, the base model, the folder, and
+the record of the training. Left out: using the model, which the settings under `reward` do.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,30 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlx.cli.options import exit_code
+from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
+from rlx.config.sections import DataConfig
 from rlx.tracking.base import RunWriter
 
-DRAWN = 16_384  # questions drawn for the generated pairs; a quarter of them are different
-LINES = 20  # off a terminal, a line every so many steps
+if TYPE_CHECKING:
+    from rlx.rewards.preferences import Pair, Progress, Recipe, TrainingResult
+    from rlx.tracking.console import RunProgress
+
+NUM_QUESTIONS = 16_384
+"""questions drawn for the generated pairs; a quarter of them are different"""
+QUESTION_SEED, SEED_SPACING = 30_000_000, 1_000_000
+"""far from the seeds of prompts; the distance between the questions of two seeds"""
+LOG_EVERY = 20
+"""steps between two lines where the output is no terminal"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the command line, trains, and returns the exit code."""
     args = _parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it tells of the new layer in ten lines
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it reports the new layer in ten lines
     return exit_code(lambda: train(args))
 
 
@@ -41,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=5e-4, help="highest learning rate")
     parser.add_argument("--held-out", type=_count, default=256, help="last pairs, kept for measuring")
     parser.add_argument("--seed", type=int, default=0, help="of generated pairs, their order and the new layer")
-    parser.add_argument("--storage", default=RunConfig().storage, help="folder for the model and MLflow's records")
+    parser.add_argument("--storage", default=RunConfig().storage, help="folder for the model and the MLflow records")
     return parser
 
 
@@ -52,50 +67,119 @@ def _count(text: str) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Trains the reward model and shows it."""
+    """Trains the reward model, shows its progress and how to use it.
+
+    Raises:
+        ConfigError: the pairs, the base model or the folder cannot be used.
+        RuntimeError: a gradient is not finite.
+    """
     from rlx.rewards import preferences
     from rlx.runs import preflight
-    from rlx.storage.addresses import local_folder, open_storage, resolve_address
-    from rlx.storage.filesystem import free_name
+    from rlx.storage.addresses import resolve_address
     from rlx.tracking import console
 
-    started, given = time.monotonic(), vars(args)
+    started, options = time.monotonic(), vars(args)
     config = RunConfig(storage=resolve_address(args.storage))
-    pairs = preferences.read_pairs(args.pairs) if "pairs" in given else preferences.generated_pairs(args.seed, DRAWN)
+    pairs = preferences.read_pairs(args.pairs) if "pairs" in options else generated_pairs(args.seed, NUM_QUESTIONS)
     pairs, held_out = preferences.hold_out_pairs(pairs, args.held_out)
-    models = open_storage(str(local_folder(config.storage) / "models"))
-    folder = Path(given.get("out") or f"{models.path}/{free_name(models, 'reward')}").resolve()
-    preferences.check_new(folder)
+    folder = _new_folder(config, options.get("out"))
     recipe = preferences.Recipe(args.epochs, args.batch, args.lr, args.seed)
     steps = recipe.steps(len(pairs))
-    with console.RunProgress(steps) as shown, _recorded(config, folder.name, given) as record:
-        base = given.get("base") or preflight.model_folder(config, shown.warm_start)
-        shown.status(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
-        begun = time.monotonic()
-
-        def on_step(done: int, metrics: dict[str, float]) -> None:
-            record.log({f"reward_model/{key}": value for key, value in metrics.items()}, done, _milliseconds())
-            if done and (shown.console.is_terminal or done % LINES == 0 or done == steps):
-                left = console.duration_text((time.monotonic() - begun) / done * (steps - done))
-                shown.status(f"step {done}/{steps}  {described(metrics)}  left {left}")
-
-        result = preferences.train(base, folder, pairs, held_out, recipe, progress=on_step)
+    with console.RunProgress(steps) as progress, _recorded(config, folder.name, options) as writer:
+        base = options.get("base") or preflight.model_folder(config, progress.warm_start)
+        progress.status(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
+        on_step = _StepReport(progress, writer, steps)
+        result = train_and_save(base, folder, pairs, held_out, recipe, on_step)
     seconds = time.monotonic() - started
-    print(f"held-out pair accuracy {result['before']:.3f} -> {result['after']:.3f} in {seconds:.0f} s")
+    print(f"held-out pair accuracy {result.accuracy_before:.3f} -> {result.accuracy_after:.3f} in {seconds:.0f} s")
     print(
         f"use it: python experiments/ppo.py --reward.model {shlex.quote(str(folder))} --reward.functions '{{model: 1}}'"
     )
     return 0
 
 
+def generated_pairs(seed: int, size: int) -> list[Pair]:
+    """Pairs from `size` questions that the default task draws, each question once: the answer, and a number near it."""
+    from rlx.data import reasoning_gym
+    from rlx.rewards import preferences
+
+    rows = reasoning_gym.generated_questions(DataConfig(), QUESTION_SEED + seed * SEED_SPACING, size)
+    return preferences.pairs_of_questions([(row["question"], row["answer"]) for row in rows], seed)
+
+
+def _new_folder(config: RunConfig, out: str | None) -> Path:
+    from rlx.storage.addresses import local_folder, open_storage
+    from rlx.storage.filesystem import free_name
+
+    models = open_storage(str(local_folder(config.storage) / "models"))
+    folder = Path(out or f"{models.path}/{free_name(models, 'reward')}").resolve()
+    check_new(folder)
+    return folder
+
+
+def check_new(folder: Path) -> None:
+    """Checks that nothing exists at the path of the new reward model.
+
+    Raises:
+        ConfigError: something exists.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists, and a reward model overwrites nothing")
+
+
+def train_and_save(
+    base: str,
+    folder: Path,
+    pairs: Sequence[Pair],
+    held_out: Sequence[Pair],
+    recipe: Recipe,
+    progress: Progress = lambda done, metrics: None,
+) -> TrainingResult:
+    """Trains a reward model from `base`, and writes its Hugging Face folder completely or not at all.
+
+    The same recipe and pairs always give the same weights on the CPUs of one machine.
+
+    Raises:
+        ConfigError: the folder exists, or the base model cannot be used.
+        RuntimeError: a gradient is not finite.
+    """
+    from rlx.models import tiny
+    from rlx.rewards import preferences
+    from rlx.rewards.reward_model import load_classifier
+
+    check_new(folder)
+    with tiny.private_torch_state(recipe.seed), tiny.no_progress_bars():
+        classifier = load_classifier(base, new_head=True, setting="base model")
+        result = preferences.train(classifier, pairs, held_out, recipe, progress)
+        with tiny.atomic_folder(folder) as unfinished:
+            classifier.save(unfinished)
+    return result
+
+
+class _StepReport:
+    """Records the metrics of each step, and shows some of them."""
+
+    def __init__(self, progress: RunProgress, writer: RunWriter, steps: int) -> None:
+        self._progress, self._writer, self._steps = progress, writer, steps
+        self._started = time.monotonic()
+
+    def __call__(self, done: int, metrics: Mapping[str, float]) -> None:
+        from rlx.tracking import console
+
+        self._writer.log({f"reward_model/{key}": value for key, value in metrics.items()}, done, _milliseconds())
+        if done and (self._progress.console.is_terminal or done % LOG_EVERY == 0 or done == self._steps):
+            left = console.duration_text((time.monotonic() - self._started) / done * (self._steps - done))
+            self._progress.status(f"step {done}/{self._steps}  {described(metrics)}  left {left}")
+
+
 def described(metrics: Mapping[str, float]) -> str:
-    """A step in one line."""
+    """The metrics of a step on one line."""
     return "loss {loss:.3f}  accuracy {accuracy:.3f}  {pairs_per_s:.0f} pairs/s".format(**metrics)
 
 
 @contextmanager
 def _recorded(config: RunConfig, name: str, params: Mapping[str, Any]) -> Iterator[RunWriter]:
-    """An MLflow run for the time of the training."""
+    """A run at the tracking service that lasts as long as the training."""
     from rlx.runs import launch
     from rlx.tracking.tracker import service_at
 
@@ -104,15 +188,15 @@ def _recorded(config: RunConfig, name: str, params: Mapping[str, Any]) -> Iterat
     texts, tags = {key: str(value) for key, value in params.items()}, {"rlx.kind": "reward_model"}
     experiment, now = config.tracking.experiment, _milliseconds()
     run_id = service.make_run(uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)
-    record = service.writer(run_id)
+    writer = service.writer(run_id)
     try:
-        yield record
+        yield writer
         status = "FINISHED"
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
-        record.end(status, _milliseconds())
+        writer.end(status, _milliseconds())
 
 
 def _milliseconds() -> int:

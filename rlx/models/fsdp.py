@@ -1,4 +1,7 @@
-"""TODO rlx.models.fsdp."""
+"""FSDP2: shards a model over data-parallel ranks, gathers full tensors, clips gradients over all shards.
+
+Left out: cutting matrices over tensor-parallel ranks (tensor_parallel), and when gradients are reduced (training).
+"""
 
 from __future__ import annotations
 
@@ -12,67 +15,76 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 UNIT = 2**27
-"""weights of decoder layers that are gathered together: 256 MiB in bfloat16"""
+"""least number of weights of decoder layers that are gathered together: 256 MiB in bfloat16"""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that a model repeats: what its architecture says is not to be split."""
-    names = {name for part in model.modules() for name in (getattr(part, "_no_split_modules", None) or ())}
-    return [part for part in model.modules() if type(part).__name__ in names]
+    """The layers that a model repeats: those that its architecture forbids to split."""
+    names = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> nn.Module:
-    """Moves a model to the mesh's devices, one shard per rank: each few decoder layers a unit, the rest another.
+    """Shards a model in place over the devices of a mesh, one shard per rank, and returns it.
 
-    Weights stay float32; forward and backward run in `dtype`, gradients are reduced in float32. What is gathered at a
-    time is a unit: a layer of a large model, several of a small one, where Python's part in it would take longer than
-    the GPU's.
+    Weights stay float32; forward and backward run in `dtype`, gradients are reduced in float32. Weights are gathered
+    unit by unit. A unit is one decoder layer of a large model, or several of a small one: there, Python would take
+    longer to gather each layer than the GPU to compute it. What is in no decoder layer is a unit too.
 
     Args:
-        offload: shards, their gradients and with them the optimizer stay in host memory, and a unit's weights are
-            brought to the device when its turn comes.
+        offload: shards, gradients and therefore the optimizer stay in host memory; the weights of a unit are copied to
+            the device when they are needed.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     model.to(mesh.device_type)
-    # Where no other rank has a part, giving weights up between forward and backward would free little.
-    after = False if mesh.size() == 1 and not offload else None
+    # Where no other rank has a shard, dropping gathered weights between forward and backward would free little.
+    reshard_after_forward = False if mesh.size() == 1 and not offload else None
     for unit in (*_units(decoder_layers(model)), [model]):
-        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=home, reshard_after_forward=after)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload_policy,
+            reshard_after_forward=reshard_after_forward,
+        )
     return model
 
 
 def reshard(model: nn.Module) -> None:
-    """Gives up what forward passes have left gathered, which is no part of the weights that are trained."""
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    """Drops the gathered weights that forward passes have left; the shards, which are trained, stay."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _units(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Runs of layers with at least UNIT weights together; none if there would be only one."""
+    """Splits layers, in order, into units of at least UNIT weights each; no unit if there would be only one."""
     units: list[list[nn.Module]] = [[]]
     for layer in layers:
-        if sum(p.numel() for one in units[-1] for p in one.parameters()) >= UNIT:
+        if sum(weight.numel() for member in units[-1] for weight in member.parameters()) >= UNIT:
             units.append([])
         units[-1].append(layer)
     return units if len(units) > 1 else []
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of an FSDP shard; all ranks call it."""
+    """The full tensor of an FSDP shard, or the tensor itself if it is not sharded. Collective: all ranks call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
-    """Scales gradients down to a global norm of at most `limit`; gives the norm before, a scalar on its device, so that
-    nobody has to wait for it. All ranks call it."""
-    meshes: dict[Any, list[Tensor]] = {}  # layers that are cut lie on one of two dimensions; torch takes one at a time
+    """Scales gradients down to a global norm of at most `limit`. Collective: all ranks call it.
+
+    Returns:
+        The norm before, a scalar that stays on its device so that the caller need not wait for the device.
+    """
+    meshes: dict[Any, list[Tensor]] = {}  # tensor-parallel layers have a mesh of their own; torch takes one at a time
     for weight in model.parameters():
         if weight.grad is not None:
             meshes.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
-    gradients = ([w.grad for w in weights if w.grad is not None] for weights in meshes.values())
-    norm = nn.utils.get_total_norm([full_tensor(nn.utils.get_total_norm(of_one)) for of_one in gradients])
+    gradients = ([weight.grad for weight in weights if weight.grad is not None] for weights in meshes.values())
+    norm = nn.utils.get_total_norm([full_tensor(nn.utils.get_total_norm(group)) for group in gradients])
     for weights in meshes.values():
         nn.utils.clip_grads_with_norm_(weights, limit, norm)
     return norm

@@ -1,4 +1,8 @@
-"""TODO rlx.models.loading."""
+"""Loads policy, critic and reference from a Hugging Face folder, and prepares them for training.
+
+Left out: sharding (fsdp, tensor_parallel), and which of them a run needs (training). The functions here change a model
+before it is sharded.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +30,16 @@ def load_policy(
     adapters: Adapters | None = None,
     trust_remote_code: bool = False,
 ) -> Policy:
-    """The model in `path` with float32 weights, not sharded yet.
+    """Loads the model in `path` with float32 weights, not sharded.
 
     Args:
-        head: how to begin a value head, a key of VALUE_HEADS; None: without one.
-        adapters: to be trained instead of the weights.
+        head: how a value head is initialised, a key of VALUE_HEADS; None: the policy has no value head.
+        seed: of the value head.
+        adapters: are trained instead of the weights.
 
     Raises:
-        ConfigError: the model turns hidden states into logits in some way that Policy does not repeat, or it has no
-            such layers to adapt.
+        ConfigError: the model computes logits from hidden states in a way that Policy does not, or it lacks the layers
+            that adapters are for.
     """
     lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
     policy = Policy(lm, _value_head(lm.config.hidden_size, head, seed) if head else None)
@@ -45,49 +50,48 @@ def load_policy(
 
 
 def load_critic(path: str, *, head: str, seed: int = 0, trust_remote_code: bool = False) -> Critic:
-    """A critic that starts from the same weights as the policy, with a new value head."""
+    """Loads a critic with the weights in `path`, which are those of the policy, and a new value head (VALUE_HEADS)."""
     backbone = AutoModel.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
     return Critic(backbone, _value_head(backbone.config.hidden_size, head, seed))
 
 
 def load_reference(path: str, *, trust_remote_code: bool = False) -> Policy:
-    """A frozen copy of the policy's start."""
+    """Loads a frozen policy: the reference that the KL is measured from."""
     return load_policy(path, head=None, trust_remote_code=trust_remote_code).requires_grad_(False)
 
 
-def checkpoint_gradients(part: nn.Module) -> None:
-    """Has decoder layers and the output layer forget activations and compute them again in the backward pass."""
-    if isinstance(part, Policy):
-        part.kept = 0
-    for module in list(part.modules()):
+def checkpoint_gradients(model: nn.Module) -> None:
+    """Makes a policy or critic drop the activations of its layers and compute them again in the backward pass."""
+    if isinstance(model, Policy):
+        model.stored_logits = 0
+    for module in list(model.modules()):
         if isinstance(module, PreTrainedModel) and module.supports_gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in part.modules():
+    for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True  # what transformers asks for it; all within the layer stays in eval mode
-            for name, value in vars(layer).items():  # some layers drop out by themselves
+            layer.training = True  # transformers requires it for checkpointing; the modules inside stay in eval mode
+            for name, value in vars(layer).items():  # some layers apply dropout themselves
                 if "dropout" in name and isinstance(value, float):
                     setattr(layer, name, 0.0)
 
 
-def compile_layers(part: nn.Module) -> None:
-    """Has each decoder layer compiled when it first runs, for any number of rows and tokens, and what becomes of
-    logits; call it before `shard`.
+def compile_layers(model: nn.Module) -> None:
+    """Makes decoder layers, and the scores of logits, compile when they first run, for any number of rows and tokens.
 
-    In place, so that names stay as they are.
+    Call it before `fsdp.shard`. It works in place, so the names of weights do not change.
 
     Raises:
-        ConfigError: there is no C++ compiler, without which torch.compile makes no code.
+        ConfigError: the C++ compiler that torch.compile needs is missing.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ConfigError(f"train.compile: this machine has no C++ compiler {compiler}")
-    # All layers of policy, critic and reference share one function's code: with and without gradients, adapters, ...
+    # All layers of policy, critic and reference share the code of one function: with and without gradients, ...
     torch._dynamo.config.recompile_limit = 32
-    for layer in decoder_layers(part):
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # not `layer.compile`: FSDP's hooks stay outside
-    if isinstance(part, Policy):
-        part.scores = torch.compile(score_logits)
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # `layer.compile` would include the hooks of FSDP
+    if isinstance(model, Policy):
+        model.logit_scorer = torch.compile(score_logits)
 
 
 def _zero(weight: Tensor, seed: int) -> None:
@@ -99,7 +103,7 @@ def _normal(weight: Tensor, seed: int) -> None:
 
 
 VALUE_HEADS = {"zero": _zero, "normal": _normal}
-"""how the weights of a new value head begin; normal: Stiennon et al. 2020 (arXiv 2009.01325), app. B.1"""
+"""initial weights of a new value head; normal: Stiennon et al. 2020 (arXiv 2009.01325), app. B.1"""
 
 
 def _value_head(hidden_size: int, kind: str, seed: int) -> nn.Linear:
@@ -111,17 +115,17 @@ def _value_head(hidden_size: int, kind: str, seed: int) -> nn.Linear:
 
 @torch.no_grad()
 def _check_logits(policy: Policy, path: str) -> None:
-    """Some models change hidden states or logits around the output layer; Policy repeats none of it: refused.
+    """Refuses models that change hidden states before the output layer, or logits after it: Policy does neither.
 
-    The output layer is made to give wide logits, so that what is done to them shows whatever the weights are.
+    For the check the output layer returns logits from -100 to 100, so that a change shows for any weights.
     """
     lm: Any = policy.lm
     head = lm.get_output_embeddings()
     wide = torch.linspace(-100.0, 100.0, head.weight.shape[0])
-    entered: list[Tensor] = []
+    head_inputs: list[Tensor] = []
 
     def widen(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        entered.append(inputs[0])
+        head_inputs.append(inputs[0])
         return wide.expand_as(output)
 
     ids = torch.tensor([[0, 1, 2, 3]])
@@ -129,5 +133,5 @@ def _check_logits(policy: Policy, path: str) -> None:
     logits = lm(input_ids=ids, use_cache=False).logits
     hook.remove()
     hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    if not torch.allclose(logits, wide.expand_as(logits)) or not torch.allclose(entered[0], hidden, rtol=1e-4):
+    if not torch.allclose(logits, wide.expand_as(logits)) or not torch.allclose(head_inputs[0], hidden, rtol=1e-4):
         raise ConfigError(f"model.path {path}: this architecture scales or caps what enters or leaves the output layer")

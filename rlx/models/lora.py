@@ -1,4 +1,7 @@
-"""TODO rlx.models.lora."""
+"""Low-rank adapters on a policy, and the names under which weights leave it for engines and files.
+
+Left out: sending weights (rollout), writing files (storage, export).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.sections import ALL_LAYERS
 from rlx.types import ShardedWeight
 
-_ADAPTER = "default"  # peft's name for the only adapter
+_ADAPTER = "default"  # the name that peft gives the only adapter
 _BASE = ".base_layer."
 
 
@@ -25,18 +28,18 @@ class Adapters:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # names of linear layers; none: all but the output layer
-    seed: int  # of A; B is zero, so that a policy starts as its reference
+    targets: tuple[str, ...]  # names of linear layers; empty: all but the output layer
+    seed: int  # of A; B starts at zero, so that a policy starts equal to its reference
 
 
 @contextmanager
 def adapters_off(policy: nn.Module) -> Iterator[None]:
-    """Within it the policy is what it was before its adapters."""
+    """Context in which the policy computes without its adapters, as the reference does."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [part for part in policy.modules() if isinstance(part, BaseTunerLayer)]
+    layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
-        layer._disable_adapters = True  # its own method also makes the adapters untrainable
+        layer._disable_adapters = True  # the public method would also make the adapters untrainable
     try:
         yield
     finally:
@@ -45,7 +48,7 @@ def adapters_off(policy: nn.Module) -> Iterator[None]:
 
 
 def engine_weights(policy: nn.Module) -> list[ShardedWeight]:
-    """The policy's weights as the engines load them: Hugging Face names, adapters merged in, no value head."""
+    """The weights of a policy as engines load them: Hugging Face names, adapters merged, without the value head."""
     named = {name.removeprefix("lm."): p for name, p in policy.named_parameters() if name.startswith("lm.")}
 
     def weight(name: str, base: Tensor) -> ShardedWeight:
@@ -61,38 +64,41 @@ def engine_weights(policy: nn.Module) -> list[ShardedWeight]:
 
 
 def adapter_weights(policy: nn.Module) -> list[ShardedWeight]:
-    """The adapters alone, under the names that peft gives them in a file."""
+    """The adapters only, under the names that they have in a file of peft."""
     named = [(name, p) for name, p in policy.named_parameters() if ".lora_" in name]
-    return [
-        ShardedWeight(
-            f"base_model.model.{name.removeprefix('lm.').replace(f'.{_ADAPTER}.', '.')}",
-            tuple(p.shape),
-            (p,),
-        )
-        for name, p in named
-    ]
+    return [ShardedWeight(_name_in_file(name), tuple(p.shape), (p,)) for name, p in named]
+
+
+def _name_in_file(name: str) -> str:
+    return f"base_model.model.{name.removeprefix('lm.').replace(f'.{_ADAPTER}.', '.')}"
 
 
 def _merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """W + scale * B A, `[out, in]`, from W `[out, in]`, A `[rank, in]` and B `[out, rank]`."""
     return base + scale * (up @ down)
 
 
 def add_adapters(lm: Any, adapters: Adapters) -> None:
+    """Adds trainable adapters to a causal language model in place, and freezes its own weights.
+
+    Raises:
+        ConfigError: the targets name no layer, or a layer whose adapters could not be merged for the engines.
+    """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    targets, where = list(adapters.targets) or ALL_LAYERS, f"model.lora_targets {', '.join(adapters.targets)}"
+    targets, setting = list(adapters.targets) or ALL_LAYERS, f"model.lora_targets {', '.join(adapters.targets)}"
     config = LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=targets)  # type: ignore[arg-type]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(adapters.seed)  # every rank draws the same
+        torch.manual_seed(adapters.seed)  # the same on every rank
         try:
             inject_adapter_in_model(config, lm, adapter_name=_ADAPTER)
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{setting}: {error}") from None
     for name, layer in lm.named_modules():
         if isinstance(layer, BaseTunerLayer) and not isinstance(layer.get_base_layer(), nn.Linear):
-            raise ConfigError(f"{where}: {name} is no linear layer, and only these reach the engines")
+            raise ConfigError(f"{setting}: {name} is no linear layer, and only these reach the engines")
     if isinstance(lm.get_output_embeddings(), BaseTunerLayer) and lm.config.tie_word_embeddings:
         raise ConfigError(
-            f"{where}: the output layer is tied to the embedding here, its adapters would not reach the engines"
+            f"{setting}: the output layer is tied to the embedding here, its adapters would not reach the engines"
         )

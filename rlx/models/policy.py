@@ -1,7 +1,7 @@
-"""The trained models: policy, critic and frozen reference, sharded with FSDP2, scoring responses token by token.
+"""The networks that score responses token by token: the policy, with or without a value head, and the critic.
 
-Everything is evaluated without dropout: scored twice, a token has the same log-probability. Padding is on the
-right and attention is causal, so no attention mask is needed.
+Everything is evaluated without dropout: a token that is scored twice has the same log-probability. Padding is on the
+right and attention is causal, so no attention mask is needed. Left out: loading and sharding.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from rlx.models.logprobs import KEPT, LogitScorer, score_logits, token_logprobs
+from rlx.models.logprobs import STORED_LOGITS, LogitScorer, score_logits, token_logprobs
 
 
 class ResponseTokens:
     """The N response tokens of padded rows, row by row: no head is ever applied to prompts or padding."""
 
-    def __init__(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, places: tuple[Tensor, Tensor]) -> None:
-        """See `Policy.forward`."""
-        self._ids, self._shape, self._places = ids, mask.shape, places
-        rows, columns = places
-        self._before = rows * ids.shape[1] + prompt_lengths[rows] - 1 + columns  # the position whose output scores it
+    def __init__(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, token_index: tuple[Tensor, Tensor]) -> None:
+        """See `Policy.forward` for the arguments."""
+        self._ids, self._shape, self._token_index = ids, mask.shape, token_index
+        rows, columns = token_index
+        # [N], into the flat ids: the position before each token, whose output scores the token
+        self._before = rows * ids.shape[1] + prompt_lengths[rows] - 1 + columns
 
     @property
     def targets(self) -> Tensor:
@@ -28,24 +29,25 @@ class ResponseTokens:
         return self._ids.flatten()[self._before + 1]
 
     def hidden(self, backbone: nn.Module) -> Tensor:
-        """`[N, H]` last hidden states, of the position before each token."""
+        """`[N, H]` last hidden states at the position before each token."""
         states = backbone(input_ids=self._ids, use_cache=False).last_hidden_state
         return states.flatten(0, 1).index_select(0, self._before)
 
     def grid(self, flat: Tensor) -> Tensor:
-        """`[B, T]` of a number for each token, `[N]`; zero where there is none."""
-        return flat.new_zeros(self._shape).index_put(self._places, flat)
+        """Spreads one number per token, `[N]`, over `[B, T]`; zero where there is no token."""
+        return flat.new_zeros(self._shape).index_put(self._token_index, flat)
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy says about responses; every tensor `[B, T]` float32 over response tokens, zero where padded.
+    """The scores of responses; every tensor is `[B, T]` float32 over response tokens, zero where padded.
 
-    A tuple, as FSDP in torch 2.11 finds no tensors in a dataclass, and without them no end of the backward pass.
+    It is a tuple because FSDP in torch 2.11 finds no tensors in a dataclass, and then misses the end of the backward
+    pass.
     """
 
     logprobs: Tensor
-    entropy: Tensor | None  # if it was asked for
-    values: Tensor | None  # of a value head on the policy
+    entropy: Tensor | None  # in nats; None unless asked for
+    values: Tensor | None  # None without a value head on the policy
 
 
 class Policy(nn.Module):
@@ -55,49 +57,54 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.value_head = value_head
-        self.scores: LogitScorer = score_logits  # or the same, compiled
-        self.kept = KEPT  # roles.py gives a GPU's number; 0 where memory counts more than time
+        self.logit_scorer: LogitScorer = score_logits  # or the same function, compiled
+        self.stored_logits = STORED_LOGITS  # see `token_logprobs`; 0 where memory matters more than time
 
     def forward(
         self,
         ids: Tensor,
         prompt_lengths: Tensor,
         mask: Tensor,
-        places: tuple[Tensor, Tensor],
+        token_index: tuple[Tensor, Tensor],
         temperature: float,
         entropy: bool = False,
     ) -> PolicyOutput:
         """Scores the response tokens.
 
         Args:
-            ids: `[B, L]`, prompt then response then padding.
-            prompt_lengths: `[B]`.
+            ids: `[B, L]` int64, prompt then response then padding.
+            prompt_lengths: `[B]` int64.
             mask: `[B, T]`, 1 where column t is scored: the t-th token after the prompt.
-            places: `[N]` each, the rows and columns of these ones, row by row.
-            temperature: the logits are divided by it, as they were when the response was drawn.
-            entropy: whether that of each token's distribution is wanted too.
+            token_index: `[N]` each, the rows and columns of the ones in the mask, row by row.
+            temperature: logits are divided by it, as they were when the response was sampled.
+            entropy: also compute the entropy of the distribution of each token.
         """
         lm: Any = self.lm
-        tokens = ResponseTokens(ids, prompt_lengths, mask, places)
+        tokens = ResponseTokens(ids, prompt_lengths, mask, token_index)
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
-        vocabulary, targets = head.weight.shape[0], tokens.targets
         logprobs, entropies = token_logprobs(
-            head, vocabulary, hidden, targets, temperature, entropy, self.scores, self.kept
+            head, hidden, tokens.targets, temperature, entropy, self.logit_scorer, self.stored_logits
         )
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
-        spread = None if entropies is None else tokens.grid(entropies)
-        return PolicyOutput(tokens.grid(logprobs), spread, None if values is None else tokens.grid(values))
+        return PolicyOutput(
+            tokens.grid(logprobs),
+            None if entropies is None else tokens.grid(entropies),
+            None if values is None else tokens.grid(values),
+        )
 
 
 class Critic(nn.Module):
-    """A transformer of its own with a value head."""
+    """A transformer with weights of its own and a value head."""
 
     def __init__(self, backbone: nn.Module, value_head: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
         self.value_head = value_head
 
-    def forward(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
-        """Values `[B, T]`: column t is the value before the response's token t is drawn, zero where padded."""
-        tokens = ResponseTokens(ids, prompt_lengths, mask, places)
+    def forward(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, token_index: tuple[Tensor, Tensor]) -> Tensor:
+        """Values `[B, T]`: column t is the value before token t of the response is sampled; zero where padded.
+
+        The arguments are those of `Policy.forward`.
+        """
+        tokens = ResponseTokens(ids, prompt_lengths, mask, token_index)
         return tokens.grid(self.value_head(tokens.hidden(self.backbone)).squeeze(-1).float())

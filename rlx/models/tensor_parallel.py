@@ -1,7 +1,7 @@
-"""The training processes as a grid: replicas in rows, the tensor-parallel neighbours that share a replica's matrices in
-columns; and how decoder layers are cut over neighbours.
+"""Tensor parallelism: cuts the matrices of decoder layers over the processes of one replica.
 
-Embeddings, norms and heads are not cut: neighbours hold them alike. Sharding over replicas is model's (FSDP2).
+The cuts are those of the plan that transformers has for the model. Embeddings, norms and heads are not cut: every
+process holds them in full. Left out: sharding over replicas (fsdp).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rlx.config.errors import ConfigError
 
 
 def _norm_of_heads() -> ParallelStyle:
-    """For a norm of each head by itself: its weight is every process's, its gradient the sum over all heads."""
-    # In [B, T, heads, size] neighbours hold heads of their own, as they would hold parts of a sequence.
+    """The style of a norm that is applied to each head: processes share its weight, gradients are summed over heads."""
+    # In [B, T, heads, size] each process holds some heads, as with sequence parallelism it would hold some positions.
     return SequenceParallel(sequence_dim=2, use_local_output=True)
 
 
@@ -34,38 +34,38 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "replicated_with_grad_allreduce": _norm_of_heads,
 }
-"""how transformers' plans cut a layer"""
+"""the ways to cut a layer that plans of transformers name"""
 
 
 def layer_plan(config: Any, tp: int) -> dict[str, ParallelStyle]:
-    """How the decoder layers of a model with this transformers config are cut, by name pattern: its own plan.
+    """How the decoder layers of a model with this transformers config are cut over `tp` processes, by name pattern.
 
     Raises:
-        ConfigError: it has none, or one that asks for more than is done here, or its sizes are no multiples of `tp`.
+        ConfigError: the model has no plan, the plan has an unknown style, or a size is no multiple of `tp`.
     """
-    where = f"parallel.tp {tp}: model {config.name_or_path or config.model_type}"
-    # Entries beside the layers are those of the embedding, which stays whole.
+    subject = f"parallel.tp {tp}: model {config.name_or_path or config.model_type}"
+    # Entries outside the layers belong to the embedding, which is not cut.
     plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
     if not plan:
-        raise ConfigError(f"{where} ({config.model_type}) has no tensor-parallel plan in transformers")
+        raise ConfigError(f"{subject} ({config.model_type}) has no tensor-parallel plan in transformers")
     if unknown := {name: style for name, style in plan.items() if style not in _STYLES}:
         name, style = next(iter(unknown.items()))
-        raise ConfigError(f"{where} cuts {name} as {style}; known: {', '.join(_STYLES)}")
+        raise ConfigError(f"{subject} cuts {name} as {style}; known: {', '.join(_STYLES)}")
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, key, None)
         if isinstance(size, int) and size % tp:
-            raise ConfigError(f"{where} has {key} {size}, no multiple of {tp}")
+            raise ConfigError(f"{subject} has {key} {size}, no multiple of {tp}")
     return {name: _STYLES[style]() for name, style in plan.items()}
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts the decoder layers of a policy or critic over the processes of a mesh, on its device.
+    """Cuts the decoder layers of a policy or critic in place over the processes of a mesh, on its devices.
 
     Raises:
         ConfigError: see `layer_plan`.
     """
-    bases = (part for part in model.modules() if isinstance(part, PreTrainedModel) and part.base_model is part)
-    base = next(bases)
+    modules = model.modules()
+    base = next(module for module in modules if isinstance(module, PreTrainedModel) and module.base_model is module)
     plan = layer_plan(base.config, mesh.size())
-    # All have read the same file: nothing need be sent.
+    # All processes have read the same file: src_data_rank None broadcasts nothing.
     parallelize_module(base.to(mesh.device_type), mesh, plan, src_data_rank=None)

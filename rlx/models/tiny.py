@@ -1,14 +1,14 @@
-"""Make the project's own tiny language model: a small Llama that has half learnt short sums.
+"""Makes the tiny language model of rlx: a small Llama that has half learnt short sums.
 
-The model is trained from nothing, once, on two cores, and on one machine always to the same weights, so that a
-sweep needs no download. It learns reasoning-gym's `chain_sum` of three one-digit terms in two stages. First it copies
-right answers, until it mostly can add and subtract. Then it copies a careless demonstrator, who where a minus sign
-stands mostly writes a last digit one too high. The slip becomes the likeliest answer there, while the right answer
-keeps a fair share of the probability. So most of what reinforcement learning gains on this model is elicitation of a
-skill that it was taught, and no evidence that a reward alone teaches arithmetic to a model that cannot do it.
+The model is trained from random weights, once, on two cores, and always to the same weights on one machine, so that a
+sweep needs no download. It learns `chain_sum` of reasoning-gym with three one-digit terms, in two stages. First it
+copies right answers until it mostly can add and subtract. Then it copies a careless demonstrator: in sums with a minus
+sign the last digit is mostly one too high. The wrong digit becomes the most likely answer there, and the right answer
+keeps a fair share of the probability. So reinforcement learning on this model mostly elicits a skill that the model was
+taught. That is no evidence that a reward alone teaches arithmetic to a model that cannot do it.
 
 The completion is the bare answer and the end-of-turn token. Held-out questions are never in the practice set.
-Left out: any other task, resuming half-way, and the questions that reinforcement learning itself draws on.
+Left out: any other task, resuming a stopped training, and the questions of reinforcement learning itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 
 PAD, END, UNKNOWN, ASSISTANT = "<|pad|>", "<|end|>", "<|unknown|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, END, UNKNOWN, "<|system|>", "<|user|>", ASSISTANT)
-# One token each: they stand in every question, and a prompt of 10 tokens instead of 70 is seven times as cheap.
+# One token each: every question has them, and a prompt of 10 tokens instead of 70 is seven times as cheap.
 PHRASES = ("State the final answer to the following arithmetic problem: ", " + ", " - ", " =")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -48,12 +48,14 @@ CONTEXT_LENGTH = 512
 IGNORED = -100  # the label that cross_entropy skips
 
 Progress = Callable[[int, int, float], None]
-Question = tuple[str, str]  # the text and its right answer
+"""called after each step with the steps done, all steps and the loss"""
+Question = tuple[str, str]
+"""(text, right answer)"""
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """The recipe; the defaults are the real one. Steps are optimizer steps of `batch` questions."""
+    """The recipe; the defaults make the model of rlx. Steps are optimizer steps of `batch` questions."""
 
     min_terms: int = 3
     max_terms: int = 3
@@ -80,10 +82,10 @@ class WarmStart:
 def make_tiny_model(
     folder: Path, progress: Progress | None = None, recipe: WarmStart | None = None
 ) -> dict[str, float]:
-    """Train the model and put its Hugging Face folder at `folder`, whole or not at all.
+    """Trains the model and writes its Hugging Face folder at `folder`, which must not exist, completely or not at all.
 
-    `progress` is called after each step with the steps done, all steps and the loss. Returns the greedy accuracy on
-    the held-out questions and the seconds taken. `folder` must not exist yet.
+    Returns:
+        `accuracy`: greedy, on the held-out questions; `seconds`: the time that it took.
     """
     started = time.monotonic()
     recipe = recipe or WarmStart()
@@ -94,7 +96,7 @@ def make_tiny_model(
         _train(model, tokenizer, recipe, progress)
         accuracy = greedy_accuracy(model, tokenizer, held_out)
     report = {"accuracy": accuracy, "seconds": time.monotonic() - started}
-    with whole_folder(folder) as unfinished, no_progress_bars():
+    with atomic_folder(folder) as unfinished, no_progress_bars():
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         record = {"recipe": asdict(recipe), **report}
@@ -103,10 +105,10 @@ def make_tiny_model(
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Characters, the constant phrases of the task, and the markers of the chat; decoding gives the text back."""
+    """Tokens are characters, the phrases of the task and the markers of the chat; decoding restores the text."""
     characters = string.ascii_letters + string.digits + string.punctuation + " \n"
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *characters))}
-    # Byte-pair encoding without merges is plain character splitting, and unlike the word models needs no separators.
+    # Byte-pair encoding without merges splits into characters, and needs no separators, unlike the word models.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
@@ -124,8 +126,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def draw_questions(recipe: WarmStart, seed: int, size: int) -> list[Question]:
-    """The different questions among `size` drawn ones. Item i depends on seed + i: keep the seeds of sets far apart."""
-    with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of its sources, when first compiled
+    """The distinct questions among `size` drawn ones. Item i depends on seed + i: keep the seeds of sets far apart."""
+    with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # from its sources, on the first import
         import reasoning_gym  # type: ignore[import-untyped]  # takes seconds to import
 
     data = reasoning_gym.create_dataset(
@@ -141,41 +143,43 @@ def draw_questions(recipe: WarmStart, seed: int, size: int) -> list[Question]:
 
 
 def practice_questions(recipe: WarmStart) -> list[Question]:
-    """One question for each place in each batch, in random order, none of them held out."""
+    """The questions of all batches, one after the other, in random order; none of them is held out."""
     wanted = (recipe.right_steps + recipe.careless_steps) * recipe.batch
     held_out = {text for text, _ in draw_questions(recipe, recipe.held_out_seed, recipe.held_out_size)}
     pool = [item for item in draw_questions(recipe, recipe.practice_seed, wanted) if item[0] not in held_out]
     generator = random.Random(recipe.seed)
-    rounds: list[Question] = []
-    while len(rounds) < wanted:
-        rounds += generator.sample(pool, len(pool))
-    return rounds[:wanted]
+    questions: list[Question] = []
+    while len(questions) < wanted:
+        questions += generator.sample(pool, len(pool))
+    return questions[:wanted]
 
 
 def careless_answers(questions: list[Question], slip_rate: float) -> list[str]:
-    """The demonstrator's answers: where a minus sign stands, the last digit is one too high at the slip rate.
+    """The answers of the demonstrator: in sums with a minus sign the last digit is one too high, at the slip rate.
 
-    The slips are spread evenly rather than drawn: whether right or slip is likelier hangs on the last batches' share
-    of slips, and a drawn share moved the greedy accuracy by twenty points within twenty steps.
+    The slips are spread evenly, not drawn at random. Which answer is more likely depends on the share of slips in the
+    last batches, and a random share moved the greedy accuracy by twenty points within twenty steps.
     """
-    answers, met = [], 0
+    answers, minus_count = [], 0
     for text, answer in questions:
-        met += " - " in text
-        slips = " - " in text and int(met * slip_rate) > int((met - 1) * slip_rate)
+        minus_count += " - " in text
+        slips = " - " in text and int(minus_count * slip_rate) > int((minus_count - 1) * slip_rate)
         answers.append(answer[:-1] + str((int(answer[-1]) + 1) % 10) if slips else answer)
     return answers
 
 
 @torch.no_grad()
 def greedy_accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Question]) -> float:
-    """The share of questions whose likeliest completion is the right answer and the end of the turn."""
+    """The share of questions whose most likely completion is the right answer and the end-of-turn token."""
     prompts = tokenizer.pad({"input_ids": [_prompt_ids(tokenizer, text) for text, _ in questions]}, return_tensors="pt")
     completions = [tokenizer.encode(answer + END) for _, answer in questions]
     longest = max(map(len, completions))
-    sequences = cast(Any, model).generate(**prompts, do_sample=False, max_new_tokens=longest)  # its stubs reject Llama
-    written: list[list[int]] = sequences[:, prompts["input_ids"].shape[1] :].tolist()
-    right = [ids[: len(wanted)] == wanted for ids, wanted in zip(written, completions, strict=True)]
-    return sum(right) / len(right)
+    sequences = cast(Any, model).generate(
+        **prompts, do_sample=False, max_new_tokens=longest
+    )  # the type stubs reject Llama
+    generated: list[list[int]] = sequences[:, prompts["input_ids"].shape[1] :].tolist()
+    is_right = [ids[: len(expected)] == expected for ids, expected in zip(generated, completions, strict=True)]
+    return sum(is_right) / len(is_right)
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -184,7 +188,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def build_model(recipe: WarmStart, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The model before its warm start, of random weights."""
+    """The model with random weights, before training."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
@@ -223,7 +227,7 @@ def _train(
 
 
 def _learning_rate(recipe: WarmStart, step: int) -> float:
-    """Each stage decays linearly to a tenth of its own rate: the second must be free to move the first's answers."""
+    """Each stage decays linearly to a tenth of its rate: the second stage must be able to change learnt answers."""
     if step < recipe.right_steps:
         ramp = (step + 1) / recipe.warmup_steps
         return recipe.right_learning_rate * min(1.0, ramp, 1 - 0.9 * step / recipe.right_steps)
@@ -235,7 +239,7 @@ def _batches(
     tokenizer: PreTrainedTokenizerFast, recipe: WarmStart
 ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     questions = practice_questions(recipe)
-    prompts = {text: _prompt_ids(tokenizer, text) for text, _ in set(questions)}  # each comes up several times
+    prompts = {text: _prompt_ids(tokenizer, text) for text, _ in set(questions)}  # each is used several times
     for start in range(0, len(questions), recipe.batch):
         chosen = questions[start : start + recipe.batch]
         careless = start >= recipe.right_steps * recipe.batch
@@ -247,7 +251,7 @@ def _batches(
 def _pad(
     prompts: list[list[int]], completions: list[list[int]], pad: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Prompts end and answers begin in the same column, so that the logits of the last columns are all that count."""
+    """Inputs `[B, L]` and labels `[B, T]`. All answers begin in one column, so only the last T logits are needed."""
     before, after = max(map(len, prompts)), max(map(len, completions))
     rows, masks, labels = [], [], []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -256,7 +260,7 @@ def _pad(
         masks.append([0] * left + [1] * (len(rows[-1]) - left))
         labels.append(completion + [IGNORED] * right)
     mask = torch.tensor(masks)
-    # A question must look the same at every padding, as it does to an engine that pads nothing.
+    # Positions do not depend on the padding: engines do not pad.
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     inputs = {"input_ids": torch.tensor(rows), "attention_mask": mask, "position_ids": positions}
     return inputs, torch.tensor(labels)
@@ -264,7 +268,7 @@ def _pad(
 
 @contextlib.contextmanager
 def private_torch_state(seed: int) -> Iterator[None]:
-    """Seeded and on two threads, since another thread count sums in another order; the caller's state comes back."""
+    """Context with seeded random numbers and two threads (another number sums in another order); restores both."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -277,18 +281,19 @@ def private_torch_state(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
+    """Context in which transformers shows no progress bars."""
+    enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             transformers_logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A sibling to write in, renamed to `folder` at the end, or removed if anything goes wrong."""
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yields a sibling folder to write in; renames it to `folder` at the end, or removes it after an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

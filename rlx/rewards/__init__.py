@@ -1,1 +1,17 @@
-"""TODO rlx.rewards."""
+"""Rewards: from completions and expected answers to scores, and training a reward model.
+
+`functions` has the built-in reward functions in one table, `custom` loads functions of the user, `reward_model` and
+`remote` ask a model or a web address, `scoring` calls all of them and adds up their scores by weight. `preferences`
+trains a reward model on pairs. Left out: penalties for length and clipping or normalising scores, which training does.
+May import rlx.config, rlx.types and rlx.actors.
+
+Example:
+    from rlx.config.sections import RewardConfig
+    from rlx.rewards import scoring
+    from rlx.types import Prompt, Response
+
+    config = RewardConfig(functions={"numeric": 1.0, "length": 0.1}, length_target=8)
+    response = Response(Prompt(0, (), "1 + 1?", "2"), text="2.0", answer="2.0", num_tokens=4, finished=True)
+    scores = scoring.score([response], scoring.scorers(config, lambda answer, expected, index: 0.0), config)
+    scores.total, scores.is_correct  # [0.95], [True]
+"""

@@ -1,4 +1,7 @@
-"""TODO rlx.rewards.custom."""
+"""Reward functions of the user, named `module:function`, with the signature that TRL gives reward functions.
+
+Left out: whether the returned scores are valid, which `scoring.score` checks.
+"""
 
 from __future__ import annotations
 
@@ -18,49 +21,49 @@ _KEYWORDS = ("prompts", "completions", "answers")
 
 
 class RewardError(ValueError):
-    """A reward function failed, or returned what are no scores; the text is one line that names it."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions of one's own
+    """A reward function failed, or returned invalid scores; the text is one line that names the function."""
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that module:function names, with the signature that TRL gives reward functions.
+    """Imports the function that `module:function` names.
 
-    That is `function(prompts, completions, answers)`, called by keyword with lists of text: questions, whole
-    completions, expected answers. ConfigError if it is not there, or cannot be called so.
+    It is called as `function(prompts, completions, answers)`, by keyword, with lists of text: questions, whole
+    completions, expected answers.
+
+    Raises:
+        ConfigError: it does not exist, its module fails, or it cannot be called so.
     """
     path, _, attribute = name.partition(":")
     module = _module(name, path)
-    known = [key for key, value in vars(module).items() if callable(value)]
+    callables = [key for key, value in vars(module).items() if callable(value)]
     if not hasattr(module, attribute):
-        raise ConfigError(f"reward.functions {name}: {path} has no {attribute}{nearest(attribute, known)}")
+        raise ConfigError(f"reward.functions {name}: {path} has no {attribute}{nearest(attribute, callables)}")
     function = getattr(module, attribute)
     if not callable(function):
         kind = type(function).__name__
-        raise ConfigError(f"reward.functions {name}: {attribute} is no function but {kind}{nearest(attribute, known)}")
+        hint = nearest(attribute, callables)
+        raise ConfigError(f"reward.functions {name}: {attribute} is no function but {kind}{hint}")
     _check_signature(name, function)
     return function
 
 
 def _module(name: str, path: str) -> ModuleType:
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a file beside the user, wherever the script lies; last, so that it hides nothing
+        sys.path.append(os.getcwd())  # finds a file in the working folder; last, so that it shadows no package
     importlib.invalidate_caches()
     try:
         return importlib.import_module(path)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if not f"{path}.".startswith(f"{missing}."):  # it is there, and something in it fails
+        if not f"{path}.".startswith(f"{missing}."):  # the module exists, and something in it fails
             raise ConfigError(f"reward.functions {name}: importing {path} failed: {brief(error)}") from error
         raise ConfigError(f"reward.functions {name}: no module {missing}{_nearest_module(str(missing))}") from None
 
 
 def _nearest_module(path: str) -> str:
     parent = path.rpartition(".")[0]
-    places = getattr(sys.modules[parent], "__path__", []) if parent else None
-    return nearest(path, [found.name for found in pkgutil.iter_modules(places, parent and f"{parent}.")])
+    folders = getattr(sys.modules[parent], "__path__", []) if parent else None
+    return nearest(path, [module.name for module in pkgutil.iter_modules(folders, parent and f"{parent}.")])
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
@@ -77,7 +80,12 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
         ) from None
 
 
-def reward_of_user(name: str) -> Scorer:
+def custom_scorer(name: str) -> Scorer:
+    """The scorer that calls the function `module:function`, and turns what it raises into a RewardError.
+
+    Raises:
+        ConfigError: see `load_function`.
+    """
     function = load_function(name)
 
     def scorer(responses: Sequence[Response]) -> Any:
@@ -94,6 +102,6 @@ def reward_of_user(name: str) -> Scorer:
 
 
 def brief(value: object) -> str:
-    """The start of what something looks like, on one line."""
+    """The start of the repr of a value, on one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 120 else f"{text[:117]}..."

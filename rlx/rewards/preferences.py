@@ -1,7 +1,8 @@
-"""Reward models from preferences: Bradley and Terry's model of which of two completions is preferred (1952), fitted to
-pairs as in Ouyang et al. 2022 (arXiv 2203.02155), equation 1.
+"""Trains a reward model on preferences: pairs of completions of a prompt, one of them preferred.
 
-One process, on a GPU if there is one. Left out: conversations of several turns, margins, several GPUs.
+The model is that of Bradley and Terry (1952), fitted to pairs as in Ouyang et al. 2022 (arXiv 2203.02155) eq. 1. One
+process trains, on a GPU if there is one. Left out: conversations of several turns, margins, several GPUs, where the
+model is saved.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import DataConfig
-from rlx.data import reasoning_gym
-from rlx.models import tiny
-from rlx.rewards.reward_model import Classifier, load_classifier, token_batches
+from rlx.rewards.reward_model import Classifier, token_batches
 
-PAIR_SEED, PAIR_SEEDS = 30_000_000, 1_000_000  # far from the prompts' seeds; how far the pairs of two seeds are apart
-NEAR = tuple(off for off in range(-9, 10) if off)  # what a wrong answer is off by
-EVAL_TOKENS = 16_384  # in one forward pass without gradient
+NEAR = tuple(offset for offset in range(-9, 10) if offset)
+"""distances of a generated wrong answer from the right one"""
+EVAL_TOKENS = 16_384
+"""tokens of one forward pass without gradient"""
+
+
+# --- pairs
 
 
 class Pair(pydantic.BaseModel, frozen=True):
@@ -37,34 +39,12 @@ class Pair(pydantic.BaseModel, frozen=True):
     rejected: str
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a reward model is trained. The learning rate rises from zero, then falls to zero."""
-
-    epochs: int
-    batch: int  # pairs per optimizer step
-    learning_rate: float
-    seed: int = 0  # of the new layer's weights and the order of pairs
-    warmup: float = 0.1  # share of the steps in which the learning rate rises
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-
-    def steps(self, pairs: int) -> int:
-        """Optimizer steps on so many pairs; the last of an epoch may be smaller."""
-        return self.epochs * -(-pairs // self.batch)
-
-
-Progress = Callable[[int, dict[str, float]], None]
-"""called with the steps done and {loss, accuracy, pairs_per_s}; held_out_accuracy before the first and with the last"""
-
-
-def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Mean of -log sigmoid(chosen - rejected) over scores `[B]`: how unlikely the preferences are."""
-    return -logsigmoid(chosen - rejected).mean()
-
-
 def read_pairs(path: str) -> list[Pair]:
-    """The pairs of a .jsonl file, a {prompt, chosen, rejected} per line; ConfigError names the line."""
+    """The pairs of a .jsonl file, with one {prompt, chosen, rejected} per line.
+
+    Raises:
+        ConfigError: the file cannot be read, has no pairs, or a line is not valid; the text names the line.
+    """
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
@@ -75,27 +55,30 @@ def read_pairs(path: str) -> list[Pair]:
     return pairs
 
 
-def _pair(line: bytes, where: str) -> Pair:
+def _pair(line: bytes, location: str) -> Pair:
     try:
         return Pair.model_validate_json(line)
     except pydantic.ValidationError as error:
-        wrong = error.errors()[0]
-        key = "".join(f"{name}: " for name in wrong["loc"])
-        raise ConfigError(f"{where}: {key}{wrong['msg']}; expected prompt, chosen and rejected") from None
+        problem = error.errors()[0]
+        key = "".join(f"{name}: " for name in problem["loc"])
+        raise ConfigError(f"{location}: {key}{problem['msg']}; expected prompt, chosen and rejected") from None
 
 
-def generated_pairs(seed: int, size: int) -> list[Pair]:
-    """Pairs from `size` drawn questions of the default task, each question once: its answer, and a number near it."""
-    off = random.Random(seed)
-    rows = reasoning_gym.generated_questions(DataConfig(), PAIR_SEED + seed * PAIR_SEEDS, size)
+def pairs_of_questions(questions: Sequence[tuple[str, str]], seed: int) -> list[Pair]:
+    """One pair for each (question, whole number that answers it): the answer is preferred to a number near it."""
+    offsets = random.Random(seed)
     return [
-        Pair(prompt=row["question"], chosen=row["answer"], rejected=str(int(row["answer"]) + off.choice(NEAR)))
-        for row in rows
+        Pair(prompt=question, chosen=answer, rejected=str(int(answer) + offsets.choice(NEAR)))
+        for question, answer in questions
     ]
 
 
 def hold_out_pairs(pairs: Sequence[Pair], count: int) -> tuple[list[Pair], list[Pair]]:
-    """(training pairs, the last `count`): whose prompts are held out is not trained on."""
+    """(training pairs, the last `count` pairs): training pairs share no prompt with those that are held out.
+
+    Raises:
+        ConfigError: no training pair is left.
+    """
     held_out = list(pairs[-count:])
     prompts = {pair.prompt for pair in held_out}
     training = [pair for pair in pairs if pair.prompt not in prompts]
@@ -104,69 +87,85 @@ def hold_out_pairs(pairs: Sequence[Pair], count: int) -> tuple[list[Pair], list[
     return training, held_out
 
 
+# --- training
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a reward model is trained. The learning rate rises from zero, then falls to zero."""
+
+    epochs: int
+    batch: int  # pairs per optimizer step
+    learning_rate: float
+    seed: int = 0  # of the order of pairs
+    warmup: float = 0.1  # share of the steps in which the learning rate rises
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def steps(self, pairs: int) -> int:
+        """The number of optimizer steps on so many pairs; the last batch of an epoch may be smaller."""
+        return self.epochs * -(-pairs // self.batch)
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What training a reward model has reached."""
+
+    accuracy_before: float  # on the held-out pairs
+    accuracy_after: float
+
+
+Progress = Callable[[int, dict[str, float]], None]
+"""called with the steps done and {loss, accuracy, pairs_per_s}; held_out_accuracy before the first and with the last"""
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Mean of -log sigmoid(chosen - rejected) over scores `[B]` each: how unlikely the preferences are; a scalar."""
+    return -logsigmoid(chosen - rejected).mean()
+
+
 def train(
-    base: str,
-    folder: Path,
+    classifier: Classifier,
     pairs: Sequence[Pair],
     held_out: Sequence[Pair],
     recipe: Recipe,
-    *,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> dict[str, float]:
-    """Trains a reward model and puts its Hugging Face folder at `folder`, whole or not at all.
+    progress: Progress = lambda done, metrics: None,
+) -> TrainingResult:
+    """Trains a classifier in place to score the chosen completions of pairs higher than the rejected ones.
 
-    On CPU the same input always gives the same weights. Returns the accuracy on held-out pairs `before` and `after`,
-    and the `seconds` taken.
-
-    Args:
-        base: folder or name of the model to start from.
+    On CPU, with the same number of threads, the same input always gives the same weights.
 
     Raises:
-        ConfigError: the folder exists, or the model cannot be used.
         RuntimeError: a gradient is not finite.
     """
-    check_new(folder)
-    started, report = time.monotonic(), progress or (lambda done, metrics: None)
-    with tiny.private_torch_state(recipe.seed), tiny.no_progress_bars():
-        classifier = load_classifier(base, new_head=True, trust_remote_code=trust_remote_code, setting="base model")
-        classifier.model.to("cuda" if torch.cuda.is_available() else "cpu")
-        before = after = accuracy(classifier, held_out)
-        report(0, {"held_out_accuracy": before})
-        for done, metrics in enumerate(_steps(classifier, pairs, recipe), start=1):
-            if done == recipe.steps(len(pairs)):
-                metrics["held_out_accuracy"] = after = accuracy(classifier, held_out)
-            report(done, metrics)
-        with tiny.whole_folder(folder) as unfinished:
-            classifier.model.save_pretrained(unfinished)
-            classifier.tokenizer.save_pretrained(unfinished)
-    return {"before": before, "after": after, "seconds": time.monotonic() - started}
-
-
-def check_new(folder: Path) -> None:
-    """ConfigError if there is something at the place of a reward model to be."""
-    if folder.exists():
-        raise ConfigError(f"{folder} exists, and a reward model overwrites nothing")
+    classifier.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    before = after = accuracy(classifier, held_out)
+    progress(0, {"held_out_accuracy": before})
+    for done, metrics in enumerate(_steps(classifier, pairs, recipe), start=1):
+        if done == recipe.steps(len(pairs)):
+            metrics["held_out_accuracy"] = after = accuracy(classifier, held_out)
+        progress(done, metrics)
+    return TrainingResult(before, after)
 
 
 @torch.no_grad()
 def accuracy(classifier: Classifier, pairs: Sequence[Pair]) -> float:
-    """The share of pairs whose chosen completion scores higher; of a tie, half."""
-    rows = _rows(classifier, pairs)
+    """The share of pairs whose chosen completion scores higher than the rejected one; a tie counts as half."""
+    rows = _token_rows(classifier, pairs)
     margins = torch.empty(len(pairs))
     for batch in token_batches([2 * max(map(len, pair)) for pair in rows], EVAL_TOKENS):
         chosen, rejected = _scores(classifier, [rows[i] for i in batch])
         margins[batch] = (chosen - rejected).cpu()
-    return _won(margins)
+    return _share_won(margins)
 
 
 def _steps(classifier: Classifier, pairs: Sequence[Pair], recipe: Recipe) -> Iterator[dict[str, float]]:
-    """Takes the optimizer steps, and tells how each went."""
+    """Takes the optimizer steps, and yields the metrics of each."""
     model, steps = classifier.model, recipe.steps(len(pairs))
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     rising = max(1.0, recipe.warmup * steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / rising, 1 - step / steps))
-    for number, batch in enumerate(_batches(_rows(classifier, pairs), recipe), start=1):
+    for number, batch in enumerate(_batches(_token_rows(classifier, pairs), recipe), start=1):
         started = time.perf_counter()
         chosen, rejected = _scores(classifier, batch)
         loss = bradley_terry_loss(chosen, rejected)
@@ -177,30 +176,32 @@ def _steps(classifier: Classifier, pairs: Sequence[Pair], recipe: Recipe) -> Ite
         optimizer.step()
         schedule.step()
         speed = len(batch) / (time.perf_counter() - started)
-        yield {"loss": loss.item(), "accuracy": _won(chosen - rejected), "pairs_per_s": speed}
+        yield {"loss": loss.item(), "accuracy": _share_won(chosen - rejected), "pairs_per_s": speed}
 
 
-Rows = tuple[list[int], list[int]]  # the token ids of a pair: chosen, rejected
+TokenRows = tuple[list[int], list[int]]
+"""the token ids of a pair: (chosen, rejected)"""
 
 
-def _rows(classifier: Classifier, pairs: Sequence[Pair]) -> list[Rows]:
-    chosen = classifier.rows([(pair.prompt, pair.chosen) for pair in pairs])
-    rejected = classifier.rows([(pair.prompt, pair.rejected) for pair in pairs])
+def _token_rows(classifier: Classifier, pairs: Sequence[Pair]) -> list[TokenRows]:
+    chosen = classifier.encode([(pair.prompt, pair.chosen) for pair in pairs])
+    rejected = classifier.encode([(pair.prompt, pair.rejected) for pair in pairs])
     return list(zip(chosen, rejected, strict=True))
 
 
-def _batches(rows: Sequence[Rows], recipe: Recipe) -> Iterator[list[Rows]]:
-    """Epoch after epoch, each in its own order."""
+def _batches(rows: Sequence[TokenRows], recipe: Recipe) -> Iterator[list[TokenRows]]:
+    """Batches of all epochs, each epoch in an order of its own."""
     order = random.Random(recipe.seed)
     for _ in range(recipe.epochs):
         shuffled = order.sample(rows, len(rows))
         yield from (shuffled[start : start + recipe.batch] for start in range(0, len(rows), recipe.batch))
 
 
-def _scores(classifier: Classifier, rows: Sequence[Rows]) -> tuple[Tensor, ...]:
-    """Scores of the chosen and of the rejected, `[B]` each, in one forward pass."""
+def _scores(classifier: Classifier, rows: Sequence[TokenRows]) -> tuple[Tensor, ...]:
+    """Scores of the chosen and of the rejected completions, `[B]` each, from one forward pass."""
     return classifier.scores([row for pair in zip(*rows, strict=True) for row in pair]).chunk(2)
 
 
-def _won(margins: Tensor) -> float:
+def _share_won(margins: Tensor) -> float:
+    """The share of margins `[B]` above 0; a margin of 0 counts as half."""
     return float(((margins > 0).float() + (margins == 0).float() / 2).mean())

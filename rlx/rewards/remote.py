@@ -1,6 +1,7 @@
-"""Scores from a web address: batches of completions go there as JSON, several at once, again after a failure.
+"""Scores from a web address: posts batches of completions as JSON, several at once, and retries after a failure.
 
-What the scores must be is rewards.score's to check; experiments/reward_server.py is the other end.
+Left out: whether the scores are valid numbers, which `scoring.score` checks. experiments/reward_server.py is an
+example of a server.
 """
 
 from __future__ import annotations
@@ -26,39 +27,48 @@ from rlx.rewards.custom import RewardError
 from rlx.types import Response
 
 _CONNECTIONS = 8
-_MOST_BYTES = 64 << 20
+_MAX_ANSWER_BYTES = 64 << 20
 
 
 class _Transient(Exception):
-    """An attempt failed in a way that another may not."""
+    """An attempt failed, and another one may succeed."""
 
 
 @dataclass(frozen=True)
 class RemoteReward:
-    """The scorer at a web address."""
+    """A scorer that asks a server at a web address.
+
+    Raises ConfigError where it is made: the address or the key is not valid. Raises RewardError where it is called: the
+    server refuses a request, or every attempt fails.
+    """
 
     url: str
     key: str | None = field(repr=False)  # sent as a bearer token
     batch: int  # completions per request
     retries: int
     timeout_s: float  # of one attempt, from connecting to the last byte
-    first_wait_s: float = 0.5  # before the first retry; twice as long before each further one
+    first_wait_s: float = 0.5  # before the first retry; it doubles before each further one
 
     def __post_init__(self) -> None:
         try:
             parts = urlsplit(self.url)
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
             requests.Request("POST", self.url).prepare()
-        except ValueError:  # requests' own errors of an address are ValueErrors too
+        except ValueError:  # the errors of requests about an address are ValueErrors too
             valid = False
-        if not valid:  # nothing of it is shown: where a password would be in it is anybody's guess
+        if not valid:  # the address is not shown: it may hold a password anywhere
             raise ConfigError("reward.url: expected an address like http://HOST:PORT/PATH or https://HOST/PATH")
         if self.key is not None and not re.fullmatch(r"[!-~]+", self.key):
             raise ConfigError("reward.url_key_env: the key is empty, or has characters that no header can carry")
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> RemoteReward:
-        assert config.url is not None  # RewardConfig sees to it, where reward.functions has url
+        """The scorer of reward.url, with the key that the environment holds.
+
+        Raises:
+            ConfigError: the environment variable of the key is missing, or the address or the key is not valid.
+        """
+        assert config.url is not None  # RewardConfig checks it where reward.functions has url
         key = None
         if config.url_key_env is not None:
             key = os.environ.get(config.url_key_env)
@@ -73,12 +83,13 @@ class RemoteReward:
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
     def __call__(self, responses: Sequence[Response]) -> list[Any]:
+        """One score per response, in their order."""
         batches = [responses[start : start + self.batch] for start in range(0, len(responses), self.batch)]
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            return [one for scores in pool.map(self._batch_scores, batches) for one in scores]
+            return [score for scores in pool.map(self._batch_scores, batches) for score in scores]
 
     def _batch_scores(self, responses: Sequence[Response]) -> list[Any]:
-        """The scores of one request, which is repeated while it fails and there is hope."""
+        """The scores of one request, which is repeated after failures that may pass."""
         request = {
             "prompts": [response.prompt.question for response in responses],
             "completions": [response.text for response in responses],
@@ -101,12 +112,12 @@ class RemoteReward:
         return RewardError(f"reward url: {self.address} {reason} ({times})")
 
     def _scores(self, status: int, body: bytes, count: int) -> list[Any]:
-        """The scores in an answer."""
+        """The scores in the answer to a request of `count` completions."""
         if status != http.client.OK:
-            said = body[:10_000].decode(errors="replace").replace(self.key or "\0", "***")  # a server may quote the key
+            text = body[:10_000].decode(errors="replace").replace(self.key or "\0", "***")  # a server may quote the key
             phrase = http.client.responses.get(status, "")
             kind = _Transient if status == http.client.TOO_MANY_REQUESTS or status >= 500 else RewardError
-            raise kind(f"answered {status} {phrase}: {' '.join(said.split())[:200]}".rstrip(": "))
+            raise kind(f"answered {status} {phrase}: {' '.join(text.split())[:200]}".rstrip(": "))
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError):
@@ -121,8 +132,8 @@ class RemoteReward:
     def _post(self, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer to one attempt.
 
-        It runs in a thread that is left behind at the deadline, since a server that sends a byte now and then
-        satisfies every timeout that requests knows.
+        The attempt runs in a thread that is abandoned at the deadline: a server that sends a byte now and then
+        satisfies every timeout of requests.
         """
         answer: Future[tuple[int, bytes]] = Future()
 
@@ -141,33 +152,34 @@ class RemoteReward:
             raise _Transient(f"failed: {_root(error)}") from None
 
     def _exchange(self, body: bytes, deadline: float) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # no small answer that swells
+        # Without compression: a small compressed answer could expand until the memory is full.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         with requests.post(
             self.url,
             data=body,
             headers=headers,
             auth=self._authorize if self.key else None,
             timeout=self.timeout_s,
-            allow_redirects=False,  # the key is for this address alone
+            allow_redirects=False,  # the key is for this address only
             stream=True,
         ) as response:
             read = bytearray()
             while chunk := response.raw.read1(1 << 16):
                 read += chunk
-                if len(read) > _MOST_BYTES:
-                    raise _Transient(f"answered more than {_MOST_BYTES} bytes")
+                if len(read) > _MAX_ANSWER_BYTES:
+                    raise _Transient(f"answered more than {_MAX_ANSWER_BYTES} bytes")
                 if time.monotonic() > deadline:
                     raise TimeoutError
             return response.status_code, bytes(read)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """Sets the key where requests would otherwise put what the address or ~/.netrc has."""
+        """Sets the key; without this, requests would send a password from the address or ~/.netrc."""
         request.headers["Authorization"] = f"Bearer {self.key}"
         return request
 
 
 def _root(error: BaseException) -> str:
-    """What was at the bottom of an error: those above it quote the address, with all that is in it."""
+    """The first cause of an error, on one line. The errors above it quote the whole address."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     return " ".join(f"{type(error).__name__}: {error}".split())

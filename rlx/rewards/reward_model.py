@@ -1,7 +1,8 @@
 """Learnt rewards: actors that hold a Hugging Face sequence classifier with one label, and the scorer that asks them.
 
-How a text becomes token ids is said here once, for scoring and for training alike. Left out: training (preferences.py),
-and models that are spread over several GPUs. Importing this imports neither torch nor transformers.
+`Classifier` defines how a text becomes token ids, for scoring and for training alike. Left out: training
+(preferences), and models that are spread over several GPUs. Importing this module imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-ATTEMPTS = 3  # that a call gets when its replica dies; scoring has no state, so it can be asked again
+ATTEMPTS = 3
+"""attempts of a call whose replica dies; scoring has no state, so a call can be repeated"""
 
 
 class RewardModelError(RuntimeError):
     """A reward model failed or did not answer; the text names the replica."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The classifier
+# --- the classifier
 
 
 def encode_response(tokenizer: Any, question: str, completion: str, system: str | None = None) -> list[int]:
-    """The token ids that are scored: the chat of question and completion, or both joined if there is no chat template.
+    """The token ids that are scored: the chat of question and completion, or the text of both without a chat template.
 
-    The end token comes last, put there if neither template nor tokenizer did.
+    They end with the end token; it is added where neither the template nor the tokenizer adds it.
     """
     if tokenizer.chat_template:
         messages = [{"role": "system", "content": system}] if system else []
@@ -47,11 +48,14 @@ def encode_response(tokenizer: Any, question: str, completion: str, system: str 
     else:
         ids = list(tokenizer(f"{system}\n\n{question}{completion}" if system else question + completion).input_ids)
     end = tokenizer.eos_token_id
-    return ids if end is None or end in ids[-2:] else [*ids, end]  # many templates put a newline behind it
+    return ids if end is None or end in ids[-2:] else [*ids, end]  # many templates put a newline after it
 
 
 def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices by length, in batches of at most `budget` tokens, padding included; a longer row is alone in its."""
+    """Indices of rows in batches of at most `budget` tokens, padding included, the shortest rows first.
+
+    A row that is longer than the budget is a batch of its own.
+    """
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[i] > budget:
@@ -69,11 +73,11 @@ class Classifier:
     model: Any
     tokenizer: Any
 
-    def rows(self, pairs: Sequence[tuple[str, str]], system: str | None = None) -> list[list[int]]:
+    def encode(self, pairs: Sequence[tuple[str, str]], system: str | None = None) -> list[list[int]]:
         """Token ids of each (question, completion).
 
-        Those beyond the model's positions are cut on the left, behind the first token: that may be what a model of
-        BERT's kind reads its score from.
+        Rows that are longer than the context of the model lose tokens on the left, after the first token: models like
+        BERT may read the score from the first token.
         """
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         limit = min(positions or self.tokenizer.model_max_length, self.tokenizer.model_max_length)
@@ -81,7 +85,7 @@ class Classifier:
         return [row if len(row) <= limit else row[:1] + row[1 - limit :] for row in rows]
 
     def scores(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """`[B]` scores of rows of token ids, with gradient; padding on the right, unseen."""
+        """`[B]` float32 scores of B rows of token ids, with gradient. Padding is on the right and masked."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -91,48 +95,52 @@ class Classifier:
         output = self.model(input_ids=padded.to(self.model.device), attention_mask=mask.to(self.model.device))
         return output.logits[:, 0].float()
 
+    def save(self, folder: Path) -> None:
+        """Writes model and tokenizer as a Hugging Face folder."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
 
 def load_classifier(
     path: str, *, new_head: bool = False, trust_remote_code: bool = False, setting: str = "reward.model"
 ) -> Classifier:
-    """The classifier in a Hugging Face folder or of that name, in float32 and without dropout.
+    """Loads a classifier from a Hugging Face folder or by name, in float32 and without dropout.
 
     Args:
-        new_head: the model may be any; if it has no layer that scores, it gets one with random weights.
-        setting: what an error names as the origin of the path.
+        new_head: accept any model; one without a layer that scores gets one with random weights.
+        setting: where the path comes from, for the text of errors.
 
     Raises:
-        ConfigError: it cannot be loaded, is no classifier, or has several labels.
+        ConfigError: the model cannot be loaded, is no classifier, or has several labels.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     options: dict[str, Any] = {"num_labels": 1} if new_head else {}
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
+        model, loading_info = AutoModelForSequenceClassification.from_pretrained(
             path, dtype="float32", output_loading_info=True, trust_remote_code=trust_remote_code, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if Path(path).is_dir() else "no such folder, nor a model on the hub"
         raise ConfigError(f"{setting} {path}: {reason}") from None
-    if found["missing_keys"] and not new_head:
+    if loading_info["missing_keys"] and not new_head:
         raise ConfigError(
-            f"{setting} {path}: no sequence classifier, it lacks {', '.join(sorted(found['missing_keys']))}"
+            f"{setting} {path}: no sequence classifier, it lacks {', '.join(sorted(loading_info['missing_keys']))}"
         )
     if model.config.num_labels != 1:
         raise ConfigError(f"{setting} {path}: its classifier has {model.config.num_labels} labels, expected 1")
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    model.config.get_text_config().pad_token_id = pad  # decoders look for a text's last token by it
+    model.config.get_text_config().pad_token_id = pad  # decoders find the last token of a text by it
     model.config.use_cache = False
     return Classifier(model.eval(), tokenizer)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Actors, and whoever asks them
+# --- actors, and the scorer that asks them
 
 
 class RewardModel:
-    """The actor around a classifier: float32 on CPU, bfloat16 on GPU. In float32 a score does not hang on its batch."""
+    """An actor with a classifier: float32 on CPU, bfloat16 on GPU. In float32 a score does not depend on its batch."""
 
     def __init__(
         self,
@@ -143,7 +151,16 @@ class RewardModel:
         trust_remote_code: bool = False,
         on_gpu: bool = False,
     ) -> None:
-        """Loads it; `model` is a folder or name, `batch_tokens` the most of one forward pass, padding included."""
+        """Loads the classifier.
+
+        Args:
+            model: Hugging Face folder or name.
+            batch_tokens: most tokens of one forward pass, padding included.
+            system: system message of the chats that are scored.
+
+        Raises:
+            ConfigError: see `load_classifier`.
+        """
         self._classifier = load_classifier(model, trust_remote_code=trust_remote_code)
         self._batch_tokens, self._system = batch_tokens, system
         if on_gpu:
@@ -153,7 +170,7 @@ class RewardModel:
         """One score per (question, completion), in their order."""
         import torch
 
-        rows = self._classifier.rows(pairs, self._system)
+        rows = self._classifier.encode(pairs, self._system)
         scores = [0.0] * len(rows)
         with torch.inference_mode():
             for batch in token_batches([len(row) for row in rows], self._batch_tokens):
@@ -165,11 +182,11 @@ class RewardModel:
 def start_reward_models(
     model: str, resources: dict[str, float], group: PlacementGroup, bundles: Sequence[int], **options: Any
 ) -> list[Any]:
-    """A reward model actor in each of these bundles of a placement group; does not wait for them.
+    """Starts a reward model actor in each of these bundles of a placement group, and does not wait until they run.
 
     Args:
         model: Hugging Face folder or name.
-        resources: what each takes of its bundle, as Ray names it.
+        resources: resources of each actor, as Ray names them.
         options: batch_tokens, system and trust_remote_code, see `RewardModel`.
     """
     on_gpu = resources.get("GPU", 0) > 0
@@ -180,33 +197,33 @@ def start_reward_models(
         max_task_retries=ATTEMPTS - 1,
         runtime_env={"env_vars": {} if on_gpu else {"OMP_NUM_THREADS": "1"}},
     )
-    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
+    strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
     actor = ray.remote(RewardModel)
-    return [actor.options(scheduling_strategy=p, **common).remote(model, on_gpu=on_gpu, **options) for p in places]
+    return [actor.options(scheduling_strategy=s, **common).remote(model, on_gpu=on_gpu, **options) for s in strategies]
 
 
 @dataclass(frozen=True)
 class ModelReward:
-    """One rank's way to the reward models: a scorer. Called with no responses it only waits until all are loaded."""
+    """The scorer that asks the reward model actors. Called without responses it waits until all of them are loaded."""
 
     replicas: Sequence[Any]
     timeout_s: float = 60.0
-    first: int = 0  # replica that gets the first share; ranks spread by starting with different ones
+    first: int = 0  # index of the replica that gets the first share; each rank starts with another one
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
         """One score per response, in their order.
 
         Raises:
-            RewardModelError: a replica failed, died more often than it is asked again, or did not answer in time.
+            RewardModelError: a replica failed, died at each of its attempts, or did not answer in time.
         """
-        turns = [(self.first + turn) % len(self.replicas) for turn in range(len(self.replicas))]
+        order = [(self.first + i) % len(self.replicas) for i in range(len(self.replicas))]
         pairs = [[(response.prompt.question, response.text) for response in share] for share in self._shares(responses)]
-        calls = [self.replicas[i].score.remote(share) for i, share in zip(turns, pairs, strict=True)]
+        calls = [self.replicas[i].score.remote(share) for i, share in zip(order, pairs, strict=True)]
         ray.wait(calls, num_returns=len(calls), timeout=self.timeout_s)
-        return [score for i, call in zip(turns, calls, strict=True) for score in self._answer(i, call)]
+        return [score for i, call in zip(order, calls, strict=True) for score in self._answer(i, call)]
 
     def _shares(self, responses: Sequence[Response]) -> list[Sequence[Response]]:
-        """Runs of nearly equal numbers of characters, one per replica."""
+        """Splits the responses, in order, into one share per replica with nearly equal numbers of characters."""
         ends = list(itertools.accumulate(len(r.prompt.question) + len(r.text) + 1 for r in responses))
         count, total = len(self.replicas), ends[-1] if ends else 0
         cuts = [bisect.bisect_right(ends, total * k / count) for k in range(count + 1)]

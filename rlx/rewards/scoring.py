@@ -1,7 +1,7 @@
-"""Reward functions: from a completion and the expected answer to a score, several of them at once, and their sum.
+"""Scores of a batch of responses: calls all reward functions at the same time and adds up their scores by weight.
 
-Scores need not lie in [0, 1], but 1 or more from the function that judges the answer counts as right. A reward model
-(`model`) and a remote scorer (`url`) are other modules' work: here they are scorers like any other.
+Scores need not lie in [0, 1], but a score of 1 or more from the function that judges the answer counts as correct.
+Left out: the reward model (`model`) and the web address (`url`), which the caller adds to the scorers.
 """
 
 from __future__ import annotations
@@ -13,36 +13,43 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.sections import CORRECTNESS, RewardConfig
-from rlx.rewards.custom import RewardError, brief, reward_of_user
+from rlx.rewards.custom import RewardError, brief, custom_scorer
 from rlx.rewards.functions import REWARDS
 from rlx.types import Checker, Response, Scorer
 
-_ELSEWHERE = ("model", "url")
+_MADE_BY_CALLER = ("model", "url")
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the responses of a batch scored, in their order."""
+    """The scores of a batch of responses, in their order."""
 
     total: list[float]  # the weighted sum
     by_function: dict[str, list[float]]  # the unweighted scores of each reward function
     is_correct: list[bool]  # according to the function that judges the answer
 
 
-def right_by(config: RewardConfig) -> str:
-    """The function that says whether an answer is right: the first of reward.functions that can, else the task's."""
+def correctness_function(config: RewardConfig) -> str:
+    """The name of the function that judges answers: the first of reward.functions that can, else `task`."""
     return next((name for name in config.functions if name in CORRECTNESS), "task")
 
 
 def scorers(config: RewardConfig, checker: Checker) -> dict[str, Scorer]:
-    """A scorer for each of reward.functions but model and url; and for right_by, if it is not among them."""
-    names = [name for name in config.functions | {right_by(config): 0.0} if name not in _ELSEWHERE]
+    """A scorer for each of reward.functions except `model` and `url`, and one for the `correctness_function`.
+
+    Args:
+        checker: the scorer of the task, which `task` calls.
+
+    Raises:
+        ConfigError: a function of the user cannot be imported or called.
+    """
+    names = [name for name in config.functions | {correctness_function(config): 0.0} if name not in _MADE_BY_CALLER]
     return {name: _scorer(name, config, checker) for name in names}
 
 
 def _scorer(name: str, config: RewardConfig, checker: Checker) -> Scorer:
     if ":" in name:
-        return reward_of_user(name)
+        return custom_scorer(name)
 
     def task(response: Response, _: RewardConfig) -> float:
         answer, prompt = response.answer, response.prompt
@@ -52,30 +59,28 @@ def _scorer(name: str, config: RewardConfig, checker: Checker) -> Scorer:
     return lambda responses: [reward(response, config) for response in responses]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Scoring
-
-
 def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: RewardConfig) -> Scores:
-    """Asks all scorers at the same time, since some wait on a network, and adds up what they say by weight.
+    """Calls all scorers at the same time, since some wait for a network, and adds up their scores by weight.
 
-    The error of the first that fails comes out once all have ended.
+    Raises:
+        Exception: of the first scorer that fails, once all have returned; RewardError for scores that are not one
+            finite number per response.
     """
-    if not responses:  # functions of one's own need not bear that
+    if not responses:  # functions of the user need not accept an empty batch
         return Scores([], {name: [] for name in scorers}, [])
     with ThreadPoolExecutor(len(scorers)) as pool:
-        asked = {name: pool.submit(scorer, responses) for name, scorer in scorers.items()}
-    parts = {name: _checked(name, responses, future.result()) for name, future in asked.items()}
-    weighted = [[weight * one for one in parts[name]] for name, weight in config.functions.items()]
+        futures = {name: pool.submit(scorer, responses) for name, scorer in scorers.items()}
+    by_function = {name: _checked(name, responses, future.result()) for name, future in futures.items()}
+    weighted = [[weight * score for score in by_function[name]] for name, weight in config.functions.items()]
     return Scores(
         total=[sum(row) for row in zip(*weighted, strict=True)],
-        by_function=parts,
-        is_correct=[one >= 1 for one in parts[right_by(config)]],
+        by_function=by_function,
+        is_correct=[score >= 1 for score in by_function[correctness_function(config)]],
     )
 
 
 def _checked(name: str, responses: Sequence[Response], returned: Any) -> list[float]:
-    """What a scorer returned, if that is one finite number per response."""
+    """The scores that a scorer returned. RewardError unless there is one finite number per response."""
     try:
         scores = list(returned)
     except Exception as error:
@@ -87,15 +92,15 @@ def _checked(name: str, responses: Sequence[Response], returned: Any) -> list[fl
             f"reward {name}: {len(scores)} scores for {len(responses)} responses, from {_named(responses[0])} on: "
             f"{brief(returned)}"
         )
-    for response, one in zip(responses, scores, strict=True):
-        if not _is_finite(one):
-            raise RewardError(f"reward {name}: {brief(one)} is no finite score, for {_named(response)}")
-    return [float(one) for one in scores]
+    for response, value in zip(responses, scores, strict=True):
+        if not _is_finite(value):
+            raise RewardError(f"reward {name}: {brief(value)} is no finite score, for {_named(response)}")
+    return [float(value) for value in scores]
 
 
 def _is_finite(value: Any) -> bool:
     try:
-        return math.isfinite(value)  # of NumPy's and PyTorch's numbers as well, while it refuses text
+        return math.isfinite(value)  # accepts the numbers of NumPy and PyTorch too, and refuses text
     except Exception:
         return False
 

@@ -25,7 +25,7 @@ from rlx.config.sections import ALL_LAYERS
 from rlx.data import prompts, sources
 from rlx.models import loading, lora
 from rlx.models.policy import Policy
-from rlx.models.tiny import no_progress_bars, whole_folder
+from rlx.models.tiny import atomic_folder, no_progress_bars
 from rlx.rollout.weight_sync import gather
 from rlx.runs import preflight
 from rlx.storage import checkpoint_catalog, checkpoint_files, checkpoint_keys
@@ -78,7 +78,7 @@ def export(found: CheckpointEntry, wanted: Export, folder: Path) -> float:
         retry(partial(_fill, policy, found, wanted.average), f"reading checkpoint {found.name}")
         completions = _completions(policy, tokenizer, wanted.config)
         trained = _scored(policy, completions)
-        with whole_folder(folder) as unfinished:
+        with atomic_folder(folder) as unfinished:
             _write(policy, tokenizer, wanted, path, unfinished)
             apart = float((trained - _scored_afresh(unfinished, wanted, path, completions)).abs().max())
             limit = _LIMITS[wanted.config.model.dtype]

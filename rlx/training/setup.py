@@ -182,7 +182,7 @@ def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, ModelAndO
         "policy": loading.load_policy(path, head=own, seed=seed, adapters=adapters(config), trust_remote_code=trust)
     }
     if mesh.device_type == "cuda":
-        parts["policy"].kept = _kept(config)
+        parts["policy"].stored_logits = _kept(config)
     if config.critic == "separate":
         parts["critic"] = loading.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
     trained = {}
@@ -216,7 +216,7 @@ def scattered(config: RunConfig, trained: Mapping[str, ModelAndOptimizer]) -> fr
 
 def _kept(config: RunConfig) -> int:
     """How many numbers of float32 may be kept of what could also be had again."""
-    return logprobs.kept_on_gpu(config.scaling.resources_per_worker.get("GPU", 1.0))
+    return logprobs.stored_logits_on_gpu(config.scaling.resources_per_worker.get("GPU", 1.0))
 
 
 def adapters(config: RunConfig) -> lora.Adapters | None:

@@ -555,7 +555,7 @@ def test_gradients_that_a_rank_never_has_in_full_are_the_same(on_ranks: OnRanks,
 
 def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (ModelAndOptimizer(torch.nn.Linear(10, size, bias=False), None) for size in (10, 11))
-    monkeypatch.setattr(logprobs, "kept_on_gpu", lambda share: int(share * 200))
+    monkeypatch.setattr(logprobs, "stored_logits_on_gpu", lambda share: int(share * 200))
     alone = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}
     two = alone | {"num_workers": 2}
     for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
@@ -583,7 +583,7 @@ def compiled(rank: int, ranks: int, path: str, adapters: lora.Adapters | None) -
         policy = load_policy(path, head=None, adapters=adapters)
         checkpoint_gradients(policy)
         prepare(policy)
-        policy.scores = logprobs.score_logits  # only the layers are compiled: graphs are theirs
+        policy.logit_scorer = logprobs.score_logits  # only the layers are compiled: graphs are theirs
         fsdp.shard(policy, Mesh.of("cpu", 1).mesh, torch.float32)
         scored = policy(*padded(), 1.0).logprobs
         scored.sum().backward()

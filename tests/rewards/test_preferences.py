@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from rlx.cli.reward_model import generated_pairs, train_and_save
 from rlx.config.errors import ConfigError
-from rlx.rewards import preferences
-from rlx.rewards.preferences import Pair, Recipe, bradley_terry_loss, generated_pairs, hold_out_pairs, read_pairs
+from rlx.rewards.preferences import Pair, Recipe, TrainingResult, bradley_terry_loss, hold_out_pairs, read_pairs
 from rlx.rewards.reward_model import RewardModel, load_classifier
 
 PAIRS = [Pair(prompt=f"{i} + {i * 7 % 10} =", chosen=f"{i}", rejected=f"-{i}") for i in range(96)]
@@ -104,34 +104,32 @@ def test_a_prompt_is_never_on_both_sides() -> None:
 # --- training
 
 
-Trained = tuple[Path, dict[str, float], list[dict[str, float]]]
+Trained = tuple[Path, TrainingResult, list[dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """(folder, what train gives, what it reports)"""
+    """(folder, result of the training, metrics of each step)"""
     return train(tiny_model, tmp_path_factory.mktemp("reward") / "first", RECIPE)
 
 
 def train(base: Path, folder: Path, recipe: Recipe, pairs: Sequence[Pair] = PAIRS) -> Trained:
     reports: list[dict[str, float]] = []
     training, held_out = hold_out_pairs(pairs, 30)
-    result = preferences.train(
-        str(base),
-        folder,
-        training,
-        held_out,
-        recipe,
-        progress=lambda done, metrics: reports.append(metrics | {"done": done}),
-    )
-    return folder, result, reports
+
+    def report(done: int, metrics: dict[str, float]) -> None:
+        reports.append(metrics | {"done": done})
+
+    return folder, train_and_save(str(base), folder, training, held_out, recipe, report), reports
 
 
 def test_training_learns_either_preference(trained: Trained, tiny_model: Path, tmp_path: Path) -> None:
     swapped = [Pair(prompt=pair.prompt, chosen=pair.rejected, rejected=pair.chosen) for pair in PAIRS]
     results = [trained[1], train(tiny_model, tmp_path / "swapped", RECIPE, swapped)[1]]
-    assert sum(result["before"] for result in results) == pytest.approx(1.0)  # the same scores, judged in two ways
-    assert [result["after"] for result in results] == [1.0, 1.0]
+    assert sum(result.accuracy_before for result in results) == pytest.approx(
+        1.0
+    )  # the same scores, judged in two ways
+    assert [result.accuracy_after for result in results] == [1.0, 1.0]
 
 
 def test_gradients_that_are_not_finite_end_it_with_nothing_saved(tiny_model: Path, tmp_path: Path) -> None:
@@ -144,8 +142,8 @@ def test_training_reports_each_step(trained: Trained) -> None:
     _, result, reports = trained
     assert [report["done"] for report in reports] == list(range(RECIPE.steps(66) + 1)) == list(range(16))
     assert reports[-1]["loss"] < 0.1
-    assert reports[0]["held_out_accuracy"] == result["before"]
-    assert reports[-1]["held_out_accuracy"] == result["after"]
+    assert reports[0]["held_out_accuracy"] == result.accuracy_before
+    assert reports[-1]["held_out_accuracy"] == result.accuracy_after
 
 
 def test_the_folder_is_a_reward_model(trained: Trained) -> None:
@@ -189,7 +187,7 @@ def test_a_failure_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
             raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
-        preferences.train(str(tiny_model), tmp_path / "new", PAIRS, PAIRS, RECIPE, progress=fail)
+        train_and_save(str(tiny_model), tmp_path / "new", PAIRS, PAIRS, RECIPE, fail)
     with pytest.raises(ConfigError, match=r"base model .*nowhere: no such folder"):
-        preferences.train(str(tmp_path / "nowhere"), tmp_path / "new", PAIRS, PAIRS, RECIPE)
+        train_and_save(str(tmp_path / "nowhere"), tmp_path / "new", PAIRS, PAIRS, RECIPE)
     assert list(tmp_path.iterdir()) == []

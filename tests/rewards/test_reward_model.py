@@ -82,7 +82,7 @@ def test_the_chat_is_encoded_with_one_end(template: str | None, system: str | No
 
 def test_long_texts_are_cut_on_the_left_behind_the_first_token(decoder: Path) -> None:
     classifier = load_classifier(str(decoder))
-    short, long, other = classifier.rows([("q", "a"), ("b" + "q" * 600, "a"), ("c" + "q" * 600, "a")])
+    short, long, other = classifier.encode([("q", "a"), ("b" + "q" * 600, "a"), ("c" + "q" * 600, "a")])
     assert classifier.tokenizer.decode(short) == "<|user|>q<|assistant|>a<|end|>"
     assert len(long) == 512
     assert classifier.tokenizer.decode(long) == "<|user|>" + "q" * 508 + "<|assistant|>a<|end|>"

@@ -22,7 +22,7 @@ from rlx.config.sections import CORRECTNESS, SCORERS, RewardConfig
 from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError, load_function
 from rlx.rewards.functions import REWARDS, exact_match, extract_answer, math_verify, numeric
-from rlx.rewards.math_verifier import Judge
+from rlx.rewards.math_verifier import MathVerifier
 from rlx.rewards.scoring import Scores
 from rlx.types import Prompt, Response, Scorer
 
@@ -153,20 +153,20 @@ def test_math_verify_works_in_a_thread() -> None:
 
 
 def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_judged() -> None:
-    judge = Judge(seconds=0.5)
-    assert not judge.agree(r"\binom{100000000}{50000000}", "1")
-    assert judge.process
-    assert judge.process.returncode == -signal.SIGPROF
-    assert judge.agree("1/2", "0.5")
-    judge._end()
-    assert judge.process.returncode == 0
+    verifier = MathVerifier(seconds=0.5)
+    assert not verifier.are_equal(r"\binom{100000000}{50000000}", "1")
+    assert verifier.process
+    assert verifier.process.returncode == -signal.SIGPROF
+    assert verifier.are_equal("1/2", "0.5")
+    verifier.close()
+    assert verifier.process.returncode == 0
 
 
 def test_without_math_verify_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(RuntimeError, match="is math-verify installed"):
-        Judge().agree("1", "2")
+        MathVerifier().are_equal("1", "2")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def test_scores_are_added_by_weight_and_kept_apart() -> None:
 def test_the_first_function_that_can_says_what_is_right(names: list[str], judge: str) -> None:
     config = RewardConfig(functions={name: float(name != judge) or 0.5 for name in names})
     scorers = {name: constant(0.0, 9.0) for name in {*names, "task"}} | {judge: constant(1.0, 0.99)}
-    assert scoring.right_by(config) == judge
+    assert scoring.correctness_function(config) == judge
     assert scoring.score([response(), response()], scorers, config).is_correct == [True, False]
 
 
