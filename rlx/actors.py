@@ -1,7 +1,7 @@
 """One call of a Ray actor with a deadline, and the errors that can come of it.
 
-The actors are engines and reward models, known here by their index. What is done about a lost actor is decided by the
-caller.
+`wait_for` is for any actor, `get_result` for engines, whose errors say what the caller may do next. Left out: that
+decision, and repeating calls.
 """
 
 from __future__ import annotations
@@ -12,6 +12,26 @@ from typing import Any
 
 import ray
 from ray._private import state
+
+
+class CallError(RuntimeError):
+    """A call of an actor gave no result; the text names the actor and the cause."""
+
+
+class CallTimeoutError(CallError):
+    """The actor did not answer in time."""
+
+
+class CallFailedError(CallError):
+    """The called method raised an error."""
+
+    def __init__(self, actor: str, cause: BaseException) -> None:
+        super().__init__(f"{actor} failed: {cause}")
+        self.cause = cause
+
+
+class ActorDiedError(CallError):
+    """The process of the actor ended, or could not start."""
 
 
 class RolloutError(RuntimeError):
@@ -54,27 +74,48 @@ def is_done(call: Any, deadline: float) -> bool:
     return bool(ray.wait([call], timeout=0)[0]) or time.monotonic() >= deadline
 
 
-def get_result(call: Any, engine: int, deadline: float) -> Any:
+def wait_for(call: Any, actor: str, deadline: float) -> Any:
     """Waits for the result of a call until `deadline`, a time of `time.monotonic()`.
 
     Args:
-        engine: the actor's index, for the error's text.
+        actor: how errors name the actor.
 
     Raises:
-        EngineTimeoutError: the actor did not answer in time.
-        EngineLostError: the actor died or failed; the text has the cause.
-        PromptRefusedError: the actor refused the request.
+        CallTimeoutError: the actor did not answer in time.
+        CallFailedError: the called method raised an error.
+        ActorDiedError: the process of the actor ended, or could not start.
     """
     try:
         return ray.get(call, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
-        raise EngineTimeoutError.of(engine) from None
+        raise CallTimeoutError(f"{actor} did not answer in time") from None
     except ray.exceptions.RayTaskError as error:
+        raise CallFailedError(actor, error.cause) from None
+    except ray.exceptions.RayError as error:
+        raise ActorDiedError(f"{actor} died: {_cause_of_death(error)}") from None
+
+
+def get_result(call: Any, engine: int, deadline: float) -> Any:
+    """Waits for the result of a call of an engine until `deadline`, a time of `time.monotonic()`.
+
+    Args:
+        engine: the index of the engine, for the text of errors.
+
+    Raises:
+        EngineTimeoutError: the engine did not answer in time.
+        EngineLostError: the engine died or failed; the text has the cause.
+        PromptRefusedError: the engine refused the request.
+    """
+    try:
+        return wait_for(call, f"engine {engine}", deadline)
+    except CallTimeoutError:
+        raise EngineTimeoutError.of(engine) from None
+    except CallFailedError as error:
         if isinstance(error.cause, ValueError):
             raise PromptRefusedError(f"engine {engine} refused a prompt: {error.cause}") from None
-        raise EngineLostError(f"engine {engine} failed: {error.cause}") from None
-    except ray.exceptions.RayError as error:
-        raise EngineLostError(f"engine {engine} died: {_cause_of_death(error)}") from None
+        raise EngineLostError(str(error)) from None
+    except ActorDiedError as error:
+        raise EngineLostError(str(error)) from None
 
 
 def _cause_of_death(error: ray.exceptions.RayError) -> str:

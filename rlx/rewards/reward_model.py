@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlx.actors import CallError, CallTimeoutError, wait_for
 from rlx.config.errors import ConfigError
 from rlx.types import Response
 
@@ -219,8 +221,8 @@ class ModelReward:
         order = [(self.first + i) % len(self.replicas) for i in range(len(self.replicas))]
         pairs = [[(response.prompt.question, response.text) for response in share] for share in self._shares(responses)]
         calls = [self.replicas[i].score.remote(share) for i, share in zip(order, pairs, strict=True)]
-        ray.wait(calls, num_returns=len(calls), timeout=self.timeout_s)
-        return [score for i, call in zip(order, calls, strict=True) for score in self._answer(i, call)]
+        deadline = time.monotonic() + self.timeout_s
+        return [score for i, call in zip(order, calls, strict=True) for score in self._result(i, call, deadline)]
 
     def _shares(self, responses: Sequence[Response]) -> list[Sequence[Response]]:
         """Splits the responses, in order, into one share per replica with nearly equal numbers of characters."""
@@ -229,13 +231,10 @@ class ModelReward:
         cuts = [bisect.bisect_right(ends, total * k / count) for k in range(count + 1)]
         return [responses[start:stop] for start, stop in itertools.pairwise(cuts)]
 
-    def _answer(self, replica: int, call: Any) -> list[float]:
+    def _result(self, replica: int, call: Any, deadline: float) -> list[float]:
         try:
-            return list(ray.get(call, timeout=0))  # it has been waited for
-        except ray.exceptions.GetTimeoutError:
+            return list(wait_for(call, f"reward model {replica}", deadline))
+        except CallTimeoutError:
             raise RewardModelError(f"reward model {replica} did not answer within {self.timeout_s:g} s") from None
-        except ray.exceptions.RayTaskError as error:
-            raise RewardModelError(f"reward model {replica} failed: {' '.join(str(error.cause).split())}") from None
-        except ray.exceptions.RayError as error:
-            # Of one that did not start, Ray gives a whole traceback, the cause in its last line.
-            raise RewardModelError(f"reward model {replica} died: {str(error).strip().splitlines()[-1]}") from None
+        except CallError as error:
+            raise RewardModelError(" ".join(str(error).split())) from None

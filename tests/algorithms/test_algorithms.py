@@ -25,7 +25,7 @@ from rlx.algorithms.losses import (
     token_weights,
     value_loss,
 )
-from rlx.config.algorithm import GROUPED
+from rlx.config.algorithm import ESTIMATORS
 
 NAN, INF = math.nan, math.inf
 few = settings(max_examples=40, deadline=None)
@@ -387,10 +387,11 @@ def test_remax_needs_the_scores_of_the_greedy_completions() -> None:
         response_advantages(SCORES, GROUPS, "remax")
 
 
-def test_estimators_say_what_they_need() -> None:
-    assert [name for name, estimator in ADVANTAGES.items() if estimator.needs_groups] == list(GROUPED)
-    assert [name for name, estimator in ADVANTAGES.items() if estimator.needs_critic] == ["gae"]
-    assert [name for name, estimator in ADVANTAGES.items() if estimator.needs_greedy] == ["remax"]
+def test_estimators_need_what_the_settings_check() -> None:
+    for need in ("needs_critic", "needs_groups", "needs_greedy"):
+        assert [getattr(ADVANTAGES[name], need) for name in ESTIMATORS] == [
+            getattr(estimator, need) for estimator in ESTIMATORS.values()
+        ]
 
 
 # Two responses to one prompt, of two tokens and one; kl_coef is 0.1, gamma 0.5, lambda 0.5.
