@@ -1,4 +1,4 @@
-"""Ranks that are killed while they save: what they had reported is there, whole, and saving goes on."""
+"""Ranks that are killed while they save: reported checkpoints are complete, and the next ranks go on from them."""
 
 import multiprocessing
 import os
@@ -39,28 +39,28 @@ def manifest(step: int) -> Manifest:
 
 
 def save_forever(rank: int, where: Where, scratch: str, reports: str) -> None:
-    """Goes on from the newest checkpoint; says which steps have become whole, in a file of one per line."""
+    """Goes on from the newest checkpoint; writes the name of each finished one to a file, a line each."""
     torch.set_num_threads(1)
     os.environ.update(where[1])
-    tempfile.tempdir = scratch  # what is left of an upload is to be found
+    tempfile.tempdir = scratch  # leftovers of uploads stay visible to the test
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=RANKS)
-    saver = CheckpointWriter(open_storage(where[0]), Retention(KEPT, "reward"))
+    writer = CheckpointWriter(open_storage(where[0]), Retention(KEPT, "reward"))
     damaged: list[str] = []
-    newest = saver.newest_checkpoint(damaged.append)
+    newest = writer.newest_checkpoint(damaged.append)
     assert damaged == []
     step = newest.step if newest else 0
     live = {name: torch.empty(1, size) for name, size in SIZES.items()}
-    with open(reports, "a", buffering=1) as told:
+    with open(reports, "a", buffering=1) as report:
         while True:
             step += 1
             for tensor in live.values():
                 tensor.fill_(step)
             staged = {name: Shard(t.clone(), (rank, 0), (RANKS, t.shape[1])) for name, t in live.items()}
-            saver.save(staged, manifest(step))
-            while not (news := saver.finished_checkpoint()):
+            writer.save(staged, manifest(step))
+            while not (finished := writer.finished_checkpoint()):
                 time.sleep(0.001)
             if rank == 0:
-                told.write(f"{news.folder.name}\n")
+                report.write(f"{finished.folder.name}\n")
 
 
 class Group:
@@ -77,20 +77,20 @@ class Group:
             process.start()
 
     def reported(self) -> list[int]:
-        """The steps of the checkpoints that were said to be whole."""
+        """The steps of the checkpoints that were reported as finished."""
         return [int(line.removeprefix("step_")) for line in self.reports.read_text().split()]
 
     def wait_for(self, count: int) -> float:
-        """Returns when so many are; how long each took after the first."""
+        """Waits until so many are reported; returns the seconds that each took after the first."""
         deadline, first = time.monotonic() + START_S, 0.0
-        while (there := len(self.reported())) < count:
+        while (count_now := len(self.reported())) < count:
             assert all(process.is_alive() for process in self.processes) and time.monotonic() < deadline
-            first = first or (time.monotonic() if there else 0.0)
+            first = first or (time.monotonic() if count_now else 0.0)
             time.sleep(0.001)
         return (time.monotonic() - first) / max(count - 1, 1)
 
     def kill(self, order: list[int]) -> list[int | None]:
-        """SIGKILL to all, in this order; what they ended with."""
+        """Sends SIGKILL to all ranks in this order; returns their exit codes."""
         for rank in order:
             self.processes[rank].kill()
         for process in self.processes:
@@ -100,7 +100,7 @@ class Group:
 
 @pytest.fixture
 def start(on_ranks: Any, tmp_path: Path) -> Iterator[Callable[[Where], Group]]:
-    """Starts groups (from the processes that on_ranks prepares) and ends in the end what is left of them."""
+    """Starts groups (from the processes that on_ranks prepares) and kills what is left of them at the end."""
     started: list[Group] = []
 
     def begin(where: Where) -> Group:
@@ -113,7 +113,7 @@ def start(on_ranks: Any, tmp_path: Path) -> Iterator[Callable[[Where], Group]]:
 
 
 def checked(folder: Storage) -> int:
-    """The step of the newest whole checkpoint, after a look at every byte of it."""
+    """The step of the newest complete checkpoint, after its every byte was verified."""
     newest = checkpoint_catalog.complete_checkpoints(folder)[-1]
     assert newest.manifest
     checkpoint_catalog.verify(newest, newest.manifest.files)
@@ -140,20 +140,22 @@ def test_a_kill_at_any_moment_costs_nothing_that_was_reported(
         time.sleep(dice.uniform(0.0, 2.0) * seconds)
         last = group.reported()[-1]
         assert group.kill(dice.sample(range(RANKS), RANKS)) == [-9] * RANKS
-        found = checked(folder)
-        assert group.reported()[0] == before + 1  # it went on where the one before had been killed
-        assert last <= found <= group.reported()[-1] + 1
+        newest = checked(folder)
+        assert group.reported()[0] == before + 1  # it goes on where the group before was killed
+        assert last <= newest <= group.reported()[-1] + 1
         states = {entry.state for entry in checkpoint_catalog.list_checkpoints(folder)}
         assert states <= {CheckpointState.COMPLETE, CheckpointState.UNFINISHED}  # none is damaged
         cut_short += CheckpointState.UNFINISHED in states
-        before = found
-    assert cut_short or moments < 20  # some were killed in the middle of it
+        before = newest
+    assert cut_short or moments < 20  # some were killed while they wrote
     group = start(where)
     group.wait_for(KEPT + 1)
     group.kill([0, 1])
-    # What was cut short before it is gone by now.
-    assert {one.step for one in checkpoint_catalog.list_checkpoints(folder)} >= {3, checked(folder)}
-    assert not [one for one in checkpoint_catalog.list_checkpoints(folder) if one.problem and one.step <= before]
+    # Older unfinished checkpoints are deleted by now.
+    assert {entry.step for entry in checkpoint_catalog.list_checkpoints(folder)} >= {3, checked(folder)}
+    assert not [
+        entry for entry in checkpoint_catalog.list_checkpoints(folder) if entry.problem and entry.step <= before
+    ]
 
 
 FULL_DISK = """

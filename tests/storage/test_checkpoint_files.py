@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlx.models import fsdp, loading, lora
-from rlx.storage import checkpoint_files
+from rlx.storage import checkpoint_files, checkpoint_keys
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_files import CheckpointError, CheckpointReader, ModelAndOptimizer, Shard
 from rlx.storage.filesystem import Storage
@@ -236,6 +236,17 @@ def load_without_pickle(rank: int, ranks: int, path: str, source: str) -> int:
 def test_nothing_is_unpickled(on_ranks: OnRanks, saved: Saved, tiny_model: Path) -> None:
     (count,) = on_ranks(1, load_without_pickle, str(tiny_model), str(saved[0]))
     assert count > 0
+
+
+def test_the_names_of_tensors_in_a_checkpoint_stay_as_they_are() -> None:
+    """Other names would make every earlier checkpoint unreadable."""
+    assert checkpoint_keys.model_weight("policy", "lm.norm.weight") == "policy.model.lm.norm.weight"
+    assert checkpoint_keys.optimizer_state("critic", "head.bias", "exp_avg") == "critic.optimizer.head.bias.exp_avg"
+    assert checkpoint_keys.ema_weight("lm.norm.weight") == "average.lm.norm.weight"
+    assert checkpoint_keys.queued_rollout(0, "position") == "ahead.0.position"
+    keys = ["policy.model.x", "critic.optimizer.x.step", "average.critic.model.y"]
+    assert [checkpoint_keys.has_weights(keys, model) for model in ("policy", "critic")] == [True, False]
+    assert [checkpoint_keys.has_optimizer_state(keys, model) for model in ("policy", "critic")] == [False, True]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import pickle
 import random
 import subprocess
+import sys
 import threading
 import traceback
 import urllib.parse
@@ -462,6 +463,17 @@ def test_a_malformed_profile_is_refused_in_one_line_that_names_it(content: str, 
         resolve_address("mine")
     assert str(refused.value).startswith(f"storage profile {profiles}/mine.yaml: {fault}")
     assert "\n" not in str(refused.value)
+
+
+def test_profiles_that_ship_are_package_data() -> None:
+    folder = addresses.PROFILES[-1]
+    assert folder == Path(addresses.__file__).parent / "profiles"
+    assert sorted(file.name for file in folder.glob("*.yaml")) == ["local.yaml", "nfs.yaml", "s3.yaml"]
+
+
+def test_listing_checkpoints_needs_no_torch() -> None:
+    code = "import sys, rlx.storage.addresses, rlx.storage.checkpoint_catalog; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_a_near_miss_of_a_profile_is_asked_about(
