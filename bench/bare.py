@@ -18,7 +18,7 @@ from measure import Memory, now
 from torch import Tensor, nn
 
 from rlx.config.run import RunConfig
-from rlx.rollout.vllm_engine import by_newer_runner
+from rlx.rollout.vllm_engine import with_newer_runner
 from rlx.types import Sampling
 
 _CHUNK = 1024  # tokens whose logits are held at a time
@@ -39,7 +39,9 @@ def rollout(
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    llm = by_newer_runner(lambda: LLM(model=path, skip_tokenizer_init=True, disable_log_stats=True, seed=0, **options))
+    llm = with_newer_runner(
+        lambda: LLM(model=path, skip_tokenizer_init=True, disable_log_stats=True, seed=0, **options)
+    )
     results = []
     for requests in rounds:
         prompts = [{"prompt_token_ids": list(prompt)} for prompt, _ in requests]

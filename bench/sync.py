@@ -37,10 +37,10 @@ from rlx.models import fsdp, loading, lora
 from rlx.rollout.engine_actors import start_engines
 from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
-from rlx.rollout.weight_sync import channels
-from rlx.rollout.weight_sync.channels import Group, Incoming
+from rlx.rollout.weight_sync.base import Incoming, Source
+from rlx.rollout.weight_sync.process_group import Group, create_store
+from rlx.rollout.weight_sync.shared_memory import allocate_shared
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.rollout.weight_sync.topology import Source
 from rlx.runs.actor_group import engine_spec
 
 _WARM, _ROUNDS = 2, 10
@@ -119,9 +119,8 @@ class Trainer:
     def measure(self) -> tuple[dict[str, float], dict[str, Any]]:
         pushes = seconds(self._push)
         nbytes = sum(p.numel() for p in self.policy.parameters()) * self.dtype.itemsize
-        assert self.sync.sender
-        sources = self.sync.sender._course.sources if self.sync.sender._course else {}
-        way = sources[0][0].kind if sources else "object_store"
+        assert self.sync.plan
+        way = self.sync.plan.sources[0][0].transport
         what, copies = self._copies(nbytes, way)
         sync, copy = statistics.median(pushes), statistics.median(copies)
         figures = {
@@ -143,13 +142,13 @@ class Trainer:
 
     def _copies(self, nbytes: int, way: str) -> tuple[str, list[float]]:
         if self.device.type == "cpu":
-            source, memory = np.ones(nbytes, np.uint8), channels.shared(nbytes, self.device)[0].numpy()
+            source, memory = np.ones(nbytes, np.uint8), allocate_shared(nbytes, self.device)[0].numpy()
             return "memcpy into shared memory", seconds(lambda _: np.copyto(memory, source))
         buffer = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
         if self.on_one_gpu:
             target = torch.empty_like(buffer)
             return "device to device", seconds(lambda _: synchronised(lambda: target.copy_(buffer)))
-        store = channels.kept(ray.util.get_node_ip_address(), 60)
+        store = create_store(ray.util.get_node_ip_address(), 60)
         address = (store.host, store.port)
         incoming = Incoming("", "", address, "bare", {"nccl": 2}, (Source("nccl", 1),), (), 60, False)
         other = self.engine.__ray_call__.remote(lambda _, told, size: broadcasts(told, 1, size), incoming, nbytes)

@@ -29,6 +29,7 @@ DEFAULT_METRIC = "eval/accuracy"
 """metric that ranks checkpoints, runs and trials when nothing else is chosen"""
 SearchName = Literal["random", "grid", "optuna", "bayesopt", "hyperopt"]
 SchedulerName = Literal["none", "asha", "hyperband", "median", "pbt"]
+TransportName = Literal["auto", "object_store", "gloo"]
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3 as text
 
 
@@ -220,7 +221,7 @@ class RolloutConfig(Section):
     """resources that Ray reserves for each engine, e.g. {CPU: 1, GPU: 1}"""
     tensor_parallel: PositiveInt = 1
     """GPUs that each engine's model is split over; resources_per_engine.GPU must be the same number"""
-    transport: Literal["auto", "object_store", "gloo"] = "auto"
+    transport: TransportName = "auto"
     """how weights reach the engines. auto: CUDA IPC on the same GPU, shared memory on the same CPU node, NCCL to other
     GPUs, otherwise Ray's object store; object_store, gloo: for all engines, where NCCL or CUDA IPC do not work"""
     temperature: PositiveFloat = 1.0

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from rlx.types import Completion, Prompt, Sampling
 
 if TYPE_CHECKING:
+    from rlx.rollout.weight_sync.base import EngineLocation, Incoming
     from rlx.rollout.weight_sync.buckets import Bucket
-    from rlx.rollout.weight_sync.channels import Incoming
-    from rlx.rollout.weight_sync.topology import EngineLocation
 
 T = TypeVar("T")
 Result: TypeAlias = T | Awaitable[T]

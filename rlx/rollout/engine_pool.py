@@ -18,7 +18,7 @@ import ray
 
 from rlx.actors import EngineLostError, EngineTimeoutError, RolloutError, get_result, is_alive, is_done
 from rlx.rollout.base import EngineCall, Output, PendingRollout
-from rlx.rollout.weight_sync.topology import EngineLocation
+from rlx.rollout.weight_sync.base import EngineLocation
 from rlx.types import Prompt, Sampling
 
 PATIENCE_S = 1.0

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlx.rollout.base import Output, PendingRollout, Request
+from rlx.rollout.weight_sync.base import DeviceLocation, EngineLocation
 from rlx.rollout.weight_sync.buckets import Bucket, unpack
-from rlx.rollout.weight_sync.topology import DeviceLocation, EngineLocation
 from rlx.types import Completion, Prompt, Sampling, WeightSyncError
 
 Answer = Callable[[Request], Output]

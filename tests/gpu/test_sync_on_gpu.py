@@ -130,8 +130,8 @@ class Trainer:
 
     def kinds(self) -> dict[int, list[str]]:
         """How the workers of each engine were reached last; which of them is on which GPU is Ray's choice."""
-        assert self.sync.sender and self.sync.sender._course
-        return {i: sorted(source.kind for source in own) for i, own in self.sync.sender._course.sources.items()}
+        assert self.sync.plan
+        return {i: sorted(source.transport for source in all_) for i, all_ in self.sync.plan.direct.items()}
 
     @torch.no_grad()
     def change(self) -> None:
@@ -246,7 +246,7 @@ def process(engine: Any) -> int:
 
 def test_an_engine_on_the_trainers_gpu_reads_its_memory(start: Start) -> None:
     ranks, _ = start([0.5], [0.5])
-    assert_pushes_arrive(ranks, 1, {0: ["shared"]})
+    assert_pushes_arrive(ranks, 1, {0: ["shared_memory"]})
 
 
 def test_an_engine_that_sleeps_leaves_its_memory_to_the_trainer_also_after_it_was_replaced(start: Start) -> None:
@@ -283,23 +283,23 @@ def test_completions_go_on_with_weights_that_come_meanwhile(start: Start) -> Non
 
 def test_every_rank_serves_the_engine_on_its_gpu(start: Start) -> None:
     ranks, _ = start([0.6, 0.6], [0.4, 0.4])
-    assert_pushes_arrive(ranks, 2, {0: ["shared"], 1: ["shared"]})
+    assert_pushes_arrive(ranks, 2, {0: ["shared_memory"], 1: ["shared_memory"]})
 
 
 def test_a_policy_whose_layers_are_cut_over_gpus_is_sent_whole(start: Start) -> None:
     ranks, _ = start([0.6, 0.6], [0.4, 0.4], tp=2)
-    assert_pushes_arrive(ranks, 2, {0: ["shared"], 1: ["shared"]})
+    assert_pushes_arrive(ranks, 2, {0: ["shared_memory"], 1: ["shared_memory"]})
 
 
 def test_a_policy_whose_rows_and_layers_are_cut_is_sent_whole(start: Start) -> None:
     trainer, engine = (0.4, 0.2) if SHARES_GPUS else (0.6, 0.4)
     ranks, _ = start([trainer] * 4, [engine] * 2, tp=2)
-    assert_pushes_arrive(ranks, 2, {0: ["shared"], 1: ["shared"]})
+    assert_pushes_arrive(ranks, 2, {0: ["shared_memory"], 1: ["shared_memory"]})
 
 
 def test_a_model_that_is_split_over_gpus_is_read_on_one_and_sent_to_the_other(start: Start) -> None:
     ranks, _ = start([0.0], [2.0], gpu="0")
-    assert_pushes_arrive(ranks, 1, {0: ["nccl", "shared"]})
+    assert_pushes_arrive(ranks, 1, {0: ["nccl", "shared_memory"]})
 
 
 @pytest.mark.parametrize("trainer", [1.0, 0.4])

@@ -25,11 +25,13 @@ from rlx.mesh import Mesh
 from rlx.models import loading, lora, policy
 from rlx.rollout.base import request_seed
 from rlx.rollout.engine_pool import EnginePool
-from rlx.rollout.vllm_engine import by_newer_runner
-from rlx.rollout.weight_sync import buckets, object_store
+from rlx.rollout.vllm_engine import with_newer_runner
+from rlx.rollout.weight_sync import buckets
+from rlx.rollout.weight_sync.base import OBJECT_STORE, EngineLocation, Source
 from rlx.rollout.weight_sync.gather import gather_full
+from rlx.rollout.weight_sync.object_store import ObjectStoreSender
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.rollout.weight_sync.topology import EngineLocation
+from rlx.rollout.weight_sync.update import OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.training import experience
 from rlx.types import Completion, Prompt, Sampling, ScoredCompletion, ShardedWeight, WeightSyncError
 
@@ -99,9 +101,9 @@ def test_the_newer_runner_is_asked_for_and_left_again(
     asks = given is None and knows_some_by_name
     if asks and refusal == "no such model":
         with pytest.raises(ValueError, match=refusal):
-            by_newer_runner(build)
+            with_newer_runner(build)
         return
-    assert by_newer_runner(build) == len(tried)
+    assert with_newer_runner(build) == len(tried)
     assert tried == ([given] if not asks else ["1", None] if refusal else ["1"])
 
 
@@ -423,12 +425,39 @@ def test_another_version_than_the_engine_holds_is_refused(tied: Side) -> None:
         tied.generate()
 
 
-def begun(side: Side, timeout_s: float) -> tuple[object_store.ObjectStorePush, list[buckets.Bucket]]:
-    """A weight update that waits for its buckets."""
+@dataclass
+class Begun:
+    """A weight update of one engine that waits for its buckets."""
+
+    update: OutgoingUpdate
+    sender: ObjectStoreSender
+    parts: list[buckets.Bucket]
+
+    def send(self, *parts: buckets.Bucket) -> None:
+        for bucket in parts:
+            self.sender.put(bucket)
+
+    def finish(self) -> str:
+        """Why the engine did not take the update."""
+        self.sender.finish()
+        return str(self.update.failed[0])
+
+
+def no_buffer(number: int, nbytes: int, is_shared: bool) -> tuple[Tensor, bytes]:
+    raise AssertionError("the object store uses no buffers")
+
+
+def begun(side: Side, timeout_s: float) -> Begun:
     weights = lora.engine_weights(side.policy)
-    update = object_store.ObjectStorePush({0: side.engine}, side.version + 1, timeout_s)
-    update.start(len(weights), keep=False)
-    return update, [packed(group) for group in buckets.group_weights(weights, torch.float32, 100_000)]
+    groups = buckets.group_weights(weights, torch.float32, 100_000)
+    layouts = tuple(buckets.layout(group, torch.float32) for group in groups)
+    plan = UpdatePlan(f"update {next(versions)}", ("", 0), "", {0: (Source(OBJECT_STORE, 0),)}, {})
+    sender = ObjectStoreSender()
+    rank = SendingRank(0, torch.device("cpu"), [side.engine], {OBJECT_STORE: sender}, no_buffer)
+    update = OutgoingUpdate(plan, UpdateRequest(side.version + 1, layouts, timeout_s, keep=False), rank)
+    update.connect()
+    assert update.failed == {}
+    return Begun(update, sender, [packed(group) for group in groups])
 
 
 def assert_only_an_update_helps(side: Side) -> None:
@@ -440,35 +469,31 @@ def assert_only_an_update_helps(side: Side) -> None:
 
 
 def test_a_corrupted_bucket_is_refused(side: Side) -> None:
-    update, parts = begun(side, timeout_s=60)
-    parts[2].data[1000] ^= 1
-    for bucket in parts:
-        update.send(bucket)
-    update.finish()
-    assert "engine 0 failed: checksum" in str(update.failed[0])
+    update = begun(side, timeout_s=60)
+    update.parts[2].data[1000] ^= 1
+    update.send(*update.parts)
+    assert "engine 0 failed: checksum" in update.finish()
     assert_only_an_update_helps(side)
 
 
 def test_missing_weights_are_an_error_in_time(side: Side) -> None:
-    update, parts = begun(side, timeout_s=1)
-    for bucket in parts[:-1]:
-        update.send(bucket)
-    update.timeout_s += 30  # the engine's own deadline comes first and says more
-    update.finish()
-    assert re.search(r"engine 0 failed: waited 1 s .* tensors missing", str(update.failed[0]))
+    update = begun(side, timeout_s=1)
+    update.send(*update.parts[:-1])
+    # The engine's own deadline comes first and tells more.
+    update.update.request = replace(update.update.request, timeout_s=31)
+    assert re.search(r"engine 0 failed: waited 1 s .* tensors missing", update.finish())
     assert_only_an_update_helps(side)
 
 
 def test_a_new_update_ends_one_whose_sender_has_died(tied: Side) -> None:
-    update, parts = begun(tied, timeout_s=300)
-    update.send(parts[0])
+    update = begun(tied, timeout_s=300)
+    update.send(update.parts[0])
     started = time.monotonic()
     assert_only_an_update_helps(tied)
     assert time.monotonic() - started < 60
-    update.send(parts[1])  # the dead sender's last one
+    update.send(update.parts[1])  # the dead sender's last one
     assert tied.gap(tied.generate()) < CLOSE
-    update.finish()
-    assert re.search(r"engine 0 failed: .*another weight update", str(update.failed[0]))
+    assert re.search(r"engine 0 failed: .*another weight update", update.finish())
 
 
 # --- engines that fail

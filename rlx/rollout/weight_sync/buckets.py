@@ -1,6 +1,6 @@
-"""Tensors as they travel: some of them one after the other in a run of bytes, with a checksum.
+"""Buckets: several tensors one after the other in one run of bytes, with a checksum.
 
-How the bytes get from one process to another is links.py's and sync.py's business.
+How a bucket gets from one process to another is the matter of the transports.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from rlx.types import ShardedWeight, WeightSyncError
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 """name, dtype and shape of each tensor of a bucket"""
 
-_ALIGNED = 16  # bytes: any dtype may begin there
-_CHECKSUM = 16  # bytes behind the tensors, of which the first 8 are used
-_WIDTH = 1024  # words
+_ALIGNMENT = 16  # bytes: any dtype may begin there
+_CHECKSUM = 16  # bytes after the tensors, of which the first 8 are used
+_WIDTH = 1024  # words of a row, see `_checksum`
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors as they travel in host memory."""
+    """A bucket in host memory, as it travels through Ray."""
 
     layout: Layout
     data: np.ndarray  # [bytes] uint8, see `fill`
 
 
 def group_weights(weights: Sequence[ShardedWeight], dtype: torch.dtype, limit: int) -> list[list[ShardedWeight]]:
-    """Runs of tensors that take at most `limit` bytes together; a larger one stands alone."""
+    """The weights in successive groups of at most `limit` bytes; a larger weight is a group by itself."""
     groups: list[list[ShardedWeight]] = []
     size = limit + 1
     for weight in weights:
@@ -47,47 +47,50 @@ def group_weights(weights: Sequence[ShardedWeight], dtype: torch.dtype, limit: i
 
 
 def layout(weights: Sequence[ShardedWeight], dtype: torch.dtype) -> Layout:
-    """What a bucket of these weights holds."""
+    """The layout of a bucket of these weights."""
     return tuple((weight.name, str(dtype).removeprefix("torch."), weight.shape) for weight in weights)
 
 
 def byte_size(layout: Layout) -> int:
-    """Bytes of a bucket, its checksum included."""
+    """The bytes of a bucket, its checksum included."""
     return sum(_space(entry) for entry in layout) + _CHECKSUM
 
 
-def fill(bucket: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> None:
-    """Writes tensors and their checksum into a run of bytes, `[size(layout)]` uint8, on whichever device."""
-    # As one call: three hundred calls take longer than the GPU does.
-    torch._foreach_copy_([view for _, view in views(bucket, layout)], list(tensors))
-    bucket[-_CHECKSUM:].view(torch.int64)[0] = _checksum(bucket, layout)
+def fill(memory: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    """Writes tensors of the layout's shapes and their checksum into `memory`, `[byte_size(layout)]` uint8."""
+    # In one call: three hundred calls take longer than the GPU does.
+    torch._foreach_copy_([view for _, view in views(memory, layout)], list(tensors))
+    memory[-_CHECKSUM:].view(torch.int64)[0] = _checksum(memory, layout)
 
 
-def views(bucket: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket by name, sharing its memory."""
-    whole = {dtype: bucket.view(getattr(torch, dtype)) for dtype in {dtype for _, dtype, _ in layout}}
+def views(memory: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a bucket by name, as views of its memory, `[byte_size(layout)]` uint8."""
+    typed = {dtype: memory.view(getattr(torch, dtype)) for dtype in {dtype for _, dtype, _ in layout}}
     start = 0
     for entry in layout:
         name, dtype, shape = entry
-        first = start // whole[dtype].itemsize
-        yield name, whole[dtype][first : first + math.prod(shape)].view(shape)
+        first = start // typed[dtype].itemsize
+        yield name, typed[dtype][first : first + math.prod(shape)].view(shape)
         start += _space(entry)
 
 
-def is_sound(bucket: Tensor, layout: Layout) -> Tensor:
-    """Whether a bucket is what was written: a bool on its device, so that nobody has to wait for it."""
-    return bucket[-_CHECKSUM:].view(torch.int64)[0] == _checksum(bucket, layout)
+def is_sound(memory: Tensor, layout: Layout) -> Tensor:
+    """Whether a bucket, `[byte_size(layout)]` uint8, is what was written: a bool `[]` on its device.
+
+    It is a tensor so that the host need not wait for the device.
+    """
+    return memory[-_CHECKSUM:].view(torch.int64)[0] == _checksum(memory, layout)
 
 
 def pack(layout: Layout, tensors: Sequence[Tensor]) -> Bucket:
-    """Copies tensors of any shapes into a bucket."""
+    """Copies tensors of the layout's shapes into a bucket in host memory."""
     data = torch.empty(byte_size(layout), dtype=torch.uint8, device=tensors[0].device)
     fill(data, layout, tensors)
     return Bucket(layout, data.cpu().numpy())
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket by name, sharing its memory.
+    """The tensors of a bucket by name, as views of its memory.
 
     Raises:
         WeightSyncError: the bucket is not what was packed.
@@ -99,20 +102,21 @@ def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     yield from views(data, bucket.layout)
 
 
-def _checksum(bucket: Tensor, layout: Layout) -> Tensor:
-    """Over names, dtypes, shapes and bytes: a sum of 8-byte words, each times a number that follows from where it is.
+def _checksum(memory: Tensor, layout: Layout) -> Tensor:
+    """A checksum `[]` int64 over names, dtypes, shapes and bytes: a sum of 8-byte words, each times a factor.
 
-    Rows and columns of words are summed first, so nothing as large as the bucket is made. A word's factor is that of
-    its row, which is odd, plus that of its column, which is even: whatever is changed in one word changes the sum.
+    Rows and columns of words are summed first, so nothing as large as the bucket is made. The factor of a word is that
+    of its row, which is odd, plus that of its column, which is even: a change of any one word changes the sum.
     """
-    words = bucket[:-_CHECKSUM].view(torch.int64)
-    words, rest = words[: len(words) // _WIDTH * _WIDTH].view(-1, _WIDTH), words[len(words) // _WIDTH * _WIDTH :]
-    place = torch.arange(max(len(words), _WIDTH) + 1, device=bucket.device)
-    rows = (words.sum(1) * (2 * place[: len(words)] + 1)).sum() + (words.sum(0) * 65536 * place[:_WIDTH]).sum()
-    last = (rest * (2 * len(words) + 1 + 65536 * place[: len(rest)])).sum()
+    words = memory[:-_CHECKSUM].view(torch.int64)
+    words, tail = words[: len(words) // _WIDTH * _WIDTH].view(-1, _WIDTH), words[len(words) // _WIDTH * _WIDTH :]
+    index = torch.arange(max(len(words), _WIDTH) + 1, device=memory.device)
+    rows = (words.sum(1) * (2 * index[: len(words)] + 1)).sum() + (words.sum(0) * 65536 * index[:_WIDTH]).sum()
+    last = (tail * (2 * len(words) + 1 + 65536 * index[: len(tail)])).sum()
     return rows + last + zlib.crc32(repr(layout).encode())
 
 
 def _space(entry: tuple[str, str, tuple[int, ...]]) -> int:
+    """The bytes that a tensor takes in a bucket."""
     _, dtype, shape = entry
-    return math.ceil(math.prod(shape) * getattr(torch, dtype).itemsize / _ALIGNED) * _ALIGNED
+    return math.ceil(math.prod(shape) * getattr(torch, dtype).itemsize / _ALIGNMENT) * _ALIGNMENT

@@ -1,6 +1,7 @@
-"""Full tensors of what FSDP2 has cut into shards: those of many weights in one all-gather.
+"""The full tensors of weights that FSDP2 has sharded: many weights in one all-gather.
 
-One by one, three hundred of them take longer to ask for than to send.
+One all-gather for each of three hundred tensors takes longer to start than to run. Where the tensors are sent is not
+known here.
 """
 
 from __future__ import annotations
@@ -17,68 +18,68 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rlx.types import ShardedWeight
 
-_ALIGNED = 16  # bytes: any dtype may begin there
+_ALIGNMENT = 16  # bytes: any dtype may begin there
 
 
 @torch.no_grad()
 def gather_full(weights: Sequence[ShardedWeight], dtype: torch.dtype) -> list[Tensor]:
-    """The weights in full; all ranks call it with theirs, in the same order.
+    """The weights in full, each of its `shape`; all ranks call it with theirs, in the same order.
 
-    What FSDP2 has cut by rows is cast to `dtype` before it travels. All else keeps its own, and a tensor that no other
-    rank has a part of is not copied: whoever copies it casts it at once.
+    Tensors that FSDP2 has sharded by rows are cast to `dtype` before they travel. All others keep their dtype, and a
+    tensor that no other rank has a part of is not copied: the caller copies it into a bucket and casts it there.
     """
     parts = [(part, part.dtype if weight.join else dtype) for weight in weights for part in weight.parts]
     full = iter(_full(parts))
-    whole = []
+    gathered = []
     for weight in weights:
-        own = [next(full) for _ in weight.parts]
-        whole.append(weight.join(*own) if weight.join else own[0])
-    return whole
+        tensors = [next(full) for _ in weight.parts]
+        gathered.append(weight.join(*tensors) if weight.join else tensors[0])
+    return gathered
 
 
 def _full(parts: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
-    """Each tensor in full; those of the one all-gather are in their dtype here."""
-    meshes = [_mesh(part) for part, _ in parts]
+    """Each tensor in full; the tensors that are gathered together are cast to the dtype beside them."""
+    meshes = [_sharding_mesh(part) for part, _ in parts]
     mesh = next(filter(None, meshes), None)
-    together = [i for i, own in enumerate(meshes) if own is not None and own == mesh]
-    found = dict(zip(together, _all_gathered([parts[i] for i in together], mesh), strict=True)) if mesh else {}
-    return [found[i] if i in found else _alone(part) for i, (part, _) in enumerate(parts)]
+    together = [i for i, other in enumerate(meshes) if other is not None and other == mesh]
+    gathered = dict(zip(together, _all_gather([parts[i] for i in together], mesh), strict=True)) if mesh else {}
+    return [gathered[i] if i in gathered else _gather_alone(part) for i, (part, _) in enumerate(parts)]
 
 
-def _mesh(part: Tensor) -> DeviceMesh | None:
-    """The ranks over which a tensor is cut by rows, as FSDP2 cuts over one dimension of several ranks; else None."""
+def _sharding_mesh(part: Tensor) -> DeviceMesh | None:
+    """The mesh of a tensor that FSDP2 has sharded by rows over one dimension of several ranks; else None."""
     if not isinstance(part, DTensor) or part.device_mesh.ndim > 1 or part.placements != (Shard(0),):
         return None
-    return part.device_mesh if _ranks(part.device_mesh) > 1 else None
+    return part.device_mesh if _size(part.device_mesh) > 1 else None
 
 
-def _alone(part: Tensor) -> Tensor:
+def _gather_alone(part: Tensor) -> Tensor:
     if not isinstance(part, DTensor):
         return part.detach()
-    return part.to_local() if _ranks(part.device_mesh) == 1 else part.full_tensor()
+    return part.to_local() if _size(part.device_mesh) == 1 else part.full_tensor()
 
 
 @functools.lru_cache(maxsize=8)
-def _ranks(mesh: DeviceMesh) -> int:
-    """Counted once: asked for each of three hundred tensors, a mesh takes a fifth of a sync to count."""
+def _size(mesh: DeviceMesh) -> int:
+    """The ranks of a mesh; cached, because computing it for each of three hundred tensors takes a fifth of a sync."""
     return int(mesh.size())  # type: ignore[no-untyped-call]
 
 
-def _all_gathered(parts: Sequence[tuple[Tensor, torch.dtype]], mesh: DeviceMesh) -> list[Tensor]:
-    """Tensors of which each rank has as many rows, the last ones fewer or none."""
-    ranks, shards = _ranks(mesh), [part.to_local() for part, _ in parts]  # type: ignore[attr-defined]
+def _all_gather(parts: Sequence[tuple[Tensor, torch.dtype]], mesh: DeviceMesh) -> list[Tensor]:
+    """Gathers tensors that are sharded by rows; the last ranks may have fewer rows than the others, or none."""
+    ranks, shards = _size(mesh), [part.to_local() for part, _ in parts]  # type: ignore[attr-defined]
     sizes = [
         math.ceil(part.shape[0] / ranks) * math.prod(part.shape[1:]) * dtype.itemsize for part, dtype in parts
     ]  # of a rank's rows, in bytes
     starts = [0]
     for size in sizes:
-        starts.append(starts[-1] + math.ceil(size / _ALIGNED) * _ALIGNED)
+        starts.append(starts[-1] + math.ceil(size / _ALIGNMENT) * _ALIGNMENT)
     mine = torch.empty(starts[-1], dtype=torch.uint8, device=shards[0].device)
     for shard, (_, dtype), start, size in zip(shards, parts, starts, sizes, strict=False):
         mine[start : start + size].view(dtype)[: shard.numel()].copy_(shard.reshape(-1))
-    everyone = torch.empty(ranks, starts[-1], dtype=torch.uint8, device=mine.device)
-    dist.all_gather_into_tensor(everyone.view(-1), mine, group=mesh.get_group())
+    all_ranks = torch.empty(ranks, starts[-1], dtype=torch.uint8, device=mine.device)
+    dist.all_gather_into_tensor(all_ranks.view(-1), mine, group=mesh.get_group())
     return [
-        everyone[:, start : start + size].view(dtype).reshape(-1)[: part.numel()].view(part.shape)
+        all_ranks[:, start : start + size].view(dtype).reshape(-1)[: part.numel()].view(part.shape)
         for (part, dtype), start, size in zip(parts, starts, sizes, strict=False)
     ]

@@ -1,24 +1,22 @@
-"""The receiving end, in each worker process of an engine: vLLM's worker learns to take Hugging Face tensors, from
-buckets that come in.
+"""The receiving end of weight updates, in each worker process of a vLLM engine: loads Hugging Face tensors.
 
-Two buffers take turns: while one is loaded the next fills. On a GPU nobody waits until the end: the order of the
-stream is the order of what happens, and the checksums are looked at once.
+While one bucket is loaded the next one arrives. On a GPU the host waits only at the end: the stream keeps the order,
+and the checksums are read once. How buckets arrive is in the transports' files.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlx.rollout.weight_sync import channels
-from rlx.rollout.weight_sync.buckets import byte_size, is_sound, views
-from rlx.rollout.weight_sync.channels import GivenUpError, Group, Incoming
+from rlx.rollout.weight_sync.base import Incoming, ReceivingEnd, check_interrupted, deadline, wait
+from rlx.rollout.weight_sync.buckets import is_sound, views
+from rlx.rollout.weight_sync.process_group import open_store
+from rlx.rollout.weight_sync.topology import TRANSPORTS
 from rlx.types import WeightSyncError
 
 Loader = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -33,30 +31,34 @@ class WeightLoader:
     rlx_receiver: Receiver | None = None
 
     def rlx_gpu(self) -> str:
-        """The UUID of its GPU; empty on CPU."""
+        """The UUID of the worker's GPU; empty on CPU."""
         return str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else ""
 
     def rlx_receive(self, incoming: Incoming) -> WeightSyncError | None:
-        """Receives and loads a whole update; gives the error, which would end the process if it were raised."""
+        """Receives and loads a whole update; returns the error, because a raised one would end the process."""
         if self.rlx_receiver is None:
-            self.rlx_receiver = Receiver(self.device, incoming.engine, self.rank)
-        if self._rlx_loads_at_once():
-            return self.rlx_receiver.receive(incoming, self.model_runner.get_model().load_weights, keeps=False)
+            self.rlx_receiver = Receiver(self.device, self.rank)
+        if self._rlx_loads_in_place():
+            load = self.model_runner.get_model().load_weights
+            return self.rlx_receiver.receive(incoming, load, keeps=False)
         return self.rlx_receiver.receive(incoming, self.rlx_load_weights, keeps=True)
 
     def rlx_load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        # One call per update: vLLM fuses q, k, v from what a single call brings.
+        """Loads all tensors of an update, whose shapes are those of the Hugging Face model."""
+        # One call for each update: vLLM fuses q, k, v from what a single call brings.
         self.model_runner.reload_weights(weights_iterator=tensors)
         model = self.model_runner.get_model()
         head = getattr(model, "lm_head", None)
         tied = getattr(model.config, "tie_word_embeddings", False)
         if tied and head is not None and next(model.parameters()).device.type == "cpu":
-            # On CPU the head's packed copy of the embedding is not refreshed by a reload: it stays silently stale.
+            # On CPU a reload does not refresh the head's packed copy of the embedding, without any error.
             head.quant_method.process_weights_after_loading(head)
 
-    def _rlx_loads_at_once(self) -> bool:
-        """Whether weights may be written right where they are used: on GPU, where no layer keeps them in a form of its
-        own. It takes an eighth of the time of a reload."""
+    def _rlx_loads_in_place(self) -> bool:
+        """Whether weights may be written where they are used: on GPU, where no layer keeps them in another form.
+
+        It takes an eighth of the time of a reload.
+        """
         model = self.model_runner.get_model()
         methods = {type(m.quant_method).__name__ for m in model.modules() if getattr(m, "quant_method", None)}
         plain = methods <= {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -64,134 +66,72 @@ class WeightLoader:
 
 
 class Receiver:
-    """Keeps the process group and the mapped memory from one update to the next."""
+    """Receives updates by the transport that each names; keeps the connection from one update to the next."""
 
-    def __init__(self, device: torch.device, engine: str, worker: int) -> None:
-        self._device, self._engine, self._worker = device, engine, worker
+    def __init__(self, device: torch.device, worker: int) -> None:
+        self._device, self._worker = device, worker
         self._store: Any = None
-        self._address: tuple[str, int] | None = None
-        self._group: Group | None = None
-        self._buffers: list[Tensor] = []  # for what comes through the group
-        self._mapped: dict[bytes, Tensor] = {}
+        self._address: tuple[str, int] | None = None  # of the store
+        self._name = ""  # of the transport
+        self._end: ReceivingEnd | None = None
 
     def receive(self, incoming: Incoming, load: Loader, keeps: bool) -> WeightSyncError | None:
-        """Loads an update; gives the error rather than raise it, as the loader must come to its end.
+        """Loads an update; returns the error rather than raise it, because the loader must come to its end.
 
         Args:
-            load: vLLM's, is called once.
-            keeps: whether it may still read a tensor when it has asked for the next one.
+            load: vLLM's loader; it is called once.
+            keeps: whether the loader may still read a tensor when it has asked for the next one.
         """
-        failed: list[WeightSyncError] = []
+        errors: list[WeightSyncError] = []
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             try:
                 yield from self._tensors(incoming, keeps)
             except WeightSyncError as error:
-                failed.append(error)
+                errors.append(error)
             except TimeoutError:
-                failed.append(WeightSyncError(f"waited {incoming.timeout_s:.0f} s for the weights"))
-            except RuntimeError as error:  # no memory, say
-                failed.append(WeightSyncError(str(error)))
+                errors.append(WeightSyncError(f"waited {incoming.timeout_s:.0f} s for the weights"))
+            except RuntimeError as error:  # such as torch.OutOfMemoryError
+                errors.append(WeightSyncError(str(error)))
 
         try:
             load(tensors())
         except Exception as error:
-            self._give_up(incoming, error)
+            self._fail(incoming, error)
             raise
-        if failed:
-            self._give_up(incoming, failed[0])
-        return failed[0] if failed else None
-
-    def _give_up(self, incoming: Incoming, error: Exception) -> None:
-        """Tells the trainer whose memory it reads, which may not be the one that hears what the engine answers."""
-        if self._group:
-            self._group.abandon()
-            self._group = None
-        if self._store is not None and incoming.sources[self._worker].kind == "shared":
-            with suppress(RuntimeError):  # the store is gone, and so is the trainer
-                self._store.set(channels.failed(incoming.update, self._engine, self._worker), str(error))
+        if errors:
+            self._fail(incoming, errors[0])
+        return errors[0] if errors else None
 
     def _tensors(self, incoming: Incoming, keeps: bool) -> Iterator[tuple[str, Tensor]]:
-        source = incoming.sources[self._worker]
+        """The tensors of an update by name; checks that they arrive as they were sent."""
         sound = torch.ones((), dtype=torch.bool, device=self._device)
-        self._connect(incoming)
-        arrive = self._shared if source.kind == "shared" else self._sent
-        for bucket, layout in zip(arrive(incoming), incoming.layouts, strict=True):
+        buckets = self._connect(incoming).receive(incoming)
+        for bucket, layout in zip(buckets, incoming.layouts, strict=True):
             sound &= is_sound(bucket, layout)
             for name, tensor in views(bucket, layout):
                 yield name, tensor.clone() if keeps else tensor
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-            channels.wait(done.query, _deadline(incoming), partial(self._check, incoming))
+            wait(done.query, deadline(incoming), partial(check_interrupted, self._store, incoming))
         if not sound:
             raise WeightSyncError("the checksum of a bucket differs from what was sent")
 
-    def _connect(self, incoming: Incoming) -> None:
+    def _connect(self, incoming: Incoming) -> ReceivingEnd:
+        name = incoming.sources[self._worker].transport
+        if self._end and (self._name, self._address) != (name, incoming.address):
+            self._end.close()
+            self._end = None
         if incoming.address != self._address:
-            self._mapped.clear()
-            self._store, self._address = channels.opened(incoming.address, incoming.timeout_s), incoming.address
-        source = incoming.sources[self._worker]
-        if self._group and (self._group.name, self._group.kind) != (incoming.group, source.kind):
-            self._group.abandon()
-            self._group = None
-        if source.kind != "shared" and not self._group:
-            check = partial(self._check, incoming)
-            check()
-            with _others_errors():
-                self._group = Group(source.kind, incoming, source.rank, self._device, _deadline(incoming), check)
+            self._store, self._address = open_store(incoming.address, incoming.timeout_s), incoming.address
+        if self._end is None:
+            make = TRANSPORTS[name].receiver
+            assert make, f"{name} does not reach workers"
+            self._end, self._name = make(self._device, self._worker), name
+        self._end.connect(incoming, self._store)
+        return self._end
 
-    def _check(self, incoming: Incoming) -> None:
-        if self._store.check([channels.given_up(incoming.group)]):
-            raise GivenUpError("the sender gave the update up, as another engine was lost")
-
-    def _sent(self, incoming: Incoming) -> Iterator[Tensor]:
-        """Each bucket as it comes through the group. Asking for the next says that this one has been read."""
-        assert self._group
-        group, sizes = self._group, [byte_size(layout) for layout in incoming.layouts]
-        if not self._buffers or len(self._buffers[0]) < max(sizes):
-            self._buffers.clear()
-            self._buffers += [torch.empty(max(sizes), dtype=torch.uint8, device=self._device) for _ in range(2)]
-        buckets = [self._buffers[i % 2][:nbytes] for i, nbytes in enumerate(sizes)]
-        with _others_errors():
-            works = [group.broadcast(bucket) for bucket in buckets[:2]]
-        for i, bucket in enumerate(buckets):
-            with _others_errors():
-                group.settle(works[i], _deadline(incoming), partial(self._check, incoming))
-            yield bucket
-            with _others_errors():
-                works += [group.broadcast(bucket) for bucket in buckets[i + 2 : i + 3]]
-
-    def _shared(self, incoming: Incoming) -> Iterator[Tensor]:
-        """Each bucket in the memory of the trainer on this device. Asking for the next says that it has been read."""
-        rank, store = incoming.sources[self._worker].rank, self._store
-
-        def arrived(note: str) -> bytes:
-            channels.wait(lambda: store.check([note]), _deadline(incoming), lambda: None)
-            return store.get(note)
-
-        for i, layout in enumerate(incoming.layouts):
-            handle = arrived(channels.written(incoming.update, i, rank))
-            if handle not in self._mapped:
-                if len(self._mapped) == 2:
-                    self._mapped.clear()  # the trainer has other buffers now
-                self._mapped[handle] = channels.mapped(handle, self._device)
-            yield self._mapped[handle][: byte_size(layout)]
-            if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            store.set(channels.read(incoming.update, i, self._engine, self._worker), "")
-
-
-@contextmanager
-def _others_errors() -> Iterator[None]:
-    """What a process group raises here is of its connections, and so as a rule another's fault."""
-    try:
-        yield
-    except WeightSyncError:
-        raise
-    except RuntimeError as error:
-        raise GivenUpError(f"the {type(error).__name__} of a process group: {error}") from None
-
-
-def _deadline(incoming: Incoming) -> float:
-    return time.monotonic() + incoming.timeout_s
+    def _fail(self, incoming: Incoming, error: Exception) -> None:
+        if self._end:
+            self._end.fail(incoming, error)

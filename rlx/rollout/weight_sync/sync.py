@@ -1,49 +1,61 @@
 """Weights from the trainers to the engines: gathered from the FSDP shards bucket by bucket, each bucket sent while the
 next one is gathered, and checked on arrival.
 
-How the bytes travel is decided in topology.py, for each engine by itself.
+Which transport reaches which engine is decided in topology.py; one update on one rank is in update.py.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 
-from rlx.actors import EngineLostError
+from rlx.config.sections import TransportName
 from rlx.mesh import Mesh
 from rlx.rollout.weight_sync import buckets
+from rlx.rollout.weight_sync.base import OBJECT_STORE, DeviceLocation, EngineLocation, Source
 from rlx.rollout.weight_sync.gather import gather_full
-from rlx.rollout.weight_sync.object_store import ObjectStorePush
-from rlx.rollout.weight_sync.sender import WeightBroadcast, WeightSender
-from rlx.rollout.weight_sync.topology import EngineLocation, Transport
+from rlx.rollout.weight_sync.process_group import create_store, open_store
+from rlx.rollout.weight_sync.shared_memory import SendBuffers
+from rlx.rollout.weight_sync.topology import TRANSPORTS, routes
+from rlx.rollout.weight_sync.update import Failures, OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.types import ShardedWeight
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """on a GPU the cost of a bucket is Python's time, not the copy's"""
 
-Failures = dict[int, EngineLostError]
-"""engines, and why they did not take the weights"""
 
-
-@dataclass
 class WeightSync:
     """Sends weights from all ranks to the engines. Every rank has one and makes the same calls in the same order."""
 
-    engines: Sequence[Any]  # actor handles; rank 0's are used
-    mesh: Mesh
-    device: torch.device  # on which this rank trains
-    dtype: torch.dtype  # in which engines hold the weights
-    transport: Transport | None = "auto"  # None: Ray's object store alone
-    bucket_bytes: int | None = None  # that travel at a time; None: BUCKET_BYTES of the weights' device
-    sender: WeightSender | None = field(init=False)
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        transport: TransportName | None = "auto",
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """Prepares nothing: connections are made by the first push.
 
-    def __post_init__(self) -> None:
-        rank, ranks = self.mesh.rank, self.mesh.world_size
-        self.sender = WeightSender(rank, ranks, self.device, self.engines, self.transport) if self.transport else None
+        Args:
+            engines: actor handles.
+            device: on which this rank trains.
+            dtype: in which the engines hold the weights.
+            transport: the setting `rollout.transport`; None: the object store for all engines, as adapters need.
+            bucket_bytes: that travel at a time; None: BUCKET_BYTES of the weights' device.
+        """
+        self.mesh, self.dtype, self.transport, self.bucket_bytes = mesh, dtype, transport, bucket_bytes
+        self.plan: UpdatePlan | None = None  # of the newest update
+        self._trainers: list[DeviceLocation] = []  # by rank
+        self._buffers = SendBuffers(device)
+        self.transports = {name: kind.sender(device) for name, kind in TRANSPORTS.items()}
+        self._rank = SendingRank(mesh.rank, device, engines, self.transports, self._buffers.get)
 
     def push(
         self,
@@ -58,7 +70,7 @@ class WeightSync:
 
         Args:
             weights: in the same order on every rank.
-            locations: of the engines to send to, by index; rank 0's count.
+            locations: of the engines to send to, by index; those of rank 0 count.
             timeout_s: the longest that an engine may take to open the update, to take a bucket, to finish.
             keep: running requests continue with these weights; otherwise they finish first, with the old ones.
 
@@ -68,9 +80,11 @@ class WeightSync:
         failed: Failures = {}
         limit = self.bucket_bytes or BUCKET_BYTES[weights[0].parts[0].device.type]
         groups = buckets.group_weights(weights, self.dtype, limit)
+        layouts = tuple(buckets.layout(group, self.dtype) for group in groups)
+        request = UpdateRequest(version, layouts, timeout_s, keep)
         remaining = dict(locations)
         while True:
-            lost, retry = self._send(groups, version, remaining, timeout_s, keep)
+            lost, retry = self._send(groups, request, remaining)
             if retry and not lost:  # no engine is at fault, so they would fail again
                 lost, retry = retry, {}
             failed |= lost
@@ -79,50 +93,78 @@ class WeightSync:
             remaining = {index: location for index, location in remaining.items() if index in retry}
 
     def close(self) -> None:
-        """Frees the buffers and process groups that are kept between pushes."""
-        if self.sender:
-            self.sender.close()
+        """Frees the buffers and connections that are kept between pushes."""
+        for end in self.transports.values():
+            end.close()
+        self._buffers.close()
+        self._rank.store = None
 
     def _send(
         self,
         groups: Sequence[Sequence[ShardedWeight]],
-        version: int,
+        request: UpdateRequest,
         locations: Mapping[int, EngineLocation],
-        timeout_s: float,
-        keep: bool,
     ) -> tuple[Failures, Failures]:
         """Sends once. Returns the engines at fault, and those to send to again; the same on all ranks."""
-        layouts = [buckets.layout(group, self.dtype) for group in groups]
-        course = self.sender.agreed(locations, timeout_s) if self.sender else None
-        reached = course.sources if course else {}
-        stored = {index: self.engines[index] for index in locations if index not in reached}
-        delivery = (
-            WeightBroadcast(self.sender, course, layouts, version, timeout_s, keep)
-            if self.sender and course and reached
-            else None
-        )
-        update = ObjectStorePush(stored, version, timeout_s) if self.mesh.rank == 0 and stored else None
-        if update:
-            update.start(sum(map(len, groups)), keep)
-        for group, layout in zip(groups, layouts, strict=True):
-            tensors = gather_full(group, self.dtype)
-            if delivery:
-                delivery.send(tensors)
-            if update:
-                if delivery:
-                    delivery.wait_for_gpu()
-                update.send(buckets.pack(layout, tensors))
-        if update:
-            update.finish()
-        if delivery:
-            delivery.finish()
-        failed = update.failed if update else {}
-        return _together(failed | delivery.failed, delivery.again) if delivery else (failed, {})
+        self.plan = self._agree(locations, request.timeout_s)
+        update = OutgoingUpdate(self.plan, request, self._rank)
+        update.connect()
+        for group in groups:
+            update.send(gather_full(group, self.dtype))
+        update.finish()
+        return _of_all_ranks(update) if self.plan.direct else (update.failed, update.retry)
+
+    def _agree(self, locations: Mapping[int, EngineLocation], timeout_s: float) -> UpdatePlan:
+        """The plan of rank 0 for the engines that it has found alive; a collective call unless `transport` is None."""
+        if self.transport is None:
+            return UpdatePlan(_new_name(), ("", 0), "", {i: (Source(OBJECT_STORE, 0),) for i in locations}, {})
+        if not self._trainers:
+            self._trainers = [this_device(self._rank.device)] * self.mesh.world_size
+            dist.all_gather_object(self._trainers, self._trainers[self.mesh.rank])
+        plans = [self._make_plan(locations, timeout_s, self.transport) if self.mesh.rank == 0 else None]
+        dist.broadcast_object_list(plans, src=0)
+        (plan,) = plans
+        assert plan
+        if self._rank.store is None and plan.direct:
+            self._rank.store = open_store(plan.address, timeout_s)
+        return plan
+
+    def _make_plan(
+        self, locations: Mapping[int, EngineLocation], timeout_s: float, transport: TransportName
+    ) -> UpdatePlan:
+        """The plan for engines at these locations; it keeps the process groups of the newest plan where it can."""
+        sources = routes(locations, self._trainers, transport)
+        processes = {index: location.process for index, location in locations.items()}
+        plan = UpdatePlan(_new_name(), ("", 0), _new_name(), sources, processes)
+        if plan.direct and self._rank.store is None:
+            self._rank.store = create_store(ray.util.get_node_ip_address(), timeout_s)
+        address = (self._rank.store.host, self._rank.store.port) if self._rank.store else ("", 0)
+        group = self.plan.group if self.plan and self._is_connected(plan, self.plan) else plan.group
+        return UpdatePlan(plan.name, address, group, sources, processes)
+
+    def _is_connected(self, plan: UpdatePlan, before: UpdatePlan) -> bool:
+        """Whether the connections of an earlier plan serve this one: the same engine processes in the same groups."""
+        is_same = (before.direct, _processes(before)) == (plan.direct, _processes(plan))
+        return is_same and all(self.transports[name].is_connected for name in plan.world)
 
 
-def _together(failed: Failures, retry: Failures) -> tuple[Failures, Failures]:
+def this_device(device: torch.device) -> DeviceLocation:
+    """Where this process computes."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return DeviceLocation(ray.get_runtime_context().get_node_id(), gpu)
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
+
+
+def _processes(plan: UpdatePlan) -> dict[int, str]:
+    return {index: plan.processes[index] for index in plan.direct}
+
+
+def _of_all_ranks(update: OutgoingUpdate) -> tuple[Failures, Failures]:
     """The failures that any rank has seen, and the engines to send to again that no rank has seen fail."""
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (failed, retry))
+    dist.all_gather_object(ranks, (update.failed, update.retry))
     failed = {index: error for mine, _ in reversed(ranks) for index, error in mine.items()}
     return failed, {i: error for _, mine in ranks for i, error in mine.items() if i not in failed}

@@ -1,81 +1,98 @@
-"""Which way an engine's weights take, from where the engine and the trainers compute. Nothing is sent here."""
+"""The table of transports, and which of them each engine takes: from where the engine and the trainers compute.
+
+Nothing is sent here. A new transport is a file with its two ends, an entry in TRANSPORTS, and a place in `_CHOICES`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
-Transport = Literal["auto", "object_store", "gloo"]
+import torch
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceLocation:
-    """Where a process computes."""
-
-    node: str
-    gpu: str  # its UUID; empty: the node's CPU
+from rlx.config.sections import TransportName
+from rlx.rollout.weight_sync import object_store, process_group, shared_memory
+from rlx.rollout.weight_sync.base import OBJECT_STORE, DeviceLocation, EngineLocation, ReceivingEnd, Source
+from rlx.rollout.weight_sync.update import Transport
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLocation:
-    """An engine as it says of itself that it is there."""
+@dataclass(frozen=True)
+class TransportKind:
+    """A transport: whom it reaches, and how its two ends are made."""
 
-    process: str  # another one after every start
-    workers: tuple[DeviceLocation, ...]  # one, or as many as the model is split over
+    rank: Callable[[DeviceLocation, Sequence[DeviceLocation], Sequence[DeviceLocation]], int | None]
+    """(worker, trainers, workers that take it already) -> the rank in the worker's `Source`; None: not reached"""
+    sender: Callable[[torch.device], Transport]
+    receiver: Callable[[torch.device, int], ReceivingEnd] | None
+    """(device, worker's index in the engine) -> its end; None: the engine's actor receives"""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where one worker of an engine gets its weights from."""
+# In the order in which a bucket is sent: the broadcasts are queued first, because the others wait until it is filled.
+TRANSPORTS = {
+    "nccl": TransportKind(
+        process_group.nccl_rank,
+        partial(process_group.GroupSender, "nccl"),
+        partial(process_group.GroupReceiver, "nccl"),
+    ),
+    "gloo": TransportKind(
+        process_group.gloo_rank,
+        partial(process_group.GroupSender, "gloo"),
+        partial(process_group.GroupReceiver, "gloo"),
+    ),
+    "shared_memory": TransportKind(
+        shared_memory.trainer_rank,
+        lambda device: shared_memory.SharedMemorySender(),
+        shared_memory.SharedMemoryReceiver,
+    ),
+    OBJECT_STORE: TransportKind(object_store.any_rank, lambda device: object_store.ObjectStoreSender(), None),
+}
 
-    kind: Literal["shared", "nccl", "gloo"]  # memory that it shares with a trainer, or a process group
-    rank: int  # the trainer's among the trainers, or the worker's own in the process group; 0 there is the sender
+# For each value of `rollout.transport`: an engine takes the first row that reaches all its workers, each worker the
+# first transport of the row that reaches it. NCCL reaches all GPUs that no trainer is on, though no GPU twice.
+_ROWS: dict[TransportName, Sequence[Sequence[str]]] = {
+    "auto": [["shared_memory", "nccl"], [OBJECT_STORE], ["shared_memory", "gloo"]],
+    "object_store": [[OBJECT_STORE], ["shared_memory", "gloo"]],
+    "gloo": [["gloo"]],
+}
 
 
 def routes(
-    engines: Mapping[int, EngineLocation], ranks: Sequence[DeviceLocation], transport: Transport = "auto"
+    engines: Mapping[int, EngineLocation], trainers: Sequence[DeviceLocation], choice: TransportName = "auto"
 ) -> dict[int, tuple[Source, ...]]:
-    """The source of each worker of each engine; engines that are left out are sent to through Ray's object store.
-
-    Memory is shared with a trainer on the same GPU (CUDA IPC) or, where both compute on CPU, on the same node. NCCL
-    reaches all other GPUs, though no GPU twice. The object store reaches one process, so an engine of several that
-    none of this reaches takes gloo.
+    """The source of each worker of each engine.
 
     Args:
-        engines: by their number in the pool.
-        ranks: of the trainers; the first is the one that sends to groups.
-        transport: auto, or the way of all whom it can reach.
+        engines: by their index in the pool.
+        trainers: by rank; the first one sends to process groups and to the object store.
+        choice: the setting `rollout.transport`.
     """
-    members = {"nccl": 1, "gloo": 1}  # of each process group, the sender included
-    # What cannot join NCCL's group any more: CPUs never can, and a sender without a GPU has none.
-    taken = {"", ranks[0].gpu}
-    if not ranks[0].gpu:
-        taken |= {worker.gpu for engine in engines.values() for worker in engine.workers}
-    found: dict[int, tuple[Source, ...]] = {}
+    joined: dict[str, list[DeviceLocation]] = {name: [] for name in TRANSPORTS}
+    chosen: dict[int, tuple[Source, ...]] = {}
     for index, engine in engines.items():
-        kinds = _kinds(engine, ranks, taken, transport)
-        if not kinds:
-            continue
-        sources = []
-        for kind, worker in zip(kinds, engine.workers, strict=True):
-            if kind == "shared":
-                sources.append(Source(kind, ranks.index(worker)))
-                continue
-            sources.append(Source(kind, members[kind]))
-            members[kind] += 1
-            taken |= {worker.gpu} if kind == "nccl" else set()
-        found[index] = tuple(sources)
-    return found
+        sources = next(filter(None, (_sources(engine, row, trainers, joined) for row in _ROWS[choice])))
+        for source, worker in zip(sources, engine.workers, strict=True):
+            joined[source.transport].append(worker)
+        chosen[index] = sources
+    return chosen
 
 
-def _kinds(
-    engine: EngineLocation, ranks: Sequence[DeviceLocation], taken: set[str], transport: Transport
-) -> list[Literal["shared", "nccl", "gloo"]]:
-    """What each of an engine's workers takes; nothing: the object store."""
-    workers = engine.workers
-    if transport == "gloo":
-        return ["gloo"] * len(workers)
-    if transport == "auto" and all(worker in ranks or worker.gpu not in taken for worker in workers):
-        return ["shared" if worker in ranks else "nccl" for worker in workers]
-    return [] if len(workers) == 1 else ["shared" if worker in ranks else "gloo" for worker in workers]
+def _sources(
+    engine: EngineLocation,
+    row: Sequence[str],
+    trainers: Sequence[DeviceLocation],
+    joined: Mapping[str, Sequence[DeviceLocation]],
+) -> tuple[Source, ...] | None:
+    """The sources of an engine's workers among the transports of a row; None if some worker is not reached."""
+    if row == [OBJECT_STORE] and len(engine.workers) > 1:  # the actor cannot hand tensors to other processes
+        return None
+    taken = {name: list(joined[name]) for name in row}
+    sources: list[Source] = []
+    for worker in engine.workers:
+        ranks = ((name, TRANSPORTS[name].rank(worker, trainers, taken[name])) for name in row)
+        source = next((Source(name, rank) for name, rank in ranks if rank is not None), None)
+        if source is None:
+            return None
+        taken[source.transport].append(worker)
+        sources.append(source)
+    return tuple(sources)

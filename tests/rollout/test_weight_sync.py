@@ -1,6 +1,6 @@
-"""Weights that engines receive by themselves, from shared memory or a process group: real engines, and their failures.
+"""Weights that engine workers receive by themselves, from shared memory or a process group; engines that fail.
 
-On CPU; CUDA IPC and NCCL take the same code and are in gpu/.
+On CPU; CUDA IPC and NCCL run the same code and are tested in tests/gpu.
 """
 
 import os
@@ -20,15 +20,15 @@ from conftest import start_engine, stop_engine
 from test_engine import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
 from torch import Tensor
 
+from rlx.config.sections import TransportName
 from rlx.mesh import Mesh
 from rlx.models import loading, lora, policy
 from rlx.rollout.engine_pool import EnginePool
-from rlx.rollout.weight_sync import buckets, channels, receiver, sender
-from rlx.rollout.weight_sync.channels import GivenUpError, Incoming
+from rlx.rollout.weight_sync import buckets, process_group, receiver, shared_memory, update
+from rlx.rollout.weight_sync.base import Incoming, Source, UpdateInterruptedError
 from rlx.rollout.weight_sync.receiver import Receiver
-from rlx.rollout.weight_sync.sender import SyncPlan, WeightBroadcast, WeightSender
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.rollout.weight_sync.topology import Source, Transport
+from rlx.rollout.weight_sync.update import OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.types import ShardedWeight, WeightSyncError
 
 BUCKET = 100_000  # bytes: the tiny model's larger tensors alone, some together
@@ -64,9 +64,9 @@ class Pair:
 
     @property
     def groups(self) -> dict[str, Any]:
-        """The process groups that are kept, by kind."""
-        assert self.sync.sender
-        return dict(self.sync.sender.groups)
+        """The process groups that are kept, by transport."""
+        ends = {name: end for name, end in self.sync.transports.items() if name in ("nccl", "gloo")}
+        return {name: end.group for name, end in ends.items() if end.group}  # type: ignore[attr-defined]
 
     def gaps(self, engines: Sequence[Any]) -> list[float]:
         """Of each engine, the largest difference between its logprobs and the policy's."""
@@ -87,13 +87,13 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(params=["auto", "gloo"])
 def pair(request: pytest.FixtureRequest, engines: tuple[Any, Any], tiny_model: Path) -> Iterator[Pair]:
-    transport: Transport = request.param
+    transport: TransportName = request.param
     sync = sync_of(engines, transport)
     yield Pair(engines, loading.load_policy(str(tiny_model), head=None), sync)
     sync.close()
 
 
-def sync_of(engines: Sequence[Any], transport: Transport) -> WeightSync:
+def sync_of(engines: Sequence[Any], transport: TransportName) -> WeightSync:
     return WeightSync(engines, Mesh.of("cpu", 1), torch.device("cpu"), torch.float32, transport, BUCKET)
 
 
@@ -129,7 +129,7 @@ def test_one_bit_that_changes_on_the_way_is_refused(pair: Pair, monkeypatch: pyt
         filled.append(bucket)
         bucket[1000] ^= 4 * (len(filled) == 3)
 
-    monkeypatch.setattr(sender, "fill", damaged)
+    monkeypatch.setattr(update, "fill", damaged)
     failed = pair.push()
     assert [f"engine {i} failed: the checksum" in failed[i] for i in (0, 1)] == [True, True]
     monkeypatch.undo()
@@ -181,7 +181,7 @@ def test_a_way_that_breaks_by_itself_is_named(pair: Pair, monkeypatch: pytest.Mo
     def fail(engine: Any) -> None:
         def broken(*_: Any) -> Tensor:
             receiver.is_sound = buckets.is_sound
-            raise GivenUpError("broken off")
+            raise UpdateInterruptedError("broken off")
 
         receiver.is_sound = broken
 
@@ -220,40 +220,42 @@ def test_a_rank_that_hears_no_answers_learns_at_once_that_a_reader_failed(
     tensors = [torch.randn(1000) for _ in range(4)]
     groups = [[ShardedWeight(str(i), (1000,), (tensor,))] for i, tensor in enumerate(tensors)]
     layouts = tuple(buckets.layout(group, torch.float32) for group in groups)
-    store, sources = channels.kept("127.0.0.1", SECONDS), {0: (Source("shared", 1),)}
-    course = SyncPlan("update", ("127.0.0.1", store.port), "none", {"nccl": 1, "gloo": 1}, sources, {0: "process"})
-    second = WeightSender(1, 2, torch.device("cpu"), engines)
-    second.store = store
-    delivery = WeightBroadcast(second, course, layouts, 1, SECONDS, keep=False)
+    store, sources = process_group.create_store("127.0.0.1", SECONDS), {0: (Source("shared_memory", 1),)}
+    plan = UpdatePlan("update", ("127.0.0.1", store.port), "none", sources, {0: "process"})
+    ends = {"shared_memory": shared_memory.SharedMemorySender()}
+    send_buffers = shared_memory.SendBuffers(torch.device("cpu"))
+    second = SendingRank(1, torch.device("cpu"), engines, ends, send_buffers.get, store)
+    outgoing = OutgoingUpdate(plan, UpdateRequest(1, layouts, SECONDS, keep=False), second)
+    outgoing.connect()
 
     def out_of_memory(*_: Any) -> Tensor:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(channels, "mapped", out_of_memory)
+    monkeypatch.setattr(shared_memory, "map_shared", out_of_memory)
 
     def receive() -> None:
-        incoming = Incoming("update", "process", course.address, "none", course.world, sources[0], layouts, 60.0, False)
-        error = Receiver(torch.device("cpu"), "process", 0).receive(incoming, list, keeps=False)
+        incoming = Incoming("update", "process", plan.address, "none", plan.world, sources[0], layouts, 60.0, False)
+        error = Receiver(torch.device("cpu"), 0).receive(incoming, list, keeps=False)
         assert type(error) is WeightSyncError
 
     reader = threading.Thread(target=receive)
     reader.start()
     started = time.monotonic()
     for tensor in tensors:
-        delivery.send([tensor])
-    delivery.finish()
+        outgoing.send([tensor])
+    outgoing.finish()
     reader.join()
-    assert {i: str(error) for i, error in delivery.failed.items()} == {
+    assert {i: str(error) for i, error in outgoing.failed.items()} == {
         0: "sending weight version 1: engine 0 failed: no room"
     }
     assert time.monotonic() - started < SECONDS / 2
-    second.close()
+    send_buffers.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_a_model_that_is_split_over_processes_gets_its_weights(
-    split: Any, tiny_model: Path, transport: Transport
+    split: Any, tiny_model: Path, transport: TransportName
 ) -> None:
     sync = sync_of([split], transport)
     side = Side(split, loading.load_policy(str(tiny_model), head=None), next(versions))

@@ -1,0 +1,120 @@
+"""The thread that steps an inference engine, so that its blocking calls leave an async actor free to take requests.
+
+No engine in particular: vllm_engine.py has the one that is stepped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+Report = Callable[[str, Any], None]
+"""(name of a job, its result, or the exception that it failed with): ends the job"""
+
+
+class Stepped(Protocol):
+    """An engine whose methods run on the thread alone."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine has requests to work on."""
+        ...
+
+    def step(self) -> None:
+        """Works on the requests for a moment; reports those that have finished."""
+        ...
+
+
+E = TypeVar("E", bound=Stepped)
+
+
+class EngineThread(Generic[E]):
+    """Runs jobs on an engine and steps it in between.
+
+    If the engine raises, all jobs fail and the process ends, so that Ray starts the actor again.
+    """
+
+    def __init__(self, make: Callable[[Report], E]) -> None:
+        """Starts the thread, which first calls `make`; call it in the actor's event loop."""
+        self._make = make
+        self._jobs: queue.SimpleQueue[Callable[[E], None]] = queue.SimpleQueue()
+        self._results: dict[str, asyncio.Future[Any]] = {}  # of the jobs that have not ended, by name
+        self._count = 0  # of jobs
+        self._failure: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self._engine: asyncio.Future[E] = self._loop.create_future()
+        threading.Thread(target=self._run, daemon=True, name="engine").start()
+
+    async def started(self) -> E:
+        """Waits for the engine.
+
+        Raises:
+            RuntimeError: it could not start; has the cause.
+        """
+        return await self._engine
+
+    def submit(self, job: Callable[..., None], *args: Any) -> asyncio.Future[Any]:
+        """Has the thread call `job(engine, name, *args)`; the job or a later step reports its result by that name.
+
+        Raises:
+            RuntimeError: the engine has failed.
+        """
+        if self._failure:
+            raise self._failure
+        self._count += 1
+        name = str(self._count)
+        future = self._results[name] = self._loop.create_future()
+        self._jobs.put(lambda engine: job(engine, name, *args))
+        return future
+
+    def _end_job(self, name: str, result: Any) -> None:
+        future = self._results.pop(name)
+        if future.done():  # cancelled by its caller
+            return
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _end_process(self) -> None:
+        """Fails all jobs, and ends the process when their callers have been told."""
+        for name in list(self._results):
+            self._end_job(name, self._failure)
+        self._loop.call_later(1.0, os._exit, 1)
+
+    # What follows runs on the thread.
+
+    def _run(self) -> None:
+        try:
+            engine = self._make(self._report)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._engine.set_exception, _picklable(error))
+            return
+        self._loop.call_soon_threadsafe(self._engine.set_result, engine)
+        try:
+            while True:
+                self._do_jobs(engine)
+                engine.step()
+        except BaseException as error:
+            self._failure = _picklable(error)
+            self._loop.call_soon_threadsafe(self._end_process)
+
+    def _do_jobs(self, engine: E) -> None:
+        """Does all jobs that have arrived; waits for one when the engine has nothing else to do."""
+        if not engine.is_busy:
+            self._jobs.get()(engine)
+        while not self._jobs.empty():
+            self._jobs.get()(engine)
+
+    def _report(self, name: str, result: Any) -> None:
+        self._loop.call_soon_threadsafe(partial(self._end_job, name, result))
+
+
+def _picklable(error: BaseException) -> RuntimeError:
+    """An engine's error may hold what cannot be pickled; its text can be."""
+    return RuntimeError(f"{type(error).__name__}: {error}")

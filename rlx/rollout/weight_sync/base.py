@@ -1,0 +1,122 @@
+"""What both ends of weight transports share: where engines are, what an engine is told of an update, how to wait.
+
+The sending end of a transport is a `Transport` (update.py), the end in an engine's worker is a `ReceivingEnd`. How each
+transport works is in its own file. This module does not import torch, so that the driver can import it quickly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlx.types import WeightSyncError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlx.rollout.weight_sync.buckets import Layout
+
+OBJECT_STORE = "object_store"
+"""the one transport that reaches an engine's actor, in calls of its own; all others reach an engine's workers"""
+_FAST_S, _SLOW_S = 1e-4, 0.02  # between two looks at what is waited for, and between two calls of `check`
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLocation:
+    """Where a process computes."""
+
+    node: str
+    gpu: str  # its UUID; empty: the node's CPU
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLocation:
+    """Where an engine computes."""
+
+    process: str  # a name that changes with each start of the engine
+    workers: tuple[DeviceLocation, ...]  # one, or as many as the model is split over
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one worker of an engine gets its weights from."""
+
+    transport: str  # a key of TRANSPORTS
+    rank: int  # what the transport needs to know: the trainer that shares memory, or the worker's rank in a group
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """What an engine is told of an update that its workers receive by themselves."""
+
+    update: str  # a name that no other update has
+    engine: str  # the process that is meant
+    address: tuple[str, int]  # of the store in which sender and receivers leave notes
+    group: str  # name of the process groups
+    world: dict[str, int]  # size of each process group, by transport
+    sources: tuple[Source, ...]  # of each worker
+    layouts: tuple[Layout, ...]  # of each bucket, in order
+    timeout_s: float  # longest wait for a bucket
+    keep: bool  # running requests continue with these weights
+
+
+class UpdateInterruptedError(WeightSyncError):
+    """The sender interrupted the update, or the connection broke: the receiving engine is not known to be at fault."""
+
+
+class ReceivingEnd(Protocol):
+    """The receiving end of a transport in one worker of an engine, kept from one update to the next."""
+
+    def connect(self, incoming: Incoming, store: Any) -> None:
+        """Connects to the sender.
+
+        Args:
+            store: in which sender and receivers leave notes, see process_group.py.
+        """
+        ...
+
+    def receive(self, incoming: Incoming) -> Iterator[Tensor]:
+        """Yields each bucket, `[bytes]` uint8; the request for the next one says that this one has been read."""
+        ...
+
+    def fail(self, incoming: Incoming, error: Exception) -> None:
+        """Ends the connection after an error, and tells the sender."""
+        ...
+
+    def close(self) -> None:
+        """Frees what is kept between updates."""
+        ...
+
+
+def interrupted_note(group: str) -> str:
+    """The key of the note that an update's process groups have been given up."""
+    return f"{group}/interrupted"
+
+
+def check_interrupted(store: Any, incoming: Incoming) -> None:
+    """Raises UpdateInterruptedError if the sender has noted that it interrupted the update."""
+    if store.check([interrupted_note(incoming.group)]):
+        raise UpdateInterruptedError("the sender interrupted the update, because another engine was lost")
+
+
+def deadline(incoming: Incoming) -> float:
+    """The time of `time.monotonic()` until which a worker waits for its next bucket, from now."""
+    return time.monotonic() + incoming.timeout_s
+
+
+def wait(is_done: Callable[[], bool], deadline: float, check: Callable[[], None]) -> None:
+    """Returns when `is_done` does; calls `check` now and then, which may raise.
+
+    Raises:
+        TimeoutError: it is not done at the deadline, a time of `time.monotonic()`.
+    """
+    checked = time.monotonic()
+    while not is_done():
+        if (now := time.monotonic()) > deadline:
+            raise TimeoutError
+        if now - checked > _SLOW_S:
+            check()
+            checked = now
+        time.sleep(_FAST_S)
