@@ -149,6 +149,7 @@ class GroupSender:
     def send(self, bucket: OutgoingBucket) -> None:
         if not self.group:
             return
+        assert bucket.memory is not None
         try:
             self._works[bucket.number] = self.group.broadcast(bucket.memory)
         except RuntimeError:  # a member is gone: the calls of the engines tell which
