@@ -1,4 +1,4 @@
-"""Weights on their way between GPUs: CUDA IPC, NCCL, engines that are split over GPUs, engines that die meanwhile.
+"""Weight updates between GPUs: CUDA IPC, NCCL, engines that are split over GPUs, engines that die meanwhile.
 
 Random weights of Qwen2's shape, made here; one or two GPUs, as each test says.
 """
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from test_engine import drawn_by
+from test_engine import generate_all
 from test_parallel_on_gpu import SHARES_GPUS
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -99,7 +99,7 @@ class Trainer:
         self.sync = WeightSync(engines, self.grid, self.device, torch.bfloat16)
         weights = partial(lora.engine_weights, self.policy)
         pool = EnginePool(engines, 0, hang_s=100.0)
-        self.fleet = EngineGroup(pool, self.grid, self.sync, weights, retries=0, notify=lambda _: None)
+        self.group = EngineGroup(pool, self.grid, self.sync, weights, retries=0, notify=lambda _: None)
         self.version = 0
         self.is_smaller = False
 
@@ -107,12 +107,12 @@ class Trainer:
         """The engines that are lost after it, and the seconds it took."""
         self.version += 1
         started = time.monotonic()
-        self.fleet.push(self.version, starting=starting, keep=keep)
-        return dict(self.fleet.pool.lost), time.monotonic() - started
+        self.group.push(self.version, starting=starting, keep=keep)
+        return dict(self.group.pool.lost), time.monotonic() - started
 
     def kill_during_push(self, pid: int) -> None:
-        """Has an engine stand still in the next push, once it has said that it is there, and then die."""
-        pool, probe = self.fleet.pool, self.fleet.pool.probe
+        """Stops an engine in the next push, after the probe, and kills it soon after."""
+        pool, probe = self.group.pool, self.group.pool.probe
 
         def harmed(patience_s: float) -> dict[int, Any]:
             pool.probe = probe
@@ -124,12 +124,12 @@ class Trainer:
         pool.probe = harmed
 
     def room(self) -> float:
-        """GiB of the GPU that nobody has."""
+        """GiB of the GPU's memory that are free."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0] / (1 << 30)
 
     def kinds(self) -> dict[int, list[str]]:
-        """How the workers of each engine were reached last; which of them is on which GPU is Ray's choice."""
+        """The transports of each engine's workers in the newest update, sorted: Ray chooses their GPUs."""
         assert self.sync.plan
         return {i: sorted(source.transport for source in all_) for i, all_ in self.sync.plan.direct.items()}
 
@@ -143,25 +143,25 @@ class Trainer:
 
     def gap(self, index: int) -> float:
         """Mean difference between an engine's log-probabilities and the policy's; all ranks call it."""
-        rollouts = EnginePool([self.fleet.pool.engines[index]], 0)
+        pool = EnginePool([self.group.pool.engines[index]], 0)
         # Neighbours score the same: what is drawn twice at once may differ in the last bits, and so in tokens.
-        drawn = drawn_by(rollouts, PROMPTS, SAMPLING, 1, self.version) if self.grid.is_tp_leader else None
+        drawn = generate_all(pool, PROMPTS, SAMPLING, 1, self.version) if self.grid.is_tp_leader else None
         return float(self.gaps(self.grid.broadcast_from_leader(drawn)).mean())
 
     def gaps_around_push(self) -> tuple[float, float]:
-        """The same of the first and the last eight tokens of completions that were half drawn when new weights came."""
-        rollouts, long = EnginePool(self.fleet.pool.engines, 0), replace(SAMPLING, max_tokens=LONG)
-        drawn_by(rollouts, PROMPTS, long, 1, self.version)  # whatever takes longer at first
+        """The same of the first and the last eight tokens of completions that get new weights half-way."""
+        pool, long = EnginePool(self.group.pool.engines, 0), replace(SAMPLING, max_tokens=LONG)
+        generate_all(pool, PROMPTS, long, 1, self.version)  # whatever takes longer at first
         started = time.monotonic()
-        drawn_by(rollouts, PROMPTS, long, 1, self.version)
+        generate_all(pool, PROMPTS, long, 1, self.version)
         seconds = time.monotonic() - started
-        draw = rollouts.begin(PROMPTS, [long], self.version)
+        pending = pool.begin(PROMPTS, [long], self.version)
         time.sleep(seconds / 3)
         self.change()
         self.push(keep=True)
-        rollouts.finish(draw, self.version)
-        assert draw.is_complete, rollouts.lost
-        gaps = self.gaps(draw.completions)
+        pool.finish(pending, self.version)
+        assert pending.is_complete, pool.lost
+        gaps = self.gaps(pending.completions)
         return float(gaps[:, :8].mean()), float(gaps[:, -8:].mean())
 
     @torch.no_grad()

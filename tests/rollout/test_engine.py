@@ -1,4 +1,4 @@
-"""Real engines beside the trainer's model: what they draw, the weights they are sent, and how they fail."""
+"""Real engines beside the trainer's model: their completions, the weights they are sent, and how they fail."""
 
 import copy
 import math
@@ -49,15 +49,15 @@ def prompts(lengths: Sequence[int]) -> list[Prompt]:
 PROMPTS = prompts([3, 9, LONG, 20])
 
 
-def drawn_by(
-    rollouts: EnginePool, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
+def generate_all(
+    pool: EnginePool, prompts: Sequence[Prompt], sampling: Sampling, samples: int, version: int
 ) -> list[Completion]:
-    """All completions in a row; the last words of the engines if there are none."""
-    draw = rollouts.begin(prompts, [sampling] * samples, version)
-    rollouts.finish(draw, version)
-    if not draw.is_complete:
-        raise EngineLostError("; ".join(rollouts.lost.values()))
-    return draw.completions
+    """All completions, in the order of the prompts; an error with the engines' reasons if some are missing."""
+    pending = pool.begin(prompts, [sampling] * samples, version)
+    pool.finish(pending, version)
+    if not pending.is_complete:
+        raise EngineLostError("; ".join(pool.lost.values()))
+    return pending.completions
 
 
 SINGLE = Mesh(None, rank=0, world_size=1, tp=1)  # type: ignore[arg-type]  # a rank without a process group
@@ -71,7 +71,7 @@ def pushed(
     keep: bool = False,
     bucket_bytes: int | None = None,
 ) -> dict[int, EngineLostError]:
-    """Pushes to one engine through the object store; it need not have said where it is."""
+    """Pushes to one engine through the object store; its location is not used."""
     sync = WeightSync([engine], SINGLE, torch.device("cpu"), torch.float32, None, bucket_bytes)
     return sync.push(weights, version, {0: EngineLocation("", ())}, timeout_s=timeout_s, keep=keep)
 
@@ -79,10 +79,10 @@ def pushed(
 @pytest.mark.parametrize("given", [None, "0"])
 @pytest.mark.parametrize("knows_some_by_name", [True, False])
 @pytest.mark.parametrize("refusal", [None, "Model Runner V2 does not yet support: hybrid models", "no such model"])
-def test_the_newer_runner_is_asked_for_and_left_again(
+def test_the_newer_runner_is_tried_first(
     given: str | None, knows_some_by_name: bool, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for vLLM 0.24 on a GPU, as far as the choice is concerned."""
+    """With a stand-in for the part of vLLM 0.24 on a GPU that decides."""
     choice = SimpleNamespace(**{"DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES": ()} if knows_some_by_name else {})
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(vllm=choice))
@@ -122,14 +122,14 @@ class Side:
         assert pushed(self.engine, self.weights(self.policy), self.version) == {}
 
     def change(self) -> None:
-        """As an update of the policy would, only larger."""
+        """Changes the weights as an update does, but more."""
         generator = torch.Generator().manual_seed(self.version)
         with torch.no_grad():
             for parameter in (p for p in self.policy.parameters() if p.requires_grad):
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
     def generate(self, sampling: Sampling = SAMPLING, samples: int = 2, timeout_s: float = 60.0) -> list[Completion]:
-        return drawn_by(
+        return generate_all(
             EnginePool([self.engine], seed=0, timeout_s=timeout_s), PROMPTS, sampling, samples, self.version
         )
 
@@ -139,13 +139,13 @@ class Side:
 
     @torch.no_grad()
     def gaps(self, completions: Sequence[Completion], temperature: float = 1.0) -> Tensor:
-        """[B, T] the difference at each token, 0 where there is none."""
-        batch = experience.build([ScoredCompletion(drawn, 0.0, False, {}) for drawn in completions], 0)
+        """The difference at each token, `[B, T]`; 0 outside responses."""
+        batch = experience.build([ScoredCompletion(completion, 0.0, False, {}) for completion in completions], 0)
         scored = self.policy(*batch.inputs, temperature)
         return ((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs()
 
 
-versions = iter(range(1, 10_000, 100))  # so that no test takes another one's weights for its own
+versions = iter(range(1, 10_000, 100))  # so that no test uses the weights of another
 
 
 def side_of(engine: Any, folder: Path) -> Side:
@@ -186,7 +186,7 @@ def adapter_engine(ray_cluster: None, tiny_model: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def adapted(adapter_engine: Any, tiny_model: Path) -> Side:
-    """A policy with adapters, and an engine that takes these alone."""
+    """A policy with adapters, and an engine that takes adapters only."""
     policy = loading.load_policy(str(tiny_model), head=None, adapters=ADAPTERS)
     side = Side(adapter_engine, policy, next(versions), lora.adapter_weights)
     side.push()
@@ -198,7 +198,7 @@ def side(request: pytest.FixtureRequest) -> Side:
     return request.getfixturevalue(request.param)
 
 
-# --- what is drawn
+# --- completions
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -242,19 +242,21 @@ def test_another_temperature_is_seen(tied: Side) -> None:
 def test_logprobs_of_a_cut_distribution_are_renormalised(tied: Side) -> None:
     sampling = replace(SAMPLING, temperature=0.7, top_k=5)
     lm: Any = tied.policy.lm
-    for drawn in tied.generate(sampling):
-        prompt = drawn.prompt.token_ids
-        logits = lm(torch.tensor([prompt + drawn.token_ids])).logits[0, len(prompt) - 1 : -1] / sampling.temperature
+    for completion in tied.generate(sampling):
+        prompt = completion.prompt.token_ids
+        logits = (
+            lm(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1] / sampling.temperature
+        )
         cut = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
-        expected = torch.log_softmax(cut, -1).gather(-1, torch.tensor(drawn.token_ids)[:, None]).squeeze(-1)
-        torch.testing.assert_close(torch.tensor(drawn.logprobs), expected, atol=CLOSE, rtol=0)
+        expected = torch.log_softmax(cut, -1).gather(-1, torch.tensor(completion.token_ids)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=CLOSE, rtol=0)
 
 
-def test_a_draw_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> None:
+def test_a_completion_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> None:
     completions = tied.generate(samples=3)
     assert tied.generate(samples=3) == completions
-    rollouts = EnginePool([tied.engine], seed=0)
-    backwards = drawn_by(rollouts, PROMPTS[::-1], SAMPLING, 3, tied.version)
+    pool = EnginePool([tied.engine], seed=0)
+    backwards = generate_all(pool, PROMPTS[::-1], SAMPLING, 3, tied.version)
     assert sorted(backwards, key=lambda c: (c.prompt.id, c.sample)) == completions
     # The other engine with the same weights, which for it are not tied.
     weights = lora.engine_weights(tied.policy)
@@ -262,8 +264,8 @@ def test_a_draw_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> Non
     head = replace(embedding, name="lm_head.weight")
     assert pushed(untied.engine, [*weights, head], tied.version) == {}
     pair = EnginePool([tied.engine, untied.engine], seed=0, rank=1)
-    assert drawn_by(pair, PROMPTS, SAMPLING, 3, tied.version) == completions
-    assert drawn_by(EnginePool([tied.engine], seed=1), PROMPTS, SAMPLING, 3, tied.version) != completions
+    assert generate_all(pair, PROMPTS, SAMPLING, 3, tied.version) == completions
+    assert generate_all(EnginePool([tied.engine], seed=1), PROMPTS, SAMPLING, 3, tied.version) != completions
 
 
 def test_samples_of_a_prompt_differ(tied: Side) -> None:
@@ -276,8 +278,8 @@ def test_samples_of_a_prompt_differ(tied: Side) -> None:
 
 def test_a_stop_token_ends_a_completion_and_is_part_of_it(tied: Side) -> None:
     endless = tied.generate(replace(SAMPLING, stop_token_ids=()), samples=1)
-    for drawn in endless:
-        assert drawn.finished == (len(drawn.token_ids) < SAMPLING.max_tokens or drawn.token_ids[-1] == 1)
+    for completion in endless:
+        assert completion.finished == (len(completion.token_ids) < SAMPLING.max_tokens or completion.token_ids[-1] == 1)
     cut = max(endless, key=lambda c: len(c.token_ids))
     stop = cut.token_ids[3]
     again = tied.generate(replace(SAMPLING, stop_token_ids=(stop,)), samples=1)[cut.prompt.id]
@@ -297,10 +299,10 @@ def test_max_tokens_truncates(tied: Side) -> None:
 
 def test_a_prompt_that_cannot_be_taken_fails_alone(tied: Side) -> None:
     (endless,) = prompts([1000])
-    rollouts = EnginePool([tied.engine], seed=0)
+    pool = EnginePool([tied.engine], seed=0)
     with pytest.raises(RolloutError, match=r"engine 0 refused a prompt: .*256"):
-        drawn_by(rollouts, [endless], SAMPLING, 1, tied.version)
-    assert rollouts.lost == {}
+        generate_all(pool, [endless], SAMPLING, 1, tied.version)
+    assert pool.lost == {}
     assert tied.gap(tied.generate()) < CLOSE
 
 
@@ -311,19 +313,19 @@ def test_request_seeds_are_stable_and_distinct() -> None:
     assert max(grid) < 2**63
 
 
-# --- which engine draws
+# --- which engine generates
 
 
 def test_prompts_are_spread_evenly_and_each_goes_to_one_engine() -> None:
-    rollouts = EnginePool([None] * 3, seed=0)
-    shares = rollouts.routes({i: 26 for i in range(9)}, range(3))
+    pool = EnginePool([None] * 3, seed=0)
+    shares = pool.routes({i: 26 for i in range(9)}, range(3))
     assert sorted(i for share in shares.values() for i in share) == list(range(9))
     assert [len(share) for share in shares.values()] == [3, 3, 3]
-    one_long = rollouts.routes({i: 216 if i == 3 else 26 for i in range(7)}, range(3))
+    one_long = pool.routes({i: 216 if i == 3 else 26 for i in range(7)}, range(3))
     assert sorted(len(share) for share in one_long.values()) == [1, 3, 3]
     # Those that have much to do already get less.
-    rollouts._loads[1] = 52
-    assert [len(share) for share in rollouts.routes({i: 26 for i in range(7)}, range(3)).values()] == [3, 1, 3]
+    pool._loads[1] = 52
+    assert [len(share) for share in pool.routes({i: 26 for i in range(7)}, range(3)).values()] == [3, 1, 3]
 
 
 def test_engines_that_are_lost_get_no_prompts() -> None:
@@ -388,19 +390,22 @@ ENDLESS = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=150, stop_to
 
 
 def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
-    """New weights come while completions are drawn: how far each token's logprob is from the old policy's and from
-    the new one's."""
-    rollouts = EnginePool([side.engine], seed=0)
-    draw = rollouts.begin(PROMPTS, [ENDLESS] * 24, side.version)
+    """Pushes new weights while completions are generated.
+
+    Returns:
+        How far each token's logprob is from the old policy's, and from the new policy's, `[B, T]` both.
+    """
+    pool = EnginePool([side.engine], seed=0)
+    pending = pool.begin(PROMPTS, [ENDLESS] * 24, side.version)
     time.sleep(0.2)
     old = copy.deepcopy(side.policy)
     side.change()
     side.version += 1
     weights = lora.engine_weights(side.policy)
     assert pushed(side.engine, weights, side.version, keep=keep) == {}
-    rollouts.finish(draw, side.version)
-    assert {one.version for one in draw.completions} == {side.version - 1}
-    return replace(side, policy=old).gaps(draw.completions), side.gaps(draw.completions)
+    pool.finish(pending, side.version)
+    assert {one.version for one in pending.completions} == {side.version - 1}
+    return replace(side, policy=old).gaps(pending.completions), side.gaps(pending.completions)
 
 
 def test_completions_in_progress_are_finished_before_new_weights_are_loaded(tied: Side) -> None:

@@ -1,4 +1,4 @@
-"""Engines that die while all ranks use them: others take over, the dead come back, the completions are the same."""
+"""Engines that die while all ranks use them: others take over, the dead are replaced, completions stay the same."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-from test_engine import PROMPTS, SAMPLING, drawn_by, versions
+from test_engine import PROMPTS, SAMPLING, generate_all, versions
 
 from rlx.actors import RolloutError
 from rlx.mesh import Mesh
@@ -38,28 +38,28 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def weights(tiny_model: Path) -> list[ShardedWeight]:
-    """The tiny model's, good for the engine that ties its embeddings and for the one that does not."""
+    """The tiny model's weights, for the engine that ties its embeddings and for the one that does not."""
     tied = lora.engine_weights(loading.load_policy(str(tiny_model), head=None))
     (embedding,) = (weight for weight in tied if weight.name == "model.embed_tokens.weight")
     return [*tied, replace(embedding, name="lm_head.weight")]
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
-def fleet_of(
-    engines: tuple[Any, ...], said: list[str], weights: list[ShardedWeight], timeout_s: float = 120.0
+def group_of(
+    engines: tuple[Any, ...], messages: list[str], weights: list[ShardedWeight], timeout_s: float = 120.0
 ) -> EngineGroup:
     pool = EnginePool(engines, seed=0, timeout_s=timeout_s)
     mesh = Mesh.of("cpu", 1)
     sync = WeightSync(engines, mesh, torch.device("cpu"), torch.float32, None)
-    return EngineGroup(pool, mesh, sync, lambda: weights, retries=1, notify=said.append)
+    return EngineGroup(pool, mesh, sync, lambda: weights, retries=1, notify=messages.append)
 
 
-def generated(fleet: EngineGroup, version: int) -> list[Completion]:
-    return fleet.finish(fleet.begin(PROMPTS, [LONG] * SAMPLES, version), version)
+def generated(group: EngineGroup, version: int) -> list[Completion]:
+    return group.finish(group.begin(PROMPTS, [LONG] * SAMPLES, version), version)
 
 
 def process(engine: Any) -> int:
@@ -67,56 +67,56 @@ def process(engine: Any) -> int:
 
 
 def killed_soon(engine: Any, seconds: float = 0.3) -> None:
-    """Kills an engine, which stands still from now on: it has not answered by then, however fast the machine is."""
+    """Stops an engine now and kills it soon, so that it cannot answer before, however fast the machine is."""
     os.kill(pid := process(engine), signal.SIGSTOP)
     threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)).start()
 
 
 @pytest.mark.slow
-def test_prompts_of_an_engine_that_dies_are_drawn_by_the_others_alike(
-    engines: tuple[Any, Any], weights: list[ShardedWeight], said: list[str]
+def test_prompts_of_an_engine_that_dies_are_generated_alike_by_the_others(
+    engines: tuple[Any, Any], weights: list[ShardedWeight], messages: list[str]
 ) -> None:
-    version, fleet = next(versions), fleet_of(engines, said, weights)
-    fleet.push(version, starting=True)
-    expected = generated(fleet, version)
+    version, group = next(versions), group_of(engines, messages, weights)
+    group.push(version, starting=True)
+    expected = generated(group, version)
     killed_soon(engines[0])
     started = time.monotonic()
-    assert generated(fleet, version) == expected
-    assert list(fleet.pool.lost) == [0]
-    assert said == ["engine 0 died: its process ended - left out until it is back"]
+    assert generated(group, version) == expected
+    assert list(group.pool.lost) == [0]
+    assert messages == ["engine 0 died: its process ended - left out until it is back"]
     # Weights go to the other one while it is away, and to both once it is back.
-    fleet.push(version + 1)
-    while 0 in fleet.pool.lost:
-        fleet.push(version + 1)
+    group.push(version + 1)
+    while 0 in group.pool.lost:
+        group.push(version + 1)
         assert time.monotonic() < started + 120
-    assert said[1:] == ["engine 0 is back"]
+    assert messages[1:] == ["engine 0 is back"]
     own = EnginePool([engines[0]], seed=0)
-    assert drawn_by(own, PROMPTS, LONG, SAMPLES, version + 1) == generated(fleet, version + 1)
+    assert generate_all(own, PROMPTS, LONG, SAMPLES, version + 1) == generated(group, version + 1)
 
 
 @pytest.mark.slow
 def test_when_all_engines_die_they_are_waited_for_and_the_completions_are_the_same(
-    engines: tuple[Any, Any], weights: list[ShardedWeight], said: list[str]
+    engines: tuple[Any, Any], weights: list[ShardedWeight], messages: list[str]
 ) -> None:
-    version, fleet = next(versions), fleet_of(engines, said, weights)
-    fleet.push(version, starting=True)
-    expected = generated(fleet, version)
+    version, group = next(versions), group_of(engines, messages, weights)
+    group.push(version, starting=True)
+    expected = generated(group, version)
     for engine in engines:
         killed_soon(engine)
-    assert generated(fleet, version) == expected
-    assert sorted(said[:2]) == [f"engine {i} died: its process ended - left out until it is back" for i in range(2)]
-    assert sorted(said[2:]) == ["engine 0 is back", "engine 1 is back"]
+    assert generated(group, version) == expected
+    assert sorted(messages[:2]) == [f"engine {i} died: its process ended - left out until it is back" for i in range(2)]
+    assert sorted(messages[2:]) == ["engine 0 is back", "engine 1 is back"]
 
 
 class Hopeless(EnginePool):
-    """Engines of which none ever answers."""
+    """Engines that never answer."""
 
     def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
         self.lost = {0: "engine 0 died: out of memory"}
         return PendingRollout(prompts, samplings, version, [None], [0])
 
 
-def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -> None:
+def test_retries_are_bounded_and_the_error_has_the_reasons(messages: list[str]) -> None:
     sent: list[int] = []
 
     class Counted(EngineGroup):
@@ -125,15 +125,15 @@ def test_retries_are_bounded_and_the_error_has_the_last_words(said: list[str]) -
 
     mesh = Mesh.of("cpu", 1)
     sync = WeightSync([None], mesh, torch.device("cpu"), torch.float32, None)
-    fleet = Counted(Hopeless([None], seed=0), mesh, sync, list, retries=2, notify=said.append)
+    group = Counted(Hopeless([None], seed=0), mesh, sync, list, retries=2, notify=messages.append)
     with pytest.raises(RolloutError, match=r"all engines failed, 3 times in a row, at step 7: .*out of memory"):
-        fleet.finish(fleet.begin(PROMPTS[:1], [SAMPLING], 7), 7)
+        group.finish(group.begin(PROMPTS[:1], [SAMPLING], 7), 7)
     assert sent == [7, 7]
 
 
 @ray.remote
 class Replaced:
-    """An engine whose process ended while it drew with weights 1, and which has taken weights 2 since."""
+    """An engine whose process ended while it generated with weights 1, and that has taken weights 2 since."""
 
     def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
         if version == 1:
@@ -145,14 +145,14 @@ class Replaced:
 def test_an_engine_that_was_sent_weights_since_is_not_lost_by_an_earlier_failure(
     ray_cluster: None, holds: int, lost: list[int]
 ) -> None:
-    rollouts = EnginePool([Replaced.remote()], seed=0)
-    draw = rollouts.begin(PROMPTS, [SAMPLING], 1)
-    rollouts.finish(draw, holds)
-    assert list(rollouts.lost) == lost
-    assert draw.is_complete is not bool(lost)
+    pool = EnginePool([Replaced.remote()], seed=0)
+    pending = pool.begin(PROMPTS, [SAMPLING], 1)
+    pool.finish(pending, holds)
+    assert list(pool.lost) == lost
+    assert pending.is_complete is not bool(lost)
 
 
-def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], said: list[str]) -> None:
+def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], messages: list[str]) -> None:
     @ray.remote
     class Broken:
         def probe(self) -> bool:
@@ -162,8 +162,8 @@ def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], 
             raise RuntimeError("no memory left")
 
     broken = [Broken.remote(), Broken.remote()]
-    fleet = fleet_of(tuple(broken), said, weights[:1], timeout_s=20)
+    group = group_of(tuple(broken), messages, weights[:1], timeout_s=20)
     with pytest.raises(WeightSyncError, match=r"engine 0 failed: .*no memory left.*; .*engine 1 failed: .*no memory"):
-        fleet.push(1, starting=True)
+        group.push(1, starting=True)
     for engine in broken:
         ray.kill(engine)

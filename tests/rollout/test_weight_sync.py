@@ -17,7 +17,7 @@ import ray
 import torch
 import torch.distributed as dist
 from conftest import start_engine, stop_engine
-from test_engine import CLOSE, FAR, PROMPTS, SAMPLING, Side, drawn_by, versions
+from test_engine import CLOSE, FAR, PROMPTS, SAMPLING, Side, generate_all, versions
 from torch import Tensor
 
 from rlx.config.sections import TransportName
@@ -46,19 +46,19 @@ class Pair:
     version: int = field(default_factory=lambda: next(versions))
 
     def weights(self) -> list[ShardedWeight]:
-        """Good for the engine that ties its embeddings and for the one that does not."""
+        """The policy's weights, for the engine that ties its embeddings and for the one that does not."""
         tied = lora.engine_weights(self.policy)
         (embedding,) = (weight for weight in tied if weight.name == "model.embed_tokens.weight")
         return [*tied, replace(embedding, name="lm_head.weight")]
 
     def push(
-        self, timeout_s: float = SECONDS, patience_s: float = START_S, harm: Callable[[], None] | None = None
+        self, timeout_s: float = SECONDS, patience_s: float = START_S, damage: Callable[[], None] | None = None
     ) -> dict[int, str]:
-        """Sends the weights; the harm is done when the engines have said that they are there."""
+        """Pushes the weights; calls `damage` between the probe and the push."""
         self.version += 1
         locations = EnginePool(self.engines, seed=0).probe(patience_s)
-        if harm:
-            harm()
+        if damage:
+            damage()
         failed = self.sync.push(self.weights(), self.version, locations, timeout_s=timeout_s)
         return {index: str(error) for index, error in failed.items()}
 
@@ -71,7 +71,9 @@ class Pair:
     def gaps(self, engines: Sequence[Any]) -> list[float]:
         """Of each engine, the largest difference between its logprobs and the policy's."""
         sides = [Side(engine, self.policy, self.version) for engine in engines]
-        return [side.gap(drawn_by(EnginePool([side.engine], 0), PROMPTS, SAMPLING, 2, self.version)) for side in sides]
+        return [
+            side.gap(generate_all(EnginePool([side.engine], 0), PROMPTS, SAMPLING, 2, self.version)) for side in sides
+        ]
 
     def change(self) -> None:
         Side(None, self.policy, self.version).change()
@@ -101,9 +103,9 @@ def process(engine: Any) -> int:
     return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
 
 
-def until_both_have_it(pair: Pair) -> None:
+def wait_until_both_have_it(pair: Pair) -> None:
     deadline = time.monotonic() + START_S
-    # Both are there before it is sent: one that comes up meanwhile would have been left out.
+    # Both are up before the push: an engine that starts meanwhile is left out.
     while len(EnginePool(pair.engines, 0).probe(10)) < 2 or pair.push():
         assert time.monotonic() < deadline
     assert max(pair.gaps(pair.engines)) < CLOSE
@@ -118,7 +120,7 @@ def test_updates_in_many_buckets_are_whole_one_after_the_other(pair: Pair) -> No
         pair.change()
         assert min(pair.gaps(pair.engines)) > FAR
         groups.append(pair.groups)
-    assert groups[0] == groups[1] == groups[2]  # what was set up once serves all
+    assert groups[0] == groups[1] == groups[2]  # connections are kept
 
 
 def test_one_bit_that_changes_on_the_way_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,17 +145,17 @@ def test_an_engine_that_dies_during_a_push_is_named_and_the_other_has_the_weight
     pair.change()
     pid = process(pair.engines[0])
 
-    def harm() -> None:  # it stands still, so that it cannot be done before it dies
+    def damage() -> None:  # stopped, so that it cannot finish before it dies
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
 
     started = time.monotonic()
-    failed = pair.push(harm=harm)
+    failed = pair.push(damage=damage)
     assert time.monotonic() - started < SECONDS / 2
     assert list(failed) == [0]
     assert "engine 0 died" in failed[0]
     assert max(pair.gaps(pair.engines[1:])) < CLOSE
-    until_both_have_it(pair)
+    wait_until_both_have_it(pair)
 
 
 def test_an_engine_that_has_no_room_is_named_and_the_other_has_the_weights(pair: Pair) -> None:
@@ -167,7 +169,7 @@ def test_an_engine_that_has_no_room_is_named_and_the_other_has_the_weights(pair:
     assert pair.push() == {}
     pair.change()
     started = time.monotonic()
-    failed = pair.push(harm=lambda: ray.get(pair.engines[0].__ray_call__.remote(fail)))
+    failed = pair.push(damage=lambda: ray.get(pair.engines[0].__ray_call__.remote(fail)))
     assert time.monotonic() - started < SECONDS / 2
     assert failed == {0: f"sending weight version {pair.version}: engine 0 failed: no room"}
     assert max(pair.gaps(pair.engines[1:])) < CLOSE
@@ -175,8 +177,8 @@ def test_an_engine_that_has_no_room_is_named_and_the_other_has_the_weights(pair:
     assert max(pair.gaps(pair.engines)) < CLOSE
 
 
-def test_a_way_that_breaks_by_itself_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is known to be at fault, and so nobody could be left out to try again."""
+def test_a_connection_that_breaks_by_itself_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine is known to be at fault, so none can be left out to try again."""
 
     def fail(engine: Any) -> None:
         def broken(*_: Any) -> Tensor:
@@ -186,7 +188,7 @@ def test_a_way_that_breaks_by_itself_is_named(pair: Pair, monkeypatch: pytest.Mo
         receiver.is_sound = broken
 
     assert pair.push() == {}
-    failed = pair.push(harm=lambda: ray.get([engine.__ray_call__.remote(fail) for engine in pair.engines]))
+    failed = pair.push(damage=lambda: ray.get([engine.__ray_call__.remote(fail) for engine in pair.engines]))
     assert sorted(failed) == [0, 1]
     for index, words in failed.items():
         assert words.startswith(f"sending weight version {pair.version}: engine {index}")
@@ -203,20 +205,20 @@ def test_an_engine_that_hangs_is_named_in_time_and_the_other_has_the_weights(pai
     pid = process(pair.engines[1])
     started = time.monotonic()
     try:
-        failed = pair.push(timeout_s=3, harm=lambda: os.kill(pid, signal.SIGSTOP))
+        failed = pair.push(timeout_s=3, damage=lambda: os.kill(pid, signal.SIGSTOP))
     finally:
         os.kill(pid, signal.SIGCONT)
     assert time.monotonic() - started < SECONDS / 2
     assert list(failed) == [1]
     assert failed[1].endswith("engine 1 did not answer in time")
     assert max(pair.gaps(pair.engines[:1])) < CLOSE
-    until_both_have_it(pair)
+    wait_until_both_have_it(pair)
 
 
-def test_a_rank_that_hears_no_answers_learns_at_once_that_a_reader_failed(
+def test_a_rank_without_the_engines_answers_learns_at_once_that_a_reader_failed(
     engines: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several ranks that share memory with engines, the first alone gets what engines answer."""
+    """Of several ranks that share memory with engines, only the first gets the engines' answers."""
     tensors = [torch.randn(1000) for _ in range(4)]
     groups = [[ShardedWeight(str(i), (1000,), (tensor,))] for i, tensor in enumerate(tensors)]
     layouts = tuple(buckets.layout(group, torch.float32) for group in groups)
@@ -259,11 +261,11 @@ def test_a_model_that_is_split_over_processes_gets_its_weights(
 ) -> None:
     sync = sync_of([split], transport)
     side = Side(split, loading.load_policy(str(tiny_model), head=None), next(versions))
-    rollouts = EnginePool([split], seed=0)
+    pool = EnginePool([split], seed=0)
     for _ in range(2):
         side.change()
         side.version += 1
-        weights, locations = lora.engine_weights(side.policy), rollouts.probe(120)
+        weights, locations = lora.engine_weights(side.policy), pool.probe(120)
         assert len(locations[0].workers) == 2
         assert sync.push(weights, side.version, locations, timeout_s=120.0) == {}
         assert side.gap(side.generate()) < CLOSE
@@ -272,7 +274,7 @@ def test_a_model_that_is_split_over_processes_gets_its_weights(
 
 @pytest.fixture(scope="module")
 def split(ray_cluster: None, tiny_model: Path) -> Iterator[Any]:
-    """An engine of two processes, as vLLM's mp executor starts them."""
+    """An engine of two processes, started by vLLM's mp executor."""
     engine = start_engine(tiny_model, tensor_parallel=2)
     yield engine
     stop_engine(engine)
