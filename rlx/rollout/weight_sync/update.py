@@ -139,7 +139,7 @@ class OutgoingUpdate:
         self.plan, self.request, self.sender = plan, request, sender
         self.failed: Failures = {}
         self.retry: Failures = {}
-        self.incoming = {engine: self._incoming(engine) for engine in plan.direct}
+        self.incoming = {engine: _incoming(plan, request, engine) for engine in plan.direct}
         self._calls: dict[Any, int] = {}  # of `Engine.update` that have not returned, and their engines
         self._sent = 0  # buckets
         active = {name: end for name, end in sender.transports.items() if end.prepare(self)}
@@ -228,20 +228,6 @@ class OutgoingUpdate:
             self._interrupt()
             filled.synchronize()
 
-    def _incoming(self, engine: int) -> Incoming:
-        plan, request = self.plan, self.request
-        return Incoming(
-            update=plan.name,
-            engine=plan.processes[engine],
-            address=plan.address,
-            group=plan.group,
-            world=plan.world,
-            sources=plan.sources[engine],
-            layouts=request.layouts,
-            timeout_s=_RECEIVER_PATIENCE * request.timeout_s,
-            keep=request.keep,
-        )
-
     def _take(self, call: Any, engine: int) -> None:
         self._calls.pop(call, None)
         try:
@@ -259,6 +245,21 @@ class OutgoingUpdate:
     def _interrupt(self) -> None:
         for transport in self._active:
             transport.interrupt()
+
+
+def _incoming(plan: UpdatePlan, request: UpdateRequest, engine: int) -> Incoming:
+    """What an engine is told of an update."""
+    return Incoming(
+        update=plan.name,
+        engine=plan.processes[engine],
+        address=plan.address,
+        group=plan.group,
+        world=plan.world,
+        sources=plan.sources[engine],
+        layouts=request.layouts,
+        timeout_s=_RECEIVER_PATIENCE * request.timeout_s,
+        keep=request.keep,
+    )
 
 
 def _with_version(error: RolloutError, version: int) -> EngineLostError:
