@@ -2,7 +2,7 @@
 
     python bench/sync.py [--model.path FOLDER] [--rollout.transport KIND] [--placement separate|colocated]
 
-The trainer and the engine are the run's own: FSDP2 on one rank, a vLLM engine actor, `Fleet.push`. The bare copy, in
+The trainer and the engine are the run's own: FSDP2 on one rank, a vLLM engine actor, `EngineGroup.push`. The bare copy, in
 the same run: on CPU a memcpy into shared memory that has been written to before, on one GPU a copy from device to
 device, between two GPUs an NCCL broadcast of one flat buffer. Without a model, one of Qwen2's shape is made of random
 weights: 30 M parameters on CPU, 0.5 B on GPU. Prints a table and writes bench/results/sync-PLACEMENT-DEVICE.json.
@@ -88,7 +88,7 @@ def config_of(path: str, on_gpu: bool, placement: str, transport: str, storage: 
 
 
 def measure(config: RunConfig, path: str) -> tuple[dict[str, float], dict[str, Any]]:
-    """Medians over the counted pushes, and the bare copies after them; and which ways both went."""
+    """Medians over the counted pushes, and the bare copies after them; and the transports of both."""
     bundles = [dict(config.scaling.resources_per_worker), dict(config.rollout.resources_per_engine)]
     group = placement_group(bundles, "STRICT_PACK")
     ray.get(group.ready())
@@ -114,7 +114,7 @@ class Trainer:
         self.sync = WeightSync([engine], grid, self.device, self.dtype, config.rollout.transport)
         weights = partial(lora.engine_weights, self.policy)
         pool = EnginePool([engine], 0, timeout_s=300.0, hang_s=300.0)
-        self.fleet = EngineGroup(pool, grid, self.sync, weights, retries=0, notify=print)
+        self.group = EngineGroup(pool, grid, self.sync, weights, retries=0, notify=print)
 
     def measure(self) -> tuple[dict[str, float], dict[str, Any]]:
         pushes = seconds(self._push)
@@ -136,7 +136,7 @@ class Trainer:
 
     def _push(self, number: int) -> None:
         started = time.perf_counter()
-        self.fleet.push(number + 1, starting=number == 0)
+        self.group.push(number + 1, starting=number == 0)
         if number == 0:
             self.first = time.perf_counter() - started
 

@@ -15,13 +15,14 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlx.rollout import vllm_engine
+from rlx.rollout.base import Engine
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An inference engine: its actor class, which has the methods of `Engine`, and the environment of its process."""
+    """An inference engine: its actor class and the environment of its process."""
 
-    actor: type
+    actor: type[Engine]
     environment: dict[str, str]
     cpu_environment: dict[str, str]  # in addition, where it has no GPU
 
@@ -38,9 +39,7 @@ class EngineSpec:
     model: str  # Hugging Face folder or name
     args: dict[str, Any]  # of the engine, see engine_args.py
     resources: dict[str, float]  # that it takes of its bundle, as Ray names them
-    adapter: dict[str, Any] | None = (
-        None  # peft's description of the adapters it is sent; None: it is sent whole models
-    )
+    adapter: dict[str, Any] | None = None  # peft's description of its adapters; None: it is sent whole models
     kind: str = "vllm"  # a key of ENGINES
 
     @property
