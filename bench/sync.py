@@ -2,7 +2,7 @@
 
     python bench/sync.py [--model.path FOLDER] [--rollout.transport KIND] [--placement separate|colocated]
 
-The trainer and the engine are the run's own: FSDP2 on one rank, a vLLM engine actor, `EngineGroup.push`. The bare copy, in
+Trainer and engine are those of a run: FSDP2 on one rank, a vLLM engine actor, `EngineGroup.push`. The bare copy, in
 the same run: on CPU a memcpy into shared memory that has been written to before, on one GPU a copy from device to
 device, between two GPUs an NCCL broadcast of one flat buffer. Without a model, one of Qwen2's shape is made of random
 weights: 30 M parameters on CPU, 0.5 B on GPU. Prints a table and writes bench/results/sync-PLACEMENT-DEVICE.json.
