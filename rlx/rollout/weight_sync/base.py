@@ -1,4 +1,4 @@
-"""What both ends of weight transports share: where engines are, what an engine is told of an update, how to wait.
+"""What both ends of weight transports share: where engines are, what an update is, how to wait.
 
 The sending end of a transport is a `Transport` (update.py), the end in an engine's worker is a `ReceivingEnd`. How each
 transport works is in its own file. This module does not import torch, so that the driver can import it quickly.
@@ -49,7 +49,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """What an engine is told of an update that its workers receive by themselves."""
+    """What an engine needs to know of an update that its workers receive by themselves."""
 
     update: str  # a name that no other update has
     engine: str  # the process that is meant
@@ -78,7 +78,7 @@ class ReceivingEnd(Protocol):
         ...
 
     def receive(self, incoming: Incoming) -> Iterator[Tensor]:
-        """Yields each bucket, `[bytes]` uint8; the request for the next one says that this one has been read."""
+        """Yields each bucket, `[bytes]` uint8; asking for the next one means that this one has been read."""
         ...
 
     def fail(self, incoming: Incoming, error: Exception) -> None:

@@ -88,7 +88,7 @@ class Transport(Protocol):
         ...
 
     def connect(self) -> None:
-        """Connects to the engines; they have been told of the update."""
+        """Connects to the engines; they know of the update."""
         ...
 
     def send(self, bucket: OutgoingBucket) -> None:
@@ -248,7 +248,7 @@ class OutgoingUpdate:
 
 
 def _incoming(plan: UpdatePlan, request: UpdateRequest, engine: int) -> Incoming:
-    """What an engine is told of an update."""
+    """What an engine needs to know of an update."""
     return Incoming(
         update=plan.name,
         engine=plan.processes[engine],
