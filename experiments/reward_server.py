@@ -1,8 +1,8 @@
 """Serves a reward function over HTTP: python experiments/reward_server.py --function NAME [--port N] [--key-env VAR]
 
-The address is what reward.url takes. POST {"prompts": [...], "completions": [...], "answers": [...]}, lists of text of
-one length, and the answer is {"scores": [...]}, or {"error": "..."} with another status than 200. An example to start
-from: it knows no TLS, and scores one batch after another.
+Set reward.url to its address. A client posts {"prompts": [...], "completions": [...], "answers": [...]}, lists of text
+of one length. The answer is {"scores": [...]}, or {"error": "..."} with a status other than 200. The server is an
+example to start from. Left out: TLS, and scoring several batches at the same time.
 """
 
 from __future__ import annotations
@@ -25,69 +25,72 @@ from rlx.config.sections import RewardConfig
 from rlx.rewards import functions, scoring
 from rlx.types import Prompt, Response
 
-MOST_BYTES = 64 << 20
+MAX_BODY_BYTES = 64 << 20
 LISTS = ("prompts", "completions", "answers")
 
 
 class RefusedError(Exception):
-    """A request that gets no scores: status and reason."""
+    """A request is refused; the arguments are the HTTP status and the reason."""
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Scores what is posted to it by a config's functions; if there is a key, only for those who have it."""
+    """Scores posted completions by the functions of a config; with a key, only for clients that send it."""
 
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], config: RewardConfig, key: str | None = None) -> None:
         self.config, self.key = config, key
         self.pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
-        self.scorers = scoring.scorers(config, lambda given, expected, _: functions.exact_match(given, expected))
-        self.turn = Lock()  # a trainer calls reward functions one at a time, and so they are written
+        self.scorers = scoring.scorers(config, lambda answer, expected, _: functions.exact_match(answer, expected))
+        self.lock = Lock()  # a trainer calls a reward function once at a time, so functions need not be thread-safe
         super().__init__(address, Handler)
 
     def scores(self, prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
+        """One score per completion, in their order."""
         responses = [
             Response(
                 Prompt(i, (), prompt, answer), text, functions.extract_answer(text, self.pattern), 0, finished=True
             )
             for i, (prompt, text, answer) in enumerate(zip(prompts, completions, answers, strict=True))
         ]
-        with self.turn:
+        with self.lock:
             return scoring.score(responses, self.scorers, self.config).total
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Answers one request."""
 
     server: RewardServer
-    timeout = 60  # for a client that stops sending
+    timeout = 60  # seconds without data from the client
 
     def do_POST(self) -> None:
+        """Replies with scores, or with the status and the text of an error."""
         status, answer = HTTPStatus.OK, dict[str, Any]()
         try:
-            body = self._body()  # even without the key: a client that is cut off while it sends sees no status
+            body = self._body()  # before the key is checked: a client that is cut off while it sends sees no status
             self._check_key()
             answer = {"scores": self.server.scores(**_lists(body))}
         except RefusedError as error:
             status, answer = error.args[0], {"error": error.args[1]}
-        except Exception as error:  # whatever a reward function raises is the server's fault
+        except Exception as error:  # a reward function may raise anything
             status, answer = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
         self._reply(status, answer)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a run sends requests by the thousand."""
+        """Logs nothing: a run sends thousands of requests."""
 
     def _body(self) -> bytes:
+        """The body of the request; RefusedError if its length is missing or too large."""
         length = self.headers.get("Content-Length", "")
         if not re.fullmatch("[0-9]{1,20}", length):
             raise RefusedError(HTTPStatus.LENGTH_REQUIRED, "a request needs a Content-Length")
-        if int(length) > MOST_BYTES:
-            raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {MOST_BYTES} bytes")
+        if int(length) > MAX_BODY_BYTES:
+            raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {MAX_BODY_BYTES} bytes")
         return self.rfile.read(int(length))
 
     def _check_key(self) -> None:
-        given, key = self.headers.get("Authorization", ""), self.server.key
-        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        sent, key = self.headers.get("Authorization", ""), self.server.key
+        if key is not None and not hmac.compare_digest(sent.encode(), f"Bearer {key}".encode()):
             raise RefusedError(HTTPStatus.UNAUTHORIZED, "wrong key, or none")
 
     def _reply(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
@@ -100,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _lists(body: bytes) -> dict[str, list[str]]:
-    """The three lists of text in a request."""
+    """The three lists of text in the body of a request."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -115,18 +118,19 @@ def _lists(body: bytes) -> dict[str, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the command line, serves until Ctrl-C, and returns the exit code."""
     parser = argparse.ArgumentParser(description="Serves a reward function to reward.url.", allow_abbrev=False)
     parser.add_argument(
         "--function", required=True, metavar="NAME", help="exact_match, numeric, math_verify or module:function"
     )
-    parser.add_argument("--answer-pattern", metavar="RE", help="what reward.answer_pattern is in a run (default: none)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
-    parser.add_argument("--key-env", metavar="VAR", help="environment variable with the key to ask for (default: none)")
+    parser.add_argument("--answer-pattern", metavar="RE", help="see reward.answer_pattern (default: none)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port (default: %(default)s)")
+    parser.add_argument("--key-env", metavar="VAR", help="environment variable that holds the key (default: none)")
     args = parser.parse_args(argv)
     try:
         key = os.environ.get(args.key_env, "").strip() if args.key_env else None
-        if key == "":  # which would let everybody in
+        if key == "":  # an empty key would admit every client
             raise ConfigError(f"--key-env: the environment variable {args.key_env} is not set, or empty")
         tree = {"reward": {"functions": {args.function: 1.0}, "answer_pattern": args.answer_pattern}}
         config = from_tree(tree, "command line").reward

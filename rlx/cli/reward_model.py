@@ -20,7 +20,7 @@ from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.config.sections import DataConfig
-from rlx.tracking.base import RunWriter
+from rlx.tracking.base import RunWriter, TrackingService
 
 if TYPE_CHECKING:
     from rlx.rewards.preferences import Pair, Progress, Recipe, TrainingResult
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Reads the command line, trains, and returns the exit code."""
     args = _parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it reports the new layer in ten lines
-    return exit_code(lambda: train(args))
+    return exit_code(lambda: train_reward_model(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,7 +66,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def train(args: argparse.Namespace) -> int:
+def train_reward_model(args: argparse.Namespace) -> int:
     """Trains the reward model, shows its progress and how to use it.
 
     Raises:
@@ -74,18 +74,23 @@ def train(args: argparse.Namespace) -> int:
         RuntimeError: a gradient is not finite.
     """
     from rlx.rewards import preferences
-    from rlx.runs import preflight
+    from rlx.runs import launch, preflight
     from rlx.storage.addresses import resolve_address
     from rlx.tracking import console
+    from rlx.tracking.tracker import service_at
 
     started, options = time.monotonic(), vars(args)
     config = RunConfig(storage=resolve_address(args.storage))
     pairs = preferences.read_pairs(args.pairs) if "pairs" in options else generated_pairs(args.seed, NUM_QUESTIONS)
     pairs, held_out = preferences.hold_out_pairs(pairs, args.held_out)
-    folder = _new_folder(config, options.get("out"))
+    folder = _new_folder(config.storage, options.get("out"))
     recipe = preferences.Recipe(args.epochs, args.batch, args.lr, args.seed)
     steps = recipe.steps(len(pairs))
-    with console.RunProgress(steps) as progress, _recorded(config, folder.name, options) as writer:
+    service, experiment = service_at(launch.tracking_uri(config)), config.tracking.experiment
+    with (
+        console.RunProgress(steps) as progress,
+        _recorded(service, experiment, folder.name, options) as writer,
+    ):
         base = options.get("base") or preflight.model_folder(config, progress.warm_start)
         progress.status(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
         on_step = _StepReport(progress, writer, steps)
@@ -107,17 +112,18 @@ def generated_pairs(seed: int, size: int) -> list[Pair]:
     return preferences.pairs_of_questions([(row["question"], row["answer"]) for row in rows], seed)
 
 
-def _new_folder(config: RunConfig, out: str | None) -> Path:
+def _new_folder(storage: str, out: str | None) -> Path:
+    """The folder of the new reward model: `out`, or a free name in the storage; ConfigError if it exists."""
     from rlx.storage.addresses import local_folder, open_storage
     from rlx.storage.filesystem import free_name
 
-    models = open_storage(str(local_folder(config.storage) / "models"))
+    models = open_storage(str(local_folder(storage) / "models"))
     folder = Path(out or f"{models.path}/{free_name(models, 'reward')}").resolve()
-    check_new(folder)
+    _check_new(folder)
     return folder
 
 
-def check_new(folder: Path) -> None:
+def _check_new(folder: Path) -> None:
     """Checks that nothing exists at the path of the new reward model.
 
     Raises:
@@ -147,10 +153,10 @@ def train_and_save(
     from rlx.rewards import preferences
     from rlx.rewards.reward_model import load_classifier
 
-    check_new(folder)
+    _check_new(folder)
     with tiny.private_torch_state(recipe.seed), tiny.no_progress_bars():
         classifier = load_classifier(base, new_head=True, setting="base model")
-        result = preferences.train(classifier, pairs, held_out, recipe, progress)
+        result = preferences.fit_preferences(classifier, pairs, held_out, recipe, progress)
         with tiny.atomic_folder(folder) as unfinished:
             classifier.save(unfinished)
     return result
@@ -169,24 +175,20 @@ class _StepReport:
         self._writer.log({f"reward_model/{key}": value for key, value in metrics.items()}, done, _milliseconds())
         if done and (self._progress.console.is_terminal or done % LOG_EVERY == 0 or done == self._steps):
             left = console.duration_text((time.monotonic() - self._started) / done * (self._steps - done))
-            self._progress.status(f"step {done}/{self._steps}  {described(metrics)}  left {left}")
+            self._progress.status(f"step {done}/{self._steps}  {step_line(metrics)}  left {left}")
 
 
-def described(metrics: Mapping[str, float]) -> str:
+def step_line(metrics: Mapping[str, float]) -> str:
     """The metrics of a step on one line."""
     return "loss {loss:.3f}  accuracy {accuracy:.3f}  {pairs_per_s:.0f} pairs/s".format(**metrics)
 
 
 @contextmanager
-def _recorded(config: RunConfig, name: str, params: Mapping[str, Any]) -> Iterator[RunWriter]:
+def _recorded(service: TrackingService, experiment: str, name: str, params: Mapping[str, Any]) -> Iterator[RunWriter]:
     """A run at the tracking service that lasts as long as the training."""
-    from rlx.runs import launch
-    from rlx.tracking.tracker import service_at
-
-    service, status = service_at(launch.tracking_uri(config)), "FAILED"
     service.check()
+    status, now = "FAILED", _milliseconds()
     texts, tags = {key: str(value) for key, value in params.items()}, {"rlx.kind": "reward_model"}
-    experiment, now = config.tracking.experiment, _milliseconds()
     run_id = service.make_run(uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)
     writer = service.writer(run_id)
     try:

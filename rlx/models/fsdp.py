@@ -69,7 +69,7 @@ def _units(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of an FSDP shard, or the tensor itself if it is not sharded. Collective: all ranks call it."""
+    """The full tensor of an FSDP shard, in its global shape; a plain tensor as it is. Collective: all ranks call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -124,7 +124,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -logsigmoid(chosen - rejected).mean()
 
 
-def train(
+def fit_preferences(
     classifier: Classifier,
     pairs: Sequence[Pair],
     held_out: Sequence[Pair],

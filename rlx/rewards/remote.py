@@ -27,7 +27,7 @@ from rlx.rewards.custom import RewardError
 from rlx.types import Response
 
 _CONNECTIONS = 8
-_MAX_ANSWER_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 64 << 20
 
 
 class _Transient(Exception):
@@ -166,8 +166,8 @@ class RemoteReward:
             read = bytearray()
             while chunk := response.raw.read1(1 << 16):
                 read += chunk
-                if len(read) > _MAX_ANSWER_BYTES:
-                    raise _Transient(f"answered more than {_MAX_ANSWER_BYTES} bytes")
+                if len(read) > MAX_ANSWER_BYTES:
+                    raise _Transient(f"answered more than {MAX_ANSWER_BYTES} bytes")
                 if time.monotonic() > deadline:
                     raise TimeoutError
             return response.status_code, bytes(read)

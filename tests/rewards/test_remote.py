@@ -357,7 +357,7 @@ def test_a_slow_first_answer_is_asked_for_again(faulty: Callable[..., Faulty]) -
 
 
 def test_a_huge_answer_is_not_read_to_its_end(faulty: Callable[..., Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "_MOST_BYTES", 100_000)
+    monkeypatch.setattr(remote_module, "MAX_ANSWER_BYTES", 100_000)
     server = faulty(drip(START + b"Content-Length: 1000000000\r\n\r\n" + b" " * 200_000))
     assert refusal(remote(server.url, url_retries=0)) == "answered more than 100000 bytes (1 attempt)"
 
@@ -374,7 +374,7 @@ def test_an_answer_that_swells_when_unpacked_is_not_asked_for(faulty: Callable[.
 
 def test_the_key_comes_from_the_environment(lengths_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCORER_KEY", f"{KEY}\n")
-    scorer = RemoteReward.from_config(config(lengths_url, url_key="SCORER_KEY"))
+    scorer = RemoteReward.from_config(config(lengths_url, url_key_env="SCORER_KEY"))
     assert scorer([response("abc", question="")]) == [3000]
     assert KEY not in repr(scorer)
     assert pickle.loads(pickle.dumps(scorer)) == scorer
@@ -388,12 +388,12 @@ def test_without_the_key_there_are_no_scores(lengths_url: str, key: str | None) 
 
 def test_a_key_that_is_not_there_or_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCORER_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"^reward\.url_key: there is no environment variable SCORER_KEY$"):
-        RemoteReward.from_config(config("http://h", url_key="SCORER_KEY"))
+    with pytest.raises(ConfigError, match=r"^reward\.url_key_env: there is no environment variable SCORER_KEY$"):
+        RemoteReward.from_config(config("http://h", url_key_env="SCORER_KEY"))
     for key in ("", " \n", "two words", "two\nlines", "schlüssel"):
         monkeypatch.setenv("SCORER_KEY", key)
-        with pytest.raises(ConfigError, match=r"^reward\.url_key: the key is empty, or has") as caught:
-            RemoteReward.from_config(config("http://h", url_key="SCORER_KEY"))
+        with pytest.raises(ConfigError, match=r"^reward\.url_key_env: the key is empty, or has") as caught:
+            RemoteReward.from_config(config("http://h", url_key_env="SCORER_KEY"))
         assert not key.strip() or key not in str(caught.value)
 
 
