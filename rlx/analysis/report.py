@@ -28,7 +28,7 @@ SETTINGS = "settings"
 _LOCATION_KEYS = ("name", "storage")  # settings that say where a run is stored, not what it does
 
 
-def write(
+def write_report(
     sweep: Sweep,
     folder: Path,
     uri: str,

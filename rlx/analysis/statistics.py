@@ -25,6 +25,7 @@ from rlx.analysis.loading import Setting, Sweep, Trial, check_metric
 from rlx.analysis.style import as_text, short_names
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections import DEFAULT_METRIC
+from rlx.tracking.base import RunStatus
 
 Mode = Literal["max", "min"]
 """which end of a metric is good"""
@@ -184,7 +185,7 @@ def mean_curve(group: Group, metric: str) -> pd.DataFrame:
 
 
 def _group(settings: dict[str, Setting], trials: Sequence[Trial], metric: str, num_questions: int | None) -> Group:
-    ended = tuple(trial for trial in trials if trial.status != "RUNNING" and len(trial.curve(metric)))
+    ended = tuple(trial for trial in trials if trial.status != RunStatus.RUNNING and len(trial.curve(metric)))
     values_by_setting: dict[tuple[Setting, ...], list[float]] = {}
     for trial in ended:
         values_by_setting.setdefault(tuple(trial.settings.values()), []).append(final_value(trial, metric))

@@ -16,6 +16,7 @@ from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.statistics import Group, Mode, best_value, final_value, group_trials, rank_trials
 from rlx.analysis.style import as_text, short_names
 from rlx.config.sections import DEFAULT_METRIC
+from rlx.tracking.base import RunStatus
 from rlx.tracking.console import plain_console, table_text
 
 OPTIONAL_COLUMNS = ("tokens", "lowest", "highest", "seconds")
@@ -109,7 +110,7 @@ def _measure(table: pd.DataFrame) -> Measurement:
 def _remarks(trials: Sequence[Trial]) -> str:
     """What a mean hides: trials that did not end as planned, and trials that continued from others."""
     statuses = Counter(
-        trial.status.lower() for trial in trials if trial.status != "FINISHED" and not _was_stopped(trial)
+        trial.status.lower() for trial in trials if trial.status != RunStatus.FINISHED and not _was_stopped(trial)
     )
     stops = sorted(str(trial.stopped_at) for trial in trials if _was_stopped(trial))
     remarks = [f"{count} {status}" if len(trials) > 1 else status for status, count in statuses.items()]

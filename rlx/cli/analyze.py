@@ -71,7 +71,7 @@ def analyze(args: argparse.Namespace) -> int:
         run = loading.folder_of(uri, settings[0].trials[0]) or "RUN"
         print(f"its model: python experiments/export.py {run} --checkpoint best --register NAME\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
-    paths = report.write(sweep, folder, uri, args.metric, args.mode, args.by, against)
+    paths = report.write_report(sweep, folder, uri, args.metric, args.mode, args.by, against)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
     return 0
 

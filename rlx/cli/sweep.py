@@ -9,12 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rlx.cli.options import add_settings, end_on_sigterm, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.sections import SchedulerName, SearchName
+
+if TYPE_CHECKING:
+    from rlx.storage.filesystem import Storage
 
 _DEFAULTS = Path(__file__).parent / "defaults"
 SETTINGS, SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
@@ -68,7 +71,6 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     from rlx.sweeps import tuner
     from rlx.sweeps.records import SweepPlan
     from rlx.tracking import console, outbox
-    from rlx.tracking.tracker import service_at
 
     started = time.monotonic()
     tree = with_overrides(tree, preflight.absolute_paths(from_tree(tree)))
@@ -91,9 +93,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         if args.resume is None:
             plan = tuner.create_sweep(plan, storage)
         lines = [tuner.described(plan), *(f"{trial} runs again" for trial in again)]
-        service = service_at(uri)
-        where = [f"in MLflow: {service.browse_command()}"]
-        where.append(f"at: {service.run_page(outbox.run_id(storage / 'sweeps' / plan.name))}")
+        where = _where(uri, storage / "sweeps" / plan.name)
         shown.console.print(*lines, *where, sep="\n", soft_wrap=True)
         results = tuner.run_sweep(plan, storage, resume=args.resume is not None, watch=shown.update)
     failed = tuner.failures(results)
@@ -103,7 +103,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     try:
         own = outbox.run_id(storage / "sweeps" / plan.name)  # a server may know other sweeps of that name
         loaded = loading.load_sweep(uri, config.tracking.experiment, own or plan.name)
-        paths = report.write(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
+        paths = report.write_report(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(tables.format_table(tables.settings_table(loaded), width))
         print("\n".join(str(path) for path in paths))
@@ -111,6 +111,15 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
         print(f"no analysis: {one_line(error, 300)}; later: analyze.py --sweep {plan.name}", file=sys.stderr)
     print("\n".join(where))
     return 1 if failed else 0
+
+
+def _where(uri: str, folder: Storage) -> list[str]:
+    """Where a person can see the sweep: two lines."""
+    from rlx.tracking import outbox
+    from rlx.tracking.tracker import service_at
+
+    service = service_at(uri)
+    return [f"in MLflow: {service.browse_command()}", f"at: {service.run_page(outbox.run_id(folder))}"]
 
 
 def _changed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:

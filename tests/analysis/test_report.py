@@ -79,7 +79,7 @@ def headings(html: str) -> list[str]:
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
 def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, name: str) -> None:
     loaded = loading.load_sweep(uri, "rlx", name)
-    paths = report.write(loaded, tmp_path, uri)
+    paths = report.write_report(loaded, tmp_path, uri)
     recipe = set() if name in ("failed", "running") else {"best.yaml"}
     assert {path.name for path in paths} == {path.name for path in tmp_path.iterdir()} == ALWAYS | recipe
     stored = mlflow.artifact_names(uri, loaded.run_id, "analysis")
@@ -94,7 +94,7 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, n
 
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
 def test_the_page_opens_offline_and_each_figure_has_data(uri: str, tmp_path: Path, name: str) -> None:
-    report.write(loading.load_sweep(uri, "rlx", name), tmp_path, uri)
+    report.write_report(loading.load_sweep(uri, "rlx", name), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert html.count(get_plotlyjs()) == 1
     without_plotly = html.replace(get_plotlyjs(), "")
@@ -106,7 +106,7 @@ def test_the_page_opens_offline_and_each_figure_has_data(uri: str, tmp_path: Pat
 
 
 def test_the_page_shows_the_options_and_the_result(uri: str, tmp_path: Path) -> None:
-    report.write(loading.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
+    report.write_report(loading.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert "actor_lr 0.0003, advantage grpo wins with eval/accuracy 0.81 ± 0.13 over 2 runs; the next is 0.6" in html
     assert "search random, scheduler none, seeds 2, trials 6, steps 4" in html
@@ -126,7 +126,7 @@ def test_the_page_shows_the_options_and_the_result(uri: str, tmp_path: Path) -> 
 
 
 def test_twelve_settings_have_their_importance(uri: str, tmp_path: Path) -> None:
-    report.write(loading.load_sweep(uri, "rlx", "wide"), tmp_path, uri)
+    report.write_report(loading.load_sweep(uri, "rlx", "wide"), tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert '"text":["100%"]' in html
     assert "Not given: MLflow has no prompt that both answered." in html
@@ -136,7 +136,7 @@ def test_missing_artifacts_are_named_on_the_page(uri: str, tmp_path: Path) -> No
     loaded = loading.load_sweep(uri, "rlx", "bare")
     for trial in loaded.trials:
         shutil.rmtree(mlflow.client(uri).get_run(trial.run_ids[0]).info.artifact_uri.removeprefix("file://"))
-    paths = report.write(loaded, tmp_path, uri)
+    paths = report.write_report(loaded, tmp_path, uri)
     assert {path.name for path in paths} == ALWAYS
     html = (tmp_path / "analysis.html").read_text()
     assert "Not given: MLflow has no prompt that both answered." in html
@@ -150,7 +150,7 @@ def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) ->
         [1e-3, 0.9, "continued from trial_1@2"],
         [1e-4, 0.2, "stopped at 2"],
     ]
-    report.write(loaded, tmp_path, uri)
+    report.write_report(loaded, tmp_path, uri)
     assert "stopped at 2" in (tmp_path / "analysis.html").read_text()
     recipe = (tmp_path / "best.yaml").read_text()
     assert "The trial changed while it ran" in recipe
@@ -159,7 +159,7 @@ def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) ->
 
 def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> None:
     loaded, other = (loading.load_sweep(uri, "rlx", name) for name in ("lr", "wide"))
-    paths = report.write(loaded, tmp_path, uri, by=KIND, against=other)
+    paths = report.write_report(loaded, tmp_path, uri, by=KIND, against=other)
     more = {f"{name}.{kind}" for name in (f"by_{KIND}", "against_wide") for kind in ("md", "png")}
     assert {path.name for path in paths} == ALWAYS | {"best.yaml"} | more
     html = (tmp_path / "analysis.html").read_text()
@@ -181,7 +181,7 @@ def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> 
 
 
 def test_the_best_setting_gives_the_same_config_again(uri: str, tmp_path: Path) -> None:
-    report.write(loading.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
+    report.write_report(loading.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
     tree = read_yaml(tmp_path / "best.yaml")
     again, ran = flatten(from_tree(tree)), flatten(config("any", GRPO))
     assert {key for key in ran if again[key] != ran[key]} == {"name", "storage"}  # the seed was varied
