@@ -38,7 +38,7 @@ from rlx.rollout.engine_actors import start_engines
 from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync.base import Incoming, Source
-from rlx.rollout.weight_sync.process_group import Group, create_store
+from rlx.rollout.weight_sync.process_group import BroadcastGroup, create_store
 from rlx.rollout.weight_sync.shared_memory import allocate_shared
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs.actor_group import engine_spec
@@ -160,7 +160,7 @@ class Trainer:
 def broadcasts(incoming: Incoming, rank: int, nbytes: int) -> list[float]:
     """Seconds of broadcasts of one flat buffer between trainer and engine."""
     device = torch.device("cuda", 0)
-    group = Group("nccl", incoming, rank, device, time.monotonic() + 60, lambda: None)
+    group = BroadcastGroup("nccl", incoming, rank, device, time.monotonic() + 60, lambda: None)
     buffer = torch.ones(nbytes, dtype=torch.uint8, device=device)
     return seconds(lambda _: synchronised(lambda: group.broadcast(buffer).wait()))
 

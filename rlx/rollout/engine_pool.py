@@ -94,15 +94,15 @@ class EnginePool:
         returned = returned or ray.wait(calls, num_returns=1, timeout=self.timeout_s)[0]
         locations: dict[int, EngineLocation] = {}
         for index, call in enumerate(calls):
+            if call not in returned:
+                self._mark_unanswered(index, EngineLostError(f"engine {index} is gone"))
+                continue
             try:
-                if call not in returned:
-                    raise EngineLostError(f"engine {index} is gone")
                 locations[index] = get_result(call, index, math.inf)
                 self.lost.pop(index, None)
                 self._unanswered.pop(index, None)
             except EngineLostError as error:
-                self.mark_lost(index, error)
-                self._replace_if_hung(index)
+                self._mark_unanswered(index, error)
         return locations
 
     def mark_lost(self, index: int, error: RolloutError) -> None:
@@ -113,8 +113,9 @@ class EnginePool:
         if isinstance(error, EngineTimeoutError):
             ray.kill(self.engines[index], no_restart=False)
 
-    def _replace_if_hung(self, index: int) -> None:
-        """Has Ray replace an engine whose process runs but has not answered for too long."""
+    def _mark_unanswered(self, index: int, error: EngineLostError) -> None:
+        """Marks an engine as lost; Ray replaces its process if it runs but has not answered for too long."""
+        self.mark_lost(index, error)
         since = self._unanswered.setdefault(index, time.monotonic())
         if time.monotonic() - since > self.hang_s and is_alive(self.engines[index]):
             ray.kill(self.engines[index], no_restart=False)

@@ -196,7 +196,11 @@ class SteppedVLLM:
         self._report(name, None)
 
     def load(self, name: str, update: WeightUpdate) -> None:
-        """Loads a weight update while it arrives."""
+        """Loads a weight update while it arrives.
+
+        Raises:
+            RuntimeError: vLLM keeps its prefix cache, or fails to load the weights: the engine's process ends.
+        """
         if not update.keep:
             self._finish_requests()
         # The cached keys and values belong to the old weights; requests that continue compute theirs again.

@@ -57,14 +57,14 @@ def byte_size(layout: Layout) -> int:
 
 
 def fill(memory: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> None:
-    """Writes tensors of the layout's shapes and their checksum into `memory`, `[byte_size(layout)]` uint8."""
+    """Writes tensors of the layout's shapes and their checksum into `memory`, `[bytes]` uint8."""
     # In one call: three hundred calls take longer than the GPU does.
     torch._foreach_copy_([view for _, view in views(memory, layout)], list(tensors))
     memory[-_CHECKSUM:].view(torch.int64)[0] = _checksum(memory, layout)
 
 
 def views(memory: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket by name, as views of its memory, `[byte_size(layout)]` uint8."""
+    """The tensors of a bucket by name, of the layout's shapes, as views of its memory `[bytes]` uint8."""
     typed = {dtype: memory.view(getattr(torch, dtype)) for dtype in {dtype for _, dtype, _ in layout}}
     start = 0
     for entry in layout:
@@ -75,7 +75,7 @@ def views(memory: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_sound(memory: Tensor, layout: Layout) -> Tensor:
-    """Whether a bucket, `[byte_size(layout)]` uint8, is what was written: a bool `[]` on its device.
+    """Whether a bucket `[bytes]` uint8 is what was written: a scalar bool on its device.
 
     It is a tensor so that the host need not wait for the device.
     """
@@ -90,7 +90,7 @@ def pack(layout: Layout, tensors: Sequence[Tensor]) -> Bucket:
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket by name, as views of its memory.
+    """The tensors of a bucket by name, of the layout's shapes, as views of its memory.
 
     Raises:
         WeightSyncError: the bucket is not what was packed.

@@ -108,7 +108,7 @@ class BucketQueue:
         self._buckets.put(None)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors of the buckets, checked, as they arrive. Runs on the thread.
+        """Yields the tensors of the buckets, of their layouts' shapes, checked, as they arrive. Runs on the thread.
 
         Ends early at an error and keeps it in `error`: vLLM cannot give up a load half-way, and its next load would
         fuse the tensors that this one has left behind with its own, without an error.

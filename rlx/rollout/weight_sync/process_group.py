@@ -66,7 +66,7 @@ def gloo_rank(worker: DeviceLocation, trainers: Sequence[DeviceLocation], joined
     return len(joined) + 1
 
 
-class Group:
+class BroadcastGroup:
     """A process group beside the default one: rank 0 sends, all others receive. NCCL or gloo."""
 
     def __init__(
@@ -119,7 +119,7 @@ class GroupSender:
 
     def __init__(self, kind: str, device: torch.device) -> None:
         self._kind, self._device = kind, device
-        self.group: Group | None = None
+        self.group: BroadcastGroup | None = None
         self._update: OutgoingUpdate
         self._works: dict[int, Any] = {}  # unfinished broadcasts, by the number of the bucket
 
@@ -140,7 +140,7 @@ class GroupSender:
         update = self._update
         try:
             check = partial(update.check_members, self._kind)
-            self.group = Group(
+            self.group = BroadcastGroup(
                 self._kind, next(iter(update.incoming.values())), 0, self._device, update.deadline(), check
             )
         except (TimeoutError, RuntimeError):  # the calls of the engines tell who did not join
@@ -194,7 +194,7 @@ class GroupReceiver:
     def __init__(self, kind: str, device: torch.device, worker: int) -> None:
         self._kind, self._device, self._worker = kind, device, worker
         self._store: Any = None
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._buffers: list[Tensor] = []
 
     def connect(self, incoming: Incoming, store: Any) -> None:
@@ -207,9 +207,10 @@ class GroupReceiver:
         check()
         rank = incoming.sources[self._worker].rank
         with _interrupted():
-            self._group = Group(self._kind, incoming, rank, self._device, deadline(incoming), check)
+            self._group = BroadcastGroup(self._kind, incoming, rank, self._device, deadline(incoming), check)
 
     def receive(self, incoming: Incoming) -> Iterator[Tensor]:
+        """Yields each bucket, `[bytes]` uint8, while the next one arrives in the other of two buffers."""
         assert self._group
         group, sizes = self._group, [byte_size(layout) for layout in incoming.layouts]
         if not self._buffers or len(self._buffers[0]) < max(sizes):

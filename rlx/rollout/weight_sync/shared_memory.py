@@ -124,6 +124,7 @@ class SharedMemoryReceiver:
         self._store = store
 
     def receive(self, incoming: Incoming) -> Iterator[Tensor]:
+        """Yields each bucket, `[bytes]` uint8, in the trainer's memory."""
         rank, store = incoming.sources[self._worker].rank, self._store
         for number, layout in enumerate(incoming.layouts):
             key = _written(incoming.update, number, rank)
@@ -157,7 +158,7 @@ class SendBuffers:
         self._buffers: list[tuple[Tensor, bytes]] = []  # `[bytes]` uint8, and the handle by which others map it
 
     def get(self, number: int, nbytes: int, is_shared: bool) -> tuple[Tensor, bytes]:
-        """The buffer for a bucket, by the bucket's number, and its handle; the handle is empty if it is not shared."""
+        """The buffer `[bytes]` uint8 for a bucket, by its number, and its handle, empty if it is not shared."""
         if not self._buffers or len(self._buffers[0][0]) < nbytes or (is_shared and not self._buffers[0][1]):
             self.close()
             self._buffers = [self._allocate(nbytes, is_shared) for _ in range(2)]
