@@ -109,18 +109,9 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     from rlx.storage.addresses import open_storage
 
     scaling = config.scaling
-    job = {
-        "config": config.model_dump(),
-        "model": path,
-        "engines": [],
-        "reward_models": [],
-        "tracking": "",
-        "folder": open_storage(config.storage) / "update",
-        "box": ray_train.new_box(),
-        "examine": True,
-        "loop": loop,
-        "profile": profile,
-    }
+    folder = open_storage(config.storage) / "update"
+    spec = ray_train.WorkerSpec(config.model_dump(), path, folder, "", True, mailbox=ray_train.new_box())
+    job = {"spec": spec, "loop": loop, "profile": profile}
     trainer = TorchTrainer(
         rank,
         train_loop_config=job,
@@ -153,17 +144,21 @@ def rank(job: dict[str, Any]) -> None:
     import ray.train
     from measure import Memory, now
 
+    from rlx.runs import worker
+    from rlx.training import setup
     from rlx.training.loop import compute_advantages, compute_logprobs
-    from rlx.training.setup import build_run
     from rlx.training.update import update
 
-    run = build_run(job)
-    late = run.scores_late
+    inputs = worker.inputs_of(job["spec"])
+    run, collector, checkpointer = setup.build(inputs)
+    deferred, mesh = run.defers_logprobs, run.mesh
     memory = Memory(run.device)
-    judged = made_up(run.config, run.tokenizer, run.grid.dp_rank, run.grid.dp_size)
+    judged = made_up(run.config, collector.score.tokenizer, mesh.dp_rank, mesh.dp_size)
     sequences = [(len(c.prompt.token_ids), [*c.prompt.token_ids, *c.token_ids]) for c in (j.completion for j in judged)]
-    drawn = run.summed({"tokens": sum(len(all_) for _, all_ in sequences)})["tokens"]  # ranks train on each other's
-    tokens = run.config.train.ppo_epochs * drawn / run.grid.dp_size
+    drawn = run.sum_over_ranks({"tokens": sum(len(all_) for _, all_ in sequences)})[
+        "tokens"
+    ]  # ranks train on each other's
+    tokens = run.config.train.ppo_epochs * drawn / mesh.dp_size
     result: dict[str, Any] = {"tokens": tokens, "annotate": [], "seconds": [], "bare": [], "memory": 0}
     if loop := job["loop"]:
         result["bare tokens"] = ray.get(loop.load.remote(sequences))
@@ -173,14 +168,14 @@ def rank(job: dict[str, Any]) -> None:
         if loop:
             result["bare"].append(ray.get(loop.round.remote()))
         started = now(run.device)
-        (made,) = run.experiences(judged)
-        batch, _ = compute_advantages(run, compute_logprobs(run, made, late))
+        (made,) = collector.build_batches(judged, run.device)
+        batch, _ = compute_advantages(run, compute_logprobs(run, made, deferred))
         memory.forget()
         between = now(run.device)
-        update(run, batch, late)
+        update(run, batch, deferred)
         ended = now(run.device)
         peak = memory.peak() if round_ >= workload.WARM - 1 else 0
-        slowest = run.largest([between - started, ended - between, peak])
+        slowest = run.max_over_ranks([between - started, ended - between, peak])
         result["annotate"].append(slowest[0])
         result["seconds"].append(slowest[1])
         result["memory"] = max(result["memory"], slowest[2])
@@ -188,9 +183,9 @@ def rank(job: dict[str, Any]) -> None:
     if loop:
         result["bare memory"] = ray.get(loop.peak_memory.remote())
         if job["profile"]:
-            result["profile"] = profiled(lambda: update(run, batch, late))
-    run.close()
-    if run.grid.rank == 0:
+            result["profile"] = profiled(lambda: update(run, batch, deferred))
+    setup.close(run, collector, checkpointer, inputs.reporter)
+    if mesh.rank == 0:
         _result(run.config).write_text(json.dumps(result))
 
 

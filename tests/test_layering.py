@@ -139,7 +139,7 @@ def test_scripts_are_short(script: Module) -> None:
 
 
 def test_the_loop_is_one_screen() -> None:
-    (loop,) = (f for f in functions(MODULES["rlx.training.loop"].tree) if f.name == "train_loop")
+    (loop,) = (f for f in functions(MODULES["rlx.training.loop"].tree) if f.name == "train")
     assert line_count(loop) <= LOOP_LINES
     assert depth(loop) <= LOOP_DEPTH
 

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
 from rlx.runs import ray_train
-from rlx.runs.ray_train import LAST, Notify, Report, RunError, RunStopped
+from rlx.runs.ray_train import LAST, Notify, Report, RunError, RunStopped, WorkerSpec
 from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.filesystem import Storage
 
@@ -90,7 +91,7 @@ class ActorGroup:
     def run(
         self,
         config: RunConfig,
-        job: Mapping[str, Any],
+        job: WorkerSpec,
         folder: Storage,
         tables: Mapping[str, Any],
         on_report: Report,
@@ -103,7 +104,7 @@ class ActorGroup:
         and is raised when they have; a second one, or `grace_s` seconds, end that patience.
 
         Args:
-            job: what the workers are told, see `assembly.assemble`; engines and reward models are put in here.
+            job: what the workers are told; engines and reward models are put in here.
             folder: where Train may keep its own records, on the storage.
             tables: the prompts; those of the crew's first run are those of all.
 
@@ -115,8 +116,8 @@ class ActorGroup:
         self._number, self._seen, self._stopped = self._number + 1, 0, False
         while ray_train.failure(self._box, self._failures + 1):
             self._failures += 1  # after the end of the run before
-        actors = {"engines": self.engines, "reward_models": self.reward_models}
-        self._job = ray_train.post_job(self._box, self._number, {**job, **actors})
+        job = replace(job, engines=self.engines, reward_models=self.reward_models)
+        self._job = ray_train.post_job(self._box, self._number, job)
         try:
             metrics = self._watched(config.scaling.max_failures, on_report, say, grace_s)
             self._await_end()
@@ -307,13 +308,12 @@ def work(setup: dict[str, Any]) -> None:
     # Here, so that Train's controller need not import torch and transformers.
     import torch
 
-    from rlx.runs import doctor
-    from rlx.training.loop import train_loop
+    from rlx.runs.worker import run_job
 
     rank = ray.train.get_context().get_world_rank()
     for job in ray_train.jobs(setup["box"]):
-        with ray_train.fatal_errors_posted(job["box"], rank):
-            (doctor.examine if job.get("examine") else train_loop)(job)
+        with ray_train.fatal_errors_posted(job.mailbox, rank):
+            run_job(job)
         gc.collect()  # the run's models and optimizers are full of circles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the engines may be on the same GPU

@@ -1,7 +1,7 @@
 """The doctor: a few steps at learning rate 0, in which trainer, engines and reference must agree; then changed weights,
 which the engines must have after a sync.
 
-`examine` runs on every FSDP rank in place of the PPO loop; `verdicts` judges its figures. Starting it all is launch's.
+`examine` runs on every FSDP rank in place of the PPO loop; `verdicts` judges its figures.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from rlx.algorithms import masking
 from rlx.config.run import RunConfig
-from rlx.runs import ray_train
-from rlx.training.experience import Experience
+from rlx.training.collector import RolloutCollector
+from rlx.training.experience import LogprobBatch
 from rlx.training.loop import compute_advantages, compute_logprobs
-from rlx.training.setup import build_run
-from rlx.training.trainer import Run
+from rlx.training.trainer import Trainer
 from rlx.training.update import update
 
 ROUNDS = 2
@@ -48,69 +47,72 @@ def with_no_learning(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": train, "algorithm": algorithm})
 
 
-def examine(setup: dict[str, Any]) -> None:
-    """Reports the figures that `verdicts` judges."""
-    run = build_run(setup)
-    run.push(starting=True)
-    before = weights_fingerprint(run)
+def examine(trainer: Trainer, collector: RolloutCollector) -> dict[str, float]:
+    """The figures that `verdicts` judges; every rank calls it."""
+    collector.push_weights(trainer.step, starting=True)
+    before = weights_fingerprint(trainer)
     figures = {"ratio": 0.0, "clipped": 0.0, "kl": 0.0, "gap": 0.0}
     for _ in range(ROUNDS):
-        batch, kl = compute_advantages(run, drawn(run, run.scores_late))
-        batch, sums = update(run, batch, run.scores_late)
-        s = run.summed(sums | {"kl": kl, "tokens": batch.mask.sum()})
-        worst = {
-            "ratio": abs(s["policy/ratio"] / s["updated"] - 1),
-            "clipped": s["policy/clip_fraction"] / s["updated"],
-            "kl": abs(s["kl"]) / s["tokens"],
-            "gap": gap(run, batch),
-        }
-        figures = {name: max(figures[name], value) for name, value in worst.items()}
-        norms = {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
-        figures |= {name: max(figures.get(name, 0.0), norm) for name, norm in norms.items()}
-        figures["signal"] = max(figures.get("signal", 0.0), *run.largest([float(batch.advantages.abs().max())]))
-        run.push()
-    figures["moved"] = run.largest([float(weights_fingerprint(run) != before)])[0]
-    ray_train.report(run.box, figures | sync_figures(run), last=True)
-    run.close()
+        for name, value in _round_figures(trainer, collector).items():
+            figures[name] = max(figures.get(name, 0.0), value)
+        collector.push_weights(trainer.step)
+    figures["moved"] = trainer.max_over_ranks([float(weights_fingerprint(trainer) != before)])[0]
+    return figures | sync_figures(trainer, collector)
 
 
-def sync_figures(run: Run) -> dict[str, float]:
-    """How far the engines are from changed weights after they were sent, and how far they would be without that."""
-    with nudged(run):
-        run.push()
-        batch = drawn(run)
-        sent = gap(run, batch)
-    return {"sync_gap": sent, "stale_gap": gap(run, compute_logprobs(run, batch))}
+def _round_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, float]:
+    """Figures of one round of generation and one update at learning rate 0."""
+    deferred = trainer.defers_logprobs
+    batch, kl = compute_advantages(trainer, generate(trainer, collector, deferred))
+    batch, sums = update(trainer, batch, deferred)
+    s = trainer.sum_over_ranks(sums | {"kl": kl, "tokens": batch.mask.sum()})
+    norms = {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
+    return norms | {
+        "ratio": abs(s["policy/ratio"] / s["updated"] - 1),
+        "clipped": s["policy/clip_fraction"] / s["updated"],
+        "kl": abs(s["kl"]) / s["tokens"],
+        "gap": logprob_gap(trainer, batch),
+        "signal": trainer.max_over_ranks([float(batch.advantages.abs().max())])[0],
+    }
 
 
-def drawn(run: Run, late: bool = False) -> Experience:
-    """Completions of the next prompts with the logprobs that the policy gives them, of this rank; `late`: see
-    `annotate`."""
-    selection = run.selection()
-    for completions in run.rounds.next(run.step, run.step + 1):  # none ahead: the weights change in between
-        selection.add(run.penalized(run.judge(completions, run.scorers)))
-    run.rest()
-    (batch,) = run.experiences(selection.take(last=True))
-    return compute_logprobs(run, batch, late)
+def sync_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, float]:
+    """How far the engines are from changed weights after these were sent, and how far they would be otherwise."""
+    with nudged(trainer):
+        collector.push_weights(trainer.step)
+        batch = generate(trainer, collector)
+        sent = logprob_gap(trainer, batch)
+    return {"sync_gap": sent, "stale_gap": logprob_gap(trainer, compute_logprobs(trainer, batch))}
 
 
-def gap(run: Run, batch: Experience) -> float:
-    """Mean difference of a token's logprob between engine and trainer, over all ranks."""
-    apart = masking.masked_sum((batch.logprobs - batch.rollout_logprobs).abs(), batch.mask)
-    s = run.summed({"apart": apart, "tokens": batch.mask.sum()})
-    return s["apart"] / s["tokens"]
+def generate(trainer: Trainer, collector: RolloutCollector, deferred: bool = False) -> LogprobBatch:
+    """This rank's completions of the next prompts with the policy's log-probabilities; `deferred`: see `update`."""
+    selection = collector.new_selection()
+    # Nothing runs ahead: the weights change between two calls.
+    for completions in collector.queue.next(trainer.step, trainer.step + 1):
+        selection.add(collector.score_training(completions))
+    collector.sleep_engines()
+    (batch,) = collector.build_batches(selection.take(last=True), trainer.device)
+    return compute_logprobs(trainer, batch, deferred)
 
 
-def weights_fingerprint(run: Run) -> list[float]:
-    """Sums that change when a weight does, of this rank's shards."""
-    weights = [p.detach() for trained in run.trained.values() for p in trained.model.parameters()]
+def logprob_gap(trainer: Trainer, batch: LogprobBatch) -> float:
+    """Mean difference of a token's log-probability between engine and trainer, over all ranks."""
+    difference = masking.masked_sum((batch.logprobs - batch.rollout_logprobs).abs(), batch.mask)
+    s = trainer.sum_over_ranks({"difference": difference, "tokens": batch.mask.sum()})
+    return s["difference"] / s["tokens"]
+
+
+def weights_fingerprint(trainer: Trainer) -> list[float]:
+    """Sums over this rank's shards that change when a weight does."""
+    weights = [p.detach() for each in trainer.models.values() for p in each.model.parameters()]
     return [float(cast(DTensor, p).to_local().double().abs().sum()) for p in weights]
 
 
 @contextmanager
-def nudged(run: Run) -> Iterator[None]:
-    """Within it all trained weights of the policy are others."""
-    shards = [cast(DTensor, p).to_local() for p in run.policy.parameters() if p.requires_grad]
+def nudged(trainer: Trainer) -> Iterator[None]:
+    """Within it all trained weights of the policy are changed."""
+    shards = [cast(DTensor, p).to_local() for p in trainer.policy.parameters() if p.requires_grad]
     kept = [shard.clone() for shard in shards]
     with torch.no_grad():
         for shard in shards:

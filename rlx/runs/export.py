@@ -208,7 +208,7 @@ def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Comp
 @torch.no_grad()
 def _scored(policy: Policy, completions: Sequence[Completion]) -> Tensor:
     """`[B, T]` log-probabilities as the trainer has them, at temperature 1."""
-    batch = experience.build([ScoredCompletion(one, 0.0, False, {}) for one in completions], 0)
+    batch = experience.build_batch([ScoredCompletion(one, 0.0, False, {}) for one in completions], 0)
     scored: Tensor = policy(*batch.inputs, 1.0).logprobs
     return scored
 

@@ -25,7 +25,7 @@ from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.runs import preflight
 from rlx.runs.actor_group import ActorGroup
-from rlx.runs.ray_train import Notify, Report, RunStopped
+from rlx.runs.ray_train import Notify, Report, RunStopped, WorkerSpec
 from rlx.runs.resources import check_room, plan_resources
 from rlx.runs.run_folder import check_new, check_start, write
 from rlx.storage import checkpoint_catalog
@@ -170,7 +170,7 @@ def examine(config: RunConfig) -> list[Verdict]:
     try:
         with tempfile.TemporaryDirectory(prefix="rlx-check-") as folder:
             tables, place = preflight.prompt_tables(config, path), open_storage(f"{folder}/check")
-            job = _job(doctor.with_no_learning(config), place, "") | {"examine": True}
+            job = _job(doctor.with_no_learning(config), place, "", examine=True)
             figures = crew.run(config, job, place, tables, _ignore, lambda words: None)
     finally:
         release()
@@ -236,9 +236,9 @@ def _close(record: OutboxTracker, folder: Storage, say: Notify, config: RunConfi
         say(f"records for MLflow may wait in {where} ({one_line(error)})")
 
 
-def _job(config: RunConfig, folder: Storage, uri: str) -> dict[str, Any]:
+def _job(config: RunConfig, folder: Storage, uri: str, examine: bool = False) -> WorkerSpec:
     """What the workers are told of a run."""
-    return {"config": config.model_dump(), "model": preflight.model_folder(config), "folder": folder, "tracking": uri}
+    return WorkerSpec(config.model_dump(), preflight.model_folder(config), folder, uri, examine)
 
 
 def _opened(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -25,6 +26,7 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.util.placement_group import PlacementGroup
 
 from rlx.config.errors import one_line
+from rlx.storage.filesystem import Storage
 
 Report = Callable[[dict[str, Any], str | None], None]
 """(a step's metrics, the path of the checkpoint that has become whole since the last one)"""
@@ -39,6 +41,20 @@ _WORDS = 500  # longest that an error's text is passed on
 _FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
 
 
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What the driver tells the workers of a run."""
+
+    config: Mapping[str, Any]  # the settings, as a tree
+    model_path: str  # Hugging Face folder or name
+    folder: Storage  # of the run
+    tracking_uri: str  # MLflow's
+    examine: bool = False  # run the doctor instead of training
+    engines: Sequence[Any] = ()  # actor handles
+    reward_models: Sequence[Any] = ()  # actor handles
+    mailbox: str = ""  # where the driver listens
+
+
 class RunError(RuntimeError):
     """A run that failed; the text says why in one line."""
 
@@ -51,29 +67,29 @@ class RunStopped(RuntimeError):
 # On a worker
 
 
-def jobs(box: str) -> Iterator[dict[str, Any]]:
+def jobs(box: str) -> Iterator[WorkerSpec]:
     """What there is to do, one job after another on all ranks alike, as they are posted; it never ends by itself."""
     first, done = ray.train.get_context().get_world_rank() == 0, 0
     while True:
         number = ray.train.collective.broadcast_from_rank_zero(_next_job(box, done) if first else None)
         posted = _internal_kv_get(f"{box}/job/{number}".encode())
         if posted:  # not taken back meanwhile
-            job = cloudpickle.loads(posted)
+            job: WorkerSpec = cloudpickle.loads(posted)
             yield job
             ray.train.collective.barrier()  # another rank may still be closing what it holds
             if first:
-                _internal_kv_put(f"{job[_BOX]}/ended".encode(), b"1")
+                _internal_kv_put(f"{job.mailbox}/ended".encode(), b"1")
         done = number
 
 
-def report(box: str, metrics: dict[str, Any], last: bool, checkpoint: ray.train.Checkpoint | None = None) -> None:
+def report(box: str, metrics: Mapping[str, Any], last: bool, checkpoint: ray.train.Checkpoint | None = None) -> None:
     """Passes a step's metrics to the driver, and the checkpoint that has become whole; a collective call.
 
     Train itself takes checkpoints in the folder of its own run alone: those of a worker group's first job.
     """
     own = f"{ray.train.get_context().get_storage().experiment_fs_path}/"
     ray.train.report(
-        metrics | {LAST: last, _BOX: box, _CHECKPOINT: checkpoint.path if checkpoint else None},
+        {**metrics, LAST: last, _BOX: box, _CHECKPOINT: checkpoint.path if checkpoint else None},
         checkpoint=checkpoint if checkpoint and checkpoint.path.startswith(own) else None,
         checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
     )
@@ -185,10 +201,10 @@ def new_box() -> str:
     return f"rlx/{uuid.uuid4().hex}"
 
 
-def post_job(box: str, number: int, job: dict[str, Any]) -> str:
+def post_job(box: str, number: int, job: WorkerSpec) -> str:
     """Gives a worker group its next job, from 1 on; the job's box."""
     own = f"{box}/{number}"
-    _internal_kv_put(f"{box}/job/{number}".encode(), cloudpickle.dumps(job | {_BOX: own}))
+    _internal_kv_put(f"{box}/job/{number}".encode(), cloudpickle.dumps(replace(job, mailbox=own)))
     _internal_kv_put(f"{box}/newest".encode(), str(number).encode())
     return own
 

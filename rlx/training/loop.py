@@ -1,12 +1,12 @@
 """The PPO loop: what runs on every FSDP rank, from prompts to a reported step.
 
-It joins the parts and owns none of their work: generation is rollout's, arithmetic is algorithms', optimizer steps are
-update's, files are checkpoint's. Starting processes and engines is launch's.
+The loop joins the parts and does none of their work: rollouts are in collector.py, formulas in rlx.algorithms,
+optimizer steps in update.py, checkpoints in checkpointing.py. It starts no process and no engine.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,111 +15,184 @@ from torch import Tensor
 from rlx.algorithms import masking
 from rlx.algorithms.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages
 from rlx.algorithms.kl import log_ratio_kl
-from rlx.training.collector import Selection
-from rlx.training.experience import Experience, concat
+from rlx.models import lora
+from rlx.models.policy import PolicyOutput
+from rlx.training.checkpointing import Checkpointer
+from rlx.training.collector import RolloutCollector, Selection
+from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, concat
 from rlx.training.metrics import StepTimer, evaluate, rollout_sums, summarize
-from rlx.training.setup import build_run
-from rlx.training.trainer import Run
+from rlx.training.reporting import Reporter
+from rlx.training.trainer import Trainer
 from rlx.training.update import update
 
 
-def train_loop(setup: dict[str, Any]) -> None:
-    """PPO from the newest checkpoint, or from the start, to the last step; the function that Ray Train runs.
+def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpointer, reporter: Reporter) -> None:
+    """PPO from the restored step to the last one; every rank calls it."""
+    config = trainer.config
+    collector.push_weights(trainer.step, starting=True)
+    metrics, samples = checkpointer.restored_metrics, list[dict[str, Any]]()
+    if trainer.step == 0:
+        metrics, samples = evaluate(trainer, collector)
+    while not report(trainer, checkpointer, reporter, metrics, samples):
+        timer = StepTimer()
+        selection, parts = collector.new_selection(), []
+        while needs_more(trainer, selection):  # once, unless groups of equal scores are left out
+            parts += collect(trainer, collector, selection, timer)  # 1 to 5
+        with timer("annotate"):
+            collector.sleep_engines()
+            rest = collector.build_batches(selection.take(last=True), trainer.device)
+            parts += [compute_logprobs(trainer, batch, deferred=trainer.defers_logprobs) for batch in rest]
+            experience, kl = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
+        with timer("update"):
+            experience, sums = update(trainer, experience, trainer.defers_logprobs)  # 7 losses, backward, clip, step
+        with timer("rollout"):
+            collector.wait_for_pending(trainer.step)
+        trainer.step += 1
+        with timer("sync"):
+            collector.push_weights(trainer.step)  # 8
+        metrics, samples = evaluate(trainer, collector) if trainer.is_due(config.eval.every) else ({}, [])
+        sums |= {"kl": kl} | rollout_sums(trainer, experience, selection)
+        metrics |= summarize(trainer, collector.queue, experience, sums, timer.metrics())  # 9
 
-    Args:
-        setup: what launch made for all ranks; see `assembly.assemble`.
+
+def collect(
+    trainer: Trainer, collector: RolloutCollector, selection: Selection, timer: StepTimer
+) -> list[LogprobBatch]:
+    """Generates and scores the next round of prompts, chunk by chunk.
+
+    Groups that are certain to be trained on also get their log-probabilities at once, while later chunks are generated.
     """
-    run = build_run(setup)
-    config, late = run.config, run.scores_late
-    run.push(starting=True)  # the engines may still be starting
-    if run.step == 0:
-        run.report(*evaluate(run))
-    else:
-        run.report(run.metrics, [])  # the driver may not have heard of the checkpoint's own step
-    while not run.stopping:
-        clock = StepTimer()
-        selection, parts = run.selection(), []
-        while run.wants_more(selection):  # once, unless groups whose scores are all equal are left out
-            parts += collect(run, selection, clock)  # 1 to 5
-        with clock("annotate"):
-            run.rest()
-            parts += [compute_logprobs(run, part, late) for part in run.experiences(selection.take(last=True))]
-            batch, kl = compute_advantages(run, concat(parts))  # 6 advantages and returns
-        with clock("update"):
-            batch, sums = update(run, batch, late)  # 7 losses, backward, clip, step
-        with clock("rollout"):
-            run.settle()
-        run.step += 1
-        with clock("sync"):
-            run.push()  # 8
-        metrics, samples = evaluate(run) if run.is_due(config.eval.every) else ({}, [])
-        sums |= {"kl": kl} | rollout_sums(run, batch, selection)
-        run.report(metrics | summarize(run, batch, sums, clock.metrics()), samples)  # 9
-    run.close()
-
-
-def collect(run: Run, selection: Selection, clock: StepTimer) -> list[Experience]:
-    """The next round of prompts, part by part: completions, their scores, and what policy and reference say of those
-    that are to be trained on whatever the other parts bring."""
-    parts: list[Experience] = []
+    parts: list[LogprobBatch] = []
     selection.rounds += 1
-    for completions in clock.waiting("rollout", run.draw()):  # 1 this rank's prompts, 2 token ids, logprobs, version
-        with clock("reward"):
-            selection.add(run.penalized(run.judge(completions, run.scorers)))  # 3
-        with clock("annotate"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
-            parts += [compute_logprobs(run, part) for part in run.experiences(selection.take())]
+    for completions in timer.waiting("rollout", collector.collect(trainer.step)):  # 1 prompts, 2 tokens, logprobs
+        with timer("reward"):
+            selection.add(collector.score_training(completions))  # 3
+        with timer("annotate"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
+            batches = collector.build_batches(selection.take(), trainer.device)
+            parts += [compute_logprobs(trainer, batch) for batch in batches]
     return parts
 
 
-@torch.no_grad()
-def compute_logprobs(run: Run, batch: Experience, late: bool = False) -> Experience:
-    """Adds the old policy's logprobs and entropy, the reference's logprobs and the values.
+def needs_more(trainer: Trainer, selection: Selection) -> bool:
+    """Whether some rank still lacks groups to train on, and may generate another round; a collective call."""
+    if selection.rounds == 0 or not selection.filtered:
+        return selection.rounds == 0
+    missing = trainer.max_over_ranks([selection.missing])[0]
+    return missing > 0 and selection.rounds < trainer.config.algorithm.filter_rounds
 
-    Without a reference its logprobs are the policy's own, and without a critic the values are 0. With `late` the first
-    mini-batch is left to `update`, and all of it stays 0.
+
+@torch.no_grad()
+def compute_logprobs(trainer: Trainer, batch: RolloutBatch, deferred: bool = False) -> LogprobBatch:
+    """Adds the old policy's log-probabilities and entropy, the reference's log-probabilities and the values.
+
+    Without a reference its log-probabilities are the policy's own; without a critic the values are 0.
+
+    Args:
+        deferred: leave the first mini-batch's rows at 0; `update` computes them.
     """
     columns = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values", "entropy")}
     rows = len(batch.scores)
-    first = rows // run.config.train.num_minibatches if late else 0
-    for micro in run.cut([batch.rows(slice(first, None))])[0] if first < rows else ():
-        scored = run.before_update(micro)
-        reference = run.reference_logprobs(micro)
-        values = scored.values if run.critic is None else run.critic(*micro.inputs)
-        grids = (scored.logprobs, scored.logprobs if reference is None else reference, values, scored.entropy)
+    first = rows // trainer.config.train.num_minibatches if deferred else 0
+    for micro_batch in trainer.micro_batches([batch.rows(slice(first, None))])[0] if first < rows else ():
+        output = old_policy_output(trainer, micro_batch)
+        reference = reference_logprobs(trainer, micro_batch)
+        values = output.values if trainer.critic is None else trainer.critic(*micro_batch.inputs)
+        grids = (output.logprobs, output.logprobs if reference is None else reference, values, output.entropy)
         for column, grid in zip(columns.values(), grids, strict=True):
             if grid is not None:
-                column[micro.place, : grid.shape[1]] = grid
-    run.reshard()
-    return replace(batch, **columns)
+                column[micro_batch.row, : grid.shape[1]] = grid
+    trainer.reshard()
+    return batch.with_logprobs(columns)
 
 
-def compute_advantages(run: Run, batch: Experience) -> tuple[Experience, Tensor]:
-    """Adds advantages and returns; also the summed KL to the reference."""
-    settings, mask = run.config.algorithm, batch.mask
-    scores, greedy = normalize_rewards(run, batch)
+def old_policy_output(trainer: Trainer, batch: RolloutBatch) -> PolicyOutput:
+    """The old policy's log-probabilities, entropy and values; or what the engines reported for the tokens."""
+    if trainer.config.algorithm.old_logprobs == "rollout":
+        return PolicyOutput(batch.rollout_logprobs, -batch.rollout_logprobs, None)  # entropy is the mean of -log p
+    output: PolicyOutput = trainer.policy(*batch.inputs, trainer.config.rollout.temperature, True)
+    return output
+
+
+def reference_logprobs(trainer: Trainer, batch: RolloutBatch) -> Tensor | None:
+    """The reference's log-probabilities `[B, T]`; None without a reference."""
+    temperature = trainer.config.rollout.temperature
+    if trainer.reference is not None:
+        return trainer.reference(*batch.inputs, temperature).logprobs
+    if trainer.config.reference == "none":
+        return None
+    with lora.adapters_off(trainer.policy):
+        return trainer.policy(*batch.inputs, temperature).logprobs
+
+
+def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experience, Tensor]:
+    """Adds advantages and returns; also gives the sum of the KL to the reference over this rank's tokens."""
+    settings, mask = trainer.config.algorithm, batch.mask
+    scores, greedy_scores = normalize_rewards(trainer, batch)
     kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_estimator)
-    kl_coef = run.kl.coef if settings.kl_placement == "reward" else 0.0
+    inputs = AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy_scores)
+    kl_coef = trainer.kl.coef if settings.kl_placement == "reward" else 0.0
     advantages, returns = estimate_advantages(
-        settings.advantage,
-        AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy),
-        AdvantageSettings(kl_coef, settings.gamma, settings.gae_lambda),
+        settings.advantage, inputs, AdvantageSettings(kl_coef, settings.gamma, settings.gae_lambda)
     )
     if settings.whiten_advantages:
-        total = masking.moments(advantages, mask)
-        run.grid.all_reduce_sum(total)
+        total = trainer.mesh.all_reduce_sum(masking.moments(advantages, mask))
         advantages = masking.masked_whiten(advantages, mask, total=total)
-    return replace(batch, advantages=advantages, returns=returns), masking.masked_sum(kl, mask)
+    return batch.with_advantages(advantages, returns), masking.masked_sum(kl, mask)
 
 
-def normalize_rewards(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
-    """The scores, and those of the greedy completions, normalised by all scores so far and clipped, as configured."""
-    settings, grids = run.config.algorithm, [batch.scores, batch.greedy]
+def normalize_rewards(trainer: Trainer, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """The scores `[B]` and the greedy completions' scores `[B]`, normalized and clipped as configured.
+
+    Normalization uses the mean and deviation of all scores trained on so far, by all ranks.
+    """
+    settings, columns = trainer.config.algorithm, [batch.scores, batch.greedy_scores]
     if settings.normalize_rewards:
-        total = masking.moments(batch.scores, torch.ones_like(batch.scores))
-        run.grid.all_reduce_sum(total)
-        run.scores.update(*total.tolist())
-        mean, scale = run.scores.shift_and_scale()
-        grids = [(grid - mean) * scale for grid in grids]
+        total = trainer.mesh.all_reduce_sum(masking.moments(batch.scores, torch.ones_like(batch.scores)))
+        trainer.reward_stats.update(*total.tolist())
+        mean, scale = trainer.reward_stats.shift_and_scale()
+        columns = [(column - mean) * scale for column in columns]
     if settings.reward_clip is not None:
-        grids = [grid.clamp(-settings.reward_clip, settings.reward_clip) for grid in grids]
-    return grids[0], grids[1]
+        columns = [column.clamp(-settings.reward_clip, settings.reward_clip) for column in columns]
+    return columns[0], columns[1]
+
+
+def report(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    reporter: Reporter,
+    metrics: dict[str, float],
+    samples: Sequence[Mapping[str, Any]],
+) -> bool:
+    """Records the current step and begins its checkpoint when one is due; returns whether the step is the last.
+
+    A checkpoint is reported with the first step after it has become complete.
+    """
+    is_last = stops_here(trainer, reporter)
+    finished = checkpointer.finished()
+    if finished:
+        metrics = metrics | {"time/checkpoint_write": finished.seconds}
+    trainer.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
+    is_due = checkpointer.is_due(is_last)
+    shards, seconds = checkpointer.copy_state() if is_due else ({}, 0.0)
+    if is_due:
+        metrics = metrics | {"time/checkpoint": seconds}
+    # The records come first: no checkpoint is ever ahead of them.
+    reporter.log_samples(samples, trainer.step)
+    reporter.log(metrics, trainer.step)
+    if is_due:
+        reporter.flush()
+        checkpointer.save(shards, metrics, reporter.run_id)
+    if is_last or not trainer.config.checkpoint.async_save:
+        finished = checkpointer.finished(wait=True) or finished
+    reporter.report(
+        metrics | trainer.evaluation | {"step": trainer.step},
+        is_last=is_last,
+        checkpoint=finished.folder if finished else None,
+    )
+    return is_last
+
+
+def stops_here(trainer: Trainer, reporter: Reporter) -> bool:
+    """Whether the current step is the last: all steps are done, or rank 0 was asked to stop; a collective call."""
+    asked = trainer.max_over_ranks([float(reporter.should_stop())])[0] > 0
+    return trainer.step >= trainer.config.train.steps or asked

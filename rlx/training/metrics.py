@@ -1,7 +1,11 @@
-"""How long the parts of a step take."""
+"""What a step says of itself: evaluation on held-out prompts, and the statistics of training over all ranks.
+
+Names and meanings of the metrics are in rlx.tracking.metrics. A metric that does not apply to a run is left out.
+"""
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,22 +13,20 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torchmetrics import MeanMetric
 
 from rlx.algorithms import kl, masking
-from rlx.training.collector import Selection
+from rlx.algorithms.importance_sampling import importance_weights
+from rlx.config.run import RunConfig
+from rlx.training.collector import RolloutCollector, Selection
 from rlx.training.experience import Experience
-from rlx.training.trainer import Run, Sums
+from rlx.training.rollout_queue import RolloutQueue
+from rlx.training.trainer import Sums, Trainer
+from rlx.training.update import rollout_correction
 from rlx.types import ScoredCompletion
 
 T = TypeVar("T")
-
-
-class _End:
-    pass
-
-
-_END = _End()
 
 
 class StepTimer:
@@ -36,195 +38,247 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
+        """Within it, time counts for a part."""
         started = time.perf_counter()
         yield
         spent = time.perf_counter() - started
         self._seconds[f"time/{part}"] = self._seconds.get(f"time/{part}", 0.0) + spent
 
-    def waiting(self, part: str, things: Iterable[T]) -> Iterator[T]:
-        """Things as they come; the wait for each counts."""
-        iterator = iter(things)
+    def waiting(self, part: str, items: Iterable[T]) -> Iterator[T]:
+        """The items as they come; the wait for each counts for a part."""
+        iterator, end = iter(items), object()
         while True:
             with self(part):
-                thing = next(iterator, _END)
-            if isinstance(thing, _End):
+                item: Any = next(iterator, end)
+            if item is end:
                 return
-            yield thing
+            yield item
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of each part by metric name, and of the whole so far."""
+        """Seconds of each part by metric name, and of the whole step so far."""
         return self._seconds | {"time/step": time.perf_counter() - self.started}
 
 
-def evaluate(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def evaluate(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Greedy answers to the held-out prompts: their metrics over all ranks, and some of this rank's as sample rows.
 
-    Where an average of the policy's weights is kept, it answers too.
+    With train.ema_decay the averaged weights are evaluated as well. A collective call.
     """
     started = time.perf_counter()
-    judged = answer_held_out(run)
-    metrics = mean_over_ranks(run, judged, "eval")
-    if run.average:
-        with run.averaged():
-            metrics |= mean_over_ranks(run, answer_held_out(run), "eval/ema")
+    scored = collector.evaluate(trainer.step)
+    metrics = mean_over_ranks(scored, "eval", trainer.device)
+    if trainer.ema:
+        with trainer.ema_weights():
+            collector.push_weights(trainer.step)
+            metrics |= mean_over_ranks(collector.evaluate(trainer.step), "eval/ema", trainer.device)
+        collector.push_weights(trainer.step)
     metrics["time/eval"] = time.perf_counter() - started
-    kept = judged[: run.config.tracking.samples]
-    texts = run.tokenizer.batch_decode([one.completion.token_ids for one in kept], skip_special_tokens=True)
-    return metrics, [
+    return metrics, sample_rows(scored[: trainer.config.tracking.samples], collector.score.tokenizer)
+
+
+def sample_rows(scored: Sequence[ScoredCompletion], tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows of the sample table."""
+    texts = tokenizer.batch_decode([each.completion.token_ids for each in scored], skip_special_tokens=True)
+    return [
         {
-            "score": one.score,
-            "answer": one.completion.prompt.answer,
+            "score": each.score,
+            "answer": each.completion.prompt.answer,
             "completion": text,
-            "prompt": one.completion.prompt.question,
+            "prompt": each.completion.prompt.question,
         }
-        for one, text in zip(kept, texts, strict=True)
+        for each, text in zip(scored, texts, strict=True)
     ]
 
 
-def answer_held_out(run: Run) -> list[ScoredCompletion]:
-    return run.judge(run.answer_greedily(run.held_out), run.held_out_scorers)
-
-
-def mean_over_ranks(run: Run, judged: Sequence[ScoredCompletion], prefix: str) -> dict[str, float]:
-    """Accuracy, reward and length, mean over all ranks' answers."""
+def mean_over_ranks(scored: Sequence[ScoredCompletion], prefix: str, device: torch.device) -> dict[str, float]:
+    """Accuracy, reward and length, mean over all ranks' answers; a collective call."""
     columns = {
-        "accuracy": [float(one.is_correct) for one in judged],
-        "reward": [one.score for one in judged],
-        "length": [float(len(one.completion.token_ids)) for one in judged],
+        "accuracy": [float(each.is_correct) for each in scored],
+        "reward": [each.score for each in scored],
+        "length": [float(len(each.completion.token_ids)) for each in scored],
     }
     metrics = {}
     for name, column in columns.items():
-        mean = MeanMetric().to(run.device)
-        mean.update(torch.tensor(column, device=run.device))
+        mean = MeanMetric().to(device)
+        mean.update(torch.tensor(column, device=device))
         metrics[f"{prefix}/{name}"] = float(mean.compute())
     return metrics
 
 
-def rollout_sums(run: Run, batch: Experience, selection: Selection) -> Sums:
-    """What a step's metrics need to know of all that was drawn and of what was trained on, as it was before the update,
-    which has to be done: some of it is known by then only."""
-    drawn, mask, count = selection.drawn, batch.mask, run.config.train.num_minibatches
-    estimated = run.scores_late and run.config.algorithm.entropy_coef == 0 and count > 1
-    exact = slice(len(mask) // count if estimated else 0, None)  # whose entropies are, or all that there are
-    mismatch = kl.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
-    weights = run.importance(batch, cut=False)
-    sums: Sums = {
-        "drawn": len(drawn),
-        "score": sum(one.score for one in drawn),
-        "score_squared": sum(one.score**2 for one in drawn),
-        "right": sum(one.is_correct for one in drawn),
-        "generated": selection.tokens,
-        "varied": selection.varied,
-        "completions": len(mask),
-        "tokens": mask.sum(),
-        "prompt_tokens": batch.prompt_lengths.sum(),
-        "truncated": sum(not one.completion.finished for one in drawn),
-        "age": sum(run.step - 1 - one.completion.version for one in drawn),
-        "entropy": masking.masked_sum(batch.entropy[exact], mask[exact]),
-        "exact": mask[exact].sum(),
-        "mismatch": masking.masked_sum(mismatch, mask),
-        "weight": masking.masked_sum(weights, mask),
-        "weight_squared": masking.masked_sum(weights.square(), mask),
-        "reweighted": (run.importance(batch) != weights).sum() * (run.config.rollout_correction != "none"),
-    }
-    sums |= {f"part/{name}": sum(one.scores_by_function[name] for one in drawn) for name in drawn[0].scores_by_function}
-    for name, grid in (("residual", batch.returns - batch.values), ("returns", batch.returns)):
-        sums |= {f"{name}/{i}": part for i, part in enumerate(masking.moments(grid, mask))}
-    return sums
+def rollout_sums(trainer: Trainer, batch: Experience, selection: Selection) -> Sums:
+    """Sums over this rank's rollouts and training batch, for the step's metrics.
+
+    Call it after the update: with deferred log-probabilities, the old ones exist only then.
+    """
+    sums = _score_sums(trainer, selection) | _token_sums(trainer, batch) | _mismatch_sums(trainer.config, batch)
+    return sums | _value_sums(batch)
 
 
-def summarize(run: Run, batch: Experience, sums: Sums, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The step's metrics over all ranks; moves the KL controller and the token count on."""
-    s = run.summed(sums)
-    metrics = dict(seconds) | _of_scores(run, s) | _of_policy(run, s) | _of_values(run, s) | _of_mismatch(run, batch, s)
-    run.tokens += int(s["generated"])
+def summarize(
+    trainer: Trainer, queue: RolloutQueue, batch: Experience, sums: Sums, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """The step's metrics over all ranks; also advances the KL controller and the token count. A collective call.
+
+    Args:
+        queue: whose seconds of generation are read and set back to 0.
+        batch: that the step trained on.
+        sums: of `update` and `rollout_sums`.
+        seconds: of the step's parts, by metric name.
+    """
+    s = trainer.sum_over_ranks(sums)
+    metrics = dict(seconds) | _of_scores(trainer, s) | _of_policy(trainer, s) | _of_values(trainer, s)
+    metrics |= _of_mismatch(trainer, batch, s)
+    trainer.tokens += int(s["generated"])
     if "updates/policy" in s:  # while the critic warms up, the policy is the reference
-        run.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
-    generation, peak = run.largest([run.rounds.seconds, _peak_gib(run.device)])
-    run.rounds.seconds = 0.0
-    # Nothing was drawn in this step if it goes on with a round from a checkpoint.
-    drawing = generation if run.config.rollout.max_staleness and generation else seconds["time/rollout"]
-    trained = (s["prompt_tokens"] + s["tokens"]) * s["updates"] / run.grid.dp_size / run.config.train.num_minibatches
+        trainer.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
+    generation, peak = trainer.max_over_ranks([queue.seconds, _peak_gib(trainer.device)])
+    queue.seconds = 0.0
+    # A step that continues with a round from a checkpoint has generated nothing.
+    ahead = trainer.config.rollout.max_staleness and generation
     return metrics | {
         "time/generation": generation,
-        "response/length_mean": s["tokens"] / s["completions"],
-        "response/truncated_fraction": s["truncated"] / s["drawn"],
-        "tokens/rollout_per_s": s["generated"] / drawing,
-        "tokens/update_per_s": trained / seconds["time/update"],
+        "tokens/rollout_per_s": s["generated"] / (generation if ahead else seconds["time/rollout"]),
+        "tokens/update_per_s": _trained_tokens(trainer, s) / seconds["time/update"],
         "tokens/padding_fraction": 1 - (s["prompt_tokens"] + s["tokens"]) / s["positions"],
-        "tokens/total": float(run.tokens),
-        "staleness/mean": s["age"] / s["drawn"],
+        "tokens/total": float(trainer.tokens),
         "memory/peak_gib": peak,
     }
 
 
-def _of_scores(run: Run, s: Mapping[str, float]) -> dict[str, float]:
-    mean = s["score"] / s["drawn"]
+def _score_sums(trainer: Trainer, selection: Selection) -> Sums:
+    candidates = selection.candidates
+    sums: Sums = {
+        "drawn": len(candidates),
+        "score": sum(each.score for each in candidates),
+        "score_squared": sum(each.score**2 for each in candidates),
+        "right": sum(each.is_correct for each in candidates),
+        "generated": selection.tokens,
+        "varied": selection.varied,
+        "truncated": sum(not each.completion.finished for each in candidates),
+        "age": sum(trainer.step - 1 - each.completion.version for each in candidates),
+    }
+    names = candidates[0].scores_by_function
+    return sums | {f"part/{name}": sum(each.scores_by_function[name] for each in candidates) for name in names}
+
+
+def _of_scores(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
+    config, mean = trainer.config, s["score"] / s["drawn"]
+    groups = s["drawn"] / config.train.samples_per_prompt
     metrics = {
         "reward/mean": mean,
         "reward/std": max(0.0, s["score_squared"] / s["drawn"] - mean * mean) ** 0.5,
         "task/accuracy": s["right"] / s["drawn"],
+        "response/length_mean": s["tokens"] / s["completions"],
+        "response/truncated_fraction": s["truncated"] / s["drawn"],
+        "staleness/mean": s["age"] / s["drawn"],
+        "groups/varied_fraction": s["varied"] / groups,
     }
-    metrics |= {f"reward/{name}": s[f"part/{name}"] / s["drawn"] for name in run.config.reward.functions}
-    groups = s["drawn"] / run.config.train.samples_per_prompt
-    metrics["groups/varied_fraction"] = s["varied"] / groups
-    if run.config.algorithm.filter_groups:
+    metrics |= {f"reward/{name}": s[f"part/{name}"] / s["drawn"] for name in config.reward.functions}
+    if config.algorithm.filter_groups:
         metrics["groups/drawn"] = groups
-    if run.config.algorithm.normalize_rewards:
-        mean, scale = run.scores.shift_and_scale()
-        metrics |= {"reward/running_mean": mean, "reward/running_std": 1 / scale}
+    if config.algorithm.normalize_rewards:
+        running_mean, scale = trainer.reward_stats.shift_and_scale()
+        metrics |= {"reward/running_mean": running_mean, "reward/running_std": 1 / scale}
     return metrics
 
 
-def _of_policy(run: Run, s: Mapping[str, float]) -> dict[str, float]:
+def _token_sums(trainer: Trainer, batch: Experience) -> Sums:
+    config, mask, count = trainer.config, batch.mask, trainer.config.train.num_minibatches
+    # Where other entropies are exact, the one-sample estimates of a deferred first mini-batch do not count.
+    estimated = trainer.defers_logprobs and config.algorithm.entropy_coef == 0 and count > 1
+    exact = slice(len(mask) // count if estimated else 0, None)
+    return {
+        "completions": len(mask),
+        "tokens": mask.sum(),
+        "prompt_tokens": batch.prompt_lengths.sum(),
+        "entropy": masking.masked_sum(batch.entropy[exact], mask[exact]),
+        "exact": mask[exact].sum(),
+    }
+
+
+def _trained_tokens(trainer: Trainer, s: Mapping[str, float]) -> float:
+    """Prompt and response tokens in all of a step's optimizer steps, over all ranks."""
+    per_pass = s["prompt_tokens"] + s["tokens"]
+    return per_pass * s["updates"] / trainer.mesh.dp_size / trainer.config.train.num_minibatches
+
+
+def _of_policy(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
     metrics = {
         "policy/entropy": s["entropy"] / s["exact"],
-        "policy/lr": run.trained["policy"].optimizer.param_groups[0]["lr"],
+        "policy/lr": trainer.models["policy"].optimizer.param_groups[0]["lr"],
     }
-    if run.config.reference != "none":
-        metrics |= {"kl/ref": s["kl"] / s["tokens"], "kl/coef": run.kl.coef}
+    if trainer.config.reference != "none":
+        metrics |= {"kl/ref": s["kl"] / s["tokens"], "kl/coef": trainer.kl.coef}
     if "policy/loss" not in s:  # the critic is warming up
         return metrics
-    updates, passes = s["updates/policy"], s["passes"] / run.grid.dp_size
+    updates, passes = s["updates/policy"], s["passes"] / trainer.mesh.dp_size
     per_token = ("clip_fraction", "approx_kl", "ratio")
     metrics |= {f"policy/{name}": s[f"policy/{name}"] / s["updated"] for name in per_token}
     metrics |= {name: s[name] / passes for name in ("policy/loss", "kl/loss", "ptx/loss") if name in s}
-    return metrics | {"policy/grad_norm": s["grad_norm/policy"] / updates, "policy/updates": updates / run.grid.dp_size}
+    return metrics | {
+        "policy/grad_norm": s["grad_norm/policy"] / updates,
+        "policy/updates": updates / trainer.mesh.dp_size,
+    }
 
 
-def _of_values(run: Run, s: Mapping[str, float]) -> dict[str, float]:
-    if run.config.critic == "none" or "value/loss" not in s:
+def _value_sums(batch: Experience) -> Sums:
+    sums: Sums = {}
+    for name, grid in (("residual", batch.returns - batch.values), ("returns", batch.returns)):
+        sums |= {f"{name}/{i}": part for i, part in enumerate(masking.moments(grid, batch.mask))}
+    return sums
+
+
+def _of_values(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
+    if trainer.config.critic == "none" or "value/loss" not in s:
         return {}
     residual, returns = (
         torch.tensor([s[f"{name}/{i}"] for i in range(3)], dtype=torch.float64) for name in ("residual", "returns")
     )
     metrics = {
-        "value/loss": s["value/loss"] / (s["passes"] / run.grid.dp_size),
+        "value/loss": s["value/loss"] / (s["passes"] / trainer.mesh.dp_size),
         "value/clip_fraction": s["value/clip_fraction"] / s["updated"],
         "value/explained_variance": float(masking.explained_variance(residual, returns)),
     }
-    if run.critic is not None:  # a head's gradient is part of the policy's
+    if trainer.critic is not None:  # a head's gradient is part of the policy's
         metrics["value/grad_norm"] = s["grad_norm/critic"] / s["updates/critic"]
     return metrics
 
 
-def _of_mismatch(run: Run, batch: Experience, s: Mapping[str, float]) -> dict[str, float]:
-    if run.config.algorithm.old_logprobs == "rollout":  # the first ratios are those of engine and trainer
-        known = "first/policy/approx_kl" in s
-        return {"mismatch/kl": s["first/policy/approx_kl"] / s["first/updated"]} if known else {}
+def _mismatch_sums(config: RunConfig, batch: Experience) -> Sums:
+    mismatch = kl.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
+    ratios, weights = _ratios(config, batch), rollout_correction(config, batch)
+    return {
+        "mismatch": masking.masked_sum(mismatch, batch.mask),
+        "weight": masking.masked_sum(ratios, batch.mask),
+        "weight_squared": masking.masked_sum(ratios.square(), batch.mask),
+        "reweighted": (weights != ratios).sum() * (config.rollout_correction != "none"),
+    }
+
+
+def _of_mismatch(trainer: Trainer, batch: Experience, s: Mapping[str, float]) -> dict[str, float]:
+    if trainer.config.algorithm.old_logprobs == "rollout":  # the first ratios are those of engine and trainer
+        is_known = "first/policy/approx_kl" in s
+        return {"mismatch/kl": s["first/policy/approx_kl"] / s["first/updated"]} if is_known else {}
     gap = ((batch.logprobs - batch.rollout_logprobs) * batch.mask).abs().max()
-    heaviest = (run.importance(batch, cut=False) * batch.mask).max()
-    widest_gap, heaviest_weight = run.largest([float(gap), float(heaviest)])
+    weight = (_ratios(trainer.config, batch) * batch.mask).max()
+    max_gap, max_weight = trainer.max_over_ranks([float(gap), float(weight)])
     return {
         "mismatch/kl": s["mismatch"] / s["tokens"],
-        "mismatch/max_abs": widest_gap,
+        "mismatch/max_abs": max_gap,
         "mismatch/clipped_fraction": s["reweighted"] / s["tokens"],
-        "mismatch/weight_max": heaviest_weight,
+        "mismatch/weight_max": max_weight,
         "mismatch/effective_fraction": s["weight"] ** 2 / (s["tokens"] * s["weight_squared"]),
     }
 
 
+def _ratios(config: RunConfig, batch: Experience) -> Tensor:
+    """The ratio of old policy to rollout policy, `[B, T]`, neither truncated nor masked."""
+    level = config.algorithm.rollout_correction_level
+    return importance_weights(batch.logprobs, batch.rollout_logprobs, batch.mask, "tis", 0.0, math.inf, level)
+
+
 def _peak_gib(device: torch.device) -> float:
+    """The most memory that this process has held: on its GPU, or in main memory without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB

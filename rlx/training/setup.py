@@ -1,247 +1,258 @@
-"""One rank's live objects made of the config and what launch has started, and restored from a checkpoint.
+"""Builds one rank's trainer, collector and checkpointer from the config, and restores them from a checkpoint.
 
-What becomes of them is worker's and train_loop's; the models are roles'.
+What needs Ray, vLLM or MLflow comes in alive (`TrainingInputs`), so this module runs in a plain process too. What the
+objects do is in trainer.py, collector.py and checkpointing.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray.train
-import ray.train.torch
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from rlx.algorithms import adaptive
-from rlx.config.errors import ConfigError
+from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.run import RunConfig
+from rlx.config.sections import RolloutConfig, ScalingConfig, TrainConfig
 from rlx.data import prompts, sources, stream
+from rlx.data.stream import PromptStream
 from rlx.mesh import DATA, TENSOR, Mesh
 from rlx.models import fsdp, loading, logprobs, lora, tensor_parallel
-from rlx.rewards import reward_model, scoring
-from rlx.rewards.remote import RemoteReward
-from rlx.rollout.engine_group import EngineGroup
-from rlx.rollout.engine_pool import EnginePool
-from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.runs import ray_train
+from rlx.rewards import scoring
+from rlx.rollout.base import Engines
 from rlx.storage.checkpoint_catalog import Retention
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.checkpoint_writer import CheckpointWriter
-from rlx.storage.filesystem import Storage, retry
-from rlx.tracking.memory import NullTracker
-from rlx.tracking.tracker import OutboxTracker
-from rlx.training import trainer
+from rlx.storage.filesystem import Storage
+from rlx.training.checkpointing import Checkpointer
+from rlx.training.collector import CompletionScorer, RolloutCollector
+from rlx.training.reporting import Reporter
 from rlx.training.rollout_queue import RolloutQueue
-from rlx.training.trainer import Run
+from rlx.training.trainer import SupervisedRows, Trainer, initial_ema
 from rlx.types import Sampling, Scorer, ShardedWeight
 
+WeightSource = Callable[[], Sequence[ShardedWeight]]
+"""gives the policy's weights for the engines, as they are when it is called on all ranks"""
 
-def build_run(setup: Mapping[str, Any]) -> Run:
-    """This rank's objects, continued from the newest checkpoint if the run has one.
 
-    Args:
-        setup: `config` tree, `model` folder, `engines` and `reward_models` handles, `tracking` (MLflow's address),
-            `folder` (the run's storage), `box` (see controller).
-    """
-    config = RunConfig.model_validate(setup["config"])
-    if not setup.get("examine"):
-        _check_shared(setup["folder"])
-    device = ray.train.torch.get_device()
-    if device.type == "cpu":
-        torch.set_num_threads(threads(config))
-    grid = Mesh.of(device.type, config.parallel.tp)
-    _forget_peak(device)
-    trained, reference = models(config, setup["model"], grid.mesh)
-    tokenizer = prompts.load_tokenizer(setup["model"], config.model.trust_remote_code)
-    held_out = stream.read_shard("held_out")
-    recorded, say = grid.rank == 0 and not setup.get("examine"), partial(ray_train.notify, setup["box"])
-    settings, source, chosen = config.algorithm, config.data, config.checkpoint
-    sampling = _sampling(config, tokenizer)
-    fleet = _fleet(config, setup, grid, device, trained["policy"].model)
-    remote = _remote_scorers(config, setup["reward_models"], grid.dp_rank)
-    run = Run(
+@dataclass(frozen=True)
+class TrainingInputs:
+    """What one rank needs to train; torch.distributed is initialized before."""
+
+    config: RunConfig
+    model_path: str  # Hugging Face folder or name
+    device: torch.device
+    tables: Mapping[str, pa.Table]  # prompts by name: "train", "held_out", and "ptx" with algorithm.ptx_coef
+    folder: Storage  # of the run
+    reporter: Reporter
+    connect_engines: Callable[[Mesh, WeightSource], Engines]
+    connect_scorers: Callable[[Mesh], dict[str, Scorer]]  # reward models and servers; a collective call
+
+
+def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpointer]:
+    """This rank's objects, continued from the newest checkpoint if the run has one; a collective call."""
+    config = inputs.config
+    if inputs.device.type == "cpu":
+        torch.set_num_threads(threads(config.scaling))
+    mesh = Mesh.of(inputs.device.type, config.parallel.tp)
+    _reset_peak_memory(inputs.device)
+    models, reference = build_models(config, inputs.model_path, mesh.mesh)
+    tokenizer = prompts.load_tokenizer(inputs.model_path, config.model.trust_remote_code)
+    trainer = Trainer(
         config=config,
-        device=device,
-        grid=grid,
-        trained=trained,
-        average=trainer.initial_ema(config, trained["policy"].model),
-        rates=learning_rates(config, trained),
-        copy=reference,
-        rounds=_rounds(config, fleet, sampling, _stream("train", config.seed, grid)),
-        supervised=_stream("ptx", config.seed, grid) if source.ptx_source else None,
-        held_out=stream.prompts(held_out, range(grid.dp_rank, len(held_out), grid.dp_size)),
-        fleet=fleet,
-        sampling=sampling,
-        tokenizer=tokenizer,
-        scorers=_scorers(config, source.seed, source.num_prompts) | remote,
-        held_out_scorers=_scorers(config, config.eval.seed, config.eval.num_prompts) | remote,
-        tracker=OutboxTracker(setup["tracking"], setup["folder"], "rank_0", say) if recorded else NullTracker(),
-        saver=CheckpointWriter(setup["folder"], Retention(chosen.keep_last, chosen.best_by, chosen.best_mode)),
-        box=setup["box"],
-        kl=adaptive.AdaptiveKL(settings.kl_coef, settings.adaptive_kl_target, settings.adaptive_kl_horizon),
-        scores=adaptive.RunningScores(),
-        scattered=scattered(config, trained),
+        mesh=mesh,
+        device=inputs.device,
+        models=models,
+        reference=reference,
+        base_lrs=base_lrs(config.train, models),
+        kl=AdaptiveKL(
+            config.algorithm.kl_coef, config.algorithm.adaptive_kl_target, config.algorithm.adaptive_kl_horizon
+        ),
+        reward_stats=RunningScores(),
+        ema=initial_ema(config.train, models["policy"].model),
+        supervised=_supervised(inputs, mesh, tokenizer),
+        scattered=scattered(config, models),
     )
-    run.restore()
-    return run
+    collector = _collector(inputs, trainer, tokenizer)
+    retention = Retention(config.checkpoint.keep_last, config.checkpoint.best_by, config.checkpoint.best_mode)
+    writer = CheckpointWriter(inputs.folder, retention)
+    checkpointer = Checkpointer(trainer, collector.queue, writer, inputs.reporter.notify)
+    checkpointer.restore()
+    return trainer, collector, checkpointer
 
 
-def threads(config: RunConfig) -> int:
-    """That a worker on a CPU computes with: its share, rounded, where Ray would round down. What engines have does not
-    count: sums depend on the number of threads, and engines may be others after a resume."""
-    return max(1, round(config.scaling.resources_per_worker.get("CPU", 1.0)))
+def close(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpointer, reporter: Reporter) -> None:
+    """Ends threads and process groups that would outlive the objects."""
+    checkpointer.close()
+    collector.engines.close()
+    reporter.close()
+    trainer.mesh.close()
 
 
-def _forget_peak(device: torch.device) -> None:
-    """Has peak memory counted from here on: this process may have done another run before."""
+def threads(scaling: ScalingConfig) -> int:
+    """Threads that a worker on a CPU computes with: its share of CPUs, rounded (Ray would round down).
+
+    The engines' share does not count: sums depend on the number of threads, and a resumed run may have other engines.
+    """
+    return max(1, round(scaling.resources_per_worker.get("CPU", 1.0)))
+
+
+def _reset_peak_memory(device: torch.device) -> None:
+    """Measures peak memory from here on: this process may have done another run before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _check_shared(folder: Storage) -> None:
-    """ConfigError if this worker's node does not see the run's folder that the driver has made."""
-    if not retry((folder / "run.json").exists, f"reading {folder.path}"):
-        node = ray.util.get_node_ip_address()
-        raise ConfigError(
-            f"storage: {folder.path} is not there on node {node}: name a folder that all nodes have mounted, or s3"
-        )
+def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> RolloutCollector:
+    config, mesh = inputs.config, trainer.mesh
+    engines = inputs.connect_engines(mesh, partial(engine_weights, config, trainer.policy))
+    remote = inputs.connect_scorers(mesh)
+    sampling = sampling_of(config.rollout, tokenizer)
+    held_out = inputs.tables["held_out"]
 
+    def scorer(seed: int, size: int) -> CompletionScorer:
+        local = scoring.scorers(config.reward, sources.answer_checker(config.data, seed, size))
+        return CompletionScorer(config.reward, local | remote, tokenizer, mesh)
 
-def _stream(table: str, seed: int, grid: Mesh) -> stream.PromptStream:
-    """This replica's share of a prompt table."""
-    return stream.PromptStream(stream.read_shard(table), seed, grid.dp_rank, grid.dp_size)
-
-
-def _fleet(config: RunConfig, setup: Mapping[str, Any], grid: Mesh, device: torch.device, policy: Any) -> EngineGroup:
-    settings, engines = config.rollout, setup["engines"]
-    # Adapters go to an engine's own process, which writes them down for vLLM.
-    alone = config.model.lora_sync == "adapter"
-    return EngineGroup(
-        pool=EnginePool(engines, config.seed, grid.dp_rank, settings.timeout_s, settings.sync_timeout_s),
-        mesh=grid,
-        sync=WeightSync(
-            engines, grid, device, getattr(torch, config.model.dtype), None if alone else settings.transport
-        ),
-        retries=settings.retries,
-        notify=partial(ray_train.notify, setup["box"]),
-        weights=partial(_weights, config, policy),
+    return RolloutCollector(
+        engines=engines,
+        queue=_queue(config, engines, sampling, _stream(inputs, "train", mesh)),
+        sampling=sampling,
+        score=scorer(config.data.seed, config.data.num_prompts),
+        held_out=stream.prompts(held_out, range(mesh.dp_rank, len(held_out), mesh.dp_size)),
+        score_held_out=scorer(config.eval.seed, config.eval.num_prompts),
+        train=config.train,
+        algorithm=config.algorithm,
+        rollout=config.rollout,
     )
 
 
-def _weights(config: RunConfig, policy: Any) -> list[ShardedWeight]:
-    """What engines are sent of the policy: all of its weights, or its adapters alone."""
+def _stream(inputs: TrainingInputs, table: str, mesh: Mesh) -> PromptStream:
+    """This replica's share of a prompt table."""
+    return PromptStream(inputs.tables[table], inputs.config.seed, mesh.dp_rank, mesh.dp_size)
+
+
+def _supervised(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> SupervisedRows | None:
+    config = inputs.config
+    if not config.data.ptx_source:
+        return None
+    return SupervisedRows(_stream(inputs, "ptx", mesh), tokenizer, config.rollout.max_tokens, config.data.ptx_batch)
+
+
+def engine_weights(config: RunConfig, policy: Any) -> list[ShardedWeight]:
+    """The policy's weights for the engines: all of them, or the adapters alone."""
     if config.rollout.placement == "colocated":
         torch.cuda.empty_cache()
-        dist.barrier()  # the engines wake on these GPUs, all of them once the first rank says so
-    alone = config.model.lora_sync == "adapter"
-    return lora.adapter_weights(policy) if alone else lora.engine_weights(policy)
+        dist.barrier()  # all engines on these GPUs wake up once the first rank says so
+    adapters_only = config.model.lora_sync == "adapter"
+    return lora.adapter_weights(policy) if adapters_only else lora.engine_weights(policy)
 
 
-def _sampling(config: RunConfig, tokenizer: Any) -> Sampling:
-    chosen = config.rollout
-    return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, chosen.max_tokens, (tokenizer.eos_token_id,))
+def sampling_of(rollout: RolloutConfig, tokenizer: Any) -> Sampling:
+    """How training completions are sampled."""
+    return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, (tokenizer.eos_token_id,))
 
 
-def _rounds(config: RunConfig, fleet: EngineGroup, sampling: Sampling, prompts: stream.PromptStream) -> RolloutQueue:
-    """Each prompt is answered so many times, and greedily once more if the estimator asks for that."""
-    train, ahead = config.train, config.rollout.max_staleness
+def _queue(config: RunConfig, engines: Engines, sampling: Sampling, prompts: PromptStream) -> RolloutQueue:
+    """Each prompt gets `samples_per_prompt` completions, and a greedy one where the estimator needs it."""
+    train, rollout = config.train, config.rollout
     samplings = [sampling] * train.samples_per_prompt
     if config.algorithm.estimator.needs_greedy:
         samplings.append(sampling.greedy)
-    return RolloutQueue(fleet, prompts, samplings, train.prompts_per_step, config.rollout.num_chunks, ahead)
+    return RolloutQueue(engines, prompts, samplings, train.prompts_per_step, rollout.num_chunks, rollout.max_staleness)
 
 
-def _scorers(config: RunConfig, seed: int, size: int) -> dict[str, Scorer]:
-    return scoring.scorers(config.reward, sources.answer_checker(config.data, seed, size))
+# --- models and optimizers
 
 
-def _remote_scorers(config: RunConfig, models: Sequence[Any], replica: int) -> dict[str, Scorer]:
-    settings = config.reward
-    remote: dict[str, Scorer] = {}
-    if settings.model:
-        patient = reward_model.ModelReward(models, config.rollout.timeout_s, replica)
-        patient([])  # until they are loaded
-        remote["model"] = replace(patient, timeout_s=settings.timeout_s)
-    if settings.url:
-        remote["url"] = RemoteReward.from_config(settings)
-    return remote
-
-
-def models(config: RunConfig, path: str, mesh: Any) -> tuple[dict[str, ModelAndOptimizer], Any]:
-    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over the grid's mesh."""
-    chosen = config.model
-    trust, head, seed = chosen.trust_remote_code, chosen.value_head_init, config.seed
-    own = head if config.critic == "head" else None
-    parts: dict[str, Any] = {
-        "policy": loading.load_policy(path, head=own, seed=seed, adapters=adapters(config), trust_remote_code=trust)
-    }
-    if mesh.device_type == "cuda":
-        parts["policy"].stored_logits = _kept(config)
+def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[str, ModelAndOptimizer], Any]:
+    """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over a device mesh."""
+    model = config.model
+    trust, head, seed = model.trust_remote_code, model.value_head_init, config.seed
+    policy = loading.load_policy(
+        path,
+        head=head if config.critic == "head" else None,
+        seed=seed,
+        adapters=adapters(config),
+        trust_remote_code=trust,
+    )
+    if device_mesh.device_type == "cuda":
+        policy.stored_logits = _kept_numbers(config.scaling)
+    parts: dict[str, Any] = {"policy": policy}
     if config.critic == "separate":
         parts["critic"] = loading.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
-    trained = {}
-    for name, part in parts.items():
-        if config.train.gradient_checkpointing:
-            loading.checkpoint_gradients(part)
-        sharded = _sharded(config, name, part, mesh)
-        trained[name] = ModelAndOptimizer(sharded, _optimizer(config, sharded))
+    models = {name: _trained(config, name, part, device_mesh) for name, part in parts.items()}
     if config.reference != "copy":
-        return trained, None
-    return trained, _sharded(config, "reference", loading.load_reference(path, trust_remote_code=trust), mesh)
+        return models, None
+    reference = loading.load_reference(path, trust_remote_code=trust)
+    return models, _sharded(config, "reference", reference, device_mesh)
 
 
-def _sharded(config: RunConfig, name: str, part: Any, mesh: Any) -> Any:
+def _trained(config: RunConfig, name: str, part: Any, device_mesh: Any) -> ModelAndOptimizer:
+    if config.train.gradient_checkpointing:
+        loading.checkpoint_gradients(part)
+    sharded = _sharded(config, name, part, device_mesh)
+    return ModelAndOptimizer(sharded, _optimizer(config.train, sharded))
+
+
+def _sharded(config: RunConfig, name: str, part: Any, device_mesh: Any) -> Any:
     if config.train.compile:
         loading.compile_layers(part)
     if config.parallel.tp > 1:
-        tensor_parallel.split_layers(part, mesh[TENSOR])
-        mesh = mesh[DATA]
-    return fsdp.shard(part, mesh, getattr(torch, config.model.dtype), offload=name in config.model.offload)
+        tensor_parallel.split_layers(part, device_mesh[TENSOR])
+        device_mesh = device_mesh[DATA]
+    dtype = getattr(torch, config.model.dtype)
+    return fsdp.shard(part, device_mesh, dtype, offload=name in config.model.offload)
 
 
-def scattered(config: RunConfig, trained: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
-    """The models whose gradients in full, float32 on every rank while micro-batches add up, are more than a sixteenth
-    of a worker's GPU memory; none where no other rank could have the rest."""
+def scattered(config: RunConfig, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
+    """The models whose gradients are reduced in each backward pass, so that no rank ever holds all of them.
+
+    These are the models whose full float32 gradients would take more than a sixteenth of a worker's GPU memory while
+    micro-batches add up. There are none where no other rank could hold the rest.
+    """
     if not config.scaling.use_gpu or config.replicas == 1:
         return frozenset()
-    sizes = {name: sum(p.numel() for p in t.model.parameters() if p.requires_grad) for name, t in trained.items()}
-    return frozenset(name for name, size in sizes.items() if size // config.parallel.tp > _kept(config))
+    sizes = {name: sum(p.numel() for p in m.model.parameters() if p.requires_grad) for name, m in models.items()}
+    limit = _kept_numbers(config.scaling)
+    return frozenset(name for name, size in sizes.items() if size // config.parallel.tp > limit)
 
 
-def _kept(config: RunConfig) -> int:
-    """How many numbers of float32 may be kept of what could also be had again."""
-    return logprobs.stored_logits_on_gpu(config.scaling.resources_per_worker.get("GPU", 1.0))
+def _kept_numbers(scaling: ScalingConfig) -> int:
+    """How many float32 numbers may stay in a worker's GPU memory although they could be computed again."""
+    return logprobs.stored_logits_on_gpu(scaling.resources_per_worker.get("GPU", 1.0))
 
 
 def adapters(config: RunConfig) -> lora.Adapters | None:
-    """The adapters beside the policy's layers; None without."""
-    chosen = config.model
-    if not chosen.lora_rank:
+    """The adapters beside the policy's layers; None without model.lora_rank."""
+    model = config.model
+    if not model.lora_rank:
         return None
-    return lora.Adapters(chosen.lora_rank, chosen.lora_alpha, chosen.lora_targets, config.seed)
+    return lora.Adapters(model.lora_rank, model.lora_alpha, model.lora_targets, config.seed)
 
 
-def _optimizer(config: RunConfig, part: Any) -> torch.optim.Optimizer:
-    """AdamW over what is trained; a value head is a group of its own."""
-    named = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+def _optimizer(train: TrainConfig, model: Any) -> torch.optim.Optimizer:
+    """AdamW over the weights that are trained; a value head is a parameter group of its own."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     head = [p for name, p in named if name.startswith("value_head.")]
     body = [p for name, p in named if not name.startswith("value_head.")]
     return torch.optim.AdamW(
         [{"params": group} for group in (body, head) if group],
-        betas=config.train.adam_betas,
-        weight_decay=config.train.weight_decay,
+        betas=train.adam_betas,
+        weight_decay=train.weight_decay,
         fused=True,
     )
 
 
-def learning_rates(config: RunConfig, trained: Mapping[str, ModelAndOptimizer]) -> dict[str, list[float]]:
-    """Of each model's parameter groups: the body, then a value head, which learns at the critic's."""
-    body = {"policy": config.train.actor_lr, "critic": config.train.critic_lr}
-    heads = {name: len(part.optimizer.param_groups) - 1 for name, part in trained.items()}
-    return {name: [body[name]] + [config.train.critic_lr] * heads[name] for name in trained}
+def base_lrs(train: TrainConfig, models: Mapping[str, ModelAndOptimizer]) -> dict[str, list[float]]:
+    """Learning rates of each model's parameter groups: the body, then a value head, which has the critic's."""
+    body = {"policy": train.actor_lr, "critic": train.critic_lr}
+    heads = {name: len(each.optimizer.param_groups) - 1 for name, each in models.items()}
+    return {name: [body[name]] + [train.critic_lr] * heads[name] for name in models}

@@ -1,211 +1,261 @@
 """Step 7 of the loop: a step's experience becomes losses, gradients and optimizer steps.
 
-The formulas are algorithms.py's; here they meet the models, the settings and the other ranks.
+The formulas are in rlx.algorithms; here they meet the models, the settings and the other ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rlx.algorithms import adaptive, losses
+from rlx.algorithms.importance_sampling import importance_weights
+from rlx.algorithms.losses import PolicyLossSettings
+from rlx.config.run import RunConfig
 from rlx.models import fsdp
 from rlx.models.policy import PolicyOutput
-from rlx.training import experience
-from rlx.training.experience import Experience, balance_over_replicas
-from rlx.training.trainer import Run, Sums
-
-
-def update(run: Run, batch: Experience, late: bool = False) -> tuple[Experience, Sums]:
-    """All epochs of optimizer steps on a batch.
-
-    Args:
-        late: `annotate` has left out the first mini-batch; it gets its columns here, from the first pass.
-
-    Returns:
-        The batch that this rank has trained on, dealt anew over replicas and with all columns; and the losses'
-        statistics, summed over optimizer steps.
-
-    Raises: see `check_norms`.
-    """
-    batch = balance_over_replicas(batch, run.config.train.num_minibatches, run.grid)
-    batches = experience.minibatches(batch, run.config.train.num_minibatches)
-    cut, sizes = run.cut(batches), denominators(run, batches)
-    sums: Sums = {"positions": sum(micro.ids.numel() for micros in cut for micro in micros)}
-    for number, (micros, size) in enumerate(list(zip(cut, sizes, strict=True)) * run.config.train.ppo_epochs):
-        done = accumulate(run, micros, size, number, late and number == 0)
-        if number == 0:  # nothing has changed yet
-            sums |= {f"first/{name}": done[name] for name in ("policy/approx_kl", "updated") if name in done}
-            if late:
-                fill_first_pass(batch, micros)
-        _add(sums, done)
-        if number > 0 and exceeds_target_kl(run, done, size):
-            discard_gradients(run)
-            break
-        _add(sums, optimizer_step(run, number))
-    check_norms(run, sums)
-    return batch, sums
-
-
-def fill_first_pass(batch: Experience, micros: Sequence[Experience]) -> None:
-    """Gives a batch what a first pass over some of its completions has said of them."""
-    for micro in micros:
-        place = micro.place, slice(micro.mask.shape[1])
-        batch.logprobs[place] = batch.ref_logprobs[place] = micro.logprobs
-        batch.entropy[place] = micro.entropy
-
-
-def exceeds_target_kl(run: Run, done: Sums, size: LossDenominators) -> bool:
-    """Whether the policy has moved further from the old one than algorithm.target_kl allows, over all ranks."""
-    limit = run.config.algorithm.target_kl
-    if limit is None or "policy" not in run.learning:
-        return False
-    return not run.summed(done)["policy/approx_kl"] <= limit * size.tokens  # nor if it is no number
+from rlx.training.experience import Experience, RolloutBatch, balance_over_replicas, minibatches
+from rlx.training.trainer import Sums, Trainer
 
 
 @dataclass(frozen=True, slots=True)
 class LossDenominators:
-    """What the losses of an optimizer step are divided by: its size over all ranks."""
+    """What the losses of an optimizer step are divided by: sums over all ranks."""
 
     tokens: float
-    policy: float  # tokens or responses, as algorithm.aggregation has it
+    policy: float  # tokens or responses, as algorithm.aggregation counts
 
 
-def denominators(run: Run, batches: Sequence[Experience]) -> list[LossDenominators]:
-    """The size of each mini-batch."""
+def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple[Experience, Sums]:
+    """All epochs of optimizer steps on a step's experience; a collective call.
+
+    Args:
+        deferred: the first mini-batch has no old log-probabilities yet; the first pass over it gives them.
+
+    Returns:
+        The experience that this rank trained on: balanced over replicas, with all columns. And the statistics of the
+        losses, summed over optimizer steps.
+
+    Raises:
+        FloatingPointError: see `check_norms`.
+    """
+    train = trainer.config.train
+    batch = balance_over_replicas(batch, train.num_minibatches, trainer.mesh)
+    parts = minibatches(batch, train.num_minibatches)
+    split, sizes = trainer.micro_batches(parts), denominators(trainer, parts)
+    sums: Sums = {"positions": sum(micro_batch.ids.numel() for part in split for micro_batch in part)}
+    for number in range(train.num_minibatches * train.ppo_epochs):
+        index = number % train.num_minibatches
+        first_pass = deferred and number == 0
+        split[index], stats = accumulate(trainer, split[index], sizes[index], number, first_pass)
+        if number == 0:  # no weight has changed yet
+            sums |= {f"first/{name}": stats[name] for name in ("policy/approx_kl", "updated") if name in stats}
+        _add(sums, stats)
+        if number > 0 and exceeds_target_kl(trainer, stats, sizes[index]):
+            discard_gradients(trainer)
+            break
+        _add(sums, optimizer_step(trainer, number))
+    check_norms(trainer, sums)
+    return with_first_pass(batch, split[0]) if deferred else batch, sums
+
+
+def with_first_pass(batch: Experience, micro_batches: Sequence[Experience]) -> Experience:
+    """The batch with the log-probabilities and entropies that the first pass gave its first mini-batch."""
+    logprobs, ref_logprobs, entropy = batch.logprobs.clone(), batch.ref_logprobs.clone(), batch.entropy.clone()
+    for micro_batch in micro_batches:
+        index = micro_batch.row, slice(micro_batch.mask.shape[1])
+        logprobs[index] = ref_logprobs[index] = micro_batch.logprobs
+        entropy[index] = micro_batch.entropy
+    return replace(batch, logprobs=logprobs, ref_logprobs=ref_logprobs, entropy=entropy)
+
+
+def denominators(trainer: Trainer, parts: Sequence[Experience]) -> list[LossDenominators]:
+    """The denominators of each mini-batch; a collective call."""
     sums: Sums = {}
-    for i, part in enumerate(batches):
-        sums |= {f"tokens/{i}": part.mask.sum(), f"policy/{i}": _token_weights(run, part)[1]}
-    total = run.summed(sums)
-    return [LossDenominators(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(batches))]
+    for i, part in enumerate(parts):
+        sums |= {f"tokens/{i}": part.mask.sum(), f"policy/{i}": _token_weights(trainer.config, part)[1]}
+    total = trainer.sum_over_ranks(sums)
+    return [LossDenominators(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(parts))]
 
 
-def accumulate(run: Run, micros: Sequence[Experience], size: LossDenominators, number: int, late: bool) -> Sums:
-    """Gradients of the step's optimizer step `number`: of its micro-batches, and of the supervised rows beside them;
-    with `late` this pass gives the micro-batches their old logprobs, and minus these for an entropy that is not asked
-    for: an exact one takes as long as the loss does."""
+def accumulate(
+    trainer: Trainer, micro_batches: Sequence[Experience], size: LossDenominators, number: int, first_pass: bool
+) -> tuple[list[Experience], Sums]:
+    """Gradients of one optimizer step: of its micro-batches, and of the supervised rows beside them.
+
+    Args:
+        micro_batches: of the optimizer step's mini-batch.
+        size: what the losses are divided by.
+        number: of the optimizer step within the PPO step.
+        first_pass: this pass gives the micro-batches their old log-probabilities.
+
+    Returns:
+        The micro-batches, with old log-probabilities; and the statistics of the losses.
+    """
     sums: Sums = {"passes": 1.0}
-    run.reduce_gradients(False)
-    if run.supervised and "policy" in run.learning:
-        sums["ptx/loss"] = backward_supervised(run, number)
-    for i, micro in enumerate(micros):
-        run.reduce_gradients(i == len(micros) - 1)
-        _add(sums, backward(run, micro, size, late))
-    return sums
+    trainer.set_gradient_sync(last=False)
+    if trainer.supervised and "policy" in trainer.learning:
+        sums["ptx/loss"] = backward_supervised(trainer, number)
+    done = []
+    for i, micro_batch in enumerate(micro_batches):
+        trainer.set_gradient_sync(last=i == len(micro_batches) - 1)
+        micro_batch, stats = backward(trainer, micro_batch, size, first_pass)
+        done.append(micro_batch)
+        _add(sums, stats)
+    return done, sums
 
 
-def backward(run: Run, micro: Experience, size: LossDenominators, late: bool) -> Sums:
-    """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks; for `late` see
-    `accumulate`."""
-    settings, mask = run.config.algorithm, micro.mask
+def backward(
+    trainer: Trainer, micro_batch: Experience, size: LossDenominators, first_pass: bool
+) -> tuple[Experience, Sums]:
+    """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks; see `accumulate`."""
+    settings, mask = trainer.config.algorithm, micro_batch.mask
     stats: Sums = {"updated": mask.sum()}
-    loss, values = torch.zeros((), device=run.device), None
-    if "policy" in run.learning:
-        scored = run.policy(*micro.inputs, run.sampling.temperature, settings.entropy_coef > 0)
-        if late:
-            micro.logprobs.copy_(scored.logprobs.detach())
-            micro.entropy.copy_(-micro.logprobs if scored.entropy is None else scored.entropy.detach())
-        policy_loss, policy_stats = policy_losses(run, scored, micro, size.policy)
-        loss, values = loss + policy_loss, scored.values
+    loss, values = torch.zeros((), device=trainer.device), None
+    if "policy" in trainer.learning:
+        temperature = trainer.config.rollout.temperature
+        output = trainer.policy(*micro_batch.inputs, temperature, settings.entropy_coef > 0)
+        micro_batch = _with_old_logprobs(micro_batch, output) if first_pass else micro_batch
+        policy_loss, policy_stats = policy_losses(trainer, output, micro_batch, size.policy)
+        loss, values = loss + policy_loss, output.values
         stats |= policy_stats
-    if run.critic is not None:
-        values = run.critic(*micro.inputs)
+    if trainer.critic is not None:
+        values = trainer.critic(*micro_batch.inputs)
     if values is not None:
         value_loss, value_stats = losses.value_loss(
-            values, micro.values, micro.returns, mask, size.tokens, settings.value_clip
+            values, micro_batch.values, micro_batch.returns, mask, size.tokens, settings.value_clip
         )
-        loss = loss + (settings.value_coef if run.critic is None else 1.0) * value_loss
+        loss = loss + (settings.value_coef if trainer.critic is None else 1.0) * value_loss
         stats |= {"value/loss": value_loss.detach(), "value/clip_fraction": value_stats["clip_fraction"]}
-    (loss * run.grid.dp_size).backward()  # FSDP averages gradients over replicas; the denominators are global already
-    return stats
+    # FSDP averages gradients over replicas; the denominators are global already.
+    (loss * trainer.mesh.dp_size).backward()
+    return micro_batch, stats
 
 
-def policy_losses(run: Run, scored: PolicyOutput, micro: Experience, size: float) -> tuple[Tensor, Sums]:
-    """The policy's loss with entropy bonus and KL, where they are part of it; and its statistics."""
-    settings, mask = run.config.algorithm, micro.mask
-    weights, _ = _token_weights(run, micro)
+def _with_old_logprobs(micro_batch: Experience, output: PolicyOutput) -> Experience:
+    """The micro-batch with the log-probabilities of a pass as the old ones.
+
+    An exact entropy takes as long as the loss does, so without one the entropy is minus the log-probabilities.
+    """
+    logprobs = output.logprobs.detach()
+    entropy = -logprobs if output.entropy is None else output.entropy.detach()
+    return replace(micro_batch, logprobs=logprobs, entropy=entropy)
+
+
+def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experience, size: float) -> tuple[Tensor, Sums]:
+    """The policy's loss, with entropy bonus and KL where they are part of it; and its statistics."""
+    settings, mask = trainer.config.algorithm, micro_batch.mask
+    weights, _ = _token_weights(trainer.config, micro_batch)
     loss, stats = losses.policy_loss(
-        scored.logprobs,
-        micro.logprobs,
-        micro.advantages,
+        output.logprobs,
+        micro_batch.logprobs,
+        micro_batch.advantages,
         mask,
         size,
-        losses.PolicyLossSettings(settings.policy_loss, settings.clip_low, settings.clip_high, settings.dual_clip),
-        weights * run.importance(micro),
+        PolicyLossSettings(settings.policy_loss, settings.clip_low, settings.clip_high, settings.dual_clip),
+        weights * rollout_correction(trainer.config, micro_batch),
     )
     sums: Sums = {"policy/loss": loss.detach()}
     sums |= {f"policy/{name}": total for name, total in stats.items()}
-    if scored.entropy is not None:
-        loss = loss + settings.entropy_coef * losses.entropy_loss(scored.entropy, mask, size, weights)
-    if settings.kl_placement == "loss" and run.kl.coef > 0:
-        kl_loss = losses.kl_loss(scored.logprobs, micro.ref_logprobs, mask, size, settings.kl_estimator, weights)
-        loss = loss + run.kl.coef * kl_loss
+    if output.entropy is not None:
+        loss = loss + settings.entropy_coef * losses.entropy_loss(output.entropy, mask, size, weights)
+    if settings.kl_placement == "loss" and trainer.kl.coef > 0:
+        estimator = settings.kl_estimator
+        kl_loss = losses.kl_loss(output.logprobs, micro_batch.ref_logprobs, mask, size, estimator, weights)
+        loss = loss + trainer.kl.coef * kl_loss
         sums["kl/loss"] = kl_loss.detach()
     return loss, sums
 
 
-def backward_supervised(run: Run, number: int) -> Tensor:
-    """Gradients of the supervised loss on the rows that go with an optimizer step; this rank's share of the loss."""
-    rows = run.answers(number)
-    tokens = run.summed({"tokens": rows.mask.sum()})["tokens"]
-    total = torch.zeros((), device=run.device)
-    for micro in run.cut([rows])[0]:
-        scored = run.policy(*micro.inputs, 1.0)
-        loss = losses.supervised_loss(scored.logprobs, micro.mask, tokens)
-        (run.config.algorithm.ptx_coef * loss * run.grid.dp_size).backward()
+def rollout_correction(config: RunConfig, batch: Experience) -> Tensor:
+    """The importance weight of each token, `[B, T]`: old to rollout policy, truncated or masked as configured."""
+    settings = config.algorithm
+    return importance_weights(
+        batch.logprobs,
+        batch.rollout_logprobs,
+        batch.mask,
+        config.rollout_correction,
+        settings.rollout_correction_low,
+        settings.rollout_correction_high,
+        settings.rollout_correction_level,
+    )
+
+
+def backward_supervised(trainer: Trainer, number: int) -> Tensor:
+    """Gradients of the supervised loss of an optimizer step; this rank's share of the loss, a scalar."""
+    assert trainer.supervised
+    train = trainer.config.train
+    optimizer_step = trainer.step * train.ppo_epochs * train.num_minibatches + number
+    rows: RolloutBatch = trainer.supervised.batch(optimizer_step, trainer.device)
+    tokens = trainer.sum_over_ranks({"tokens": rows.mask.sum()})["tokens"]
+    total = torch.zeros((), device=trainer.device)
+    for micro_batch in trainer.micro_batches([rows])[0]:
+        output = trainer.policy(*micro_batch.inputs, 1.0)
+        loss = losses.supervised_loss(output.logprobs, micro_batch.mask, tokens)
+        (trainer.config.algorithm.ptx_coef * loss * trainer.mesh.dp_size).backward()
         total += loss.detach()
     return total
 
 
-def optimizer_step(run: Run, number: int) -> Sums:
+def exceeds_target_kl(trainer: Trainer, stats: Sums, size: LossDenominators) -> bool:
+    """Whether the policy has moved further from the old one than algorithm.target_kl allows; a collective call."""
+    limit = trainer.config.algorithm.target_kl
+    if limit is None or "policy" not in trainer.learning:
+        return False
+    return not trainer.sum_over_ranks(stats)["policy/approx_kl"] <= limit * size.tokens  # true for a nan
+
+
+def optimizer_step(trainer: Trainer, number: int) -> Sums:
     """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping."""
     norms: Sums = {"updates": 1.0}
-    for name in run.learning:
-        norm = fsdp.clip_gradients(run.trained[name].model, run.config.train.max_grad_norm)
+    for name in trainer.learning:
+        norm = fsdp.clip_gradients(trainer.models[name].model, trainer.config.train.max_grad_norm)
         norms |= {f"grad_norm/{name}": norm, f"updates/{name}": 1.0}
-    for name in run.learning:
-        optimizer = run.trained[name].optimizer
-        for group, lr in zip(optimizer.param_groups, run.rates[name], strict=True):
-            group["lr"] = lr * scheduled_lr_scale(run, name, number)
+    for name in trainer.learning:
+        optimizer = trainer.models[name].optimizer
+        for group, lr in zip(optimizer.param_groups, trainer.base_lrs[name], strict=True):
+            group["lr"] = lr * scheduled_lr_scale(trainer, name, number)
         optimizer.step()
         optimizer.zero_grad()
-    run.update_average()
+    trainer.update_ema()
     return norms
 
 
-def check_norms(run: Run, sums: Sums) -> None:
-    """Looks at all of a step's norms at once: to wait for each would leave the GPU idle between optimizer steps.
+def check_norms(trainer: Trainer, sums: Sums) -> None:
+    """Checks all gradient norms of a step at once: to wait for each would leave the GPU idle between optimizer steps.
 
     Raises:
-        FloatingPointError: one is not finite. The weights are spoilt then, and are neither sent nor saved.
+        FloatingPointError: a norm is not finite. The weights are unusable then, and are neither sent nor saved.
     """
-    for name in run.learning:
-        if not math.isfinite(sums[f"grad_norm/{name}"]):  # the sum of them: none is negative
+    for name in trainer.learning:
+        if not math.isfinite(sums[f"grad_norm/{name}"]):  # the sum of all norms, none of which is negative
             raise FloatingPointError(
-                f"step {run.step + 1}: a gradient norm of the {name} is not finite; its weights are spoilt, and "
+                f"step {trainer.step + 1}: a gradient norm of the {name} is not finite; its weights are spoilt, and "
                 f"neither sent nor saved; a lower learning rate may help"
             )
 
 
-def scheduled_lr_scale(run: Run, name: str, number: int) -> float:
-    """The schedule's factor at the step's optimizer step `number`. The policy's begins after the critic's warm-up."""
-    train = run.config.train
-    late, per_step = train.critic_warmup if name == "policy" else 0, train.ppo_epochs * train.num_minibatches
-    place, total = (run.step - late) * per_step + number, (train.steps - late) * per_step
-    return adaptive.lr_scale(place, train.warmup_steps, total, train.lr_schedule)
+def scheduled_lr_scale(trainer: Trainer, name: str, number: int) -> float:
+    """The schedule's factor at an optimizer step; the policy's schedule starts after the critic's warm-up."""
+    train = trainer.config.train
+    skipped = train.critic_warmup if name == "policy" else 0
+    per_step = train.ppo_epochs * train.num_minibatches
+    position, total = (trainer.step - skipped) * per_step + number, (train.steps - skipped) * per_step
+    return adaptive.lr_scale(position, train.warmup_steps, total, train.lr_schedule)
 
 
-def discard_gradients(run: Run) -> None:
-    for trained in run.trained.values():
-        trained.optimizer.zero_grad()
+def discard_gradients(trainer: Trainer) -> None:
+    """Forgets the gradients of an optimizer step that is not taken."""
+    for each in trainer.models.values():
+        each.optimizer.zero_grad()
 
 
-def _token_weights(run: Run, batch: Experience) -> tuple[Tensor, Tensor]:
-    return losses.token_weights(batch.mask, run.config.algorithm.aggregation, run.config.rollout.max_tokens)
+def _token_weights(config: RunConfig, batch: Experience) -> tuple[Tensor, Tensor]:
+    return losses.token_weights(batch.mask, config.algorithm.aggregation, config.rollout.max_tokens)
 
 
 def _add(sums: Sums, more: Mapping[str, float | Tensor]) -> None:

@@ -59,7 +59,7 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
         }
     )
     grid = Mesh.of("cuda", tp)
-    trained, _ = setup.models(settings, path, grid.mesh)
+    trained, _ = setup.build_models(settings, path, grid.mesh)
     policy: Any = trained["policy"].model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (ROWS, PROMPT + WIDTH), generator=generator).cuda()

@@ -95,7 +95,7 @@ class Trainer:
             }
         )
         self.grid = Mesh.of("cuda", tp)
-        self.policy: Any = setup.models(settings, path, self.grid.mesh)[0]["policy"].model
+        self.policy: Any = setup.build_models(settings, path, self.grid.mesh)[0]["policy"].model
         self.sync = WeightSync(engines, self.grid, self.device, torch.bfloat16)
         weights = partial(lora.engine_weights, self.policy)
         pool = EnginePool(engines, 0, hang_s=100.0)
@@ -168,7 +168,7 @@ class Trainer:
     def gaps(self, completions: list[Completion]) -> Tensor:
         """Of each token, `[B, T]`: all completions are as long as may be."""
         drawn = [ScoredCompletion(completion, 0.0, False, {}) for completion in completions]
-        batch = experience.build(drawn, 0).to(self.device)
+        batch = experience.build_batch(drawn, 0).to(self.device)
         assert batch.mask.all()
         scored = self.policy(*batch.inputs, 1.0)
         fsdp.reshard(self.policy)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OnRanks
-from test_policy import run_of, updated
+from test_update import trainer_of, updated
 from torch import Tensor, nn
 
 from rlx.models import logprobs
@@ -37,13 +37,13 @@ def homes(rank: int, ranks: int, path: str, way: dict[str, Any]) -> tuple[int, s
     """GPU memory that a run's models take, and where the critic's weights and its optimizer's state are."""
     gc.collect()  # what there was before refers to itself
     before = torch.cuda.memory_allocated()
-    critic = (run := run_of(path, way, 60, "cuda")).trained["critic"].model
+    critic = (run := trainer_of(path, way, 60, "cuda")).trained["critic"].model
     optimizer = torch.optim.AdamW(critic.parameters(), fused=True)
     for parameter in critic.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     tensors = [*critic.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
-    assert run.copy is not None
+    assert run.reference is not None
     return torch.cuda.memory_allocated() - before, {tensor.to_local().device.type for tensor in tensors}
 
 

@@ -8,7 +8,8 @@ import torch
 from conftest import NothingLeft, OnRanks
 from run_cases import STEPS, Done, comparable, small, train
 from test_checkpoint_files import averaged, files, step, whole, write
-from test_policy import WAYS, padded, updated
+from test_policy import padded
+from test_update import WAYS, updated
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -76,7 +77,7 @@ def weights_of_tokens() -> Tensor:
 def learnt_on_ranks(rank: int, ranks: int, path: str, tp: int) -> dict[str, Any]:
     """The same, and the shape of one matrix as this process holds it in a forward pass."""
     chosen = settings_of(ranks, tp, model={"critic": "head", "value_head_init": "normal"})
-    trained, _ = setup.models(chosen, path, Mesh.of("cpu", tp).mesh)
+    trained, _ = setup.build_models(chosen, path, Mesh.of("cpu", tp).mesh)
     policy: Any = trained["policy"].model
     shapes: list[tuple[int, ...]] = []
     projection = policy.lm.base_model.layers[0].mlp.up_proj
@@ -147,7 +148,7 @@ def test_neighbours_hear_from_their_first_and_count_once(on_ranks: OnRanks) -> N
 
 
 def trained_of(path: str, ranks: int, tp: int) -> dict[str, ModelAndOptimizer]:
-    return setup.models(settings_of(ranks, tp), path, Mesh.of("cpu", tp).mesh)[0]
+    return setup.build_models(settings_of(ranks, tp), path, Mesh.of("cpu", tp).mesh)[0]
 
 
 def save(rank: int, ranks: int, path: str, tp: int, target: str) -> dict[str, Any]:

@@ -73,9 +73,9 @@ class Made:
 def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str) -> dict[str, Any]:
     """One optimizer step by the trainer's own models, and this rank's file of a checkpoint."""
     config = from_tree(tree)
-    models, _ = setup.models(config, path, Mesh.of("cpu", config.parallel.tp).mesh)
+    models, _ = setup.build_models(config, path, Mesh.of("cpu", config.parallel.tp).mesh)
     policy: Any = models["policy"].model
-    average = trainer.initial_ema(config, policy)
+    average = trainer.initial_ema(config.train, policy)
     for part in models.values():
         for i, weight in enumerate(p for p in part.model.parameters() if p.requires_grad):
             weight.grad = weight.detach() * 0.1 + 0.01 * (-1) ** i  # adapters' B is 0, and must not stay so

@@ -24,10 +24,11 @@ def drawn(replica: int) -> Experience:
         prompt, response = torch.randint(1, 9 * (replica + 1), (2,), generator=generator).tolist()
         own = 1 + replica * ROWS + number
         rows.append(judged(completion([own] * prompt, [own] * response, own), score=own / 2, greedy_score=-own))
-    batch = experience.build(rows, PAD)
-    for i, name in enumerate(("logprobs", "values", "advantages")):
-        getattr(batch, name).add_(batch.mask * (batch.groups[:, None] + i / 4))
-    return batch
+    batch = experience.build_batch(rows, PAD)
+    zero = torch.zeros_like(batch.mask)
+    logprobs, values, advantages = (batch.mask * (batch.groups[:, None] + i / 4) for i in range(3))
+    columns = {"logprobs": logprobs, "ref_logprobs": zero, "values": values, "entropy": zero}
+    return batch.with_logprobs(columns).with_advantages(advantages, zero)
 
 
 def kept(batch: Experience) -> list[list[Any]]:
@@ -37,10 +38,10 @@ def kept(batch: Experience) -> list[list[Any]]:
     for part in experience.minibatches(batch, COUNT):
         found.append([])
         for i in range(len(part.scores)):
-            prompt, response = int(part.prompt_lengths[i]), int(part.widths[i])
+            prompt, response = int(part.prompt_lengths[i]), int(part.response_lengths[i])
             assert not part.mask[i, response:].any() and part.mask[i, :response].all()
             columns = [getattr(part, name)[i, :response].tolist() for name in names]
-            numbers = [part.groups[i].item(), part.scores[i].item(), part.greedy[i].item()]
+            numbers = [part.groups[i].item(), part.scores[i].item(), part.greedy_scores[i].item()]
             found[-1].append([numbers, part.ids[i, : prompt + response].tolist(), *columns])
     return found
 
@@ -50,7 +51,7 @@ def dealt_out(rank: int, ranks: int, tp: int, device: str) -> tuple[list[list[An
     batch = balance_over_replicas(drawn(grid.dp_rank).to(torch.device(device)), COUNT, grid)
     assert {getattr(batch, field.name).device.type for field in fields(batch)} == {device}
     batch = batch.to(torch.device("cpu"))
-    return kept(batch), batch.prompt_lengths + batch.widths, batch.mask.shape[1], batch.place
+    return kept(batch), batch.prompt_lengths + batch.response_lengths, batch.mask.shape[1], batch.row
 
 
 @pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (2, 1), (3, 1), (4, 2)])

@@ -11,8 +11,9 @@ from torch import Tensor
 from rlx.training.collector import Selection
 from rlx.training.experience import (
     Experience,
+    RolloutBatch,
     balance_lengths,
-    build,
+    build_batch,
     concat,
     micro_batch_count,
     micro_batches,
@@ -34,22 +35,22 @@ def completion(prompt: Sequence[int], response: Sequence[int], number: int = 0) 
     )
 
 
-def numbered(lengths: Sequence[tuple[int, int]]) -> Experience:
+def numbered(lengths: Sequence[tuple[int, int]]) -> RolloutBatch:
     """One completion per (prompt length, response length); all tokens of the i-th are i + 1, its score is i."""
     rows = [completion([i + 1] * p, [i + 1] * r, i) for i, (p, r) in enumerate(lengths)]
-    return build([judged(row, float(i)) for i, row in enumerate(rows)], PAD)
+    return build_batch([judged(row, float(i)) for i, row in enumerate(rows)], PAD)
 
 
 def judged(row: Completion, score: float = 0.0, greedy_score: float = 0.0) -> ScoredCompletion:
     return ScoredCompletion(row, score, score >= 1, {}, greedy_score)
 
 
-def scores(parts: Sequence[Experience]) -> list[list[float]]:
+def scores(parts: Sequence[RolloutBatch]) -> list[list[float]]:
     return [part.scores.tolist() for part in parts]
 
 
 def test_completions_are_padded_on_the_right() -> None:
-    batch = build([judged(completion([1, 2, 3], [4]), 0.5), judged(completion([5], [6, 7, 8]), -1.0)], PAD)
+    batch = build_batch([judged(completion([1, 2, 3], [4]), 0.5), judged(completion([5], [6, 7, 8]), -1.0)], PAD)
     assert batch.ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert batch.ids.dtype == torch.int64
     assert batch.prompt_lengths.tolist() == [3, 1]
@@ -57,15 +58,15 @@ def test_completions_are_padded_on_the_right() -> None:
     assert batch.rollout_logprobs.tolist() == [[-4, 0, 0], [-6, -7, -8]]
     assert batch.scores.tolist() == [0.5, -1.0]
     assert batch.scores.dtype == torch.float32
-    shorter = build([judged(completion([1], [2])), judged(completion([3, 4], [5, 6]))], PAD)
+    shorter = build_batch([judged(completion([1], [2])), judged(completion([3, 4], [5, 6]))], PAD)
     assert shorter.ids.tolist() == [[1, 2, PAD, PAD], [3, 4, 5, 6]]
 
 
 def test_prompts_make_groups() -> None:
     rows = [judged(completion([1], [2], number), greedy_score=number / 2) for number in (7, 7, 3)]
-    batch = build(rows, PAD)
+    batch = build_batch(rows, PAD)
     assert batch.groups.tolist() == [7, 7, 3]
-    assert batch.greedy.tolist() == [3.5, 3.5, 1.5]
+    assert batch.greedy_scores.tolist() == [3.5, 3.5, 1.5]
     assert batch.rows(slice(1, 3)).groups.tolist() == [7, 3]
 
 
@@ -90,7 +91,7 @@ def test_without_filter_all_groups_are_trained_on() -> None:
 
 
 def test_groups_can_be_taken_as_they_come() -> None:
-    selection = Selection(wanted=3, samples=2, filtered=False, greedy=False, at_once=True)
+    selection = Selection(wanted=3, samples=2, filtered=False, greedy=False, immediate=True)
     selection.add([*group(1, 0, 0), *group(2, 0, 1)])
     assert numbers(selection.take()) == [1, 1, 2, 2]
     assert selection.take() == []
@@ -106,7 +107,7 @@ def test_groups_of_equal_scores_are_left_out_and_others_drawn() -> None:
     selection.add([*group(3, 0.5, 0), *group(4, 1, 0)])
     assert (selection.missing, selection.varied) == (0, 3)
     assert numbers(selection.take(last=True)) == [2, 2, 3, 3]  # group 4 is one too many
-    assert numbers(selection.drawn) == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert numbers(selection.candidates) == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_what_was_left_out_fills_a_step_up() -> None:
@@ -118,8 +119,8 @@ def test_what_was_left_out_fills_a_step_up() -> None:
 def test_the_greedy_completion_is_kept_as_a_score_alone() -> None:
     selection = Selection(wanted=2, samples=2, filtered=True, greedy=True)
     selection.add([*group(1, 0, 1, 0.25), *group(2, 1, 1, 0)])
-    assert [row.greedy_score for row in selection.drawn] == [0.25, 0.25, 0, 0]
-    assert [row.score for row in selection.drawn] == [0, 1, 1, 1]
+    assert [row.greedy_score for row in selection.candidates] == [0.25, 0.25, 0, 0]
+    assert [row.score for row in selection.candidates] == [0, 1, 1, 1]
     assert (selection.missing, selection.tokens) == (1, 12)  # of six completions
 
 
@@ -130,7 +131,7 @@ def test_parts_joined_are_the_whole() -> None:
     assert together.ids.tolist() == [[2, 2, 2, 2, 0, 0, 0], [3, 3, 3, 3, 0, 0, 0], [4] * 7]
     for name in ("prompt_lengths", "mask", "rollout_logprobs", "scores", "groups"):
         assert getattr(together, name).tolist() == getattr(whole.rows(slice(1, 4)), name).tolist()
-    assert together.place.tolist() == [0, 1, 2]
+    assert together.row.tolist() == [0, 1, 2]
     assert concat(parts[:1]) is parts[0]
 
 
@@ -143,7 +144,6 @@ def test_rows_are_cut_to_the_longest_prompt_with_response_and_the_longest_respon
     assert part.rollout_logprobs.tolist() == [[-2, -2, -2], [-3, -3, 0]]
     assert part.prompt_lengths.tolist() == [1, 2]
     assert part.scores.tolist() == [1, 2]
-    assert part.values.tolist() == torch.zeros_like(part.mask).tolist()
     first = batch.rows(slice(1))
     assert (first.ids.tolist(), first.mask.tolist()) == ([[1] * 6], [[1]])
 
@@ -151,7 +151,9 @@ def test_rows_are_cut_to_the_longest_prompt_with_response_and_the_longest_respon
 def test_rows_cut_every_grid_and_keep_what_follows_a_gap_in_the_mask() -> None:
     grid = torch.arange(8.0).reshape(2, 4)
     gap = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    batch = replace(numbered([(2, 4), (3, 4)]), mask=gap, values=grid, advantages=-grid, logprobs=grid + 1)
+    columns = {"logprobs": grid + 1, "ref_logprobs": grid, "values": grid, "entropy": grid}
+    batch = replace(numbered([(2, 4), (3, 4)]), mask=gap).with_logprobs(columns).with_advantages(-grid, grid)
+    assert isinstance(batch, Experience)
     part = batch.rows(slice(2))
     assert part.mask.tolist() == [[1, 0, 1], [1, 0, 0]]
     assert part.ids.shape == (2, 5)
@@ -186,7 +188,7 @@ def packed(lengths: Sequence[int], count: int) -> list[list[float]]:
     return scores(micro_batches(of_lengths(lengths), count))
 
 
-def of_lengths(lengths: Sequence[int]) -> Experience:
+def of_lengths(lengths: Sequence[int]) -> RolloutBatch:
     """Completions of so many tokens, prompt included, which are their scores too; prompts are of 1 and 2 in turn."""
     batch = numbered([(1 + i % 2, length - 1 - i % 2) for i, length in enumerate(lengths)])
     return replace(batch, scores=torch.tensor(lengths, dtype=torch.float32))
@@ -241,14 +243,14 @@ def test_micro_batches_hold_every_row_once_within_the_budget_the_longest_first(b
     lengths = [(1, 2), (4, 5), (2, 2), (1, 1), (3, 1), (2, 7), (1, 4)]
     batch = numbered(lengths)
     parts = micro_batches(batch, micro_batch_count(batch, budget))
-    order = [int(i) for part in parts for i in part.place]
+    order = [int(i) for part in parts for i in part.row]
     assert order == [1, 5, 6, 2, 4, 0, 3]  # those of a length as they were
     assert all(part.ids.numel() <= budget for part in parts)
     kept = [(int(p), int(m.sum())) for part in parts for p, m in zip(part.prompt_lengths, part.mask, strict=True)]
     assert kept == [lengths[i] for i in order]
     for part in parts:
         assert part.ids.shape[1] == max(p + r for p, r in (lengths[int(i)] for i in part.scores))
-        assert (part.ids == part.scores[:, None] + 1).sum(1).tolist() == [sum(lengths[int(i)]) for i in part.place]
+        assert (part.ids == part.scores[:, None] + 1).sum(1).tolist() == [sum(lengths[int(i)]) for i in part.row]
 
 
 def test_ranks_can_agree_on_more_micro_batches_than_one_needs() -> None:

@@ -27,8 +27,8 @@ TABLE = pa.table(
 
 
 class Engines:
-    """In the place of a fleet: a completion of prompt p by sampling k is [p, k], or [p] if k is 1; the log tells when
-    what was asked for and waited for."""
+    """Instead of real engines: a completion of prompt p by sampling k is [p, k], or [p] if k is 1; the log tells
+    when what was asked for and waited for."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -54,13 +54,18 @@ class Engines:
 
 
 def rounds(rank: int = 0, ranks: int = 1, **choices: Any) -> RolloutQueue:
-    settings: dict[str, Any] = {"samplings": [SAMPLING] * 2, "size": 4, "parts": 1, "ahead": 0} | choices
+    settings: dict[str, Any] = {
+        "samplings": [SAMPLING] * 2,
+        "prompts_per_step": 4,
+        "num_chunks": 1,
+        "max_staleness": 0,
+    } | choices
     return RolloutQueue(Engines(), PromptStream(TABLE, 3, rank, ranks), **settings)  # type: ignore[arg-type]
 
 
 def log(of: RolloutQueue) -> list[str]:
-    said: list[str] = of.fleet.log  # type: ignore[attr-defined]
-    of.fleet.log = []  # type: ignore[attr-defined]
+    said: list[str] = of.engines.log  # type: ignore[attr-defined]
+    of.engines.log = []  # type: ignore[attr-defined]
     return said
 
 
@@ -72,12 +77,12 @@ def test_without_staleness_a_round_is_begun_when_it_is_needed() -> None:
     own = rounds()
     assert [one.prompt.id for one in step(own, 5)] == [p.id for p in PromptStream(TABLE, 3).next(4) for _ in range(2)]
     assert log(own) == ["begin 4 with 5", "finish 4 of 5"]
-    own.settle(5)
+    own.wait(5)
     assert log(own) == [] and own.position() == 4
 
 
 def test_parts_are_all_begun_before_the_first_is_waited_for() -> None:
-    own = rounds(parts=3)
+    own = rounds(num_chunks=3)
     sizes = [len(part) for part in own.next(0, 10)]
     assert sizes == [2, 2, 4]  # two completions of one, one and two prompts
     said = log(own)
@@ -86,17 +91,17 @@ def test_parts_are_all_begun_before_the_first_is_waited_for() -> None:
 
 
 def test_one_step_ahead_the_next_round_is_drawn_while_this_one_trains() -> None:
-    own = rounds(ahead=1)
+    own = rounds(max_staleness=1)
     assert {one.version for one in step(own, 0)} == {0}
     assert log(own) == ["begin 4 with 0", "begin 4 with 0", "finish 4 of 0"]
-    own.settle(0)
+    own.wait(0)
     assert log(own) == ["finish 4 of 0"]
     assert {one.version for one in step(own, 1)} == {0}
     assert log(own) == ["begin 4 with 1"] and own.seconds == 4.0  # two rounds
 
 
 def test_nothing_is_begun_that_no_step_trains_on() -> None:
-    own = rounds(ahead=2)
+    own = rounds(max_staleness=2)
     drawn = [step(own, number, steps=4) for number in range(4)]
     assert [completions[0].version for completions in drawn] == [0, 0, 0, 1]
     assert sum(line.startswith("begin") for line in log(own)) == 4
@@ -104,7 +109,7 @@ def test_nothing_is_begun_that_no_step_trains_on() -> None:
 
 
 def test_completions_that_are_too_old_are_never_handed_out() -> None:
-    own = rounds(ahead=1)
+    own = rounds(max_staleness=1)
     step(own, 0)
     with pytest.raises(RuntimeError, match="step 4: weights of step 0 are too old by 2"):
         step(own, 3)
@@ -125,9 +130,9 @@ def restored(files: Sequence[Storage], step: int, wrote: int, position: int, *of
 
 
 def test_a_checkpoint_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
-    own, other = rounds(ahead=2), rounds(ahead=2)
+    own, other = rounds(max_staleness=2), rounds(max_staleness=2)
     step(own, 0)
-    own.settle(0)
+    own.wait(0)
     restored(saved([own], tmp_path), 1, 1, own.position(), other)
     for number in (1, 2, 3):
         assert step(other, number) == step(own, number)
@@ -136,11 +141,11 @@ def test_a_checkpoint_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("wrote", "reads"), [(1, 2), (2, 1), (2, 4), (4, 2)])
 def test_on_any_number_of_ranks(tmp_path: Path, wrote: int, reads: int) -> None:
-    writers = [rounds(rank, wrote, ahead=1) for rank in range(wrote)]
-    readers = [rounds(rank, reads, ahead=1) for rank in range(reads)]
+    writers = [rounds(rank, wrote, max_staleness=1) for rank in range(wrote)]
+    readers = [rounds(rank, reads, max_staleness=1) for rank in range(reads)]
     for own in writers:
         step(own, 0)
-        own.settle(0)
+        own.wait(0)
     restored(saved(writers, tmp_path), 1, wrote, writers[0].position(), *readers)
     before, after = ([step(own, 1) for own in of] for of in (writers, readers))
     assert {one.prompt.id: one for rank in before for one in rank} == {
@@ -153,7 +158,7 @@ def test_on_any_number_of_ranks(tmp_path: Path, wrote: int, reads: int) -> None:
 
 
 def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:
-    own, other = rounds(ahead=2), rounds(ahead=2)
+    own, other = rounds(max_staleness=2), rounds(max_staleness=2)
     step(own, 0)
     assert own.state() == {} and own.position() == 4
     checkpoint_files.write_shards(own.state() | checkpoint_files.copy_shards({}, {}), tmp_path / "empty.safetensors")
@@ -163,29 +168,31 @@ def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:
     assert [one.prompt for one in again] == [one.prompt for one in step(own, 1)]
 
 
-@pytest.mark.parametrize("other", [{"samplings": [SAMPLING] * 4}, {"size": 8}, {"samplings": [SAMPLING.greedy] * 2}])
+@pytest.mark.parametrize(
+    "other", [{"samplings": [SAMPLING] * 4}, {"prompts_per_step": 8}, {"samplings": [SAMPLING.greedy] * 2}]
+)
 def test_a_run_that_asks_for_something_else_draws_again(tmp_path: Path, other: dict[str, Any]) -> None:
-    own, changed = rounds(ahead=1), rounds(ahead=1, **other)
+    own, changed = rounds(max_staleness=1), rounds(max_staleness=1, **other)
     step(own, 0)
-    own.settle(0)
+    own.wait(0)
     restored(saved([own], tmp_path), 1, 1, own.position(), changed)
     assert changed.position() == 4
     assert {one.version for one in step(changed, 1)} == {1}
 
 
 def test_what_no_engine_was_left_for_is_not_kept_and_drawn_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = rounds(ahead=1)
+    own = rounds(max_staleness=1)
     step(own, 0)
-    monkeypatch.setattr(own.fleet, "wait", lambda draw, version: False)
-    own.settle(0)
+    monkeypatch.setattr(own.engines, "wait", lambda draw, version: False)
+    own.wait(0)
     assert own.state() == {} and own.position() == 4
     assert len(step(own, 1)) == 8
 
 
 def test_a_run_that_allows_less_staleness_draws_again_what_is_too_old(tmp_path: Path) -> None:
-    own, other = rounds(ahead=2), rounds()
+    own, other = rounds(max_staleness=2), rounds()
     step(own, 0)
-    own.settle(0)
+    own.wait(0)
     restored(saved([own], tmp_path), 1, 1, own.position(), other)
     assert other.position() == 4
     assert {one.version for one in step(other, 1)} == {1}

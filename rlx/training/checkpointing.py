@@ -1,0 +1,112 @@
+"""The state of training in checkpoints: what is saved when, and how a run continues from what was saved.
+
+The writer (rlx.storage.checkpoint_writer) knows files and ranks; this module knows which state there is. `_manifest`
+and `_load` are the two sides of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from rlx import __version__
+from rlx.storage import checkpoint_files
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.storage.checkpoint_files import CheckpointReader, Shard
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.checkpoint_writer import CheckpointWriter, FinishedCheckpoint
+from rlx.storage.filesystem import retry
+from rlx.training.rollout_queue import RolloutQueue
+from rlx.training.trainer import Trainer, initial_ema
+
+
+@dataclass
+class Checkpointer:
+    """Saves and restores one rank's part of a run; every rank makes the same calls in the same order."""
+
+    trainer: Trainer
+    queue: RolloutQueue
+    writer: CheckpointWriter
+    notify: Callable[[str], None]
+    restored_metrics: dict[str, float] = field(default_factory=dict)  # of the step that was restored
+    _saved_step: int = 0  # of the newest checkpoint, or of the state that the run began with
+
+    def is_due(self, is_last: bool) -> bool:
+        """Whether the current step is saved: it is due or the last, and not saved yet."""
+        every = self.trainer.config.checkpoint.every
+        return self.trainer.step > self._saved_step and (is_last or self.trainer.is_due(every))
+
+    def copy_state(self) -> tuple[dict[str, Shard], float]:
+        """Copies of this rank's tensors in main memory, and the seconds that training stood still for them."""
+        started = time.perf_counter()
+        shards = checkpoint_files.copy_shards(self.trainer.models, self.trainer.ema)
+        if self.trainer.mesh.is_tp_leader:  # tensor-parallel neighbours have the same completions
+            shards |= self.queue.state()
+        self.writer.wait()  # for the checkpoint before this one
+        return shards, time.perf_counter() - started
+
+    def save(self, shards: Mapping[str, Shard], metrics: Mapping[str, float], run_id: str | None) -> None:
+        """Begins to write the current step's checkpoint beside training."""
+        self.writer.save(shards, self._manifest(metrics, run_id))
+        self._saved_step = self.trainer.step
+
+    def finished(self, wait: bool = False) -> FinishedCheckpoint | None:
+        """A checkpoint that has become complete since the last call; with `wait`, once nothing is being written."""
+        if wait:
+            self.writer.wait()
+        return self.writer.finished_checkpoint()
+
+    def restore(self) -> None:
+        """Continues from the run's newest complete checkpoint; without one, starts where the config says."""
+        settings = self.trainer.config.checkpoint
+        if newest := self.writer.newest_checkpoint(self.notify):
+            self._load(newest)
+        elif settings.init_from:
+            entry = self.writer.verified_checkpoint(open_storage(settings.init_from, create=False))
+            self._load(entry) if settings.init_state == "all" else self._load_weights(entry)
+
+    def close(self) -> None:
+        """Ends the writer's thread and process group, once nothing is being written."""
+        self.writer.close()
+
+    def _manifest(self, metrics: Mapping[str, float], run_id: str | None) -> Manifest:
+        """All state beside tensors. Nothing on a rank draws from its global random state, so none is kept."""
+        trainer = self.trainer
+        return Manifest(
+            rlx=__version__,
+            step=trainer.step,
+            ranks=trainer.mesh.world_size,
+            metrics=dict(metrics),
+            tokens=trainer.tokens,
+            kl=trainer.kl.state_dict(),
+            scores=trainer.reward_stats.state_dict(),
+            cursor=self.queue.prompts.cursor(self.queue.position()),
+            evaluation=trainer.evaluation,
+            mlflow_run_id=run_id,
+            config=trainer.config.model_dump(mode="json"),
+            files={},
+        )
+
+    def _load(self, entry: CheckpointEntry) -> None:
+        assert entry.manifest
+        manifest, trainer, what = entry.manifest, self.trainer, f"reading {entry.folder.path}"
+        retry(partial(checkpoint_files.load_state, entry.files, trainer.models, trainer.ema), what)
+        trainer.step = self._saved_step = manifest.step
+        self.restored_metrics = manifest.metrics
+        trainer.tokens, trainer.evaluation = manifest.tokens, dict(manifest.evaluation)
+        trainer.kl.load_state_dict(manifest.kl)
+        trainer.reward_stats.load_state_dict(manifest.scores)
+        self.queue.prompts.seek(manifest.cursor)
+        retry(partial(self._load_queue, entry, manifest.dp_size), what)
+
+    def _load_queue(self, entry: CheckpointEntry, replicas: int) -> None:
+        with CheckpointReader(entry.files) as reader:
+            self.queue.restore(reader, self.trainer.step, replicas)
+
+    def _load_weights(self, entry: CheckpointEntry) -> None:
+        trainer = self.trainer
+        retry(partial(checkpoint_files.load_weights, entry.files, trainer.models), f"reading {entry.folder.path}")
+        trainer.ema = initial_ema(trainer.config.train, trainer.policy)

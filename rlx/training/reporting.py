@@ -1,0 +1,84 @@
+"""What training says to the outside: the Reporter protocol, and a reporter that keeps everything in memory.
+
+Training knows neither MLflow nor Ray Train. Who starts it hands it a reporter (rlx.runs has the one for Ray workers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlx.storage.filesystem import Storage
+
+
+class Reporter(Protocol):
+    """Takes one rank's metrics, checkpoints and messages; every rank makes the same calls in the same order."""
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run's record in the tracker; None until the tracker has made it, and on ranks without one."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Records a step's metrics; returns at once."""
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Records sample completions as a table; returns at once."""
+
+    def flush(self) -> None:
+        """Returns once everything recorded so far outlives this process."""
+
+    def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoint: Storage | None) -> None:
+        """Passes a step to whoever started training; a collective call.
+
+        Args:
+            metrics: of the step, with the newest evaluation and "step".
+            is_last: training ends with this step.
+            checkpoint: the folder of a checkpoint that has become complete since the last report.
+        """
+
+    def should_stop(self) -> bool:
+        """Whether this rank was asked to end training with the current step."""
+
+    def notify(self, message: str) -> None:
+        """Tells the person who watches."""
+
+    def close(self) -> None:
+        """Sends what is still waiting, for a short time, and keeps the rest."""
+
+
+@dataclass
+class MemoryReporter:
+    """A reporter for a plain process: it keeps everything in lists."""
+
+    stopping: bool = False  # set it to end training with the current step
+    run_id: str | None = None
+    metrics: list[dict[str, float]] = field(default_factory=list)  # as logged, with "step"
+    samples: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
+    reports: list[dict[str, float]] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)  # paths, oldest first
+    messages: list[str] = field(default_factory=list)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.metrics.append({**metrics, "step": step})
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if rows:
+            self.samples.append((step, [dict(row) for row in rows]))
+
+    def flush(self) -> None:
+        pass
+
+    def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoint: Storage | None) -> None:
+        self.reports.append(dict(metrics))
+        if checkpoint:
+            self.checkpoints.append(checkpoint.path)
+
+    def should_stop(self) -> bool:
+        return self.stopping
+
+    def notify(self, message: str) -> None:
+        self.messages.append(message)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,449 @@
+"""An update does not depend on how completions are cut into micro-batches or dealt over ranks; its parts by hand."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from conftest import OnRanks
+from test_policy import PAD
+from torch import Tensor
+
+from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
+from rlx.config import loading
+from rlx.data import prompts, stream
+from rlx.mesh import Mesh
+from rlx.models import fsdp, logprobs
+from rlx.models.loading import load_policy
+from rlx.storage.checkpoint_files import ModelAndOptimizer
+from rlx.training import experience, loop, metrics, setup, trainer, update
+from rlx.training.collector import Selection
+from rlx.training.experience import Experience
+from rlx.types import Completion, Prompt, ScoredCompletion
+
+# --- one global batch, cut up
+
+
+def completions() -> list[Completion]:
+    """Two samples of each of 8 prompts, of many lengths."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(low: int, high: int) -> tuple[int, ...]:
+        count = int(torch.randint(low, high, (), generator=generator))
+        return tuple(torch.randint(6, 90, (count,), generator=generator).tolist())
+
+    prompts = [Prompt(i, tokens(2, 9), "question", "answer") for i in range(8)]
+    drawn = [(prompt, k, tokens(1, 12)) for prompt in prompts for k in range(2)]
+    return [Completion(prompt, k, ids, (-2.0,) * len(ids), True, 0) for prompt, k, ids in drawn]
+
+
+ALONE = {"model.reference": "none", "algorithm.kl_coef": 0.0}
+# Every estimator, loss, aggregation, place of the KL, kind and level of importance, role and optional loss.
+WAYS: list[dict[str, Any]] = [
+    {"algorithm.rollout_correction": "tis", "algorithm.whiten_advantages": False},
+    {"algorithm.rollout_correction": "tis", "model.critic": "head", "algorithm.entropy_coef": 0.1},
+    {"algorithm.advantage": "grpo", "algorithm.rollout_correction": "mask", "algorithm.kl_estimator": "k1+"},
+    # With gspo's own clip, 3e-4, rounding may decide whether a response is clipped.
+    {
+        "algorithm.advantage": "grpo",
+        "algorithm.policy_loss": "gspo",
+        "algorithm.clip_low": 0.1,
+        "algorithm.clip_high": 0.1,
+    },
+    {"algorithm.advantage": "dr_grpo", "algorithm.policy_loss": "cispo", "model.lora_rank": 4},
+    {"algorithm.advantage": "rloo", "algorithm.aggregation": "sequence_mean", "algorithm.normalize_rewards": True},
+    {
+        "algorithm.advantage": "reinforce++",
+        "algorithm.rollout_correction": "tis",
+        "algorithm.rollout_correction_level": "sequence",
+    },
+    {"algorithm.advantage": "reinforce++_baseline", "train.gradient_checkpointing": True, "train.ema_decay": 0.5},
+    {"algorithm.advantage": "remax", "algorithm.dual_clip": 1.5, **ALONE},
+    {
+        "algorithm.advantage": "rloo",
+        "algorithm.rollout_correction": "mask",
+        "algorithm.rollout_correction_level": "sequence",
+        **ALONE,
+    },
+    {
+        "algorithm.advantage": "grpo",
+        "algorithm.entropy_coef": 0.1,
+        "train.ppo_epochs": 2,
+        "model.lora_rank": 4,
+        **ALONE,
+    },
+    {
+        "model.lora_rank": 4,
+        "algorithm.kl_placement": "loss",
+        "algorithm.kl_estimator": "abs+",
+        "algorithm.reward_clip": 1.5,
+    },
+    {"algorithm.ptx_coef": 0.5, "data.ptx_source": "x.csv", "data.ptx_batch": 8, "algorithm.target_kl": 1e-9},
+]
+
+
+ANSWERS = pa.table(
+    {
+        "question": [f"question {i}" for i in range(12)],
+        "answer": [str(7**i) for i in range(12)],
+        "token_ids": [list(range(6, 8 + i)) for i in range(12)],
+    }
+)
+
+
+def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu") -> trainer.Trainer:
+    """What a rank trains with. Plain gradient descent shows the gradients; Adam would hide their scale."""
+    tree = {
+        "train": {"ppo_epochs": 1, "num_minibatches": 2, "warmup_steps": 0, "micro_batch_tokens": micro_batch_tokens},
+        "algorithm": {"kl_coef": 0.1},
+        "rollout": {"temperature": 0.7},
+    }
+    config = loading.from_tree(loading.with_overrides(tree, way))
+    mesh = Mesh.of(device, config.parallel.tp)
+    models, reference = setup.build_models(config, path, mesh.mesh)
+    models = {name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in models.items()}
+    answers = None
+    if config.data.ptx_source:
+        rows = stream.PromptStream(ANSWERS, 0, mesh.dp_rank, mesh.dp_size)
+        answers = trainer.SupervisedRows(
+            rows, prompts.load_tokenizer(path), config.rollout.max_tokens, config.data.ptx_batch
+        )
+    return trainer.Trainer(
+        config=config,
+        mesh=mesh,
+        device=torch.device(device),
+        models=models,
+        reference=reference,
+        base_lrs={name: [0.1] for name in models},
+        kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
+        reward_stats=RunningScores(),
+        ema=trainer.initial_ema(config.train, models["policy"].model),
+        supervised=answers,
+    )
+
+
+def updated(
+    rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """This rank's prompts through steps 4 to 7 of the loop, twice: summed statistics, and all weights after it."""
+    run = trainer_of(path, way, micro_batch_tokens, device)
+    replicas = run.mesh.dp_size
+    run.base_lrs = {name: [0.03] for name in run.base_lrs}  # larger steps show rounding in the second
+    own = [c for c in completions() if c.prompt.id % replicas == run.mesh.dp_rank]
+    judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy_score=0.5) for c in own]
+    start = experience.build_batch(judged, PAD).to(run.device)
+    for _ in range(2):  # in the second round the policy is no longer the reference
+        wave = torch.sin(start.groups[:, None] + torch.arange(start.mask.shape[1], device=device))
+        said = loop.compute_logprobs(run, start).logprobs
+        batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
+        batch = loop.compute_logprobs(run, batch, run.defers_logprobs)
+        batch, kl = loop.compute_advantages(run, batch)
+        batch, sums = update.update(run, batch, run.defers_logprobs)
+        sums = run.sum_over_ranks(sums | {"kl": kl, "entropy": (batch.entropy * batch.mask).sum()})
+    state = {f"{n}.{k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()}
+    state |= {f"average.{name}": p for name, p in run.ema.items()}
+    result = {name: p.full_tensor().detach().cpu() for name, p in state.items()}
+    assert ("ptx/loss" in sums) == (run.supervised is not None)
+    everywhere = ("grad_norm/", "updates", "passes")  # what each rank knows of the whole
+    shares = {name: value / replicas if name.startswith(everywhere) else value for name, value in sums.items()}
+    del shares["positions"]  # padding does depend on how rows are cut
+    return result | {name: torch.tensor(value) for name, value in shares.items()}
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("the policy was asked")
+
+
+def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience, dict[str, float]]:
+    """What the policy says of completions; what annotate adds if engines said something else; a step on that."""
+    ways = ({}, {"algorithm.old_logprobs": "rollout", **ALONE})
+    runs = [trainer_of(path, way | {"train.num_minibatches": 1}, 60) for way in ways]
+    start = experience.build_batch([ScoredCompletion(c, float(c.sample), True, {}) for c in completions()], PAD)
+    own = loop.compute_logprobs(runs[0], start)
+    runs[1].policy.forward = refuse
+    theirs = loop.compute_logprobs(runs[1], replace(start, rollout_logprobs=own.logprobs - 0.1 * own.mask))
+    del runs[1].policy.forward
+    return own, theirs, runs[1].sum_over_ranks(update.update(runs[1], loop.compute_advantages(runs[1], theirs)[0])[1])
+
+
+def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model: Path) -> None:
+    own, theirs, sums = on_ranks(1, by_engines, str(tiny_model))[0]
+    torch.testing.assert_close(theirs.logprobs, own.logprobs - 0.1 * own.mask)
+    torch.testing.assert_close(theirs.entropy, -theirs.logprobs)
+    assert sums["policy/ratio"] / sums["updated"] == pytest.approx(math.exp(0.1), abs=1e-5)
+    gap = math.exp(0.1) - 1 - 0.1  # k3: r - 1 - log r
+    assert sums["first/policy/approx_kl"] / sums["first/updated"] == pytest.approx(gap, abs=1e-5)
+
+
+def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: bool) -> tuple[Experience, dict[str, Any]]:
+    """The same completions through steps 4 to 7 of the loop: the batch after them; weights and statistics."""
+    run = trainer_of(path, way, 60)
+    assert run.defers_logprobs
+    own = [c for c in completions() if c.prompt.id % ranks == rank]
+    judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
+    start = experience.build_batch(judged, PAD)
+    said = loop.compute_logprobs(run, start).logprobs
+    start = replace(start, rollout_logprobs=said - 0.3 * torch.sin(torch.arange(said.shape[1])) * start.mask)
+    forward = run.policy.forward
+    if late and run.config.train.num_minibatches == 1:
+        run.policy.forward = refuse
+    batch = loop.compute_logprobs(run, start, late)
+    run.policy.forward = forward
+    first, *others = experience.minibatches(batch, run.config.train.num_minibatches)
+    assert bool(first.logprobs.any()) != late
+    assert all(other.logprobs.any() for other in others)
+    batch, _ = loop.compute_advantages(run, batch)
+    batch, own_sums = update.update(run, batch, late)
+    sums: dict[str, Any] = run.sum_over_ranks(own_sums)
+    selection = Selection(len(judged), run.config.train.samples_per_prompt, filtered=False, greedy=False)
+    selection.add(judged)
+    sums |= run.sum_over_ranks(metrics.rollout_sums(run, batch, selection))
+    return batch, sums | {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}
+
+
+def both(rank: int, ranks: int, path: str, way: dict[str, Any]) -> list[tuple[Experience, dict[str, Any]]]:
+    return [late_or_not(rank, ranks, path, way, late) for late in (False, True)]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("importance", ["none", "tis"])
+def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
+    on_ranks: OnRanks, tiny_model: Path, minibatches: int, importance: str
+) -> None:
+    way = {"train.num_minibatches": minibatches, "train.ppo_epochs": 2, "algorithm.rollout_correction": importance}
+    (before, expected), (late, found) = on_ranks(
+        2, both, str(tiny_model), way | {"algorithm.advantage": "grpo", **ALONE}
+    )[0]
+    assert set((late.groups % 2).tolist()) == {0, 1}  # completions were dealt over both ranks
+    torch.testing.assert_close(late.logprobs, before.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(late.ref_logprobs, before.ref_logprobs, atol=1e-5, rtol=0)
+    first = len(late.scores) // minibatches
+    torch.testing.assert_close(late.entropy[:first], -late.logprobs[:first])
+    torch.testing.assert_close(late.entropy[first:], before.entropy[first:])
+    assert expected["updates"] == 2 * 2 * minibatches  # on two ranks
+    if minibatches == 1:  # nothing has an exact one
+        del found["entropy"], expected["entropy"]
+    torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5)
+
+
+def scores_late(rank: int, ranks: int, path: str) -> list[bool]:
+    grpo = {"algorithm.advantage": "grpo", **ALONE}
+    others = ({"algorithm.advantage": "gae"}, {"model.reference": "auto"}, {"rollout.num_chunks": 2})
+    ways = (grpo, *(grpo | other for other in others), grpo | {"algorithm.old_logprobs": "rollout"})
+    return [trainer_of(path, way, 60).defers_logprobs for way in ways]
+
+
+def test_nothing_is_scored_late_that_is_asked_for_before(on_ranks: OnRanks, tiny_model: Path) -> None:
+    assert on_ranks(1, scores_late, str(tiny_model))[0] == [True, False, False, False, False]
+
+
+def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
+    """In each way, all of a mini-batch at once and then a few completions, and of these a few tokens, at a time."""
+    results = []
+    for way in WAYS:
+        for tokens, logprobs.CHUNK, fsdp.UNIT in ((100_000, 2**26, 2**27), (45, 700, 1)):
+            results.append(updated(rank, ranks, path, way, tokens))
+    return results
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(on_ranks: OnRanks, tiny_model: Path) -> list[dict[str, Tensor]]:
+    return on_ranks(1, each_way, str(tiny_model))[0]
+
+
+@pytest.mark.parametrize("number", range(len(WAYS)), ids=[" ".join(map(str, way.values())) for way in WAYS])
+def test_an_update_does_not_depend_on_micro_batches(
+    number: int, on_one_rank: list[dict[str, Tensor]], tiny_model: Path
+) -> None:
+    whole, cut = on_one_rank[2 * number : 2 * number + 2]
+    torch.testing.assert_close(cut, whole, atol=3e-6, rtol=1e-5)
+    before = dict(load_policy(str(tiny_model), head="zero").named_parameters())
+    for name, after in whole.items():  # nothing was equal only because nothing moved
+        start = before.get(name.removeprefix("policy.").replace(".base_layer", ""), torch.zeros(()))
+        frozen = WAYS[number].get("model.lora_rank", 0) > 0 and "lora_" not in name and "value_head" not in name
+        if name.startswith("policy.") and frozen:
+            assert torch.equal(after, start), name
+        elif name.startswith("policy."):
+            assert (after - start).abs().max() > 1e-5, name
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_update_does_not_depend_on_the_number_of_ranks(
+    ranks: int, on_ranks: OnRanks, on_one_rank: list[dict[str, Tensor]], tiny_model: Path
+) -> None:
+    for rank, results in enumerate(on_ranks(ranks, each_way, str(tiny_model))):
+        for way, found, expected in zip([w for w in WAYS for _ in range(2)], results, on_one_rank, strict=True):
+            where = f"rank {rank}, {way}"
+            torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
+
+
+def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
+    """Whether a first micro-batch leaves gradients in shards, and the weights after both, without and with."""
+    found = []
+    for run in (trainer_of(path, {"train.num_minibatches": 1}, 60) for _ in range(2)):
+        run.scattered = frozenset({"policy", "critic"} if found else ())
+        own = [c for c in completions() if c.prompt.id % ranks == rank]
+        start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
+        batch, _ = loop.compute_advantages(run, loop.compute_logprobs(run, start))
+        (micros,), (size,) = run.micro_batches([batch]), update.denominators(run, [batch])
+        assert len(micros) > 1
+        run.set_gradient_sync(last=False)
+        update.backward(run, micros[0], size, False)
+        reduced = [p.grad is not None for t in run.models.values() for p in t.model.parameters()]
+        update.accumulate(run, micros[1:], size, 0, False)
+        update.optimizer_step(run, 0)
+        weights = {f"{n} {k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()}
+        found.append((reduced, {name: p.full_tensor().detach() for name, p in weights.items()}))
+    return found
+
+
+def test_gradients_that_a_rank_never_has_in_full_are_the_same(on_ranks: OnRanks, tiny_model: Path) -> None:
+    for (whole, expected), (reduced, weights) in on_ranks(2, scattered, str(tiny_model)):
+        assert not any(whole)
+        assert all(reduced)
+        torch.testing.assert_close(weights, expected, atol=3e-6, rtol=1e-5)
+
+
+def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (ModelAndOptimizer(torch.nn.Linear(10, size, bias=False), None) for size in (10, 11))
+    monkeypatch.setattr(logprobs, "stored_logits_on_gpu", lambda share: int(share * 200))
+    alone = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}
+    two = alone | {"num_workers": 2}
+    for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
+        assert setup.scattered(loading.from_tree({"scaling": scaling}), {"small": small, "large": large}) == expected
+
+
+OFFLOAD: dict[str, Any] = {"model.offload": ["critic", "reference"], "scaling.use_gpu": True}
+
+
+def offloaded(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
+    return [updated(rank, ranks, path, way, 60) for way in ({}, OFFLOAD)]
+
+
+def test_shards_in_host_memory_change_nothing(on_ranks: OnRanks, tiny_model: Path) -> None:
+    for plain, other in on_ranks(2, offloaded, str(tiny_model)):
+        torch.testing.assert_close(other, plain, atol=0, rtol=0)
+
+
+# --- single parts of an update, on one rank
+
+
+class Pushes:
+    """In the place of a collector: keeps a weight as it is at each push and at each evaluation."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight, self.pushed, self.evaluated = weight, list[Tensor](), list[Tensor]()
+        self.score = SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=lambda *_, **__: ["x"]))
+
+    def push_weights(self, step: int) -> None:
+        self.pushed.append(self.weight.full_tensor().detach().clone())
+
+    def evaluate(self, step: int) -> list[ScoredCompletion]:
+        self.evaluated.append(self.weight.full_tensor().detach().clone())
+        return [ScoredCompletion(completions()[0], 1.0, True, {})]
+
+
+def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
+    """One weight before an optimizer step and after it, its average, and what engines get meanwhile and afterwards."""
+    run = trainer_of(path, {"train.ema_decay": 0.75}, 100_000)
+    weight = dict(run.policy.named_parameters())["lm.model.norm.weight"]
+    found = {"before": weight.full_tensor().detach().clone()}
+    weight.grad = torch.ones_like(weight)
+    for trained in run.models.values():
+        for parameter in trained.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    update.optimizer_step(run, 0)
+    collector = Pushes(weight)
+    evaluated, _ = metrics.evaluate(run, collector)  # type: ignore[arg-type]
+    assert {"eval/reward", "eval/ema/reward"} <= set(evaluated)
+    found |= {"after": weight.full_tensor().detach(), "average": run.ema["lm.model.norm.weight"].full_tensor()}
+    return found | {"meanwhile": collector.evaluated[1], "pushed": torch.stack(collector.pushed)}
+
+
+def test_the_average_of_the_weights_by_hand(on_ranks: OnRanks, tiny_model: Path) -> None:
+    found = on_ranks(2, averages, str(tiny_model))[0]
+    expected = 0.75 * found["before"] + 0.25 * found["after"]
+    assert (found["after"] - found["before"]).abs().min() > 1e-6
+    torch.testing.assert_close(found["average"], expected, atol=1e-7, rtol=0)
+    torch.testing.assert_close(found["meanwhile"], expected, atol=1e-7, rtol=0)
+    torch.testing.assert_close(found["pushed"], torch.stack([expected, found["after"]]), atol=1e-7, rtol=0)
+
+
+def stepped(rank: int, ranks: int, path: str) -> list[list[float]]:
+    """The learning rates of policy and critic in optimizer steps around the end of the critic's warm-up."""
+    way = {"train.critic_warmup": 2, "train.warmup_steps": 2, "train.steps": 4, "train.lr_schedule": "linear"}
+    run = trainer_of(path, way, 100_000)
+    rates = []
+    for run.step, number in ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1)):
+        for trained in run.models.values():
+            for parameter in trained.model.parameters():
+                parameter.grad = torch.full_like(parameter, 1e-3)
+        update.optimizer_step(run, number)
+        rates.append([run.models[name].optimizer.param_groups[0]["lr"] for name in ("policy", "critic")])
+    return rates
+
+
+def test_learning_rates_follow_the_schedule_of_each_model(on_ranks: OnRanks, tiny_model: Path) -> None:
+    (rates,) = on_ranks(1, stepped, str(tiny_model))
+    policy, critic = zip(*rates, strict=True)
+    assert policy[0] == pytest.approx(1e-3)  # SGD's own: the policy has not stepped
+    assert policy[1:] == pytest.approx([0.05, 0.1, 0.1, 0.05])  # 4 optimizer steps, 2 of them warm-up
+    assert critic == pytest.approx([0.1 * (1 - place / 6) for place in (1, 2, 3, 4, 5)])  # 8, and 2 of warm-up
+
+
+def spoilt(rank: int, ranks: int, path: str) -> list[str]:
+    """What updates say whose advantages, or returns, are no numbers."""
+    said = []
+    stopping = {"algorithm.target_kl": 1.0, "train.ppo_epochs": 3}
+    for way, column in (({}, "advantages"), (stopping, "advantages"), ({}, "returns")):
+        run = trainer_of(path, way, 60)
+        batch = loop.compute_logprobs(
+            run, experience.build_batch([ScoredCompletion(c, 1.0, True, {}) for c in completions()], PAD)
+        )
+        batch = loop.compute_advantages(run, batch)[0]
+        try:
+            update.update(run, replace(batch, **{column: math.nan * getattr(batch, column)}))
+        except FloatingPointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(on_ranks: OnRanks, tiny_model: Path) -> None:
+    (said,) = on_ranks(1, spoilt, str(tiny_model))
+    words = "step 1: a gradient norm of the {} is not finite; its weights are spoilt, and neither sent nor saved"
+    models = ("policy", "policy", "critic")
+    assert [line.partition("; a lower")[0] for line in said] == [words.format(name) for name in models]
+
+
+def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
+    """Of two prompts with two responses each, two tokens long, with the KL in the reward."""
+    found = {}
+    for kind in ("rloo", "grpo", "reinforce++", "remax"):
+        way = {"algorithm.advantage": kind, "algorithm.kl_placement": "reward", "algorithm.kl_estimator": "k1"}
+        run = trainer_of(path, way | {"algorithm.whiten_advantages": False}, 100_000)
+        prompts = [Prompt(i, (7, 8), "question", "answer") for i in range(2)]
+        rows = [Completion(prompts[i // 2], i % 2, (9, 10), (-1.0, -1.0), True, 0) for i in range(4)]
+        scores = (1.0, 0.0, 2.0, 2.0)
+        judged = [ScoredCompletion(*pair, True, {}, greedy_score=0.5) for pair in zip(rows, scores, strict=True)]
+        kl = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [2.0, 3.0]])  # kl_coef is 0.1
+        zero = torch.zeros(4, 2)
+        columns = {"logprobs": kl, "ref_logprobs": zero, "values": zero, "entropy": zero}
+        batch = experience.build_batch(judged, PAD).with_logprobs(columns)
+        found[kind] = loop.compute_advantages(run, batch)[0].advantages
+    return found
+
+
+def test_the_kl_in_the_reward_is_compared_within_groups(on_ranks: OnRanks, tiny_model: Path) -> None:
+    (found,) = on_ranks(1, advantages, str(tiny_model))
+    # Rewards less the KL: 0.9 and 0; 1.5 and 1.5. Two alike responses say nothing.
+    torch.testing.assert_close(found["rloo"], torch.tensor([[0.9, 0.9], [-0.9, -0.9], [0.0, 0.0], [0.0, 0.0]]))
+    half = 0.5**0.5  # 0.45 / std of (0.9, 0)
+    expected = torch.tensor([[half, half], [-half, -half], [0.0, 0.0], [0.0, 0.0]])
+    torch.testing.assert_close(found["grpo"], expected, atol=1e-5, rtol=0)
+    # Token by token: what follows of the KL is taken off.
+    torch.testing.assert_close(found["reinforce++"], torch.tensor([[0.9, 1.0], [0.0, 0.0], [1.5, 1.7], [1.5, 1.7]]))
+    torch.testing.assert_close(found["remax"], torch.tensor([[0.4, 0.5], [-0.5, -0.5], [1.0, 1.2], [1.0, 1.2]]))
