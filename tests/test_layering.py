@@ -34,7 +34,7 @@ from source_code import (
 MODULES = read_modules(ROOT / "rlx")
 GRAPH = import_graph(MODULES)
 SCRIPTS = [Module.read(path) for path in sorted((ROOT / "experiments").glob("*.py"))]
-RAY = {"actors", "data", "rewards", "rollout", "runs", "sweeps", "training"}
+RAY = {"actors", "data", "rewards", "rollout", "runs", "sweeps"}
 """packages that may import ray"""
 LOOP_LINES, LOOP_DEPTH = 100, 3
 
