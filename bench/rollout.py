@@ -56,7 +56,7 @@ def check(config: RunConfig) -> None:
     for key, given in (("max_staleness", config.rollout.max_staleness), ("num_chunks", config.rollout.num_chunks - 1)):
         if given:
             raise ConfigError(f"rollout.{key}: bare vLLM draws a step's completions at once; leave it out")
-    if config.algorithm.filter_groups or config.algorithm.advantage == "remax":
+    if config.algorithm.filter_groups or config.algorithm.estimator.needs_greedy:
         raise ConfigError("algorithm: filter_groups and remax draw more than the step's prompts; leave them out")
 
 

@@ -1,7 +1,7 @@
 """Advantage estimators: from scores, KL and values to the advantage and return of each token.
 
-`ADVANTAGES` has one callable per estimator and what it needs (a critic, groups, greedy completions), so that no other
-module compares estimator names. A new estimator is a function and an entry here, and its name in the settings.
+`ADVANTAGES` has one callable per estimator. What each needs (a critic, groups, greedy completions) is in the table
+`ESTIMATORS` of rlx.config.algorithm, so no other module compares estimator names. A new estimator is an entry in both.
 Left out: normalising scores and whitening advantages, which need sums over all ranks.
 """
 
@@ -69,14 +69,7 @@ AdvantagesAndReturns = tuple[Tensor, Tensor]
 """(advantages `[B, T]`, returns `[B, T]`), zero where the mask is 0"""
 
 
-@dataclass(frozen=True)
-class AdvantageEstimator:
-    """A way to estimate advantages, and what the rest of the program must provide for it."""
-
-    estimate: Callable[[AdvantageInputs, AdvantageSettings], AdvantagesAndReturns]
-    needs_critic: bool = False
-    needs_groups: bool = False  # several completions of each prompt, which are compared with one another
-    needs_greedy: bool = False  # one greedy completion of each prompt
+AdvantageEstimator = Callable[[AdvantageInputs, AdvantageSettings], AdvantagesAndReturns]
 
 
 def estimate_advantages(kind: str, inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
@@ -96,7 +89,7 @@ def estimate_advantages(kind: str, inputs: AdvantageInputs, settings: AdvantageS
     Raises:
         ValueError: unknown kind, or the scores of the greedy completions are missing.
     """
-    return lookup(ADVANTAGES, kind, "advantage estimator").estimate(inputs, settings)
+    return lookup(ADVANTAGES, kind, "advantage estimator")(inputs, settings)
 
 
 # --- with a critic
@@ -192,15 +185,15 @@ def _within_groups(compare: Callable[[_Groups], Tensor]) -> AdvantageEstimator:
         advantages = compare(_group_moments(rewards, inputs.groups)).to(rewards.dtype)
         return _rewards_to_go(advantages, inputs, settings.gamma, kl_coef=0.0)
 
-    return AdvantageEstimator(estimate, needs_groups=True)
+    return estimate
 
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {
-    "gae": AdvantageEstimator(_gae, needs_critic=True),
+    "gae": _gae,
     "grpo": _within_groups(_grpo),
     "dr_grpo": _within_groups(_minus_mean),
     "rloo": _within_groups(_rloo),
-    "reinforce++": AdvantageEstimator(_reinforce),
+    "reinforce++": _reinforce,
     "reinforce++_baseline": _within_groups(_minus_mean),
-    "remax": AdvantageEstimator(_remax, needs_greedy=True),
+    "remax": _remax,
 }

@@ -1,6 +1,7 @@
 """Rewards of tokens, and every advantage estimator, by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from rlx.algorithms import advantages
 from rlx.algorithms.advantages import ADVANTAGES, AdvantageInputs, AdvantageSettings, estimate_advantages, gae
-from rlx.config.algorithm import ESTIMATORS
+from rlx.config.algorithm import ESTIMATORS, Estimator
 
 
 def test_token_rewards_by_hand() -> None:
@@ -166,11 +167,20 @@ def test_remax_needs_the_scores_of_the_greedy_completions() -> None:
         response_advantages(SCORES, GROUPS, "remax")
 
 
-def test_estimators_need_what_the_settings_check() -> None:
-    for need in ("needs_critic", "needs_groups", "needs_greedy"):
-        assert [getattr(ADVANTAGES[name], need) for name in ESTIMATORS] == [
-            getattr(estimator, need) for estimator in ESTIMATORS.values()
-        ]
+@pytest.mark.parametrize(("kind", "needs"), ESTIMATORS.items())
+def test_estimators_read_what_the_settings_say_they_need(kind: str, needs: Estimator) -> None:
+    scores, groups, greedy = f64([5, 3, 7]), torch.tensor([4, 4, 4]), f64([1, 1, 2])
+    tokens, values = f64([[0], [0], [0]]), f64([[1], [2], [3]])
+    inputs = AdvantageInputs(scores, tokens, values, torch.ones(3, 1), groups, greedy)
+
+    def matters(**changed: Tensor) -> bool:
+        settings = AdvantageSettings(kl_coef=0.0, gamma=1.0, gae_lambda=0.5)
+        before, after = (estimate_advantages(kind, x, settings)[0] for x in (inputs, replace(inputs, **changed)))
+        return not torch.equal(before, after)
+
+    assert matters(values=values + 1) == needs.needs_critic
+    assert matters(groups=torch.tensor([4, 4, 5])) == needs.needs_groups
+    assert matters(greedy_scores=greedy + 1) == needs.needs_greedy
 
 
 # Two responses to one prompt, of two tokens and one; kl_coef is 0.1, gamma 0.5, lambda 0.5.
