@@ -102,7 +102,9 @@ def _loaded(config: RunConfig, path: str) -> tuple[Policy, Any]:
     """The policy as the trainer builds it, without a value head, and its tokenizer; ConfigError if there is none."""
     trust = config.model.trust_remote_code
     try:
-        policy = loading.load_policy(path, head=None, adapters=setup.adapters(config), trust_remote_code=trust)
+        policy = loading.load_policy(
+            path, head=None, adapters=setup.adapters(config.model, config.seed), trust_remote_code=trust
+        )
         return policy, prompts.load_tokenizer(path, trust)
     except (OSError, ValueError) as error:  # transformers' are of many lines
         raise ConfigError(one_line(error)) from None

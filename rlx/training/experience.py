@@ -43,12 +43,12 @@ class RolloutBatch:
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """All tensors by name."""
+        """All tensors by name, `[B]`, `[B, L]` or `[B, T]`."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """What the models take: `ids`, `prompt_lengths`, `mask`, `token_index`."""
+        """What the models take: `ids` [B, L], `prompt_lengths` [B], `mask` [B, T], `token_index` [N] twice."""
         return self.ids, self.prompt_lengths, self.mask, self.token_index
 
     @functools.cached_property
@@ -63,7 +63,7 @@ class RolloutBatch:
         return self.mask.cumsum(1).argmax(1) + 1
 
     def rows(self, chosen: slice | Tensor) -> Self:
-        """Some of the completions, cut to the longest among them."""
+        """Some of the completions, `chosen` of the B, cut to the longest among them."""
         selected = {name: column[chosen] for name, column in self.columns.items()}
         response_lengths = self.response_lengths[chosen]
         width = int(response_lengths.max())

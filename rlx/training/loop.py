@@ -125,7 +125,7 @@ def reference_logprobs(trainer: Trainer, batch: RolloutBatch) -> Tensor | None:
 
 
 def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experience, Tensor]:
-    """Adds advantages and returns; also gives the sum of the KL to the reference over this rank's tokens."""
+    """Adds advantages and returns `[B, T]`; also gives the sum of the KL to the reference over this rank's tokens."""
     settings, mask = trainer.config.algorithm, batch.mask
     scores, greedy_scores = normalize_rewards(trainer, batch)
     kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_estimator)

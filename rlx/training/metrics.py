@@ -18,7 +18,6 @@ from torchmetrics import MeanMetric
 
 from rlx.algorithms import kl, masking
 from rlx.algorithms.importance_sampling import importance_weights
-from rlx.config.run import RunConfig
 from rlx.training.collector import RolloutCollector, Selection
 from rlx.training.experience import Experience
 from rlx.training.rollout_queue import RolloutQueue
@@ -110,7 +109,7 @@ def rollout_sums(trainer: Trainer, batch: Experience, selection: Selection) -> S
 
     Call it after the update: with deferred log-probabilities, the old ones exist only then.
     """
-    sums = _score_sums(trainer, selection) | _token_sums(trainer, batch) | _mismatch_sums(trainer.config, batch)
+    sums = _score_sums(trainer, selection) | _token_sums(trainer, batch) | _mismatch_sums(trainer, batch)
     return sums | _value_sums(batch)
 
 
@@ -244,14 +243,16 @@ def _of_values(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-def _mismatch_sums(config: RunConfig, batch: Experience) -> Sums:
+def _mismatch_sums(trainer: Trainer, batch: Experience) -> Sums:
+    kind, settings = trainer.config.rollout_correction, trainer.config.algorithm
     mismatch = kl.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
-    ratios, weights = _ratios(config, batch), rollout_correction(config, batch)
+    ratios = _ratios(settings.rollout_correction_level, batch)
+    weights = rollout_correction(kind, settings, batch)
     return {
         "mismatch": masking.masked_sum(mismatch, batch.mask),
         "weight": masking.masked_sum(ratios, batch.mask),
         "weight_squared": masking.masked_sum(ratios.square(), batch.mask),
-        "reweighted": (weights != ratios).sum() * (config.rollout_correction != "none"),
+        "reweighted": (weights != ratios).sum() * (kind != "none"),
     }
 
 
@@ -260,7 +261,7 @@ def _of_mismatch(trainer: Trainer, batch: Experience, s: Mapping[str, float]) ->
         is_known = "first/policy/approx_kl" in s
         return {"mismatch/kl": s["first/policy/approx_kl"] / s["first/updated"]} if is_known else {}
     gap = ((batch.logprobs - batch.rollout_logprobs) * batch.mask).abs().max()
-    weight = (_ratios(trainer.config, batch) * batch.mask).max()
+    weight = (_ratios(trainer.config.algorithm.rollout_correction_level, batch) * batch.mask).max()
     max_gap, max_weight = trainer.max_over_ranks([float(gap), float(weight)])
     return {
         "mismatch/kl": s["mismatch"] / s["tokens"],
@@ -271,9 +272,8 @@ def _of_mismatch(trainer: Trainer, batch: Experience, s: Mapping[str, float]) ->
     }
 
 
-def _ratios(config: RunConfig, batch: Experience) -> Tensor:
+def _ratios(level: str, batch: Experience) -> Tensor:
     """The ratio of old policy to rollout policy, `[B, T]`, neither truncated nor masked."""
-    level = config.algorithm.rollout_correction_level
     return importance_weights(batch.logprobs, batch.rollout_logprobs, batch.mask, "tis", 0.0, math.inf, level)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.run import RunConfig
-from rlx.config.sections import RolloutConfig, ScalingConfig, TrainConfig
+from rlx.config.sections import ModelConfig, RolloutConfig, ScalingConfig, TrainConfig
 from rlx.data import prompts, sources, stream
 from rlx.data.stream import PromptStream
 from rlx.mesh import DATA, TENSOR, Mesh
@@ -112,7 +112,7 @@ def _reset_peak_memory(device: torch.device) -> None:
 
 def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> RolloutCollector:
     config, mesh = inputs.config, trainer.mesh
-    engines = inputs.connect_engines(mesh, partial(engine_weights, config, trainer.policy))
+    engines = inputs.connect_engines(mesh, partial(weights_for_engines, config, trainer.policy))
     remote = inputs.connect_scorers(mesh)
     sampling = sampling_of(config.rollout, tokenizer)
     held_out = inputs.tables["held_out"]
@@ -146,7 +146,7 @@ def _supervised(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> Supervise
     return SupervisedRows(_stream(inputs, "ptx", mesh), tokenizer, config.rollout.max_tokens, config.data.ptx_batch)
 
 
-def engine_weights(config: RunConfig, policy: Any) -> list[ShardedWeight]:
+def weights_for_engines(config: RunConfig, policy: Any) -> list[ShardedWeight]:
     """The policy's weights for the engines: all of them, or the adapters alone."""
     if config.rollout.placement == "colocated":
         torch.cuda.empty_cache()
@@ -180,7 +180,7 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
         path,
         head=head if config.critic == "head" else None,
         seed=seed,
-        adapters=adapters(config),
+        adapters=adapters(config.model, seed),
         trust_remote_code=trust,
     )
     if device_mesh.device_type == "cuda":
@@ -230,12 +230,11 @@ def _kept_numbers(scaling: ScalingConfig) -> int:
     return logprobs.stored_logits_on_gpu(scaling.resources_per_worker.get("GPU", 1.0))
 
 
-def adapters(config: RunConfig) -> lora.Adapters | None:
+def adapters(model: ModelConfig, seed: int) -> lora.Adapters | None:
     """The adapters beside the policy's layers; None without model.lora_rank."""
-    model = config.model
     if not model.lora_rank:
         return None
-    return lora.Adapters(model.lora_rank, model.lora_alpha, model.lora_targets, config.seed)
+    return lora.Adapters(model.lora_rank, model.lora_alpha, model.lora_targets, seed)
 
 
 def _optimizer(train: TrainConfig, model: Any) -> torch.optim.Optimizer:

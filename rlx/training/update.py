@@ -15,10 +15,10 @@ from torch import Tensor
 from rlx.algorithms import adaptive, losses
 from rlx.algorithms.importance_sampling import importance_weights
 from rlx.algorithms.losses import PolicyLossSettings
-from rlx.config.run import RunConfig
+from rlx.config.algorithm import AlgorithmConfig
 from rlx.models import fsdp
 from rlx.models.policy import PolicyOutput
-from rlx.training.experience import Experience, RolloutBatch, balance_over_replicas, minibatches
+from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, balance_over_replicas, minibatches
 from rlx.training.trainer import Sums, Trainer
 
 
@@ -77,7 +77,7 @@ def denominators(trainer: Trainer, parts: Sequence[Experience]) -> list[LossDeno
     """The denominators of each mini-batch; a collective call."""
     sums: Sums = {}
     for i, part in enumerate(parts):
-        sums |= {f"tokens/{i}": part.mask.sum(), f"policy/{i}": _token_weights(trainer.config, part)[1]}
+        sums |= {f"tokens/{i}": part.mask.sum(), f"policy/{i}": _token_weights(trainer, part)[1]}
     total = trainer.sum_over_ranks(sums)
     return [LossDenominators(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(parts))]
 
@@ -147,9 +147,9 @@ def _with_old_logprobs(micro_batch: Experience, output: PolicyOutput) -> Experie
 
 
 def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experience, size: float) -> tuple[Tensor, Sums]:
-    """The policy's loss, with entropy bonus and KL where they are part of it; and its statistics."""
+    """The policy's loss (a scalar), with entropy bonus and KL where they are part of it; and its statistics."""
     settings, mask = trainer.config.algorithm, micro_batch.mask
-    weights, _ = _token_weights(trainer.config, micro_batch)
+    weights, _ = _token_weights(trainer, micro_batch)
     loss, stats = losses.policy_loss(
         output.logprobs,
         micro_batch.logprobs,
@@ -157,7 +157,7 @@ def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experienc
         mask,
         size,
         PolicyLossSettings(settings.policy_loss, settings.clip_low, settings.clip_high, settings.dual_clip),
-        weights * rollout_correction(trainer.config, micro_batch),
+        weights * rollout_correction(trainer.config.rollout_correction, settings, micro_batch),
     )
     sums: Sums = {"policy/loss": loss.detach()}
     sums |= {f"policy/{name}": total for name, total in stats.items()}
@@ -171,14 +171,13 @@ def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experienc
     return loss, sums
 
 
-def rollout_correction(config: RunConfig, batch: Experience) -> Tensor:
+def rollout_correction(kind: str, settings: AlgorithmConfig, batch: LogprobBatch) -> Tensor:
     """The importance weight of each token, `[B, T]`: old to rollout policy, truncated or masked as configured."""
-    settings = config.algorithm
     return importance_weights(
         batch.logprobs,
         batch.rollout_logprobs,
         batch.mask,
-        config.rollout_correction,
+        kind,
         settings.rollout_correction_low,
         settings.rollout_correction_high,
         settings.rollout_correction_level,
@@ -254,7 +253,8 @@ def discard_gradients(trainer: Trainer) -> None:
         each.optimizer.zero_grad()
 
 
-def _token_weights(config: RunConfig, batch: Experience) -> tuple[Tensor, Tensor]:
+def _token_weights(trainer: Trainer, batch: Experience) -> tuple[Tensor, Tensor]:
+    config = trainer.config
     return losses.token_weights(batch.mask, config.algorithm.aggregation, config.rollout.max_tokens)
 
 
