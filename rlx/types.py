@@ -1,4 +1,7 @@
-"""The records that travel between the layers. No behaviour beyond what a record needs, no Ray, no vLLM."""
+"""The records that packages hand to one another: prompts, completions, responses, scores, weights.
+
+Left out: behaviour beyond what a record needs. Imports no other package of rlx, neither Ray nor vLLM.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ if TYPE_CHECKING:
 
 
 Checker = Callable[[str, str, int | None], float]
-"""(answer given, answer expected, entry in the dataset) -> score, 1 is right"""
+"""(answer, expected answer, index in the dataset) -> score; 1 is correct"""
 
 
 class WeightSyncError(RuntimeError):
-    """Weights did not reach an engine, or not as they were sent, or it holds others than it was asked for."""
+    """Weights did not reach an engine, arrived changed, or an engine holds another version than expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of the training or the held-out set."""
 
-    id: int  # epoch x rows of the prompt table + row: sampling seeds follow from it, so no two draws of it are alike
-    token_ids: tuple[int, ...]  # [P], the chat template applied
+    id: int  # epoch x rows of the prompt table + row; sampling seeds follow from it, so they differ between epochs
+    token_ids: tuple[int, ...]  # [P], with the chat template applied
     question: str
     answer: str
     dataset_index: int | None = None  # its index in the reasoning-gym dataset; None for other sources
@@ -31,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn. Seeds are not here: they belong to each request."""
+    """How completions are sampled. Seeds are part of each request."""
 
     temperature: float
     top_p: float
@@ -41,31 +44,31 @@ class Sampling:
 
     @property
     def greedy(self) -> Sampling:
-        """The same, always the likeliest token."""
+        """The same settings, but the most likely token is always taken."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine drew for one prompt."""
+    """What an engine has sampled for one prompt."""
 
     prompt: Prompt
     sample: int  # 0 .. samples_per_prompt - 1
     token_ids: tuple[int, ...]  # [T], the stop token included
-    logprobs: tuple[float, ...]  # [T], of each token under the distribution it was drawn from
-    finished: bool  # drew a stop token, rather than running into max_tokens
-    version: int  # weight version it was drawn with
+    logprobs: tuple[float, ...]  # [T], of each token in the distribution that it was sampled from
+    finished: bool  # ended with a stop token, not at max_tokens
+    version: int  # version of the weights that sampled it
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A completion as the reward functions see it."""
+    """A completion as reward functions see it."""
 
     prompt: Prompt
     text: str  # the whole completion without special tokens
     answer: str | None  # the part of the text that is the answer; None: it contains no answer
     num_tokens: int  # length of the completion, the stop token included
-    finished: bool  # drew a stop token, rather than running into max_tokens
+    finished: bool  # ended with a stop token, not at max_tokens
 
 
 Scorer = Callable[[Sequence[Response]], Sequence[float]]
@@ -74,10 +77,10 @@ Scorer = Callable[[Sequence[Response]], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class ScoredCompletion:
-    """A completion and what the reward functions say of it."""
+    """A completion and its scores."""
 
     completion: Completion
-    score: float  # their weighted sum
+    score: float  # weighted sum of the scores of all reward functions
     is_correct: bool  # whether the answer is correct
     scores_by_function: dict[str, float]  # the unweighted score of each reward function
     greedy_score: float = 0.0  # score of the prompt's greedy completion, where the advantage estimator needs it
@@ -85,9 +88,11 @@ class ScoredCompletion:
 
 @dataclass(frozen=True, slots=True)
 class ShardedWeight:
-    """A tensor on its way to the engines."""
+    """A weight of the policy, as it is sent to engines and written to files."""
 
     name: str  # as Hugging Face names it
     shape: tuple[int, ...]
-    parts: tuple[Tensor, ...]  # what it is made of, as this rank holds it: FSDP shards, or tensors in full
-    join: Callable[..., Tensor] | None = None  # makes it of its parts in full; None: it is the only part
+    parts: tuple[
+        Tensor, ...
+    ]  # the tensors that it is computed from, as this rank holds them: FSDP shards, or full tensors
+    join: Callable[..., Tensor] | None = None  # computes it from the full parts; None: it is the only part

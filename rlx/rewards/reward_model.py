@@ -219,12 +219,12 @@ class ModelReward:
             RewardModelError: a replica failed, died at each of its attempts, or did not answer in time.
         """
         order = [(self.first + i) % len(self.replicas) for i in range(len(self.replicas))]
-        pairs = [[(response.prompt.question, response.text) for response in share] for share in self._shares(responses)]
+        pairs = [[(response.prompt.question, response.text) for response in share] for share in self.shares(responses)]
         calls = [self.replicas[i].score.remote(share) for i, share in zip(order, pairs, strict=True)]
         deadline = time.monotonic() + self.timeout_s
         return [score for i, call in zip(order, calls, strict=True) for score in self._result(i, call, deadline)]
 
-    def _shares(self, responses: Sequence[Response]) -> list[Sequence[Response]]:
+    def shares(self, responses: Sequence[Response]) -> list[Sequence[Response]]:
         """Splits the responses, in order, into one share per replica with nearly equal numbers of characters."""
         ends = list(itertools.accumulate(len(r.prompt.question) + len(r.text) + 1 for r in responses))
         count, total = len(self.replicas), ends[-1] if ends else 0

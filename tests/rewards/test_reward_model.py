@@ -102,7 +102,7 @@ def test_batches_hold_every_row_once_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_a_score_does_not_hang_on_batch_padding_or_order(kind: str, request: pytest.FixtureRequest) -> None:
+def test_a_score_does_not_depend_on_batch_padding_or_order(kind: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -187,7 +187,7 @@ def test_replicas_share_the_responses_in_order(replicas: list[Any], decoder: Pat
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_are_nearly_equal_in_characters(count: int) -> None:
     pairs = [*PAIRS, ("q", "long " * 40)]
-    shares = ModelReward([None] * count)._shares(responses(pairs))
+    shares = ModelReward([None] * count).shares(responses(pairs))
     assert [response.text for share in shares for response in share] == [text for _, text in pairs]
     sizes = [sum(len(response.prompt.question) + len(response.text) + 1 for response in share) for share in shares]
     assert max(sizes) - sum(sizes) / count <= 202  # of the longest
@@ -200,7 +200,7 @@ def test_a_killed_replica_is_asked_again_when_it_is_back(replicas: list[Any]) ->
     assert reward(responses(PAIRS)) == before
 
 
-def test_a_late_replica_is_named(replicas: list[Any]) -> None:
+def test_an_error_names_the_replica_that_is_late(replicas: list[Any]) -> None:
     long = responses([("q" * 500, "a")] * 400)
     with pytest.raises(RewardModelError, match=r"^reward model 1 did not answer within 0.01 s$"):
         ModelReward(replicas, 0.01, first=1)(long)
