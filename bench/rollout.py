@@ -34,12 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(config)
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
-            from rlx.runs import launch, preflight
+            from rlx.runs import preflight
+            from rlx.runs.group_reuse import kept_group
 
             tables = preflight.prompt_tables(ready, path)
             before = alone(ready, path, tables)
             steps = workload.counted_steps(ready, tables)
-            launch.release()
+            kept_group.release()
             figures = compared(steps, before, alone(ready, path, tables))
             table.finish("rollout", figures, ready, args.out, load, described(ready))
         return 0
@@ -105,6 +106,7 @@ def requests(
     from rlx.data import prompts
     from rlx.rollout.base import request_seed
     from rlx.runs.actor_group import engine_spec
+    from rlx.runs.resources import plan_resources
     from rlx.types import Sampling
 
     chosen, train = config.rollout, config.train
@@ -120,7 +122,7 @@ def requests(
         ]
         for step in range(train.steps)
     ]
-    return engine_spec(config, path).args, sampling, rounds
+    return engine_spec(config, path, plan_resources(config).engines[0]).args, sampling, rounds
 
 
 def described(config: RunConfig) -> dict[str, Any]:

@@ -93,10 +93,11 @@ def updated(config: RunConfig, path: str) -> float:
 
 def stepped(config: RunConfig, path: str) -> float:
     """Response tokens per second and rank over whole steps."""
-    from rlx.runs import launch, preflight
+    from rlx.runs import preflight
+    from rlx.runs.group_reuse import kept_group
 
     steps = workload.counted_steps(config, preflight.prompt_tables(config, path), f"ranks-{config.scaling.num_workers}")
-    launch.release()
+    kept_group.release()
     drawn = config.train.prompts_per_step * config.train.samples_per_prompt / config.scaling.num_workers
     return drawn * statistics.median(step["response/length_mean"] / step["time/step"] for step in steps)
 

@@ -67,7 +67,8 @@ def ahead(config: RunConfig) -> RunConfig:
 
 def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str, float]:
     """The runs, one after the other with the same crew, and bare vLLM before and after them."""
-    from rlx.runs import launch, preflight
+    from rlx.runs import preflight
+    from rlx.runs.group_reuse import kept_group
 
     tables = preflight.prompt_tables(config, path)
     before = rollout.alone(config, path, tables) if bare else []
@@ -75,7 +76,7 @@ def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str
     figures = parts(now)
     if overlap:
         figures |= compared(now, workload.counted_steps(ahead(config), tables, "k1")[:-1])
-    launch.release()
+    kept_group.release()
     return figures | (rollout.compared(now, before, rollout.alone(config, path, tables)) if bare else {})
 
 

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlx.config.run import RunConfig
 from rlx.runs import preflight
 from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     args, more = parser.parse_known_args(argv)
-    model = preflight.model_folder(RunConfig(storage=str(ROOT / "storage")))
+    model = preflight.model_folder("tiny", str(ROOT / "storage"))
     with tempfile.TemporaryDirectory(prefix="rlx-bench-") as folder:
         words = ["--storage", folder, "--model.path", model, "--train.steps", str(args.steps), *more]
         by_hand = seconds_of("ppo.py", "--name", "alone", *words)

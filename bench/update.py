@@ -109,9 +109,18 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     from rlx.storage.addresses import open_storage
 
     scaling = config.scaling
-    folder = open_storage(config.storage) / "update"
-    spec = ray_train.WorkerSpec(config.model_dump(), path, folder, "", True, mailbox=ray_train.new_box())
-    job = {"spec": spec, "loop": loop, "profile": profile}
+    job = {
+        "config": config.model_dump(),
+        "model": path,
+        "engines": [],
+        "reward_models": [],
+        "tracking": "",
+        "folder": open_storage(config.storage) / "update",
+        "box": ray_train.new_mailbox(),
+        "examine": True,
+        "loop": loop,
+        "profile": profile,
+    }
     trainer = TorchTrainer(
         rank,
         train_loop_config=job,
@@ -128,7 +137,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     try:
         trainer.fit()
     except Exception as error:
-        raise ray_train.RunError(ray_train.error_words(error)) from None
+        raise ray_train.RunError(ray_train.error_message(error)) from None
     return dict(json.loads(_result(config).read_text()))
 
 

@@ -164,18 +164,20 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     import ray
 
     from rlx.runs import launch, preflight
+    from rlx.runs.group_reuse import kept_group
+    from rlx.runs.resources import plan_resources
 
     with tempfile.TemporaryDirectory() as folder:
-        preflight.check_files(config)
-        preflight.check_rewards(config)
+        preflight.check_files(config.data, config.eval)
+        preflight.check_rewards(config.reward)
         path = model_folder(config)
         preflight.check_model(config, path)
         config = config.model_copy(update={"storage": folder, "model": config.model.model_copy(update={"path": path})})
-        launch.connect(config)
+        launch.connect(config.ray_address, plan_resources(config))
         try:
             yield config, path
         finally:
-            launch.release()
+            kept_group.release()
             ray.shutdown()
 
 
@@ -189,7 +191,7 @@ def model_folder(config: RunConfig) -> str:
     if name not in known:
         if name != "tiny" and "/" not in name and nearest(name, known):
             raise ConfigError(f"model.path {name}: no such model{nearest(name, known)}")
-        return preflight.model_folder(config)
+        return preflight.model_folder(name, config.storage)
     folder = local_folder(config.storage) / "models" / name
     if not folder.exists():
         tokenizer = tiny.build_tokenizer()
@@ -217,7 +219,7 @@ def random_model(name: str, tokenizer: Any) -> Any:
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:
     """The metrics of a real run's steps but the first, without the time of an evaluation, which the last has; engines
     and workers stay for the next run."""
-    from rlx.runs import launch
+    from rlx.runs import launch, preflight
     from rlx.storage.addresses import open_storage
 
     steps: list[dict[str, Any]] = []
@@ -231,7 +233,7 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
 
     config = config.model_copy(update={"name": name})
     place = open_storage(config.storage) / name
-    launch.run(config, place, tables=tables, on_report=report, keep=True)
+    launch.run(preflight.prepare(config, tables=tables), place, on_report=report, keep=True)
     return [metrics for metrics in steps if metrics["step"] > WARM]
 
 

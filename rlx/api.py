@@ -18,6 +18,7 @@ from rlx.config.sections import DEFAULT_METRIC, SchedulerName, SearchName
 
 if TYPE_CHECKING:
     from rlx.analysis.loading import Sweep
+    from rlx.storage.filesystem import Storage
     from rlx.sweeps.records import SweepPlan, TrialRecord
 
 OnReport = Callable[[dict[str, Any], str | None], None]
@@ -58,15 +59,10 @@ def train(config: RunConfig, *, on_report: OnReport | None = None) -> TrainResul
         ConfigError: a setting cannot be used, or a run of this name exists.
         RunError: training failed.
     """
-    from rlx.runs import preflight, run_folder
-    from rlx.storage.addresses import open_storage
-    from rlx.storage.filesystem import free_name
+    from rlx.runs import run_folder
 
-    runs = open_storage(config.storage) / "runs"
-    changes = {"name": config.name or free_name(runs, "ppo"), **preflight.absolute_paths(config)}
-    config = from_tree(with_overrides(config.model_dump(), changes))
-    run_folder.check_new(config, runs / changes["name"])
-    return _run(config, resume=False, on_report=on_report)
+    config, folder = run_folder.new_run(config)
+    return _run(config, folder, resume=False, on_report=on_report)
 
 
 def resume(
@@ -86,27 +82,20 @@ def resume(
         ConfigError: no such run, or a setting that a run cannot change once it has begun.
         RunError: training failed.
     """
-    from rlx.runs import preflight, run_folder
-    from rlx.storage.addresses import open_storage
+    from rlx.runs import run_folder
 
-    storage = storage or RunConfig().storage
-    folder = run_folder.find(open_storage(storage) / "runs", name)
-    saved = run_folder.saved_config(folder) | {"storage": storage}
-    config = from_tree(with_overrides(saved, {**(overrides or {}), "name": name}))
-    run_folder.check_resumable(config, from_tree(saved))
-    config = from_tree(with_overrides(config.model_dump(), preflight.absolute_paths(config)))
-    if metrics := run_folder.finished(config, folder):
+    config, folder = run_folder.saved_run(name, storage or RunConfig().storage, overrides or {})
+    if metrics := run_folder.finished_metrics(folder, config.train.steps):
         return _result(config.storage, name, metrics)
-    return _run(config, resume=True, on_report=on_report)
+    return _run(config, folder, resume=True, on_report=on_report)
 
 
-def _run(config: RunConfig, *, resume: bool, on_report: OnReport | None) -> TrainResult:
-    from rlx.runs import launch
-    from rlx.storage.addresses import open_storage
+def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnReport | None) -> TrainResult:
+    from rlx.runs import launch, preflight
 
-    launch.connect(config)
-    folder = open_storage(config.storage) / "runs" / str(config.name)
-    result = launch.run(config, folder, resume=resume, on_report=on_report)
+    prepared = preflight.prepare(config)
+    launch.connect(config.ray_address, prepared.resources)
+    result = launch.run(prepared, folder, resume=resume, on_report=on_report)
     return _result(config.storage, result.name, result.metrics)
 
 
@@ -190,8 +179,8 @@ class SweepTuner:
 
         config = self.plan.config
         storage = open_storage(config.storage)
-        preflight.prepare(config)
-        launch.connect(config)
+        prepared = preflight.prepare(config)
+        launch.connect(config.ray_address, prepared.resources)
         plan = tuner.create_sweep(self.plan, storage)
         records = tuner.run_sweep(plan, storage, watch=lambda trial, settings, metrics, state: None)
         return sweep_results(plan, records)
@@ -297,7 +286,7 @@ def sweep_results(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> SweepR
             record.settings,
             metrics=file.read_json() if file.exists() else reported,
             path=join_address(plan.config.storage, "sweeps", plan.name, "runs", attempt),
-            error=record.words if record.state == "failed" else None,
+            error=record.message if record.state == "failed" else None,
         )
         trials.append(trial)
     return SweepResults(plan.name, trials)

@@ -28,6 +28,7 @@ from rlx.models.tiny import WarmStart, make_tiny_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import engine_args
 from rlx.runs import launch
+from rlx.runs.group_reuse import kept_group
 from rlx.tracking import mlflow
 
 SHORT_RECIPE = WarmStart(
@@ -38,8 +39,8 @@ SHORT_RECIPE = WarmStart(
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server: str) -> Iterator[None]:
     """One Ray cluster for the whole session: starting one takes ten seconds. Its workers have the keys for S3."""
-    launch._quiet_environment()
-    os.environ.update(launch._OWN_CLUSTER)
+    launch.quiet_environment()
+    os.environ.update(launch.OWN_CLUSTER_ENVIRONMENT)
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
@@ -161,7 +162,7 @@ def nothing_left(ray_cluster: None) -> Iterator[NothingLeft]:
         assert left == {}
 
     yield check
-    launch.release()
+    kept_group.release()
 
 
 def _alive() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Whole runs for tests: a config of seconds, and what was seen of a run."""
+"""Whole runs for tests: a config that takes seconds, and what a run reported."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,19 +8,19 @@ from conftest import History, mlflow_history
 
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.runs import launch
+from rlx.runs import launch, preflight
 from rlx.runs.launch import Result
-from rlx.runs.ray_train import Notify, Report
+from rlx.runs.ray_train import Notify, OnReport
 from rlx.storage.addresses import open_storage
 
 STEPS = 4
-# What no two runs have in common; all else is the same to the last bit.
+# Metrics that differ between any two runs; all others are equal to the last bit.
 MEASURED = ("time/", "memory/", "tokens/rollout_per_s", "tokens/update_per_s")
 
 
 @dataclass(frozen=True)
 class Done:
-    """A finished run, and what it said while it ran."""
+    """A finished run, and what it reported."""
 
     config: RunConfig
     result: Result
@@ -34,33 +34,34 @@ def train(
     *,
     resume: bool = False,
     records: Path | None = None,
-    on_report: Report | None = None,
-    say: Notify | None = None,
+    on_report: OnReport | None = None,
+    notify: Notify | None = None,
     keep: bool = True,
 ) -> Done:
     """Runs a config.
 
     Args:
-        records: where the MLflow database lies, if not in the storage.
-        keep: whether engines and workers stay for the next run of the same shape, which begins at once, until the end
-            of a module that has asked for `nothing_left`.
+        records: folder of the MLflow database, if it is not the storage.
+        keep: whether engines and workers stay for the next run of the same shape, until the end of a module that uses
+            the fixture `nothing_left`.
     """
     storage = records or Path(config.storage)
-    launch.connect(config)
+    prepared = preflight.prepare(config)
+    launch.connect(config.ray_address, prepared.resources)
     reports: list[tuple[dict[str, Any], str | None]] = []
     folder = open_storage(config.storage) / "runs" / str(config.name)
 
-    def heard(metrics: dict[str, Any], checkpoint: str | None) -> None:
+    def record(metrics: dict[str, Any], checkpoint: str | None) -> None:
         reports.append((metrics, checkpoint))
         if on_report:
             on_report(metrics, checkpoint)
 
-    result = launch.run(config, folder, resume=resume, on_report=heard, say=say, keep=keep)
+    result = launch.run(prepared, folder, resume=resume, on_report=record, notify=notify, keep=keep)
     return Done(config, result, reports, mlflow_history(storage, result.mlflow_run), storage)
 
 
 def small(model: Path, storage: Path | str, name: str, **overrides: Any) -> RunConfig:
-    """A run of seconds, on two ranks and two engines."""
+    """Returns the config of a run that takes seconds, on two ranks and two engines."""
     tree = {
         "name": name,
         "storage": str(storage),
@@ -76,5 +77,6 @@ def small(model: Path, storage: Path | str, name: str, **overrides: Any) -> RunC
 
 
 def comparable(history: History, steps: range) -> dict[str, dict[int, list[float]]]:
+    """Returns the metrics that are equal in two runs of the same config."""
     kept = {name: by_step for name, by_step in history.items() if not name.startswith(MEASURED)}
     return {name: {step: by_step[step] for step in steps if step in by_step} for name, by_step in kept.items()}

@@ -29,7 +29,7 @@ from rlx.config.run import RunConfig, setting_keys
 from rlx.config.sections import DataConfig
 from rlx.data import files, sources
 from rlx.runs import run_folder
-from rlx.runs.run_folder import finished
+from rlx.runs.run_folder import finished_metrics
 from rlx.storage import addresses, checkpoint_catalog, checkpoint_files, checkpoint_manifest
 from rlx.storage.checkpoint_files import CheckpointError, CheckpointReader, Shard
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
@@ -181,7 +181,8 @@ BAD_LINES += [["--train.step", "\udcff"], ["--reward.functions.\u2028", "1"], ["
 def test_any_command_line_ends_in_a_line(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     main = runpy.run_path(str(ROOT / "experiments" / "ppo.py"))["main"]
-    main.__globals__.update(train=lambda *_: 0, check=lambda *_: 0)  # some of the lines are good ones
+    commands = ("start", "resume", "check")
+    main.__globals__.update({command: lambda *_: 0 for command in commands})  # some of the lines are good ones
     try:
         with redirect_stderr(io.StringIO()) as errors, redirect_stdout(io.StringIO()):
             code = main(words)
@@ -434,7 +435,10 @@ def test_any_address_is_resolved_or_refused(address: str, tmp_path: Path, monkey
 
 GOOD: dict[str, tuple[bytes, Callable[[Storage], Any]]] = {
     "run.json": (b'{"mlflow_run": "0123"}', run_folder.mlflow_run),
-    "result.json": (b'{"step": 40, "eval/accuracy": 0.5}', lambda folder: finished(RunConfig(), folder)),
+    "result.json": (
+        b'{"step": 40, "eval/accuracy": 0.5}',
+        lambda folder: finished_metrics(folder, RunConfig().train.steps),
+    ),
     "config.yaml": (SETTINGS, run_folder.saved_config),
 }
 BAD_RECORDS = [(name, text) for name in GOOD for text in ("", "{}", "null", "[]", "4", "{a", "[[1, 2]]", nested(1100))]

@@ -147,7 +147,7 @@ def test_results_are_read_from_records_and_folders(tmp_path: Path) -> None:
     last = {"step": 3, "eval/accuracy": 0.5, "kl/ref": 0.1}
     (finished / "result.json").write_text(json.dumps(last))
     records = {
-        "trial_00002": TrialRecord(settings={"seed": 2}, state="failed", words="died"),
+        "trial_00002": TrialRecord(settings={"seed": 2}, state="failed", message="died"),
         "trial_00001": TrialRecord(settings={"seed": 1}, state="stopped", reports=[(1, 0.1), (2, 0.25)]),
         "trial_00000": TrialRecord(settings={"seed": 0}, state="finished", reports=[(3, 0.5)]),
     }

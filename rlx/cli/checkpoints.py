@@ -1,4 +1,4 @@
-"""The runs of a storage, or one run's checkpoints: python experiments/checkpoints.py [RUN] [--storage ADDRESS]"""
+"""Lists the runs of a storage, or one run's checkpoints: python experiments/checkpoints.py [RUN] [--storage ADDRESS]"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlx.storage.addresses import resolve_address
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Lists the runs of a storage; with RUN, its checkpoints and how to go on from them.",
+        description="Lists the runs of a storage; with RUN, its checkpoints and how to continue from them.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name, or its folder or address")
@@ -28,20 +28,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show_runs(storage: str) -> int:
     """Prints a row per run."""
-    found = listing.runs(storage)
-    if not found:
+    runs = listing.runs(storage)
+    if not runs:
         print(f"no runs in {resolve_address(storage)} yet: python experiments/ppo.py makes one")
         return 0
-    print(listing.runs_table(found, _width()))
+    print(listing.runs_table(runs, _width()))
     print("\ncheckpoints of one of them: python experiments/checkpoints.py RUN")
     return 0
 
 
 def show_run(which: str, storage: str) -> int:
-    """Prints a row per checkpoint of a run, where they lie, and the commands that go on from them."""
+    """Prints a row per checkpoint of a run, the run's address, and the commands that continue from it."""
     run = listing.find_run(which, storage)
-    steps = f"{run.done} of {run.config.train.steps} steps done" if run.config else run.problem
-    print(f"run {run.called}: {steps}\n")
+    steps = f"{run.steps_done} of {run.config.train.steps} steps done" if run.config else run.problem
+    print(f"run {run.label}: {steps}\n")
     print(listing.checkpoints_table(run, _width()) if run.checkpoints else "no checkpoints yet")
     print("\n" + "\n".join([f"in {run.address}", *listing.commands(run, storage)]))
     return 0

@@ -1,4 +1,4 @@
-"""A checkpoint's policy for transformers and vLLM: python experiments/export.py RUN [--checkpoint best] [--out DIR]"""
+"""Exports a checkpoint's policy for transformers and vLLM: python experiments/export.py RUN [--checkpoint best]"""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.runs import listing
+from rlx.runs.preflight import tracking_uri
 from rlx.runs.run_folder import checkpoint_of
 from rlx.storage import checkpoint_catalog
-from rlx.storage.addresses import local_folder
+from rlx.storage.checkpoint_manifest import Manifest
 from rlx.tracking import mlflow
 from rlx.tracking.mlflow import MLflowService
 
@@ -22,6 +23,12 @@ SHOWN = (*listing.WATCHED, "eval/ema/accuracy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    args = argument_parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return exit_code(lambda: write(args))
+
+
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Writes a checkpoint's policy as a Hugging Face folder, adapters merged in, and compares what was "
         "written with the trainer's own model.",
@@ -38,58 +45,76 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
     )
-    args = parser.parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    return exit_code(lambda: write(args))
+    return parser
 
 
 def write(args: argparse.Namespace) -> int:
-    """Finds the checkpoint, exports it, and says what it is and how to load it."""
-    _, found = checkpoint_of(which(args.run, args.checkpoint), args.storage)
-    manifest = found.manifest
+    """Finds the checkpoint, exports it, and prints what it is and how to load it."""
+    _, checkpoint = checkpoint_of(which(args.run, args.checkpoint), args.storage)
+    manifest = checkpoint.manifest
     assert manifest
-    config = from_tree(manifest.config, f"checkpoint {found.name}")
-    if "/" not in args.run:  # its storage may have been moved since
-        config = config.model_copy(update={"storage": args.storage})
-    kind = ("-average" if args.weights == "average" else "") + ("-adapter" if args.adapter else "")
-    folder = free_folder(args.out or f"exports/{config.name}-{found.name}{kind}")
+    config = run_config(args, checkpoint.name, manifest)
+    folder = free_folder(args.out or default_folder(args, f"{config.name}-{checkpoint.name}"))
     from rlx.runs import export  # slow to import
 
-    wanted = export.Export(config, args.weights == "average", args.adapter)
-    apart = export.export(found, wanted, folder)
-    figures = "  ".join(f"{name} {manifest.metrics[name]:.4g}" for name in SHOWN if name in manifest.metrics)
-    print(f"exported run {config.name}, step {manifest.step}, {args.weights} weights, {config.model.dtype}: {figures}")
+    difference = export.export(checkpoint, export.Export(config, args.weights == "average", args.adapter), folder)
+    metrics = "  ".join(f"{name} {manifest.metrics[name]:.4g}" for name in SHOWN if name in manifest.metrics)
+    print(f"exported run {config.name}, step {manifest.step}, {args.weights} weights, {config.model.dtype}: {metrics}")
     print(f"to {folder}")
-    print(f"largest difference of a log-probability from the trainer's: {apart:.2g}")
+    print(f"largest difference of a log-probability from the trainer's: {difference:.2g}")
     print(f"load it: {loading(folder, args.adapter)}")
     if args.register:
-        uri = config.tracking.uri or mlflow.default_uri(local_folder(config.storage))
+        uri = tracking_uri(config.tracking, config.storage)
         version = registered(uri, manifest.mlflow_run_id, folder, args.register)
         print(f"registered as {args.register}, version {version}: {MLflowService(uri).browse_command()}")
     return 0
 
 
+def run_config(args: argparse.Namespace, checkpoint: str, manifest: Manifest) -> RunConfig:
+    """Returns the config of the checkpoint's run, with the storage's address of today if the run is named."""
+    config = from_tree(manifest.config, f"checkpoint {checkpoint}")
+    return config if "/" in args.run else config.model_copy(update={"storage": args.storage})
+
+
+def default_folder(args: argparse.Namespace, name: str) -> str:
+    """Returns exports/RUN-step_000040, with a suffix if the average or the adapters are exported."""
+    suffix = ("-average" if args.weights == "average" else "") + ("-adapter" if args.adapter else "")
+    return f"exports/{name}{suffix}"
+
+
 def registered(uri: str, run_id: str | None, folder: Path, name: str) -> str:
-    """Which version of the registered model it has become; ConfigError if MLflow does not take it."""
+    """Registers the exported model in MLflow; returns its version.
+
+    Raises:
+        ConfigError: MLflow does not take it.
+    """
     if run_id is None:
         raise ConfigError(f"--register {name}: MLflow had not answered when the checkpoint was written")
     try:
         return mlflow.register(uri, run_id, folder, name)
-    except Exception as error:  # each kind of store has its own
+    except Exception as error:  # each kind of MLflow store has its own errors
         raise ConfigError(f"--register {name}: {mlflow.cause(error)}; the model is in {folder}") from None
 
 
 def which(run: str, step: str | None) -> str:
-    """RUN and --checkpoint as one; ConfigError if RUN names a checkpoint itself, or is a URI, which has to."""
+    """Returns RUN and --checkpoint as one name.
+
+    Raises:
+        ConfigError: both are given, but RUN names a checkpoint already; a URI always has to.
+    """
     if step is None:
         return run
     if "@" in run or "://" in run or checkpoint_catalog.is_checkpoint_name(Path(run).name):
-        raise ConfigError(f"--checkpoint {step} goes with a run's name or folder: {run} names a checkpoint, or has to")
+        raise ConfigError(f"--checkpoint {step} needs a run's name or folder: {run} names a checkpoint, or has to")
     return f"{run}@{step}"
 
 
 def free_folder(out: str) -> Path:
-    """The folder to write; ConfigError if there is something already."""
+    """Returns the folder to write.
+
+    Raises:
+        ConfigError: it exists and is not empty.
+    """
     folder = Path(out).expanduser().resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--out {folder} exists already: give another folder, or delete it")
@@ -97,7 +122,7 @@ def free_folder(out: str) -> Path:
 
 
 def loading(folder: Path, adapter: bool) -> str:
-    """What to write in Python to have the model."""
+    """Returns the line of Python that loads the model."""
     if adapter:
         return f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
     return f'transformers.AutoModelForCausalLM.from_pretrained("{folder}")'

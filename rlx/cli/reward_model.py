@@ -74,7 +74,7 @@ def train_reward_model(args: argparse.Namespace) -> int:
         RuntimeError: a gradient is not finite.
     """
     from rlx.rewards import preferences
-    from rlx.runs import launch, preflight
+    from rlx.runs import preflight
     from rlx.storage.addresses import resolve_address
     from rlx.tracking import console
     from rlx.tracking.tracker import service_at
@@ -86,12 +86,13 @@ def train_reward_model(args: argparse.Namespace) -> int:
     folder = _new_folder(config.storage, options.get("out"))
     recipe = preferences.Recipe(args.epochs, args.batch, args.lr, args.seed)
     steps = recipe.steps(len(pairs))
-    service, experiment = service_at(launch.tracking_uri(config)), config.tracking.experiment
+    service = service_at(preflight.tracking_uri(config.tracking, config.storage))
+    experiment = config.tracking.experiment
     with (
         console.RunProgress(steps) as progress,
         _recorded(service, experiment, folder.name, options) as writer,
     ):
-        base = options.get("base") or preflight.model_folder(config, progress.warm_start)
+        base = options.get("base") or preflight.model_folder(config.model.path, config.storage, progress.warm_start)
         progress.status(f"{len(pairs)} pairs, {len(held_out)} held out; {steps} steps from {base}")
         on_step = _StepReport(progress, writer, steps)
         result = train_and_save(base, folder, pairs, held_out, recipe, on_step)

@@ -1,4 +1,4 @@
-"""A hyperparameter sweep of PPO: python experiments/ppo_sweep.py [--trials N] [--scheduler asha] [--SETTING VALUE]"""
+"""Runs a sweep of PPO: python experiments/ppo_sweep.py [--trials N] [--scheduler asha] [--SETTING VALUE]"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -14,16 +14,32 @@ from typing import TYPE_CHECKING, Any, get_args
 from rlx.cli.options import add_settings, end_on_sigterm, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.run import RunConfig
 from rlx.config.sections import SchedulerName, SearchName
 
 if TYPE_CHECKING:
+    from rlx.runs.preflight import PreparedRun
     from rlx.storage.filesystem import Storage
+    from rlx.sweeps.records import SweepPlan
 
 _DEFAULTS = Path(__file__).parent / "defaults"
 SETTINGS, SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    parser = argument_parser()
+
+    def script() -> int:
+        args, given = parse(parser, list(sys.argv[1:] if argv is None else argv))
+        check_options(parser, args, given)
+        tree = with_overrides(read_yaml(args.config), given)
+        config = from_tree(tree, args.config)  # bad settings are refused before anything slow is imported
+        return run_sweep(args, tree, config)
+
+    return exit_code(script, "interrupted: --resume continues the sweep")
+
+
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="A sweep of PPO runs; every setting that the search space does not vary can be given too.",
         usage="%(prog)s [--space FILE] [--trials N] [--seeds K] [--search NAME] [--scheduler NAME] [--resume [NAME]] "
@@ -31,98 +47,119 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", default=str(SETTINGS), help="YAML settings")
-    parser.add_argument("--space", metavar="FILE", default=str(SPACE))
-    parser.add_argument("--trials", metavar="N", type=int, default=4, help="settings to try (random search)")
-    parser.add_argument("--seeds", metavar="K", type=int, default=1, help="run each setting with so many seeds")
+    parser.add_argument("--space", metavar="FILE", default=str(SPACE), help="Python file with the search space")
+    parser.add_argument("--trials", metavar="N", type=int, default=4, help="settings to try (a grid tries all)")
+    parser.add_argument("--seeds", metavar="K", type=int, default=1, help="runs of each setting, with different seeds")
     parser.add_argument("--search", choices=get_args(SearchName), default="random", help="how settings are drawn")
     parser.add_argument(
         "--scheduler", choices=get_args(SchedulerName), default="none", help="which trials are stopped early"
     )
-    parser.add_argument("--max-concurrent", metavar="N", type=int, help="at most so many trials at once")
+    parser.add_argument("--max-concurrent", metavar="N", type=int, help="most trials at once")
     parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
     parser.add_argument(
         "--restart-errored", action="store_true", help="with --resume: failed trials run again from the start"
     )
     add_settings(parser)
-
-    def script() -> int:
-        words = list(sys.argv[1:] if argv is None else argv)
-        args, given = parse(parser, words)
-        if args.restart_errored and args.resume is None:
-            raise ConfigError("--restart-errored goes with --resume")
-        if args.resume is not None and (set(given) - {"storage"} or _changed(parser, args)):
-            raise ConfigError("--resume has the sweep's own settings: give it --storage and --restart-errored at most")
-        for option in ("trials", "seeds", "max_concurrent"):
-            if (value := getattr(args, option)) is not None and value < 1:
-                raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
-        tree = with_overrides(read_yaml(args.config), given)
-        from_tree(tree, args.config)  # refused before anything is imported
-        return run_sweep(args, tree)
-
-    return exit_code(script, "interrupted: --resume continues the sweep")
+    return parser
 
 
-def run_sweep(args: argparse.Namespace, tree: dict[str, Any]) -> int:
-    """Starts or resumes the sweep, shows it, and writes its analysis."""
-    from rlx.analysis import loading, report, tables
-    from rlx.runs import launch, preflight
-    from rlx.storage.addresses import local_folder, open_storage
-    from rlx.storage.filesystem import free_name
+def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for options that exclude each other, and for counts below 1."""
+    if args.restart_errored and args.resume is None:
+        raise ConfigError("--restart-errored needs --resume")
+    kept = ("config", "space", "trials", "seeds", "search", "scheduler", "max_concurrent")  # in a sweep's plan
+    changed = any(getattr(args, option) != parser.get_default(option) for option in kept)
+    if args.resume is not None and (set(given) - {"storage"} or changed):
+        raise ConfigError("--resume uses the sweep's own settings: only --storage and --restart-errored go with it")
+    for option in ("trials", "seeds", "max_concurrent"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
+
+
+def run_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfig) -> int:
+    """Starts or resumes a sweep, shows it, and writes its analysis; returns 1 if a trial failed."""
+    from rlx.runs import preflight
+    from rlx.storage.addresses import open_storage
     from rlx.sweeps import tuner
-    from rlx.sweeps.records import SweepPlan
-    from rlx.tracking import console, outbox
+    from rlx.tracking import console
 
-    started = time.monotonic()
-    tree = with_overrides(tree, preflight.absolute_paths(from_tree(tree)))
+    started, is_resume = time.monotonic(), args.resume is not None
+    tree = with_overrides(tree, preflight.absolute_paths(config))
     storage = open_storage(tree["storage"])
-    if args.resume is not None:
-        plan = tuner.saved_sweep(storage, args.resume or None)
-        plan = replace(plan, tree=plan.tree | {"storage": tree["storage"]})  # which may have been moved since
-        again = tuner.begin_again(plan, storage) if args.restart_errored else []
-    else:
-        name, again = tree.pop("name", None) or free_name(storage / "sweeps", "sweep"), []
-        chosen = (args.trials, args.search, args.scheduler, args.seeds, args.max_concurrent)
-        plan = SweepPlan(name, tree, str(Path(args.space).resolve()), *chosen)
-    config = from_tree(plan.tree)
-    uri = launch.tracking_uri(config)
-    with console.SweepProgress(config.train.steps) as shown:
-        with console.RunProgress(config.train.steps, shown.console) as making:
-            preflight.prepare(config, making.warm_start)
-        launch.connect(config)
-        end_on_sigterm()
-        if args.resume is None:
-            plan = tuner.create_sweep(plan, storage)
-        lines = [tuner.described(plan), *(f"{trial} runs again" for trial in again)]
-        where = _where(uri, storage / "sweeps" / plan.name)
-        shown.console.print(*lines, *where, sep="\n", soft_wrap=True)
-        results = tuner.run_sweep(plan, storage, resume=args.resume is not None, watch=shown.update)
-    failed = tuner.failures(results)
-    for reason in failed:
-        print(f"error: {reason}", file=sys.stderr)
+    plan, restarted = resumed_plan(args, storage, tree["storage"]) if is_resume else (new_plan(args, tree, storage), [])
+    with console.SweepProgress(plan.config.train.steps) as progress:
+        with console.RunProgress(plan.config.train.steps, progress.console) as preparing:
+            prepared = preflight.prepare(plan.config, preparing.warm_start)
+        connect(prepared)
+        plan = plan if is_resume else tuner.create_sweep(plan, storage)
+        where = mlflow_lines(plan, storage)
+        lines = [tuner.describe(plan), *(f"{trial} runs again" for trial in restarted), *where]
+        progress.console.print(*lines, sep="\n", soft_wrap=True)
+        results = tuner.run_sweep(plan, storage, resume=is_resume, watch=progress.update)
+    failures = tuner.failures(results)
+    print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
     print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
-    try:
-        own = outbox.run_id(storage / "sweeps" / plan.name)  # a server may know other sweeps of that name
-        loaded = loading.load_sweep(uri, config.tracking.experiment, own or plan.name)
-        paths = report.write_report(loaded, local_folder(config.storage) / "analysis" / plan.name, uri)
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(tables.format_table(tables.settings_table(loaded), width))
-        print("\n".join(str(path) for path in paths))
-    except Exception as error:  # each kind of MLflow store has its own
-        print(f"no analysis: {one_line(error, 300)}; later: analyze.py --sweep {plan.name}", file=sys.stderr)
+    analyze(plan, storage)
     print("\n".join(where))
-    return 1 if failed else 0
+    return 1 if failures else 0
 
 
-def _where(uri: str, folder: Storage) -> list[str]:
-    """Where a person can see the sweep: two lines."""
+def connect(prepared: PreparedRun) -> None:
+    """Connects to the cluster; from then on SIGTERM interrupts the sweep."""
+    from rlx.runs import launch
+
+    launch.connect(prepared.config.ray_address, prepared.resources)
+    end_on_sigterm()
+
+
+def new_plan(args: argparse.Namespace, tree: dict[str, Any], storage: Storage) -> SweepPlan:
+    """Returns the plan that the options describe."""
+    from rlx.storage.filesystem import free_name
+    from rlx.sweeps.records import SweepPlan
+
+    return SweepPlan(
+        name=tree.get("name") or free_name(storage / "sweeps", "sweep"),
+        tree={key: value for key, value in tree.items() if key != "name"},
+        space=str(Path(args.space).resolve()),
+        trials=args.trials,
+        search=args.search,
+        scheduler=args.scheduler,
+        seeds=args.seeds,
+        max_concurrent=args.max_concurrent,
+    )
+
+
+def resumed_plan(args: argparse.Namespace, storage: Storage, address: str) -> tuple[SweepPlan, list[str]]:
+    """Returns the saved plan, with the storage's address of today, and the failed trials that run again."""
+    from rlx.sweeps import tuner
+
+    plan = tuner.saved_sweep(storage, args.resume or None)
+    plan = replace(plan, tree=plan.tree | {"storage": address})  # it may have been moved since
+    return plan, tuner.restart_failed(plan, storage) if args.restart_errored else []
+
+
+def mlflow_lines(plan: SweepPlan, storage: Storage) -> list[str]:
+    """Returns where a sweep is in MLflow."""
     from rlx.tracking import outbox
     from rlx.tracking.tracker import service_at
 
-    service = service_at(uri)
-    return [f"in MLflow: {service.browse_command()}", f"at: {service.run_page(outbox.run_id(folder))}"]
+    service, run_id = service_at(plan.tracking_uri), outbox.run_id(storage / "sweeps" / plan.name)
+    return [f"in MLflow: {service.browse_command()}", f"at: {service.run_page(run_id)}"]
 
 
-def _changed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:
-    """Whether options were given that a sweep has of its own."""
-    own = ("config", "space", "trials", "seeds", "search", "scheduler", "max_concurrent")
-    return any(getattr(args, option) != parser.get_default(option) for option in own)
+def analyze(plan: SweepPlan, storage: Storage) -> None:
+    """Writes the analysis of a sweep and prints its table."""
+    from rlx.analysis import loading, report, tables
+    from rlx.storage.addresses import local_folder
+    from rlx.tracking import outbox
+
+    try:
+        run_id = outbox.run_id(storage / "sweeps" / plan.name)  # a server may know other sweeps of that name
+        sweep = loading.load_sweep(plan.tracking_uri, plan.config.tracking.experiment, run_id or plan.name)
+        folder = local_folder(plan.config.storage) / "analysis" / plan.name
+        paths = report.write_report(sweep, folder, plan.tracking_uri)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(tables.format_table(tables.settings_table(sweep), width))
+        print("\n".join(str(path) for path in paths))
+    except Exception as error:  # each kind of MLflow store has its own errors
+        print(f"no analysis: {one_line(error, 300)}; later: analyze.py --sweep {plan.name}", file=sys.stderr)

@@ -1,1 +1,17 @@
-"""TODO rlx.runs."""
+"""One training run: checks its input, starts its processes, and keeps its folder and its records.
+
+`preflight` checks a config, `resources` says what the run needs of the cluster, `launch` does the run with an
+`ActorGroup` of engines and Ray Train workers, and `run_folder`, `listing` and `export` read what the run leaves.
+
+Left out: what a training step does (rlx.training) and what a sweep does with many runs (rlx.sweeps).
+
+May import: config, algorithms, types, actors, mesh, storage, data, rewards, models, rollout, training, tracking.
+
+Example:
+
+    prepared = preflight.prepare(from_tree({"name": "first", "train": {"steps": 3}}))
+    launch.connect(prepared.config.ray_address, prepared.resources)
+    folder = open_storage(prepared.config.storage) / "runs" / "first"
+    result = launch.run(prepared, folder)
+    print(result.metrics["eval/accuracy"])
+"""

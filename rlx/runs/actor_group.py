@@ -1,11 +1,13 @@
-"""A crew: engines, reward models and a group of Train workers, started side by side and kept from one run to the next.
+"""`ActorGroup`: engines, reward models and Ray Train workers that start together and stay for the next run.
 
-Starting one takes half a minute, mostly imports; the next run of the same shape begins at once. A crew does one run at
-a time and goes on with the next however that ended, unless the run failed or did not end in time: then it is over.
+Starting them takes half a minute, mostly imports; the next run of the same shape begins at once. A group runs one job
+at a time. After a failed or overdue job it is closed; otherwise it takes the next.
+Left out: the run's folder and records (`launch`), and what travels between driver and workers (`ray_train`).
 """
 
 from __future__ import annotations
 
+import enum
 import gc
 import math
 import threading
@@ -18,30 +20,31 @@ import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rlx import actors
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.config.sections import flatten
+from rlx.config.sections import ScalingConfig, flatten
 from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
 from rlx.runs import ray_train
-from rlx.runs.ray_train import LAST, Notify, Report, RunError, RunStopped, WorkerSpec
-from rlx.runs.resources import ResourcePlan, plan_resources
+from rlx.runs.preflight import PreparedRun
+from rlx.runs.ray_train import Notify, OnReport, RunError, RunStopped, StepReport
+from rlx.runs.resources import Bundle
 from rlx.storage.filesystem import Storage
 
-_ABORT_S = 30.0  # a controller that takes longer to end is killed
-_START_S = 30.0  # a controller that has not started by then never will
-_END_S = 60.0  # in which the workers are done after their last report
-_STOP_S = 10.0  # in which a run that is stopped ends by itself
-_ROOM_S = 60.0  # in which there must be room on the cluster
-_POLL_S = 0.1  # how often reports are looked for
-_STARTS = 10  # of the workers, a minute each, before the run fails for want of room
+_ABORT_S = 30.0  # longest that a controller takes to abort before it is killed
+_START_S = 30.0  # longest that a controller takes to start
+_END_S = 60.0  # longest that the workers take after their last report
+_STOP_S = 10.0  # longest that a stopped run takes to end by itself
+_ROOM_S = 60.0  # longest wait for room on the cluster
+_POLL_S = 0.1
+_STARTS = 10  # attempts to place the workers, a minute each, before the run fails
 
-# Settings that a crew is made for, beside the engines' options and the plan: the prompt tables, the reward model.
-_MADE_FOR = (
+# Settings that a group is started with, beside the engines' arguments and the resources: it cannot change them later.
+_STARTED_WITH = (
     "data.",
     "eval.source",
     "eval.num_prompts",
@@ -53,73 +56,79 @@ _MADE_FOR = (
 )
 
 
+class State(enum.Enum):
+    """What an `ActorGroup` does now."""
+
+    IDLE = enum.auto()  # it can take a job
+    RUNNING = enum.auto()
+    STOPPING = enum.auto()  # it was asked to end its job
+    CLOSED = enum.auto()  # for good: nothing of it is left
+
+
 class ActorGroup:
-    """What a run works with, in a placement group of its own or in the one that a Tune trial holds for it."""
+    """The processes of a run, in a placement group of their own or in that of the Tune trial around them."""
 
-    def __init__(self, config: RunConfig, model: str) -> None:
-        """Reserves room and starts the engines and reward models; does not wait for them.
-
-        Args:
-            model: the model's folder or name.
+    def __init__(self, prepared: PreparedRun) -> None:
+        """Reserves room and starts the engines and reward models; does not wait until they are ready.
 
         Raises:
             ConfigError: there is no room within a minute.
         """
-        self._made_for = _made_for(config, model)
-        self._box, self._number, self._failures = ray_train.new_box(), 0, 0
-        self._job, self._seen = "", 0  # box of the run that it is at, and how many of its reports were seen
-        self._training = self._stopped = self.is_over = False
-        self._gone = threading.Event()  # the workers are
-        self._outcome: dict[str, str] = {}
+        self._requirements = _requirements(prepared)
+        self._state, self._state_lock = State.IDLE, threading.Lock()
+        self._mailbox, self._jobs, self._failures = ray_train.new_mailbox(), 0, 0
+        self._job, self._reports_seen = "", 0  # mailbox of the current job; how many of its reports were taken
+        self._has_workers, self._workers_ended, self._ending = False, threading.Event(), ""
         self.engines: list[Any] = []
         self.reward_models: list[Any] = []
-        needed, held = plan_resources(config), ray.util.get_current_placement_group()
-        self._group, self._is_own = held or placement_group(needed.bundles, needed.strategy), not held
+        outer = ray.util.get_current_placement_group()
+        needed = prepared.resources
+        self._placement, self._owns_placement = outer or placement_group(needed.bundles, needed.strategy), not outer
         try:
-            if not self._group.wait(_ROOM_S):
+            if not self._placement.wait(_ROOM_S):
                 raise ConfigError(f"no room for {needed} within {_ROOM_S:.0f} s: {needed.bundles} are not free")
-            self.engines = self._start_engines(config, model, needed)
-            self.reward_models = self._start_reward_models(config, needed)
+            spec = engine_spec(prepared.config, prepared.model_path, needed.engines[0])
+            self.engines = start_engines(spec, self._placement, needed.indices.engines)
+            self.reward_models = _start_reward_models(prepared, self._placement)
         except BaseException:
             self.close()
             raise
 
-    def suits(self, config: RunConfig, model: str) -> bool:
-        """Whether it can do a run of this config."""
-        return not self.is_over and self._made_for == _made_for(config, model)
+    def suits(self, prepared: PreparedRun) -> bool:
+        """Returns whether the group can do a run."""
+        return self._state is not State.CLOSED and self._requirements == _requirements(prepared)
 
     def run(
         self,
-        config: RunConfig,
-        job: WorkerSpec,
-        folder: Storage,
-        tables: Mapping[str, Any],
-        on_report: Report,
-        say: Notify,
+        prepared: PreparedRun,
+        job: Mapping[str, Any],
+        on_report: OnReport,
+        notify: Notify,
         grace_s: float = 0.0,
     ) -> dict[str, Any]:
-        """Does a run and gives its last metrics.
+        """Does a run and returns its last metrics.
 
-        An interrupt (KeyboardInterrupt, once it trains) first asks the workers to end with the step that they are in,
-        and is raised when they have; a second one, or `grace_s` seconds, end that patience.
+        After an interrupt (KeyboardInterrupt, once it trains) the workers first end their step, and then the interrupt
+        is raised; a second interrupt, or `grace_s` seconds, ends the wait.
 
         Args:
-            job: what the workers are told; engines and reward models are put in here.
-            folder: where Train may keep its own records, on the storage.
-            tables: the prompts; those of the crew's first run are those of all.
+            prepared: the prompt tables of a group's first run are those of all its runs.
+            job: what the workers are given, see `setup.build_run`; the engines and reward models are added here.
 
         Raises:
-            RunError: it failed; the crew is over.
-            RunStopped: `stop` was called meanwhile, or the crew was closed.
+            RunError: the run failed; the group is closed.
+            RunStopped: `stop` was called meanwhile, or the group was closed.
         """
-        self._training = self._training or self._start_workers(config, folder, tables)
-        self._number, self._seen, self._stopped = self._number + 1, 0, False
-        while ray_train.failure(self._box, self._failures + 1):
-            self._failures += 1  # after the end of the run before
-        job = replace(job, engines=self.engines, reward_models=self.reward_models)
-        self._job = ray_train.post_job(self._box, self._number, job)
+        if not self._has_workers:
+            self._start_workers(prepared, job["folder"])
+        self._jobs, self._reports_seen = self._jobs + 1, 0
+        while ray_train.failure(self._mailbox, self._failures + 1):
+            self._failures += 1  # it came after the end of the run before
+        handles = {"engines": self.engines, "reward_models": self.reward_models}
+        self._enter(State.RUNNING)
+        self._job = ray_train.post_job(self._mailbox, self._jobs, {**job, **handles})
         try:
-            metrics = self._watched(config.scaling.max_failures, on_report, say, grace_s)
+            metrics = self._relay(prepared.config.scaling.max_failures, on_report, notify, grace_s)
             self._await_end()
             return metrics
         except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
@@ -129,205 +138,222 @@ class ActorGroup:
             self.close()
             raise
         finally:
-            ray_train.take_back_job(self._box, self._number)
+            ray_train.withdraw_job(self._mailbox, self._jobs)
             ray_train.clear(f"{self._job}/")
             self._job = ""
+            self._enter(State.IDLE)
 
     def stop(self, patience_s: float = _STOP_S) -> None:
-        """From any thread: ends the run that it is at, if any, with the step that it is in and a checkpoint; a crew
-        whose step takes longer than `patience_s` is closed."""
+        """Ends the current job, if any, with its step and a checkpoint; can be called from any thread.
+
+        A group whose step takes longer than `patience_s` is closed.
+        """
         job, deadline = self._job, time.monotonic() + patience_s
-        if not job or self.is_over:
+        if not job or not self._enter(State.STOPPING):
             return
-        self._stopped = True
         ray_train.ask_to_stop(job)
         while self._job == job and not ray_train.has_ended(job):
-            if time.monotonic() > deadline or self._gone.is_set():
+            if time.monotonic() > deadline or self._workers_ended.is_set():
                 self.close()
                 return
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Ends all that it has started and frees what was reserved."""
-        if self.is_over:
+        """Ends every process that the group has started and frees what it has reserved."""
+        if not self._enter(State.CLOSED):
             return
-        self.is_over = True
-        if self._training:
+        if self._has_workers:
             self._end_workers()
         for actor in [*self.engines, *self.reward_models]:
             ray.kill(actor)
-        if self._is_own:
-            remove_placement_group(self._group)
-        ray_train.clear(self._box)
+        if self._owns_placement:
+            remove_placement_group(self._placement)
+        ray_train.clear(self._mailbox)
 
-    def _watched(self, max_failures: int, on_report: Report, say: Notify, grace_s: float) -> dict[str, Any]:
-        """Passes the reports of the run that was posted on, as they come; the last one's metrics."""
+    def _enter(self, state: State) -> bool:
+        """Changes the state; returns False if the group is closed, which never changes."""
+        with self._state_lock:
+            if self._state is State.CLOSED:
+                return False
+            self._state = state
+            return True
+
+    def _relay(self, max_failures: int, on_report: OnReport, notify: Notify, grace_s: float) -> dict[str, Any]:
+        """Passes on the job's reports as they come; returns the metrics of the last one."""
         metrics: dict[str, Any] = {}
         try:
-            for metrics, checkpoint in self._reports(max_failures, say):
-                on_report(metrics, checkpoint)
+            for report in self._reports(max_failures, notify):
+                metrics = report.metrics
+                on_report(metrics, report.checkpoint)
         except KeyboardInterrupt:
             if metrics and grace_s:
-                say(f"interrupted: finishing the step and a checkpoint, {grace_s:.0f} s at most; again ends it at once")
+                notify(
+                    f"interrupted: finishing the step and a checkpoint, {grace_s:.0f} s at most; "
+                    f"interrupt again to end at once"
+                )
                 ray_train.ask_to_stop(self._job)
-                for metrics, checkpoint in self._reports(max_failures, say, time.monotonic() + grace_s):
-                    on_report(metrics, checkpoint)
+                for report in self._reports(max_failures, notify, time.monotonic() + grace_s):
+                    on_report(report.metrics, report.checkpoint)
             raise
         return metrics
 
     def _await_end(self) -> None:
-        """Returns once the workers are done with what follows the last report, their last records for MLflow above all;
-        a crew that takes too long for it is closed."""
+        """Waits for what the workers do after the last report, above all their last records for MLflow.
+
+        Closes a group that takes too long.
+        """
         deadline = time.monotonic() + _END_S
-        while not (ray_train.has_ended(self._job) or ray_train.failure(self._box, self._failures + 1)):
-            if self._gone.wait(_POLL_S):
+        while not (ray_train.has_ended(self._job) or ray_train.failure(self._mailbox, self._failures + 1)):
+            if self._workers_ended.wait(_POLL_S):
                 return
             if time.monotonic() > deadline:
                 self.close()
                 return
 
-    def _reports(
-        self, max_failures: int, say: Notify, until: float = math.inf
-    ) -> Iterator[tuple[dict[str, Any], str | None]]:
-        """A run's reports as they come, until its last, or until that time."""
-        before = self._failures
+    def _reports(self, max_failures: int, notify: Notify, until: float = math.inf) -> Iterator[StepReport]:
+        """Yields the job's reports as they come, until the last one or that time (of `time.monotonic`)."""
+        failures_before = self._failures
         while time.monotonic() < until:
-            gone = self._gone.is_set()  # asked before looking, so that nothing is missed
-            for words in ray_train.take_messages(self._job):
-                say(words)
-            if (report := ray_train.reported(self._job, self._seen + 1)) is not None:
-                self._seen += 1
-                last = report[0].pop(LAST)
+            ended = self._workers_ended.is_set()  # read first: what came before the end is still taken
+            for message in ray_train.take_messages(self._job):
+                notify(message)
+            if report := ray_train.take_report(self._job, self._reports_seen + 1):
+                self._reports_seen += 1
                 yield report
-                if last:
+                if report.is_last:
                     return
                 continue
-            if self._stopped:
+            if self._state is not State.RUNNING:
                 raise RunStopped("the run was stopped")
             if error := ray_train.fatal_error(self._job):
                 raise RunError(error)
-            if gone:
-                raise RunError(self._outcome["words"])
-            if failure := ray_train.failure(self._box, self._failures + 1):
+            if ended:
+                raise RunError(self._ending)
+            if failure := ray_train.failure(self._mailbox, self._failures + 1):
                 self._failures += 1
-                if 0 <= max_failures < self._failures - before or all(
-                    actors.is_dead(engine) for engine in self.engines
-                ):
+                is_final = 0 <= max_failures < self._failures - failures_before
+                if is_final or all(actors.is_dead(engine) for engine in self.engines):
                     raise RunError(failure)
-                say(f"{failure} - the workers are started again")
-            self._gone.wait(_POLL_S)
+                notify(f"{failure} - the workers are restarted")
+            self._workers_ended.wait(_POLL_S)
 
-    def _start_engines(self, config: RunConfig, model: str, needed: ResourcePlan) -> list[Any]:
-        return start_engines(engine_spec(config, model), self._group, needed.places[1])
-
-    def _start_reward_models(self, config: RunConfig, needed: ResourcePlan) -> list[Any]:
-        if not needed.reward_models:
-            return []
-        settings = config.reward
-        return reward_model.start_reward_models(
-            str(settings.model),
-            system=config.data.system_prompt,
-            batch_tokens=settings.model_batch_tokens,
-            resources=needed.reward_models[0],
-            group=self._group,
-            bundles=needed.places[2],
-            trust_remote_code=config.model.trust_remote_code,
-        )
-
-    def _start_workers(self, config: RunConfig, folder: Storage, tables: Mapping[str, Any]) -> bool:
-        """Has Ray Train start the workers, which wait for jobs."""
-        trainer = _trainer(config, self._box, folder, tables)
-        trainer.run_config.callbacks = ray_train.callbacks(self._box, self._group, plan_resources(config).places[0])
+    def _start_workers(self, prepared: PreparedRun, folder: Storage) -> None:
+        """Has Ray Train start the workers, which wait for jobs; `folder`: where Train keeps its own records."""
+        trainer = _trainer(prepared, self._mailbox, folder)
+        indices = prepared.resources.indices.workers
+        trainer.run_config.callbacks = ray_train.callbacks(self._mailbox, self._placement, indices)
 
         def train() -> None:
             try:
                 trainer.fit()
-                self._outcome["words"] = "the workers ended"
+                self._ending = "the workers ended"
             except BaseException as error:
-                self._outcome["words"] = ray_train.error_words(error)
+                self._ending = ray_train.error_message(error)
             finally:
-                self._gone.set()
+                self._workers_ended.set()
 
-        threading.Thread(target=train, daemon=True, name="crew").start()
-        return True
+        threading.Thread(target=train, daemon=True, name="actor-group").start()
+        self._has_workers = True
 
     def _end_workers(self) -> None:
-        if self._gone.is_set() or (train_controller := ray_train.handle(self._box, _START_S)) is None:
+        if self._workers_ended.is_set() or (controller := ray_train.controller(self._mailbox, _START_S)) is None:
             return
         try:
-            ray.get(train_controller.abort.remote(), timeout=_ABORT_S)
+            ray.get(controller.abort.remote(), timeout=_ABORT_S)
         except ray.exceptions.GetTimeoutError:
-            ray.kill(train_controller)
+            ray.kill(controller)
         except ray.exceptions.RayActorError:
             pass  # abort ends the actor
 
 
+def engine_spec(config: RunConfig, model_path: str, bundle: Bundle) -> EngineSpec:
+    """Returns what the engines of a run are started with; `bundle`: the resources of each."""
+    on_gpu, longest = bundle.get("GPU", 0) > 0, config.data.max_prompt_tokens
+    args = engine_args(config.rollout, config.model, max_prompt_tokens=longest, on_gpu=on_gpu)
+    return EngineSpec(model_path, args, bundle, adapter_config(config.model))
+
+
+def _start_reward_models(prepared: PreparedRun, placement: PlacementGroup) -> list[Any]:
+    needed, reward = prepared.resources, prepared.config.reward
+    if not needed.reward_models:
+        return []
+    return reward_model.start_reward_models(
+        str(reward.model),
+        system=prepared.config.data.system_prompt,
+        batch_tokens=reward.model_batch_tokens,
+        resources=needed.reward_models[0],
+        group=placement,
+        bundles=needed.indices.reward_models,
+        trust_remote_code=prepared.config.model.trust_remote_code,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ray Train
+
+
 class _Trainer(TorchTrainer):
-    """Ray's, without the process that looks after placement groups of Train's own: the workers are in another's."""
+    """Ray's trainer without the process that cleans up placement groups: the workers are in one of ours."""
 
     def _create_default_callbacks(self) -> list[Any]:
-        return [
-            each for each in super()._create_default_callbacks() if not isinstance(each, PlacementGroupCleanerCallback)
-        ]
+        defaults = super()._create_default_callbacks()
+        return [callback for callback in defaults if not isinstance(callback, PlacementGroupCleanerCallback)]
 
 
-def _backend(config: RunConfig) -> str:
-    """What carries the workers' collectives: gradients in host memory are clipped there, over all ranks."""
-    if not config.scaling.use_gpu:
-        return "gloo"
-    return "cpu:gloo,cuda:nccl" if "critic" in config.model.offload else "nccl"
-
-
-def _trainer(config: RunConfig, box: str, folder: Storage, tables: Mapping[str, Any]) -> TorchTrainer:
-    scaling = config.scaling
+def _trainer(prepared: PreparedRun, mailbox: str, folder: Storage) -> TorchTrainer:
+    scaling = prepared.config.scaling
     parent, _, name = folder.path.rpartition("/")
     return _Trainer(
         work,
-        train_loop_config={"box": box},
-        torch_config=TorchConfig(backend=_backend(config)),
-        datasets=dict(tables),
-        dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # each rank takes its own rows: see data.py
+        train_loop_config={"mailbox": mailbox},
+        torch_config=TorchConfig(backend=_backend(scaling, prepared.config.model.offload)),
+        datasets=dict(prepared.tables or {}),
+        dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # each rank selects its own rows, see data.stream
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.num_workers,
             use_gpu=scaling.use_gpu,
-            resources_per_worker=plan_resources(config).workers[0],
+            resources_per_worker=prepared.resources.workers[0],
             accelerator_type=scaling.accelerator_type,
         ),
         run_config=ray.train.RunConfig(
             name=name,
             storage_path=parent,
             storage_filesystem=folder.filesystem,
-            # Failures are counted by run, in `_reports`.
+            # `ActorGroup._reports` counts the failures of each run.
             failure_config=ray.train.FailureConfig(max_failures=-1, controller_failure_limit=_STARTS),
         ),
     )
 
 
+def _backend(scaling: ScalingConfig, offload: tuple[str, ...]) -> str:
+    """Returns the backend of the workers' collectives.
+
+    Gradients in host memory are clipped there over all ranks, which NCCL cannot do.
+    """
+    if not scaling.use_gpu:
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if "critic" in offload else "nccl"
+
+
 def work(setup: dict[str, Any]) -> None:
-    """What Ray Train runs on each worker: one run after another."""
-    # Here, so that Train's controller need not import torch and transformers.
+    """Does one job after another; Ray Train runs it on each worker."""
+    # Imported here, so that Train's controller need not import torch and transformers.
     import torch
 
     from rlx.runs.worker import run_job
 
     rank = ray.train.get_context().get_world_rank()
-    for job in ray_train.jobs(setup["box"]):
-        with ray_train.fatal_errors_posted(job.mailbox, rank):
-            run_job(job)
-        gc.collect()  # the run's models and optimizers are full of circles
+    for job in ray_train.jobs(setup["mailbox"]):
+        with ray_train.fatal_errors_posted(job["box"], rank):
+            (doctor.examine if job.get("examine") else train_loop)(job)
+        gc.collect()  # the models and optimizers of a run have reference cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the engines may be on the same GPU
 
 
-def _made_for(config: RunConfig, model: str) -> list[Any]:
-    """What must be the same in all runs of a crew."""
-    settings = {key: value for key, value in flatten(config).items() if key.startswith(_MADE_FOR)}
-    return [plan_resources(config), engine_spec(config, model), _backend(config), settings]
-
-
-def engine_spec(config: RunConfig, model: str) -> EngineSpec:
-    """What the engines of a run are started with."""
-    bundle = plan_resources(config).engines[0]
-    on_gpu, longest = bundle.get("GPU", 0) > 0, config.data.max_prompt_tokens
-    args = engine_args(config.rollout, config.model, max_prompt_tokens=longest, on_gpu=on_gpu)
-    return EngineSpec(model, args, bundle, adapter_config(config.model))
+def _requirements(prepared: PreparedRun) -> list[Any]:
+    """Returns what must be the same in all runs of a group."""
+    config, resources = prepared.config, prepared.resources
+    settings = {key: value for key, value in flatten(config).items() if key.startswith(_STARTED_WITH)}
+    spec = engine_spec(config, prepared.model_path, resources.engines[0])
+    return [resources, spec, _backend(config.scaling, config.model.offload), settings]

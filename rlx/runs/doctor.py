@@ -34,14 +34,14 @@ _MISMATCH = {"float32": 1e-3, "bfloat16": 0.02}
 class Verdict:
     """One line of the doctor's report."""
 
-    what: str
+    what: str  # what was measured
     figure: float
     demand: str  # what the figure should be
     passed: bool
 
 
 def with_no_learning(config: RunConfig) -> RunConfig:
-    """The config with all learning rates 0, so that a step changes nothing, and with the trainer's own logprobs."""
+    """Returns the config with learning rates of 0, so that a step changes nothing, and with recomputed logprobs."""
     train = config.train.model_copy(update={"actor_lr": 0.0, "critic_lr": 0.0, "critic_warmup": 0})
     algorithm = config.algorithm.model_copy(update={"old_logprobs": "recomputed"})
     return config.model_copy(update={"train": train, "algorithm": algorithm})
@@ -124,9 +124,9 @@ def nudged(trainer: Trainer) -> Iterator[None]:
             shard.copy_(old)
 
 
-def verdicts(figures: Mapping[str, float], config: RunConfig) -> list[Verdict]:
-    """The figures judged, one line each."""
-    rounding, apart = _ROUNDING[config.model.dtype], _MISMATCH[config.model.dtype]
+def verdicts(figures: Mapping[str, float], dtype: str, has_reference: bool) -> list[Verdict]:
+    """Judges the figures of `examine`, one line each; `dtype`: of the engines."""
+    rounding, mismatch = _ROUNDING[dtype], _MISMATCH[dtype]
     stale = figures["stale_gap"]
 
     def at_most(what: str, name: str, limit: float) -> Verdict:
@@ -134,18 +134,24 @@ def verdicts(figures: Mapping[str, float], config: RunConfig) -> list[Verdict]:
 
     lines = [
         at_most("ratio of current to old policy, its distance from 1", "ratio", rounding),
-        at_most("fraction of tokens that the ratio's clip decides", "clipped", 0.0),
+        at_most("fraction of tokens whose ratio is clipped", "clipped", 0.0),
         at_most("weights moved at learning rate 0", "moved", 0.0),
-        at_most("engine against trainer, mean difference of logprobs", "gap", apart),
-        at_most("the same after a sync of changed weights", "sync_gap", apart),
+        at_most("engine against trainer, mean difference of logprobs", "gap", mismatch),
+        at_most("the same after a sync of changed weights", "sync_gap", mismatch),
         Verdict("the same without the sync", stale, "more than twice that", stale > 2 * figures["sync_gap"]),
     ]
-    if config.reference != "none":
+    if has_reference:
         lines.insert(2, at_most("KL to the reference at the start, per token", "kl", rounding))
-    for name in sorted(key for key in figures if key.startswith("grad_norm/")):
-        norm, what = figures[name], f"gradient norm of the {name.partition('/')[2]}"
-        # Where all scores of every prompt are equal there is nothing to learn from, which is no fault.
-        signal = figures["signal"] > 0 and name == "grad_norm/policy"
-        sound = math.isfinite(norm) and (norm > 0 or not signal)
-        lines.append(Verdict(what, norm, "finite, not 0" if signal else "finite", sound))
-    return lines
+    return lines + [_norm_verdict(name, figures) for name in sorted(figures) if name.startswith("grad_norm/")]
+
+
+def _norm_verdict(name: str, figures: Mapping[str, float]) -> Verdict:
+    """Judges a model's gradient norm.
+
+    If all scores of every prompt are equal, the policy has nothing to learn from, and a norm of 0 is no fault.
+    """
+    norm = figures[name]
+    must_learn = figures["signal"] > 0 and name == "grad_norm/policy"
+    passed = math.isfinite(norm) and (norm > 0 or not must_learn)
+    demand = "finite, not 0" if must_learn else "finite"
+    return Verdict(f"gradient norm of the {name.partition('/')[2]}", norm, demand, passed)

@@ -1,8 +1,8 @@
 """A checkpoint's policy as a Hugging Face folder that transformers and vLLM load, or its adapters as one for peft.
 
-The tensors are read straight from the checkpoint's files into a model on the CPU: no cluster, no process group. What
-has been written is loaded afresh and compared with the trainer's model before the folder gets its name. Critics, value
-heads and optimizers are left out.
+The tensors are read from the checkpoint's files into a model on the CPU, without a cluster or a process group. The
+written folder is loaded again and compared with the trainer's model before it gets its final name.
+Left out: critics, value heads and optimizers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
-from rlx.config.sections import ALL_LAYERS
+from rlx.config.sections import ALL_LAYERS, ModelConfig
 from rlx.data import prompts, sources
 from rlx.models import loading, lora
 from rlx.models.policy import Policy
@@ -34,113 +34,123 @@ from rlx.storage.filesystem import retry
 from rlx.training import experience, setup
 from rlx.types import Completion, Prompt, ScoredCompletion
 
-PROMPTS, TOKENS = 8, 8  # what the comparison is made on: held-out prompts, and tokens after each
+PROMPTS, TOKENS = 8, 8  # of the comparison: held-out prompts, and tokens after each
 _LIMITS = {"float32": 1e-4, "bfloat16": 0.2}
-"""largest difference of a log-probability: sums in another order, or weights rounded to eight bits"""
+"""largest difference of a log-probability by dtype: sums in another order, or weights rounded to eight bits"""
 
 
 class ExportError(RuntimeError):
-    """What was written is not the policy that was trained; nothing of it is left."""
+    """The written folder is not the trained policy; it was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Which of a checkpoint's weights, and how."""
+    """Which weights of a checkpoint to export, and how."""
 
     config: RunConfig  # of the run
-    average: bool = False  # the average of the policy's weights rather than the last ones
-    adapter: bool = False  # the adapters alone, for peft, rather than merged into the model
+    average: bool = False  # the average of the policy's weights instead of the last ones
+    adapter: bool = False  # the adapters alone, for peft, instead of the model with adapters merged in
 
 
-def export(found: CheckpointEntry, wanted: Export, folder: Path) -> float:
-    """Writes a checkpoint's policy as a Hugging Face folder, in the config's dtype, whole or not at all.
+def export(checkpoint: CheckpointEntry, options: Export, folder: Path) -> float:
+    """Writes a checkpoint's policy as a Hugging Face folder in the config's dtype: completely or not at all.
 
     Args:
-        found: a whole checkpoint; the checksums of all its files are verified first.
-        folder: must not be there yet, or be empty.
+        checkpoint: a complete checkpoint; the checksums of all its files are verified first.
+        folder: must not exist yet, or be empty.
 
     Returns:
-        The largest difference between a log-probability that the trainer's float32 policy gives and that of what was
-        written, on the run's own held-out prompts.
+        The largest difference between the log-probabilities of the trainer's float32 policy and of the written folder,
+        on the run's held-out prompts.
 
     Raises:
         ConfigError: the checkpoint has no such weights, or the run's model cannot be loaded.
         DamagedError, CheckpointError: the checkpoint's files are not what was written, or not of this model.
-        StorageError, OSError: it cannot be read, or the folder cannot be written.
-        ExportError: what was written differs from what was trained.
+        StorageError, OSError: the checkpoint cannot be read, or the folder cannot be written.
+        ExportError: the written policy differs from the trained one.
     """
-    assert found.manifest
-    _check(wanted)
-    retry(partial(checkpoint_catalog.verify, found, found.manifest.files), f"reading checkpoint {found.name}")
-    path = preflight.model_folder(wanted.config)
+    assert checkpoint.manifest
+    config = options.config
+    _check_options(options)
+    reading = f"reading checkpoint {checkpoint.name}"
+    retry(partial(checkpoint_catalog.verify, checkpoint, checkpoint.manifest.files), reading)
+    path = preflight.model_folder(config.model.path, config.storage)
     with no_progress_bars():
-        policy, tokenizer = _loaded(wanted.config, path)
-        retry(partial(_fill, policy, found, wanted.average), f"reading checkpoint {found.name}")
-        completions = _completions(policy, tokenizer, wanted.config)
-        trained = _scored(policy, completions)
+        policy, tokenizer = _load(config, path)
+        retry(partial(_fill, policy, checkpoint, options.average), reading)
+        completions = _completions(policy, tokenizer, config)
+        trained = _trainer_logprobs(policy, completions)
         with atomic_folder(folder) as unfinished:
-            _write(policy, tokenizer, wanted, path, unfinished)
-            apart = float((trained - _scored_afresh(unfinished, wanted, path, completions)).abs().max())
-            limit = _LIMITS[wanted.config.model.dtype]
-            if not apart <= limit:  # nor NaN
-                raise ExportError(
-                    f"what was written gives other log-probabilities than the policy that was trained: they differ by "
-                    f"up to {apart:.2g}, more than {limit:g}; nothing is left of it"
-                )
-    return apart
+            _write(policy, tokenizer, options, path, unfinished)
+            written = _written_logprobs(unfinished, options, path, completions)
+            return _checked_difference(trained, written, _LIMITS[config.model.dtype])
 
 
-def _check(wanted: Export) -> None:
-    config = wanted.config
-    if wanted.average and config.train.ema_decay is None:
+def _checked_difference(trained: Tensor, written: Tensor, limit: float) -> float:
+    """Returns the largest difference of two `[B, T]` tensors; raises ExportError if it is over the limit or NaN."""
+    difference = float((trained - written).abs().max())
+    if not difference <= limit:  # NaN is not
+        raise ExportError(
+            f"the written folder gives other log-probabilities than the trained policy: they differ by up to "
+            f"{difference:.2g}, more than {limit:g}; the folder was deleted"
+        )
+    return difference
+
+
+def _check_options(options: Export) -> None:
+    config = options.config
+    if options.average and config.train.ema_decay is None:
         raise ConfigError(f"run {config.name} keeps no average of its weights: it has no train.ema_decay")
-    if wanted.adapter and not config.model.lora_rank:
+    if options.adapter and not config.model.lora_rank:
         raise ConfigError(f"run {config.name} has no adapters: its model.lora_rank is 0")
 
 
-def _loaded(config: RunConfig, path: str) -> tuple[Policy, Any]:
-    """The policy as the trainer builds it, without a value head, and its tokenizer; ConfigError if there is none."""
+def _load(config: RunConfig, path: str) -> tuple[Policy, Any]:
+    """Returns the policy as the trainer builds it, without a value head, and its tokenizer.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+    """
     trust = config.model.trust_remote_code
     try:
         policy = loading.load_policy(
             path, head=None, adapters=setup.adapters(config.model, config.seed), trust_remote_code=trust
         )
         return policy, prompts.load_tokenizer(path, trust)
-    except (OSError, ValueError) as error:  # transformers' are of many lines
+    except (OSError, ValueError) as error:  # transformers' errors have many lines
         raise ConfigError(one_line(error)) from None
 
 
 @torch.no_grad()
-def _fill(policy: Policy, found: CheckpointEntry, average: bool) -> None:
-    """Puts the checkpoint's weights into the policy; frozen ones are not in it, and stay as the model folder has
-    them."""
-    with checkpoint_files.CheckpointReader(found.files) as parts:
+def _fill(policy: Policy, checkpoint: CheckpointEntry, average: bool) -> None:
+    """Copies the checkpoint's weights into the policy. It has no frozen weights; those stay as loaded."""
+    with checkpoint_files.CheckpointReader(checkpoint.files) as reader:
         for name, weight in policy.named_parameters():
             if weight.requires_grad:
                 key = checkpoint_keys.ema_weight(name) if average else checkpoint_keys.model_weight("policy", name)
-                weight.copy_(parts.read(key, (0,) * weight.dim(), weight.shape, weight.shape))
+                weight.copy_(reader.read(key, (0,) * weight.dim(), weight.shape, weight.shape))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is written
+# Writing
 
 
-def _write(policy: Policy, tokenizer: Any, wanted: Export, path: str, folder: Path) -> None:
-    """The folder's files; the policy's adapters are merged for good, and its weights change their precision."""
-    dtype = getattr(torch, wanted.config.model.dtype)
+def _write(policy: Policy, tokenizer: Any, options: Export, path: str, folder: Path) -> None:
+    """Writes the folder's files. Changes the policy: adapters are merged and weights are cast to the config's dtype."""
+    dtype = getattr(torch, options.config.model.dtype)
     try:
-        if wanted.adapter:
-            _write_adapters(policy, wanted.config, path, dtype, folder)
+        if options.adapter:
+            _write_adapters(policy, options.config.model, path, dtype, folder)
         else:
             _write_model(policy, tokenizer, dtype, folder)
     except (SafetensorError, ValueError) as error:  # a full disk; settings that transformers reads but does not write
         raise OSError(f"the folder cannot be written: {one_line(error)}") from None
-    for part in (folder, *folder.rglob("*")):  # a temporary folder and what safetensors writes are their owner's alone
-        part.chmod(0o755 if part.is_dir() else 0o644)
+    for item in (folder, *folder.rglob("*")):  # temporary folders and safetensors' files are private to their owner
+        item.chmod(0o755 if item.is_dir() else 0o644)
 
 
 def _write_model(policy: Policy, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
-    _merge(policy)
+    _merge_adapters(policy)
     for weight in policy.parameters():  # not Module.to: buffers keep their precision, as under FSDP
         weight.data = weight.data.to(dtype)
     lm: Any = policy.lm
@@ -149,8 +159,8 @@ def _write_model(policy: Policy, tokenizer: Any, dtype: torch.dtype, folder: Pat
 
 
 @torch.no_grad()
-def _merge(policy: Policy) -> None:
-    """Puts what engines are sent in the place of weights with adapters beside them."""
+def _merge_adapters(policy: Policy) -> None:
+    """Replaces each weight that has an adapter by the merged weight that engines are sent."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     weights = {weight.name: weight for weight in lora.engine_weights(policy)}
@@ -161,14 +171,13 @@ def _merge(policy: Policy) -> None:
             policy.lm.set_submodule(name, base)
 
 
-def _write_adapters(policy: Policy, config: RunConfig, path: str, dtype: torch.dtype, folder: Path) -> None:
+def _write_adapters(policy: Policy, model: ModelConfig, path: str, dtype: torch.dtype, folder: Path) -> None:
     from peft import LoraConfig
 
-    chosen = config.model
     LoraConfig(
-        r=chosen.lora_rank,
-        lora_alpha=chosen.lora_alpha,  # type: ignore[arg-type]
-        target_modules=list(chosen.lora_targets) or ALL_LAYERS,
+        r=model.lora_rank,
+        lora_alpha=model.lora_alpha,  # type: ignore[arg-type]
+        target_modules=list(model.lora_targets) or ALL_LAYERS,
         base_model_name_or_path=path,
         task_type="CAUSAL_LM",
         inference_mode=True,
@@ -180,54 +189,61 @@ def _write_adapters(policy: Policy, config: RunConfig, path: str, dtype: torch.d
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is compared
+# Comparing
 
 
 @torch.no_grad()
 def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Completion]:
-    """The policy's likeliest tokens after held-out prompts; after sums, if those are in a file, which need not be on
-    this machine."""
-    lm: Any = policy.lm
+    """Returns the policy's greedy tokens after held-out prompts.
+
+    The prompts are sums if the run's prompts come from a file, which need not be on this machine.
+    """
     count = min(TOKENS, config.rollout.max_tokens)  # the model may have no more positions
-    drawn = []
+    completions = []
     for row in sources.sample_questions(config.data, config.eval.seed, PROMPTS):
-        ids = prompts.encode_prompt(tokenizer, row["question"], config.data.system_prompt)[
-            -config.data.max_prompt_tokens :
-        ]
+        ids = prompts.encode_prompt(tokenizer, row["question"], config.data.system_prompt)
+        ids = ids[-config.data.max_prompt_tokens :]
+        tokens = _greedy_tokens(policy, ids, count)
         prompt = Prompt(row["entry"], tuple(ids), row["question"], row["answer"])
-        found = lm.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-            do_sample=False,
-            max_new_tokens=count,
-            min_new_tokens=count,
-        )
-        tokens = tuple(found[0, len(ids) :].tolist())
-        drawn.append(Completion(prompt, 0, tokens, (0.0,) * len(tokens), True, 0))
-    return drawn
+        completions.append(Completion(prompt, 0, tokens, (0.0,) * len(tokens), True, 0))
+    return completions
+
+
+def _greedy_tokens(policy: Policy, ids: list[int], count: int) -> tuple[int, ...]:
+    lm: Any = policy.lm
+    generated = lm.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=count,
+        min_new_tokens=count,
+    )
+    return tuple(generated[0, len(ids) :].tolist())
 
 
 @torch.no_grad()
-def _scored(policy: Policy, completions: Sequence[Completion]) -> Tensor:
-    """`[B, T]` log-probabilities as the trainer has them, at temperature 1."""
-    batch = experience.build_batch([ScoredCompletion(one, 0.0, False, {}) for one in completions], 0)
-    scored: Tensor = policy(*batch.inputs, 1.0).logprobs
-    return scored
+def _trainer_logprobs(policy: Policy, completions: Sequence[Completion]) -> Tensor:
+    """Returns `[B, T]` log-probabilities as the trainer computes them, at temperature 1."""
+    batch = experience.build([ScoredCompletion(each, 0.0, False, {}) for each in completions], 0)
+    logprobs: Tensor = policy(*batch.inputs, 1.0).logprobs
+    return logprobs
 
 
 @torch.no_grad()
-def _scored_afresh(folder: Path, wanted: Export, path: str, completions: Sequence[Completion]) -> Tensor:
-    """`[B, T]` the same from what is in the folder, by transformers alone, each completion by itself; reckoned in
-    float32, so that what differs is the weights."""
-    source, trust = path if wanted.adapter else str(folder), wanted.config.model.trust_remote_code
+def _written_logprobs(folder: Path, options: Export, path: str, completions: Sequence[Completion]) -> Tensor:
+    """Returns `[B, T]` log-probabilities of the written folder, by transformers alone, one completion at a time.
+
+    They are computed in float32, so that only the weights can differ.
+    """
+    source, trust = path if options.adapter else str(folder), options.config.model.trust_remote_code
     lm: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=trust).eval()
-    if wanted.adapter:
+    if options.adapter:
         from peft import PeftModel
 
         lm = PeftModel.from_pretrained(lm, str(folder))
     rows = []
-    for one in completions:
-        prompt, tokens = one.prompt.token_ids, torch.tensor(one.token_ids)
-        logits = lm(input_ids=torch.tensor([prompt + one.token_ids])).logits[0, len(prompt) - 1 : -1]
+    for completion in completions:
+        prompt, tokens = completion.prompt.token_ids, torch.tensor(completion.token_ids)
+        logits = lm(input_ids=torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
         rows.append(torch.log_softmax(logits.float(), dim=-1).gather(-1, tokens[:, None]).squeeze(-1))
     return torch.stack(rows)

@@ -1,7 +1,8 @@
-"""run(config) -> Result: checks the input, has a crew do the run, keeps its records, relays, cleans up.
+"""`run(prepared, folder) -> Result`: trains a prepared run to its last step; keeps its folder and its MLflow run.
 
 The same function runs from the command line and inside a Tune trial. A run's folder on the storage is its identity:
-what is found there is what a resume continues.
+a resume continues what is in the folder.
+Left out: the checks before a run (`preflight`) and the processes (`actor_group`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -21,143 +23,118 @@ import ray.train
 import yaml
 
 from rlx.config.errors import ConfigError, one_line
-from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
-from rlx.runs import preflight
-from rlx.runs.actor_group import ActorGroup
-from rlx.runs.ray_train import Notify, Report, RunStopped, WorkerSpec
-from rlx.runs.resources import check_room, plan_resources
+from rlx.runs.group_reuse import kept_group
+from rlx.runs.preflight import PreparedRun, prompt_tables
+from rlx.runs.ray_train import Notify, OnReport, RunStopped
+from rlx.runs.resources import ResourcePlan, check_room
 from rlx.runs.run_folder import check_new, check_start, write
 from rlx.storage import checkpoint_catalog
-from rlx.storage.addresses import local_folder, open_storage
+from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
-from rlx.tracking import mlflow, outbox, tracker
+from rlx.tracking import outbox, tracker
 from rlx.tracking.tracker import OutboxTracker
 
 if TYPE_CHECKING:
     from rlx.runs.doctor import Verdict
 
 
-# Nobody preempts or scrapes a cluster that lives in this process: no actors for that.
-_OWN_CLUSTER = {
+# Read by a cluster that lives in this process: nobody preempts or scrapes it, so it needs no actors for that.
+OWN_CLUSTER_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
 
-# Ray Train's list of the checkpoints that it was told of. It is rewritten in place and asks for this very version of
-# Ray: what there is to go on from is read from the folders themselves.
+# Ray Train's list of the checkpoints that were reported to it. A resume deletes it: it only fits the same version of
+# Ray, and the checkpoint folders themselves say what there is to continue.
 _TRAIN_RECORD = "checkpoint_manager_snapshot.json"
 _LOG = logging.getLogger("rlx")
 _PATIENCE_S = 10.0  # with MLflow, at the end of a run
 
-_crew: ActorGroup | None = None  # of this process
-
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """What a run leaves."""
 
     name: str
-    folder: str  # on its storage
+    folder: str  # its path on the run's storage
     metrics: dict[str, Any]  # of the last step
     mlflow_run: str | None  # None: MLflow has not answered yet
 
 
-def connect(config: RunConfig) -> None:
-    """Joins the cluster, or starts one in this process, unless that is done already.
+@dataclass(frozen=True)
+class Parent:
+    """The sweep or trial whose MLflow run a run is nested in."""
+
+    folder: Storage
+    tags: Mapping[str, str] = field(default_factory=dict)  # of the nested run
+
+
+def connect(ray_address: str | None, needed: ResourcePlan) -> None:
+    """Joins the Ray cluster, or starts one in this process, unless that is done already.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or can never hold the config's plan.
+        ConfigError: the cluster cannot be reached, or can never hold what a run needs.
     """
     if not ray.is_initialized():
-        _quiet_environment()
-        own = {}
-        if config.ray_address is None:
-            own = {"num_cpus": os.cpu_count(), "include_dashboard": False}
-            os.environ.update(_OWN_CLUSTER)
+        quiet_environment()
+        options = {}
+        if ray_address is None:
+            options = {"num_cpus": os.cpu_count(), "include_dashboard": False}
+            os.environ.update(OWN_CLUSTER_ENVIRONMENT)
         try:
-            ray.init(address=config.ray_address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+            ray.init(address=ray_address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"ray_address {config.ray_address}: {one_line(error, 500)}") from None
-    check_room(plan_resources(config))
+            raise ConfigError(f"ray_address {ray_address}: {one_line(error, 500)}") from None
+    check_room(needed)
 
 
 def run(
-    config: RunConfig,
+    prepared: PreparedRun,
     folder: Storage,
     *,
     resume: bool = False,
-    parent: Storage | None = None,
-    tags: Mapping[str, str] | None = None,
-    tables: Mapping[str, Any] | None = None,
-    on_report: Report | None = None,
-    say: Notify | None = None,
+    parent: Parent | None = None,
+    on_report: OnReport | None = None,
+    notify: Notify | None = None,
     keep: bool = False,
 ) -> Result:
-    """Trains to the last step and gives the last step's metrics.
+    """Trains to the last step.
 
     Args:
-        folder: where the run is kept; one there already is continued if `resume`, and otherwise an error.
-        parent: folder of the sweep that it belongs to, or of the run: its MLflow run is nested in theirs.
-        tags: of its MLflow run, beside those that all runs have.
-        tables: what `inputs.prompt_tables` gave for this config, to spare doing it again.
-        on_report: called with each step's metrics as they come.
-        say: called with what a person should know beside them, e.g. that an engine died; kept with the run as well.
-        keep: whether engines and workers stay for the next run of this process, until `release`; otherwise nothing is
-            left running, whatever happens.
+        folder: where the run is kept; an existing run is continued if `resume`, and is an error otherwise.
+        parent: what the run's MLflow run is nested in.
+        on_report: called with each step's metrics.
+        notify: called with messages beside the metrics, e.g. that an engine died; they are also kept with the run.
+        keep: whether engines and workers stay for the next run of this process, until `kept_group.release`; otherwise
+            nothing is left running, whatever happens.
 
     Raises:
         ConfigError: the input cannot be used.
         RunError: training failed.
-        RunStopped: `stop` was called meanwhile.
+        RunStopped: `kept_group.stop` was called meanwhile.
     """
-    path = preflight.prepare(config, tables=tables)
+    config, notify = prepared.config, notify or _LOG.warning
     check_writable(folder)
     if config.checkpoint.init_from and not (resume and checkpoint_catalog.complete_checkpoints(folder)):
         check_start(config)
-    if not resume and parent is None:  # later on its records wait for a server that does not answer
-        tracker.service_at(tracking_uri(config)).check()
-    crew, say = _hired(config, path), say or _LOG.warning
-    try:
-        # Before there is a run: one without prompts leaves no trace.
-        tables = tables or preflight.prompt_tables(config, path)
-        record = _opened(config, folder, resume, parent, tags or {}, say)
-        metrics = _trained(crew, config, folder, record, on_report, say, tables)
-        return Result(config.name or "", folder.path, metrics, record.run_id)
-    finally:
-        if not keep:
-            release()
+    if not resume and parent is None:  # a resume and a trial keep their records until the server answers
+        tracker.service_at(prepared.tracking_uri).check()
+    with kept_group.lease(prepared, keep) as group:
+        # Before the run exists: a run without prompts leaves no trace.
+        prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))
+        record = _open_record(prepared, folder, resume, parent, notify)
+        with _closing(record, prepared.name, folder, notify):
+            job, events = _job(config.model_dump(), prepared.model_path, folder, record.uri), _EventLog(record, notify)
+            metrics = group.run(prepared, job, on_report or _ignore, events, config.checkpoint.grace_s)
+            write(folder / "result.json", json.dumps(metrics))
+        return Result(prepared.name, folder.path, metrics, record.run_id)
 
 
-def send_pending(config: RunConfig, folder: Storage, say: Notify) -> bool:
-    """Sends MLflow what a run that is over could not send; False, and it is said, if the server still takes nothing."""
-    if not outbox.pending(folder):
-        return True
-    left = tracker.send_pending(tracking_uri(config), folder, say)
-    say(
-        f"{left} records for MLflow still wait in {folder.path}/outbox" if left else "what MLflow had not taken is sent"
-    )
-    return not left
-
-
-def stop() -> None:
-    """Ends the run that another thread of this process is at, if there is one, with the step that it is in."""
-    if _crew:
-        _crew.stop()
-
-
-def release() -> None:
-    """Ends the engines and workers that this process has kept."""
-    global _crew
-    if _crew:
-        _crew.close()
-    _crew = None
-
-
-def examine(config: RunConfig) -> list[Verdict]:
-    """What the doctor says of a config: a few steps that change nothing and leave nothing, neither a run nor a record.
+def examine(prepared: PreparedRun) -> list[Verdict]:
+    """Returns the doctor's verdicts on a config: from a few steps that change nothing and leave no run and no record.
 
     Raises:
         ConfigError: the input cannot be used.
@@ -165,130 +142,34 @@ def examine(config: RunConfig) -> list[Verdict]:
     """
     from rlx.runs import doctor
 
-    path = preflight.prepare(config)
-    crew = _hired(config, path)
-    try:
-        with tempfile.TemporaryDirectory(prefix="rlx-check-") as folder:
-            tables, place = preflight.prompt_tables(config, path), open_storage(f"{folder}/check")
-            job = _job(doctor.with_no_learning(config), place, "", examine=True)
-            figures = crew.run(config, job, place, tables, _ignore, lambda words: None)
-    finally:
-        release()
-    return doctor.verdicts(figures, config)
+    config = prepared.config
+    with kept_group.lease(prepared) as group, tempfile.TemporaryDirectory(prefix="rlx-check-") as temporary:
+        prepared = replace(prepared, tables=prompt_tables(config, prepared.model_path))
+        folder = open_storage(f"{temporary}/check")
+        job = _job(doctor.with_no_learning(config).model_dump(), prepared.model_path, folder, "") | {"examine": True}
+        figures = group.run(prepared, job, _ignore, lambda message: None)
+    return doctor.verdicts(figures, config.model.dtype, config.reference != "none")
 
 
-def tracking_uri(config: RunConfig) -> str:
-    """Where MLflow keeps what the config's runs report."""
-    return config.tracking.uri or mlflow.default_uri(local_folder(config.storage))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts of a run
-
-
-def _hired(config: RunConfig, path: str) -> ActorGroup:
-    """The crew of this process's last run if it can do this one too, or a new one."""
-    global _crew
-    if not _crew or not _crew.suits(config, path):
-        release()
-        _crew = ActorGroup(config, path)
-    return _crew
-
-
-def _trained(
-    crew: ActorGroup,
-    config: RunConfig,
-    folder: Storage,
-    record: OutboxTracker,
-    on_report: Report | None,
-    say: Notify,
-    tables: Any,
-) -> dict[str, Any]:
-    """The run from where it is to its last step: its last metrics; whatever happens, its records are closed."""
-    status = "FAILED"
-    job, events = _job(config, folder, record.uri), _Events(record, say)
-    try:
-        metrics = crew.run(config, job, folder, tables, on_report or _ignore, events, config.checkpoint.grace_s)
-        write(folder / "result.json", json.dumps(metrics))
-        status = "FINISHED"
-    except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
-        status = "FINISHED"
-        raise
-    except KeyboardInterrupt:
-        status = "KILLED"
-        raise
-    finally:
-        record.end(status)
-        _close(record, folder, say, config)
-    return metrics
-
-
-def _close(record: OutboxTracker, folder: Storage, say: Notify, config: RunConfig) -> None:
-    """Sends MLflow what it has not yet, also what a worker had no more time for; says what is left."""
-    where = f"{folder.path}/outbox: --resume {config.name} sends them"
-    taken = record.close(_PATIENCE_S) == 0
-    try:
-        if taken:
-            tracker.send_pending(record.uri, folder, say, _PATIENCE_S)
-        if left := outbox.pending(folder):
-            say(f"{left} records for MLflow wait in {where}")
-    except (StorageError, OSError) as error:  # the run is as it is
-        say(f"records for MLflow may wait in {where} ({one_line(error)})")
-
-
-def _job(config: RunConfig, folder: Storage, uri: str, examine: bool = False) -> WorkerSpec:
-    """What the workers are told of a run."""
-    return WorkerSpec(config.model_dump(), preflight.model_folder(config), folder, uri, examine)
-
-
-def _opened(
-    config: RunConfig, folder: Storage, resume: bool, parent: Storage | None, tags: Mapping[str, str], say: Notify
-) -> OutboxTracker:
-    """The run's record in its folder and in MLflow, new or the one that is to go on."""
-    uri = tracking_uri(config)
-    if resume:
-        (folder / _TRAIN_RECORD).delete()
-    else:
-        check_new(config, folder)
-    # On a resume too: what was changed for the rest of the run holds for a later one.
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    write(folder / "config.yaml", text)
-    record = OutboxTracker(uri, folder, "driver", say)
-    record.open(
-        config.tracking.experiment,
-        config.name or "run",
-        params={key: value for key, value in flatten(config).items() if value is not None},
-        tags={"rlx.kind": "run", "rlx.folder": folder.path, **tags},
-        parent=parent,
+def send_pending(uri: str, folder: Storage, notify: Notify) -> bool:
+    """Sends MLflow the records that a finished run could not send; returns False if the server still takes none."""
+    if not outbox.pending(folder):
+        return True
+    left = tracker.send_pending(uri, folder, notify)
+    notify(
+        f"{left} records for MLflow still wait in {folder.path}/outbox"
+        if left
+        else "the records that waited for MLflow are sent"
     )
-    record.log_text("config.yaml", text)
-    return record
+    return not left
 
 
-def _ignore(metrics: dict[str, Any], checkpoint: str | None) -> None:
-    pass
-
-
-class _Events:
-    """What a run says beside its metrics: passed on, and kept as a text file with its MLflow run."""
-
-    def __init__(self, record: OutboxTracker, say: Notify) -> None:
-        self.record, self.say = record, say
-        self.file = f"events_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
-        self.text = ""
-
-    def __call__(self, words: str) -> None:
-        self.text += f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {words}\n"
-        self.say(words)
-        self.record.log_text(self.file, self.text)
-
-
-def _quiet_environment() -> None:
-    """What the libraries read when they start: fewer words, and reports as often as steps."""
+def quiet_environment() -> None:
+    """Sets what the libraries read when they start: less output, and reports as often as steps."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     quiet = {
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in a config mean the same everywhere
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also how often a report is taken in
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also how often the controller reads reports
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_AIR_NEW_OUTPUT": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -298,3 +179,89 @@ def _quiet_environment() -> None:
     }
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records of a run
+
+
+def _open_record(
+    prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent | None, notify: Notify
+) -> OutboxTracker:
+    """Writes the run's config and opens its MLflow run: a new one, or the one that a resume continues."""
+    config = prepared.config
+    if resume:
+        (folder / _TRAIN_RECORD).delete()
+    else:
+        check_new(prepared.name, folder)
+    # Also on a resume: settings that were changed for it hold for later resumes.
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    write(folder / "config.yaml", text)
+    record = OutboxTracker(prepared.tracking_uri, folder, "driver", notify)
+    record.open(
+        config.tracking.experiment,
+        prepared.name,
+        params={key: value for key, value in flatten(config).items() if value is not None},
+        tags={"rlx.kind": "run", "rlx.folder": folder.path, **(parent.tags if parent else {})},
+        parent=parent.folder if parent else None,
+    )
+    record.log_text("config.yaml", text)
+    return record
+
+
+@contextmanager
+def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> Iterator[None]:
+    """Ends the run's MLflow run with the status of the block, and sends what still waits."""
+    status = "FAILED"
+    try:
+        yield
+        status = "FINISHED"
+    except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
+        status = "FINISHED"
+        raise
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        record.end(status)
+        _send_rest(record, name, folder, notify)
+
+
+def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> None:
+    """Sends MLflow what the driver and the workers have not sent yet; tells what is left."""
+    where = f"{folder.path}/outbox: --resume {name} sends them"
+    all_sent = record.close(_PATIENCE_S) == 0
+    try:
+        if all_sent:
+            tracker.send_pending(record.uri, folder, notify, _PATIENCE_S)
+        if left := outbox.pending(folder):
+            notify(f"{left} records for MLflow wait in {where}")
+    except (StorageError, OSError) as error:  # the run itself is over
+        notify(f"records for MLflow may wait in {where} ({one_line(error)})")
+
+
+class _EventLog:
+    """Passes messages on and keeps them as a text file with the MLflow run."""
+
+    def __init__(self, record: OutboxTracker, notify: Notify) -> None:
+        self.record, self.notify = record, notify
+        self.file = f"events_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
+        self.text = ""
+
+    def __call__(self, message: str) -> None:
+        self.text += f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}\n"
+        self.notify(message)
+        self.record.log_text(self.file, self.text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the workers are given
+
+
+def _job(tree: dict[str, Any], model_path: str, folder: Storage, uri: str) -> dict[str, Any]:
+    """Returns what the workers need to know of a run, see `setup.build_run`."""
+    return {"config": tree, "model": model_path, "folder": folder, "tracking": uri}
+
+
+def _ignore(metrics: dict[str, Any], checkpoint: str | None) -> None:
+    pass

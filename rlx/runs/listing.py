@@ -1,7 +1,8 @@
-"""What a storage has of runs and their checkpoints, as tables, and the commands that go on from there.
+"""Lists the runs of a storage and their checkpoints, as tables, with the commands that continue from them.
 
-Everything is read from the folders themselves, so it needs no tracking store and neither torch nor Ray. A checkpoint is
-whole here if its manifest is, and its files have the sizes that this says; their bytes are checked by what reads them.
+Everything is read from the folders, so neither a tracking store nor torch nor Ray is needed. A checkpoint counts as
+complete if its manifest is valid and its files have the sizes that the manifest says.
+Left out: the checksums of the files, which are verified when a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -22,45 +23,45 @@ from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import run_folder
-from rlx.runs.run_folder import finished, saved_config
+from rlx.runs.run_folder import finished_metrics, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
 from rlx.tracking.console import table_text
 
-WATCHED = ("reward/mean", "eval/accuracy", "kl/ref")
-_NUMBERS = {"steps", "size", "step", "ranks"}  # columns that are right-aligned, beside the metrics'
+WATCHED = ("reward/mean", DEFAULT_METRIC, "kl/ref")
+_NUMBER_COLUMNS = {"steps", "size", "step", "ranks"}  # right-aligned, as the metrics are
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint folder, and what the filesystem tells of it."""
+    """A checkpoint folder, and what the filesystem knows of it."""
 
     entry: CheckpointEntry
     bytes: int  # of all its files
-    written: float | None  # when it became whole, in seconds since the epoch, if the filesystem knows
+    written: float | None  # when it was completed, in seconds since the epoch; None: the filesystem does not know
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run as it lies on a storage."""
+    """A run on a storage."""
 
-    called: str  # what scripts know it by: its name, or its address if it is not among the storage's own runs
+    label: str  # what scripts take: its name, or its address if it is not among the storage's own runs
     address: str
     folder: Storage
     config: RunConfig | None  # None if it cannot be read
-    problem: str  # why not
-    done: int  # steps
-    checkpoints: tuple[StoredCheckpoint, ...]  # oldest first, also those that are not whole
+    problem: str  # why it cannot be read
+    steps_done: int
+    checkpoints: tuple[StoredCheckpoint, ...]  # oldest first; some may not be complete
 
     @property
-    def whole(self) -> list[CheckpointEntry]:
-        return [one.entry for one in self.checkpoints if one.entry.manifest]
+    def complete(self) -> list[CheckpointEntry]:
+        return [checkpoint.entry for checkpoint in self.checkpoints if checkpoint.entry.manifest]
 
     @property
     def newest(self) -> CheckpointEntry | None:
-        return self.whole[-1] if self.whole else None
+        return self.complete[-1] if self.complete else None
 
     @property
     def best_by(self) -> str:
@@ -68,96 +69,102 @@ class StoredRun:
 
     @property
     def best(self) -> CheckpointEntry | None:
-        return checkpoint_catalog.best_checkpoint(
-            self.whole, self.best_by, self.config.checkpoint.best_mode if self.config else "max"
-        )
+        mode = self.config.checkpoint.best_mode if self.config else "max"
+        return checkpoint_catalog.best_checkpoint(self.complete, self.best_by, mode)
 
     @property
     def bytes(self) -> int:
-        return sum(one.bytes for one in self.checkpoints)
+        return sum(checkpoint.bytes for checkpoint in self.checkpoints)
 
 
 def runs(storage: str) -> list[StoredRun]:
-    """The runs of a storage, then the trials of its sweeps, each in the order of their names."""
-    place = open_storage(storage, create=False)
-    own = [_read(name, join_address(storage, "runs", name)) for name in (place / "runs").names()]
+    """Returns the runs of a storage, then the trials of its sweeps, each sorted by name."""
+    root = open_storage(storage, create=False)
+    single = [_read(name, join_address(storage, "runs", name)) for name in (root / "runs").names()]
     trials = []
-    for sweep in (place / "sweeps").names():
-        for trial in (place / "sweeps" / sweep / "runs").names():
+    for sweep in (root / "sweeps").names():
+        for trial in (root / "sweeps" / sweep / "runs").names():
             address = join_address(storage, "sweeps", sweep, "runs", trial)
-            trials.append(_read(_from_here(address), address))
-    return [run for run in (*own, *trials) if run_folder.exists(run.folder)]
+            trials.append(_read(_shortest(address), address))
+    return [run for run in (*single, *trials) if run_folder.exists(run.folder)]
 
 
 def find_run(which: str, storage: str) -> StoredRun:
-    """A run by its name, or by its folder or address; ConfigError if there is none, with the nearest name."""
+    """Returns a run by its name, or by its folder or address.
+
+    Raises:
+        ConfigError: there is no such run; the text has the nearest name.
+    """
     if "/" not in which:
         run_folder.find(open_storage(storage, create=False) / "runs", which)
         return _read(which, join_address(storage, "runs", which))
-    run = _read(_from_here(resolve_address(which)), resolve_address(which))
+    run = _read(_shortest(resolve_address(which)), resolve_address(which))
     if not run_folder.exists(run.folder):
         raise ConfigError(f"no run in {run.folder.path}")
     return run
 
 
-def runs_table(found: Sequence[StoredRun], width: int | None = None) -> str:
-    """One row per run: steps done of how many, its newest and its best checkpoint, what all of them take."""
+def runs_table(stored: Sequence[StoredRun], width: int | None = None) -> str:
+    """Returns a table with a row per run: steps done, newest and best checkpoint, size of all checkpoints."""
     rows = [
         {
-            "run": run.called,
-            "steps": f"{run.done}/{run.config.train.steps if run.config else '?'}",
+            "run": run.label,
+            "steps": f"{run.steps_done}/{run.config.train.steps if run.config else '?'}",
             "newest": _name(run.newest),
             "best": _name(run.best),
             "size": readable_size(run.bytes),
-            "problem": run.problem or _not_whole(run),
+            "problem": run.problem or _incomplete(run),
         }
-        for run in found
+        for run in stored
     ]
     return _table(rows, width)
 
 
 def checkpoints_table(run: StoredRun, width: int | None = None) -> str:
-    """One row per checkpoint: step, when written, size, ranks, metrics, and whether it is whole or what is wrong."""
+    """Returns a table with a row per checkpoint: step, when written, size, ranks, metrics, state, newest or best."""
     watched = tuple(dict.fromkeys([*WATCHED, run.best_by]))
-    shown = [name for name in watched if any(one.metric(name) is not None for one in run.whole)]
-    rows = []
-    for one in run.checkpoints:
-        entry, manifest = one.entry, one.entry.manifest
-        marks = [word for word, top in (("newest", run.newest), ("best", run.best)) if top and top.name == entry.name]
-        row = {"step": str(entry.step), "written": _when(one.written), "size": readable_size(one.bytes)}
-        row["ranks"] = str(manifest.ranks) if manifest else "-"
-        row |= {name: _number(entry.metric(name)) for name in shown}
-        rows.append(row | {"state": entry.problem or "whole", "which": ", ".join(marks)})
-    return _table(rows, width)
+    metrics = [name for name in watched if any(entry.metric(name) is not None for entry in run.complete)]
+    return _table([_checkpoint_row(run, checkpoint, metrics) for checkpoint in run.checkpoints], width)
+
+
+def _checkpoint_row(run: StoredRun, checkpoint: StoredCheckpoint, metrics: Sequence[str]) -> dict[str, str]:
+    entry, named = checkpoint.entry, (("newest", run.newest), ("best", run.best))
+    marks = [mark for mark, other in named if other and other.name == entry.name]
+    return {
+        "step": str(entry.step),
+        "written": _when(checkpoint.written),
+        "size": readable_size(checkpoint.bytes),
+        "ranks": str(entry.manifest.ranks) if entry.manifest else "-",
+        **{name: _number(entry.metric(name)) for name in metrics},
+        "state": entry.problem or "complete",
+        "which": ", ".join(marks),
+    }
 
 
 def commands(run: StoredRun, storage: str) -> list[str]:
-    """The command lines that go on from a run: resume it, start another from its best checkpoint, export that.
+    """Returns the command lines that continue from a run: resume it, start another from its best checkpoint, export it.
 
     Args:
-        storage: where a run that is called by its name lies, as a person writes it.
+        storage: the storage of a run that is known by its name, as a person writes it.
     """
-    by_name = "/" not in run.called
-    where = ["--storage", storage] if by_name and storage != RunConfig().storage else []
+    by_name = "/" not in run.label
+    options = ["--storage", storage] if by_name and storage != RunConfig().storage else []
     lines = []
     if by_name and run.config:
-        # One that has done all its steps goes on if it is given more.
-        more = ["--train.steps", str(2 * run.done)] if run.done >= run.config.train.steps else []
-        lines.append(["ppo.py", "--resume", run.called, *more, *where])
-    if run.newest:
+        # A run that has done all its steps continues if it is given more.
+        more = ["--train.steps", str(2 * run.steps_done)] if run.steps_done >= run.config.train.steps else []
+        lines.append(["ppo.py", "--resume", run.label, *more, *options])
+    if checkpoint := run.best or run.newest:
         step = "best" if run.best else "newest"
-        start = (
-            f"{run.called}@{step}"
-            if "://" not in run.called
-            else join_address(run.address, (run.best or run.newest).name)
-        )
-        export = [run.called, "--checkpoint", step] if "://" not in run.called else [start]
-        lines += [["ppo.py", "--from", start, *where], ["export.py", *export, *where]]
+        is_uri = "://" in run.label
+        start = join_address(run.address, checkpoint.name) if is_uri else f"{run.label}@{step}"
+        export = [start] if is_uri else [run.label, "--checkpoint", step]
+        lines += [["ppo.py", "--from", start, *options], ["export.py", *export, *options]]
     return [shlex.join(["python", f"experiments/{script}", *words]) for script, *words in lines]
 
 
 def readable_size(count: int) -> str:
-    """A number of bytes: 512 B, 14.2 MiB."""
+    """Returns a number of bytes as 512 B, 14.2 MiB and the like."""
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     for unit in units:
         if value < 1024:
@@ -166,41 +173,41 @@ def readable_size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def _read(called: str, address: str) -> StoredRun:
+def _read(label: str, address: str) -> StoredRun:
     folder = open_storage(address, create=False)
-    config, problem, done = None, "", 0
+    config, problem, steps_done = None, "", 0
     try:
         config = from_tree(saved_config(folder), f"{folder.path}/config.yaml")
-        last = finished(config, folder)
-        done = last["step"] if last else 0
+        last = finished_metrics(folder, config.train.steps)
+        steps_done = last["step"] if last else 0
     except ConfigError as error:
         problem = str(error)
-    found = tuple(_described(entry) for entry in checkpoint_catalog.list_checkpoints(folder))
-    steps = [one.entry.step for one in found if one.entry.manifest]
-    return StoredRun(called, address, folder, config, problem, max([done, *steps]), found)
+    checkpoints = tuple(_with_size(entry) for entry in checkpoint_catalog.list_checkpoints(folder))
+    saved_steps = [checkpoint.entry.step for checkpoint in checkpoints if checkpoint.entry.manifest]
+    return StoredRun(label, address, folder, config, problem, max([steps_done, *saved_steps]), checkpoints)
 
 
-def _described(entry: CheckpointEntry) -> StoredCheckpoint:
+def _with_size(entry: CheckpointEntry) -> StoredCheckpoint:
     selector = fs.FileSelector(entry.folder.path, recursive=True, allow_not_found=True)
     try:
         files = [info for info in entry.folder.filesystem.get_file_info(selector) if info.is_file]
-    except NotADirectoryError:  # a file called like a checkpoint
+    except NotADirectoryError:  # a file with the name of a checkpoint
         files = []
     written = next((info.mtime for info in files if info.base_name == checkpoint_manifest.MANIFEST), None)
     return StoredCheckpoint(entry, sum(info.size for info in files), written.timestamp() if written else None)
 
 
-def _from_here(address: str) -> str:
-    """An address as it is shortest to type: a folder below the working directory by its relative path, unless that
+def _shortest(address: str) -> str:
+    """Returns an address in its shortest form: a folder below the working directory by its relative path, unless that
     would look like a run's name."""
-    path, here = Path(address), Path.cwd()
-    near = "://" not in address and path.is_relative_to(here) and path.parent != here
-    return str(path.relative_to(here)) if near else address
+    path, working_directory = Path(address), Path.cwd()
+    is_below = "://" not in address and path.is_relative_to(working_directory) and path.parent != working_directory
+    return str(path.relative_to(working_directory)) if is_below else address
 
 
-def _not_whole(run: StoredRun) -> str:
-    count = len(run.checkpoints) - len(run.whole)
-    return f"{count} of {len(run.checkpoints)} checkpoints not whole" if count else ""
+def _incomplete(run: StoredRun) -> str:
+    count = len(run.checkpoints) - len(run.complete)
+    return f"{count} of {len(run.checkpoints)} checkpoints not complete" if count else ""
 
 
 def _name(entry: CheckpointEntry | None) -> str:
@@ -216,13 +223,12 @@ def _number(value: float | None) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]], width: int | None) -> str:
-    """Rows as text that is Markdown, too, unless folding it to a terminal's width breaks its cells; a column that is
-    empty in all of them is left out."""
-    shown = Table(box=box.MARKDOWN)
+    """Returns rows as a Markdown table, folded to a terminal's width, without columns that are empty in all rows."""
+    table = Table(box=box.MARKDOWN)
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     for name in columns:
-        number = name in _NUMBERS or "/" in name
-        shown.add_column(name, justify="right" if number else "left", overflow="fold")
+        is_number = name in _NUMBER_COLUMNS or "/" in name
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        shown.add_row(*(row[name] for name in columns))
-    return table_text(shown, width or 10_000)
+        table.add_row(*(row[name] for name in columns))
+    return table_text(table, width or 10_000)

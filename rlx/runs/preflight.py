@@ -1,139 +1,203 @@
-"""What a run starts from: the model folder, the prompt tables, the reward functions; checked before anything starts."""
+"""Checks what a run starts from: the model folder, the prompt files, the reward functions.
+
+`prepare` does it once per run, before any process is started, and returns a `PreparedRun` that everything else takes.
+Left out: what needs a cluster (`launch.connect`), and whether the run's folder can be used (`run_folder`).
+"""
 
 from __future__ import annotations
 
 import json
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError, one_line
+from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import flatten
+from rlx.config.sections import DataConfig, EvalConfig, RewardConfig, TrackingConfig, flatten
 from rlx.data import prompts, sources
 from rlx.rewards import remote, scoring
+from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.addresses import local_folder, resolve_address
+from rlx.tracking import mlflow
+
+Progress = Callable[[int, int, float], None]
+"""(steps done, steps in all, loss) while the tiny model is made"""
+_PATH_SETTINGS = ("model.path", "data.source", "data.ptx_source", "eval.source", "reward.model")
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A checked run: its config, and what follows from the config. Made once by `prepare` and handed down."""
+
+    config: RunConfig  # its paths are absolute
+    model_path: str  # the model's folder, or its name on the hub
+    resources: ResourcePlan
+    tables: Mapping[str, Any] | None = None  # prompts as Ray datasets; None: `launch.run` makes them
+
+    @property
+    def name(self) -> str:
+        return self.config.name or "run"
+
+    @property
+    def tracking_uri(self) -> str:
+        return tracking_uri(self.config.tracking, self.config.storage)
 
 
 def prepare(
-    config: RunConfig,
-    progress: Callable[[int, int, float], None] | None = None,
-    tables: Mapping[str, Any] | None = None,
-) -> str:
-    """The model to start from, as `model_folder`; what needs no cluster is checked, as much as can be before a model is
-    made. Where there are `tables` of the prompts already, their files need not be on this machine.
+    config: RunConfig, progress: Progress | None = None, tables: Mapping[str, Any] | None = None
+) -> PreparedRun:
+    """Checks all that can be checked without a cluster, and makes rlx's tiny model if the config asks for it.
+
+    Args:
+        progress: called while the tiny model is made.
+        tables: prompt tables that `prompt_tables` made for this config. The prompt files need not be on this machine
+            then.
 
     Raises:
-        ConfigError: see `check_files`, `check_rewards` and `check`.
+        ConfigError: a prompt file, a reward function, the model or the resources cannot be used.
     """
+    config = from_tree(with_overrides(config.model_dump(), absolute_paths(config)))
     if not tables:
-        check_files(config)
-    check_rewards(config)
-    path = model_folder(config, progress)
+        check_files(config.data, config.eval)
+    check_rewards(config.reward)
+    path = model_folder(config.model.path, config.storage, progress)
     check_model(config, path)
-    return path
+    return PreparedRun(config, path, plan_resources(config), tables)
 
 
-def check_files(config: RunConfig) -> None:
-    """ConfigError for a prompt file that is not there, or is none."""
-    named = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
-    for setting, source in (named | {"eval.source": config.eval.source}).items():
-        if source:
-            sources.check_source(source, setting)
+def absolute_paths(config: RunConfig) -> dict[str, str]:
+    """Returns the settings that name something on this disk as absolute paths, by dotted key.
+
+    Workers, trials and a later resume have other working directories.
+    """
+    paths = {key: value for key, value in flatten(config).items() if key in _PATH_SETTINGS and value}
+    existing = {key: path for key, path in paths.items() if path != "tiny" and Path(path).exists()}
+    return {key: str(Path(path).resolve()) for key, path in existing.items()} | {
+        "storage": resolve_address(config.storage)
+    }
 
 
-def model_folder(config: RunConfig, progress: Callable[[int, int, float], None] | None = None) -> str:
-    """The model to start from; makes rlx's own tiny one if that is asked for and not there yet."""
-    if config.model.path != "tiny":
-        return config.model.path
-    from rlx.models import tiny
+def tracking_uri(tracking: TrackingConfig, storage: str) -> str:
+    """Returns the address of the MLflow store that runs report to; makes the folder of a local one."""
+    return tracking.uri or mlflow.default_uri(local_folder(storage))
 
-    recipe = zlib.crc32(repr(tiny.WarmStart()).encode())
-    folder = local_folder(config.storage) / "models" / f"tiny-{recipe:08x}"
-    if not folder.exists():
-        tiny.make_tiny_model(folder, progress)
-    return str(folder)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def check_files(data: DataConfig, evaluation: EvalConfig) -> None:
+    """Raises ConfigError if a prompt source cannot be used, e.g. a file that does not exist."""
+    addresses = {"data.source": data.source, "data.ptx_source": data.ptx_source, "eval.source": evaluation.source}
+    for setting, address in addresses.items():
+        if address:
+            sources.check_source(address, setting)
+
+
+def check_rewards(reward: RewardConfig) -> None:
+    """Loads the user's reward functions and reads the remote scorer's key.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    scoring.scorers(reward, lambda given, expected, entry: 0.0)
+    if reward.model:
+        _is_model_folder(reward.model, "reward.model")
+    if reward.url:
+        remote.RemoteReward.from_config(reward)
 
 
 def check_model(config: RunConfig, path: str) -> None:
-    """ConfigError for a model or a context length that cannot work; needs no cluster."""
-    _check_layers(config, path)
+    """Raises ConfigError if the model cannot be loaded, split as configured, or is too short for the context."""
+    if not _is_model_folder(path, "model.path"):
+        return  # a name on the hub: the workers and engines look it up
+    if config.parallel.tp > 1:
+        _check_layers(path, config.parallel.tp, config.model.trust_remote_code)
+    positions, heads = _model_shape(path)
     needed = config.data.max_prompt_tokens + config.rollout.max_tokens
-    if not _is_folder(path, "model.path"):
-        return  # the engines look it up
-    folder = Path(path)
-    split = config.rollout.tensor_parallel
-    try:
-        described = json.loads((folder / "config.json").read_text())
-        positions, heads = described.get("max_position_embeddings"), described.get("num_attention_heads")
-    except (ValueError, AttributeError):
-        raise ConfigError(f"model.path {path}: its config.json is no JSON object") from None
     if positions and needed > positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {path} has {positions} positions"
         )
+    split = config.rollout.tensor_parallel
     if heads and heads % split:
         raise ConfigError(f"rollout.tensor_parallel {split} does not divide the {heads} attention heads of {path}")
 
 
-def _check_layers(config: RunConfig, path: str) -> None:
-    """ConfigError if the model's layers cannot be cut as parallel.tp asks; a name on the hub is for the workers."""
-    if config.parallel.tp == 1 or not _is_folder(path, "model.path"):
-        return
+def _model_shape(path: str) -> tuple[int | None, int | None]:
+    """Returns the positions and the attention heads in the model's config.json; None where it does not say."""
+    try:
+        content = json.loads((Path(path) / "config.json").read_text())
+        return content.get("max_position_embeddings"), content.get("num_attention_heads")
+    except (ValueError, AttributeError):
+        raise ConfigError(f"model.path {path}: its config.json is not a JSON object") from None
+
+
+def _check_layers(path: str, tp: int, trust_remote_code: bool) -> None:
+    """Raises ConfigError if the model's layers cannot be split over `tp` workers."""
     from transformers import AutoConfig
 
     from rlx.models import tensor_parallel
 
     try:
-        found = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {path}: {one_line(error)}") from None
-    tensor_parallel.layer_plan(found, config.parallel.tp)
+    tensor_parallel.layer_plan(model_config, tp)
 
 
-def _is_folder(path: str, setting: str) -> bool:
-    """Whether it is a Hugging Face model on disk, rather than a name on the hub; ConfigError if it is neither."""
+def _is_model_folder(path: str, setting: str) -> bool:
+    """Returns whether a path is a Hugging Face model on disk (True) or may be a name on the hub (False).
+
+    Raises:
+        ConfigError: it is neither.
+    """
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{setting} {path}: no Hugging Face model, there is no config.json in it")
+            raise ConfigError(f"{setting} {path}: not a Hugging Face model, it has no config.json")
         return True
-    on_disk = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if on_disk or (folder.parent != Path() and folder.parent.is_dir()):
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local or (folder.parent != Path() and folder.parent.is_dir()):
         raise ConfigError(f"{setting} {path}: no such folder")
     return False
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Model and prompts
+
+
+def model_folder(path: str, storage: str, progress: Progress | None = None) -> str:
+    """Returns the model to start from; makes rlx's tiny model in the storage if `path` is "tiny" and it is missing."""
+    if path != "tiny":
+        return path
+    from rlx.models import tiny
+
+    recipe = zlib.crc32(repr(tiny.WarmStart()).encode())
+    folder = local_folder(storage) / "models" / f"tiny-{recipe:08x}"
+    if not folder.exists():
+        tiny.make_tiny_model(folder, progress)
+    return str(folder)
+
+
 def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
-    """The prepared training and held-out prompts, as Ray datasets by name; of generated questions none is in both."""
-    settings = config.data
-    training, held_out = sources.training_and_held_out_rows(settings, config.eval)
-    trust = config.model.trust_remote_code
-    rows_by_table = {"train": training, "held_out": held_out}
-    if settings.ptx_source:
-        rows_by_table["ptx"] = sources.read_rows(settings.ptx_source, settings, "data.ptx_source")
-    tables = {name: prompts.tokenize_rows(rows, settings, path, trust) for name, rows in rows_by_table.items()}
+    """Returns the tokenized prompts as Ray datasets: train, held_out, and ptx if the config has a `data.ptx_source`.
+
+    Args:
+        path: the model's folder or name, for its tokenizer.
+
+    Raises:
+        ConfigError: there are no prompts, or fewer than a step needs.
+    """
+    data, trust = config.data, config.model.trust_remote_code
+    train, held_out = sources.training_and_held_out_rows(data, config.eval)
+    rows: dict[str, Any] = {"train": train, "held_out": held_out}
+    if data.ptx_source:
+        rows["ptx"] = sources.read_rows(data.ptx_source, data, "data.ptx_source")
+    tables = {name: prompts.tokenize_rows(table, data, path, trust) for name, table in rows.items()}
     if (count := tables["train"].count()) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
     return tables
-
-
-def absolute_paths(config: RunConfig) -> dict[str, str]:
-    """The settings that name something on this disk, by dotted key, good from any working directory: workers, trials
-    and whoever resumes have their own."""
-    flat = flatten(config)
-    named = {key: flat[key] for key in ("model.path", "data.source", "data.ptx_source", "eval.source", "reward.model")}
-    there = {key: path for key, path in named.items() if path and path != "tiny" and Path(path).exists()}
-    return {key: str(Path(path).resolve()) for key, path in there.items()} | {
-        "storage": resolve_address(config.storage)
-    }
-
-
-def check_rewards(config: RunConfig) -> None:
-    """Loads the functions of one's own, reads the remote scorer's key: ConfigError if one cannot work."""
-    scoring.scorers(config.reward, lambda given, expected, entry: 0.0)
-    if config.reward.model:
-        _is_folder(config.reward.model, "reward.model")
-    if config.reward.url:
-        remote.RemoteReward.from_config(config.reward)

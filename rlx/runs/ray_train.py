@@ -1,8 +1,9 @@
-"""What the driver and the workers of Ray Train say to each other, and how Train's controller is held.
+"""Carries jobs, reports and messages between the driver and the workers of Ray Train.
 
-Jobs, reports and handles travel through Ray's key-value store: a queue would be one more actor, with seconds of
-imports. A *box* is a prefix of keys there: one for a worker group, and in it one for each job. What is trained is not
-known here.
+They travel through Ray's key-value store: a queue would be one more actor, with seconds of imports. A *mailbox* is a
+prefix of keys there: a worker group has one, and inside it each job has one of its own. The module also keeps a handle
+of Train's controller and places Train's workers into bundles that are reserved already.
+Left out: what the workers do with a job.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -28,99 +29,98 @@ from ray.util.placement_group import PlacementGroup
 from rlx.config.errors import one_line
 from rlx.storage.filesystem import Storage
 
-Report = Callable[[dict[str, Any], str | None], None]
-"""(a step's metrics, the path of the checkpoint that has become whole since the last one)"""
+OnReport = Callable[[dict[str, Any], str | None], None]
+"""called with a step's metrics, and the path of the checkpoint that was completed since the last report"""
 Notify = Callable[[str], None]
-"""what a person should know and no metric says, e.g. that an engine died and is left out until it is back"""
+"""shows a message that is not a metric, e.g. that an engine died"""
 
-LAST = "last"  # among a report's metrics: whether it is its job's last
-_BOX, _CHECKPOINT = "box", "checkpoint"  # whose it is, and the path of what has become whole
-_POLL_S = 0.1  # how often the other side is looked for
-_WORDS = 500  # longest that an error's text is passed on
+_BOX = "box"  # key of a job's mailbox in the job
+_POLL_S = 0.1
+_MESSAGE_LENGTH = 500  # an error's text is cut to so many characters
 
 _FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """What the driver tells the workers of a run."""
+class StepReport:
+    """A step's report on its way from the workers to the driver."""
 
-    config: Mapping[str, Any]  # the settings, as a tree
-    model_path: str  # Hugging Face folder or name
-    folder: Storage  # of the run
-    tracking_uri: str  # MLflow's
-    examine: bool = False  # run the doctor instead of training
-    engines: Sequence[Any] = ()  # actor handles
-    reward_models: Sequence[Any] = ()  # actor handles
-    mailbox: str = ""  # where the driver listens
+    metrics: dict[str, Any]
+    is_last: bool  # of its job
+    mailbox: str  # of its job
+    checkpoint: str | None  # path of the checkpoint that was completed since the last report
 
 
 class RunError(RuntimeError):
-    """A run that failed; the text says why in one line."""
+    """A run failed; the text says why in one line."""
 
 
 class RunStopped(RuntimeError):
-    """A run that was ended from outside, e.g. because a scheduler stopped its trial."""
+    """A run was ended from outside, e.g. because a scheduler stopped its trial."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # On a worker
 
 
-def jobs(box: str) -> Iterator[WorkerSpec]:
-    """What there is to do, one job after another on all ranks alike, as they are posted; it never ends by itself."""
-    first, done = ray.train.get_context().get_world_rank() == 0, 0
+def jobs(mailbox: str) -> Iterator[dict[str, Any]]:
+    """Yields one job after another, the same on all ranks, as the driver posts them; never ends by itself."""
+    is_first, done = ray.train.get_context().get_world_rank() == 0, 0
     while True:
-        number = ray.train.collective.broadcast_from_rank_zero(_next_job(box, done) if first else None)
-        posted = _internal_kv_get(f"{box}/job/{number}".encode())
-        if posted:  # not taken back meanwhile
-            job: WorkerSpec = cloudpickle.loads(posted)
+        number = ray.train.collective.broadcast_from_rank_zero(_next_job(mailbox, done) if is_first else None)
+        content = _internal_kv_get(f"{mailbox}/job/{number}".encode())
+        if content:  # the driver has not withdrawn it
+            job = cloudpickle.loads(content)
             yield job
-            ray.train.collective.barrier()  # another rank may still be closing what it holds
-            if first:
-                _internal_kv_put(f"{job.mailbox}/ended".encode(), b"1")
+            ray.train.collective.barrier()  # other ranks may still be closing what they hold
+            if is_first:
+                _internal_kv_put(f"{job[_BOX]}/ended".encode(), b"1")
         done = number
 
 
-def report(box: str, metrics: Mapping[str, Any], last: bool, checkpoint: ray.train.Checkpoint | None = None) -> None:
-    """Passes a step's metrics to the driver, and the checkpoint that has become whole; a collective call.
+def report(mailbox: str, metrics: dict[str, Any], last: bool, checkpoint: ray.train.Checkpoint | None = None) -> None:
+    """Passes a step's metrics and the completed checkpoint to the driver; a collective call.
 
-    Train itself takes checkpoints in the folder of its own run alone: those of a worker group's first job.
+    Train itself only accepts checkpoints in the folder of its own run: those of a worker group's first job.
     """
-    own = f"{ray.train.get_context().get_storage().experiment_fs_path}/"
+    own_folder = f"{ray.train.get_context().get_storage().experiment_fs_path}/"
+    step_report = StepReport(metrics, last, mailbox, checkpoint.path if checkpoint else None)
     ray.train.report(
-        {**metrics, LAST: last, _BOX: box, _CHECKPOINT: checkpoint.path if checkpoint else None},
-        checkpoint=checkpoint if checkpoint and checkpoint.path.startswith(own) else None,
+        asdict(step_report),  # Train takes and saves plain dicts only
+        checkpoint=checkpoint if checkpoint and checkpoint.path.startswith(own_folder) else None,
         checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
     )
 
 
-def notify(box: str, words: str) -> None:
-    """Has the driver tell the person who watches."""
-    _internal_kv_put(f"{box}/said/{time.time_ns():020d}".encode(), words.encode())
+def notify(mailbox: str, message: str) -> None:
+    """Has the driver show a message."""
+    _internal_kv_put(f"{mailbox}/messages/{time.time_ns():020d}".encode(), message.encode())
 
 
-def is_to_stop(box: str) -> bool:
-    """Whether the job is to end with the step that it is in."""
-    return _internal_kv_get(f"{box}/stop".encode()) is not None
+def is_to_stop(mailbox: str) -> bool:
+    """Returns whether the job is to end with its current step."""
+    return _internal_kv_get(f"{mailbox}/stop".encode()) is not None
 
 
 @contextmanager
-def fatal_errors_posted(box: str, rank: int) -> Iterator[None]:
-    """An error of the run's own making ends the run. Train would restart the workers, only to meet it again; that is
-    for processes that died, engines and servers that failed."""
+def fatal_errors_posted(mailbox: str, rank: int) -> Iterator[None]:
+    """Tells the driver of errors in the run's own code, which end the run.
+
+    Train would restart the workers, and they would fail in the same way. Restarts are for processes that died, and for
+    engines and servers that failed.
+    """
     try:
         yield
     except _FATAL as error:
-        words = f"worker {rank}: {type(error).__name__}: {one_line(error, _WORDS)}"
-        _internal_kv_put(f"{box}/failure".encode(), words.encode(), overwrite=False)
+        message = f"worker {rank}: {type(error).__name__}: {one_line(error, _MESSAGE_LENGTH)}"
+        _internal_kv_put(f"{mailbox}/fatal".encode(), message.encode(), overwrite=False)
         raise
 
 
-def _next_job(box: str, done: int) -> int:
+def _next_job(mailbox: str, done: int) -> int:
     while True:
-        newest = int(_internal_kv_get(f"{box}/newest".encode()) or 0)
-        if newest > done and _internal_kv_get(f"{box}/job/{newest}".encode()):
+        newest = int(_internal_kv_get(f"{mailbox}/newest".encode()) or 0)
+        if newest > done and _internal_kv_get(f"{mailbox}/job/{newest}".encode()):
             return newest
         time.sleep(_POLL_S)
 
@@ -129,64 +129,68 @@ def _next_job(box: str, done: int) -> int:
 # In Train's controller
 
 
-def callbacks(box: str, group: PlacementGroup, places: list[int]) -> list[Any]:
-    """What Train's controller is given, so that it can be held from outside, passes on reports and failures, and puts
-    its workers into bundles that are reserved already.
+def callbacks(mailbox: str, group: PlacementGroup, bundle_indices: list[int]) -> list[Any]:
+    """Returns the callbacks of Train's controller: they pass on reports and failures, post the controller's handle and
+    place the workers into reserved bundles.
 
     Args:
-        group: where the bundles are.
-        places: which bundle is each rank's.
+        group: the placement group with the bundles.
+        bundle_indices: the bundle of each rank.
     """
-    return [_Relay(box), _Handle(box, group, places)]
+    return [_Relay(mailbox), _Handle(mailbox, group, bundle_indices)]
 
 
 class _Relay(UserCallback):
-    """Posts each report in its job's box, and each failure of the workers in the group's."""
+    """Posts each report in its job's mailbox, and each failure of the workers in the group's."""
 
-    def __init__(self, box: str) -> None:
-        self.box = box
-        self.posted: dict[str, int] = {}
+    def __init__(self, mailbox: str) -> None:
+        self.mailbox = mailbox
+        self.reports: dict[str, int] = {}  # posted so far, by the job's mailbox
         self.failures = 0
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        box, path = metrics[0].pop(_BOX), metrics[0].pop(_CHECKPOINT)
-        count = self.posted[box] = self.posted.get(box, 0) + 1
-        post = (metrics[0], path)
-        _internal_kv_put(f"{box}/report/{count}".encode(), cloudpickle.dumps(post))
+        step_report = StepReport(**metrics[0])
+        mailbox = step_report.mailbox
+        count = self.reports[mailbox] = self.reports.get(mailbox, 0) + 1
+        _internal_kv_put(f"{mailbox}/report/{count}".encode(), cloudpickle.dumps(step_report))
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         self.failures += 1
-        _internal_kv_put(f"{self.box}/failed/{self.failures}".encode(), _last_words(worker_exceptions).encode())
+        message = _first_error(worker_exceptions)
+        _internal_kv_put(f"{self.mailbox}/failed/{self.failures}".encode(), message.encode())
 
 
 class _Handle(ControllerCallback):
-    """Posts the controller's handle, since aborting it is the one way to end its workers that needs no dashboard; and
-    has it use the bundles that are reserved, for which Train has no option."""
+    """Posts the controller's handle: aborting it is the only way to end its workers that needs no dashboard.
 
-    def __init__(self, box: str, group: PlacementGroup, places: list[int]) -> None:
-        self.box, self.group, self.places = box, group, places
+    It also makes Train use the reserved bundles, for which Train has no option.
+    """
+
+    def __init__(self, mailbox: str, group: PlacementGroup, bundle_indices: list[int]) -> None:
+        self.mailbox, self.group, self.bundle_indices = mailbox, group, bundle_indices
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        TrainController.worker_group_cls = type("Held", (_HeldWorkers,), {"held": self.group, "places": self.places})
+        reserved = {"group": self.group, "bundle_indices": self.bundle_indices}
+        TrainController.worker_group_cls = type("PlacedWorkers", (_PlacedWorkers,), reserved)
         handle = ray.get_runtime_context().current_actor
-        _internal_kv_put(f"{self.box}/controller".encode(), cloudpickle.dumps(handle))
+        _internal_kv_put(f"{self.mailbox}/controller".encode(), cloudpickle.dumps(handle))
 
 
-class _HeldWorkers(WorkerGroup):
-    """Train's worker group, in a placement group that is not its own."""
+class _PlacedWorkers(WorkerGroup):
+    """Train's worker group, in a placement group that Train does not own."""
 
-    held: PlacementGroup
-    places: list[int]
+    group: PlacementGroup
+    bundle_indices: list[int]
 
     def _create_placement_group(self, *_: Any) -> Any:
-        return _Kept(self.held)
+        return _BorrowedPlacementGroup(self.group)
 
     def _create_workers(self, *args: Any, **options: Any) -> Any:
-        return super()._create_workers(*args, **{"placement_group_bundle_indices": self.places} | options)
+        return super()._create_workers(*args, **{"placement_group_bundle_indices": self.bundle_indices} | options)
 
 
-class _Kept(DefaultPlacementGroupHandle):
-    """A placement group that outlives Train's use of it."""
+class _BorrowedPlacementGroup(DefaultPlacementGroupHandle):
+    """A placement group that stays when Train is done with it."""
 
     def shutdown(self) -> None:
         pass
@@ -196,87 +200,90 @@ class _Kept(DefaultPlacementGroupHandle):
 # In the driver
 
 
-def new_box() -> str:
-    """Where a worker group and its driver leave things for each other; `clear` it in the end."""
+def new_mailbox() -> str:
+    """Returns an unused mailbox for a worker group and its driver; `clear` it in the end."""
     return f"rlx/{uuid.uuid4().hex}"
 
 
-def post_job(box: str, number: int, job: WorkerSpec) -> str:
-    """Gives a worker group its next job, from 1 on; the job's box."""
-    own = f"{box}/{number}"
-    _internal_kv_put(f"{box}/job/{number}".encode(), cloudpickle.dumps(replace(job, mailbox=own)))
-    _internal_kv_put(f"{box}/newest".encode(), str(number).encode())
-    return own
+def post_job(mailbox: str, number: int, job: dict[str, Any]) -> str:
+    """Gives a worker group its next job; numbers start at 1. Returns the job's mailbox."""
+    job_mailbox = f"{mailbox}/{number}"
+    _internal_kv_put(f"{mailbox}/job/{number}".encode(), cloudpickle.dumps(job | {_BOX: job_mailbox}))
+    _internal_kv_put(f"{mailbox}/newest".encode(), str(number).encode())
+    return job_mailbox
 
 
-def take_back_job(box: str, number: int) -> None:
-    """A job that is over, or given up: restarted workers do not begin it again."""
-    _internal_kv_del(f"{box}/job/{number}".encode())
+def withdraw_job(mailbox: str, number: int) -> None:
+    """Removes a job that has ended or was given up, so that restarted workers do not begin it again."""
+    _internal_kv_del(f"{mailbox}/job/{number}".encode())
 
 
-def ask_to_stop(box: str) -> None:
-    """Has a job end with the step that it is in."""
-    _internal_kv_put(f"{box}/stop".encode(), b"1")
+def ask_to_stop(job_mailbox: str) -> None:
+    """Asks a job to end with its current step."""
+    _internal_kv_put(f"{job_mailbox}/stop".encode(), b"1")
 
 
-def has_ended(box: str) -> bool:
-    """Whether all workers are done with a job, and free for another."""
-    return _internal_kv_get(f"{box}/ended".encode()) is not None
+def has_ended(job_mailbox: str) -> bool:
+    """Returns whether all workers have finished a job and can take another."""
+    return _internal_kv_get(f"{job_mailbox}/ended".encode()) is not None
 
 
-def reported(box: str, number: int) -> tuple[dict[str, Any], str | None] | None:
-    """Takes out a job's report of that number, from 1 on: metrics, and the checkpoint that has become whole; None if it
-    is not there yet."""
-    key = f"{box}/report/{number}".encode()
-    if (post := _internal_kv_get(key)) is None:
+def take_report(job_mailbox: str, number: int) -> StepReport | None:
+    """Removes and returns a job's report; numbers start at 1. None if it has not come yet."""
+    key = f"{job_mailbox}/report/{number}".encode()
+    if (content := _internal_kv_get(key)) is None:
         return None
     _internal_kv_del(key)
-    return cloudpickle.loads(post)
+    step_report: StepReport = cloudpickle.loads(content)
+    return step_report
 
 
-def take_messages(box: str) -> list[str]:
-    """What a job has had to say since the last call."""
-    words = []
-    for key in sorted(_internal_kv_list(f"{box}/said/".encode())):
-        words.append(_internal_kv_get(key).decode())
+def take_messages(job_mailbox: str) -> list[str]:
+    """Removes and returns the messages of a job, oldest first."""
+    messages = []
+    for key in sorted(_internal_kv_list(f"{job_mailbox}/messages/".encode())):
+        messages.append(_internal_kv_get(key).decode())
         _internal_kv_del(key)
-    return words
+    return messages
 
 
-def fatal_error(box: str) -> str | None:
-    """The error that a job would only meet again, if it has."""
-    words = _internal_kv_get(f"{box}/failure".encode())
-    return words.decode() if words else None
+def fatal_error(job_mailbox: str) -> str | None:
+    """Returns the error that a job would meet again after a restart; None if there was none."""
+    message = _internal_kv_get(f"{job_mailbox}/fatal".encode())
+    return message.decode() if message else None
 
 
-def failure(box: str, number: int) -> str | None:
-    """Why the workers of a group had to be started again for that time, from 1 on; None if they had not."""
-    words = _internal_kv_get(f"{box}/failed/{number}".encode())
-    return words.decode() if words else None
+def failure(mailbox: str, number: int) -> str | None:
+    """Returns why the workers of a group were restarted for that time, from 1 on; None if they were not."""
+    message = _internal_kv_get(f"{mailbox}/failed/{number}".encode())
+    return message.decode() if message else None
 
 
-def handle(box: str, timeout_s: float) -> Any:
-    """The controller's handle; one that is only just starting is waited for, or it would go on unseen."""
+def controller(mailbox: str, timeout_s: float) -> Any:
+    """Returns the handle of the group's controller, None if there is none.
+
+    Waits for a controller that is still starting: otherwise it would go on without anybody knowing it.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if posted := _internal_kv_get(f"{box}/controller".encode()):
-            return cloudpickle.loads(posted)
+        if content := _internal_kv_get(f"{mailbox}/controller".encode()):
+            return cloudpickle.loads(content)
         time.sleep(_POLL_S)
     return None
 
 
-def clear(box: str) -> None:
-    """Forgets all that was left in a box."""
-    _internal_kv_del(box.encode(), del_by_prefix=True)
+def clear(mailbox: str) -> None:
+    """Deletes everything in a mailbox."""
+    _internal_kv_del(mailbox.encode(), del_by_prefix=True)
 
 
-def error_words(error: BaseException) -> str:
-    """One line: the first worker's own error if there is one."""
+def error_message(error: BaseException) -> str:
+    """Returns an error of Train as one line: the first worker's own error if there is one."""
     failures = getattr(error, "worker_failures", None) or {}
-    return _last_words(failures) if failures else f"{type(error).__name__}: {one_line(error, _WORDS)}"
+    return _first_error(failures) if failures else f"{type(error).__name__}: {one_line(error, _MESSAGE_LENGTH)}"
 
 
-def _last_words(failures: dict[int, Exception]) -> str:
+def _first_error(failures: dict[int, Exception]) -> str:
     rank = min(failures)
     cause = getattr(failures[rank], "cause", None) or failures[rank]
-    return f"worker {rank}: {type(cause).__name__}: {one_line(cause, _WORDS)}"
+    return f"worker {rank}: {type(cause).__name__}: {one_line(cause, _MESSAGE_LENGTH)}"

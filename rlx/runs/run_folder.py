@@ -1,28 +1,30 @@
-"""What a run leaves in its folder beside checkpoints, read back with care: config.yaml, run.json, result.json; and
-which checkpoint of which run a person means.
+"""Reads the records in a run's folder (config.yaml, run.json, result.json) and resolves what names a checkpoint.
+
+The records may be damaged or come from someone else: every problem becomes an error of one line.
+Left out: the checkpoints' own files (rlx.storage) and what is written while a run trains (`launch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC, flatten
+from rlx.config.sections import DEFAULT_METRIC, CheckpointConfig, flatten
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.storage.filesystem import Storage, retry
+from rlx.storage.filesystem import Storage, free_name, retry
 
 T = TypeVar("T")
 
-# Settings that are not inherited from a checkpoint.
-_OWN_TO_GIVE = ("model.trust_remote_code", "reward.url", "reward.url_key_env", "tracking.uri", "ray_address")
+# Settings that a new run never inherits from a checkpoint: they could execute code or send data elsewhere.
+_NOT_INHERITED = ("model.trust_remote_code", "reward.url", "reward.url_key_env", "tracking.uri", "ray_address")
 
-# What the state of a run depends on: a resumed one cannot change it.
+# Settings that the state of a run depends on: a resume cannot change them.
 _FIXED = (
     "seed",
     "model.",
@@ -34,52 +36,75 @@ _FIXED = (
 )
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Records
+
+
 def exists(folder: Storage) -> bool:
-    """Whether there is a run in a folder."""
+    """Returns whether a folder holds a run."""
     return (folder / "run.json").exists()
 
 
 def write(file: Storage, text: str) -> None:
-    """Writes a record; StorageError if the storage fails for good."""
+    """Writes a record, with retries.
+
+    Raises:
+        StorageError: the storage keeps failing.
+    """
     retry(partial(file.write_text, text), f"writing {file.path}")
 
 
-def check_new(config: RunConfig, folder: Storage) -> None:
-    """ConfigError if the folder holds a run already."""
+def check_new(name: str, folder: Storage) -> None:
+    """Raises ConfigError if the folder holds a run already."""
     if exists(folder):
-        raise ConfigError(f"run {config.name!r} exists in {folder.path}: --resume {config.name} continues it")
+        raise ConfigError(f"run {name!r} exists in {folder.path}: --resume {name} continues it")
 
 
 def find(runs: Storage, name: str) -> Storage:
-    """The folder of a run; ConfigError if there is none of that name, with the nearest."""
+    """Returns the folder of a run.
+
+    Raises:
+        ConfigError: there is no run of that name; the text has the nearest name.
+    """
     if not exists(runs / name):
         raise ConfigError(f"no run {name!r} in {runs.path}{nearest(name, runs.names())}")
     return runs / name
 
 
 def saved_config(folder: Storage) -> dict[str, Any]:
-    """The config tree of an existing run; ConfigError if there is none in the folder."""
+    """Returns the config tree of a run.
+
+    Raises:
+        ConfigError: the folder holds no run, or its config cannot be read.
+    """
     if not exists(folder):
         raise ConfigError(f"no run to resume in {folder.path}")
-
     file = folder / "config.yaml"
     return _read(file, lambda: dict(parse_yaml(file.read_text())))
 
 
 def mlflow_run(folder: Storage) -> str:
-    """The id of a run's MLflow run; ConfigError if its record cannot be read."""
+    """Returns the id of a run's MLflow run.
+
+    Raises:
+        ConfigError: run.json cannot be read.
+    """
     file = folder / "run.json"
 
     def run_id() -> str:
-        if not isinstance(found := file.read_json()["mlflow_run"], str):
-            raise TypeError(found)
-        return found
+        if not isinstance(value := file.read_json()["mlflow_run"], str):
+            raise TypeError(value)
+        return value
 
     return _read(file, run_id)
 
 
-def finished(config: RunConfig, folder: Storage) -> dict[str, Any] | None:
-    """The last step's metrics of a run that has done all its steps; None if there are some left."""
+def finished_metrics(folder: Storage, steps: int) -> dict[str, Any] | None:
+    """Returns the last step's metrics if the run has done `steps` steps, else None.
+
+    Raises:
+        ConfigError: result.json cannot be read.
+    """
     file = folder / "result.json"
     if not file.exists():
         return None
@@ -91,86 +116,127 @@ def finished(config: RunConfig, folder: Storage) -> dict[str, Any] | None:
         return content | {"step": int(content["step"])}
 
     last = _read(file, metrics)
-    return last if last["step"] >= config.train.steps else None
-
-
-def is_fixed(key: str) -> bool:
-    """Whether a setting cannot change once a run has begun."""
-    return key.startswith(_FIXED)
-
-
-def check_resumable(config: RunConfig, saved: RunConfig) -> None:
-    """ConfigError if a run that has begun as `saved` cannot go on as `config`: other weights, prompts or estimators."""
-    now, then = flatten(config), flatten(saved)
-    for key in now:
-        if is_fixed(key) and now[key] != then[key]:
-            raise ConfigError(f"{key} is {then[key]} in run {saved.name}, which cannot change now: start a new run")
-
-
-def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
-    """The checkpoint that a person means, and its address.
-
-    Args:
-        which: a run's name or NAME@STEP, where STEP is a number, newest (if left out) or best; or the folder or
-            address of a checkpoint, or of a run.
-        storage: address of the storage that a named run is in.
-
-    Raises:
-        ConfigError, StorageError: there is no such run, or no such whole checkpoint of it.
-    """
-    place, _, step = which.rpartition("@") if "@" in which.rpartition("/")[2] else (which, "", "")
-    if "/" in place:
-        address, folder = resolve_address(place), open_storage(place, create=False)
-        if checkpoint_catalog.is_checkpoint_name(folder.name):
-            return address, _sound(checkpoint_catalog.read_checkpoint(folder))
-    else:
-        address = join_address(storage, "runs", place)
-        folder = find(open_storage(storage, create=False) / "runs", place)
-    found = checkpoint_catalog.find_checkpoint(folder, step or "newest", *_rating(folder))
-    return join_address(address, found.name), found
-
-
-def settings_of(found: CheckpointEntry, say: Callable[[str], None]) -> dict[str, Any]:
-    """The settings in a checkpoint, for a new run; but those by which a stranger's file could run code here or send
-    something elsewhere only as their defaults, which is said."""
-    assert found.manifest
-    tree, defaults = found.manifest.config, flatten(RunConfig())
-    taken = flatten(from_tree(tree))
-    left = {key: defaults[key] for key in _OWN_TO_GIVE if taken[key] != defaults[key]}
-    if left:
-        say(f"not taken from {found.name}, give them again if they are meant: {', '.join(left)}")
-    return with_overrides(tree, left)
-
-
-def check_start(config: RunConfig) -> None:
-    """ConfigError if a new run cannot start from the checkpoint that its config names."""
-    if not config.checkpoint.init_from:
-        return
-    found = _sound(checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False)))
-    if config.checkpoint.init_state == "all":
-        assert found.manifest
-        if found.step >= config.train.steps:
-            raise ConfigError(f"train.steps ({config.train.steps}) are all done at step {found.step}: ask for more")
-        check_resumable(config, from_tree(found.manifest.config | {"checkpoint": config.checkpoint.model_dump()}))
-
-
-def _sound(found: CheckpointEntry) -> CheckpointEntry:
-    if not found.manifest:
-        raise ConfigError(f"checkpoint {found.folder.path} is not complete: {found.problem}")
-    return found
-
-
-def _rating(folder: Storage) -> tuple[str, str]:
-    """By which metric the run's best checkpoint is the best, and whether more of it is better."""
-    settings = from_tree(saved_config(folder)).checkpoint if exists(folder) else RunConfig().checkpoint
-    return settings.best_by or DEFAULT_METRIC, settings.best_mode
+    return last if last["step"] >= steps else None
 
 
 def _read(file: Storage, content: Callable[[], T]) -> T:
-    """The content of a file; ConfigError that names it if it cannot be read, or is not what was written."""
+    """Returns `content()`; a file that cannot be read or parsed becomes a ConfigError that names it."""
     try:
         return content()
     except OSError as error:
         raise ConfigError(f"{file.path} cannot be read: {one_line(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# New and saved runs
+
+
+def new_run(config: RunConfig) -> tuple[RunConfig, Storage]:
+    """Returns the config with a name, and the folder of the new run.
+
+    Raises:
+        ConfigError: there is a run of that name.
+    """
+    runs = open_storage(config.storage) / "runs"
+    name = config.name or free_name(runs, "ppo")
+    check_new(name, runs / name)
+    return config.model_copy(update={"name": name}), runs / name
+
+
+def saved_run(name: str, storage: str, overrides: Mapping[str, Any]) -> tuple[RunConfig, Storage]:
+    """Returns the config with which a run continues, and its folder.
+
+    Args:
+        storage: the address of the run's storage, which may have been moved since it began.
+        overrides: settings for the rest of the run, by dotted key.
+
+    Raises:
+        ConfigError: there is no such run, or a setting that cannot change would change.
+    """
+    folder = find(open_storage(storage) / "runs", name)
+    tree = saved_config(folder) | {"name": name, "storage": storage}
+    config = from_tree(with_overrides(tree, {**overrides, "name": name}))
+    check_resumable(config, from_tree(tree))
+    return config, folder
+
+
+def is_fixed(key: str) -> bool:
+    """Returns whether a setting cannot change once a run has begun."""
+    return key.startswith(_FIXED)
+
+
+def check_resumable(config: RunConfig, saved: RunConfig) -> None:
+    """Raises ConfigError if a setting that cannot change differs between a resume and the saved run."""
+    values, saved_values = flatten(config), flatten(saved)
+    for key in values:
+        if is_fixed(key) and values[key] != saved_values[key]:
+            raise ConfigError(
+                f"{key} is {saved_values[key]} in run {saved.name}, which cannot change now: start a new run"
+            )
+
+
+def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
+    """Returns the checkpoint that a person names, and its address.
+
+    Args:
+        which: a run's name or NAME@STEP, where STEP is a number, newest (the default) or best; or the folder or
+            address of a checkpoint, or of a run.
+        storage: address of the storage that a named run is in.
+
+    Raises:
+        ConfigError, StorageError: there is no such run, or no such complete checkpoint of it.
+    """
+    run, _, step = which.rpartition("@") if "@" in which.rpartition("/")[2] else (which, "", "")
+    if "/" in run:
+        address, folder = resolve_address(run), open_storage(run, create=False)
+        if checkpoint_catalog.is_checkpoint_name(folder.name):
+            return address, _complete(checkpoint_catalog.read_checkpoint(folder))
+    else:
+        address = join_address(storage, "runs", run)
+        folder = find(open_storage(storage, create=False) / "runs", run)
+    settings = _checkpoint_settings(folder)
+    best_by = settings.best_by or DEFAULT_METRIC
+    entry = checkpoint_catalog.find_checkpoint(folder, step or "newest", best_by, settings.best_mode)
+    return join_address(address, entry.name), entry
+
+
+def inherited_settings(checkpoint: CheckpointEntry, notify: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the settings in a checkpoint, for a new run.
+
+    Settings that could execute code or send data elsewhere are reset to their defaults, with a message: the checkpoint
+    may come from someone else.
+    """
+    assert checkpoint.manifest
+    tree, defaults = checkpoint.manifest.config, flatten(RunConfig())
+    values = flatten(from_tree(tree))
+    reset = {key: defaults[key] for key in _NOT_INHERITED if values[key] != defaults[key]}
+    if reset:
+        notify(f"settings not taken from {checkpoint.name}, give them again if you want them: {', '.join(reset)}")
+    return with_overrides(tree, reset)
+
+
+def check_start(config: RunConfig) -> None:
+    """Raises ConfigError if a new run cannot start from the checkpoint in `checkpoint.init_from`."""
+    if not config.checkpoint.init_from:
+        return
+    checkpoint = _complete(checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False)))
+    if config.checkpoint.init_state == "all":
+        assert checkpoint.manifest
+        if checkpoint.step >= config.train.steps:
+            raise ConfigError(
+                f"train.steps ({config.train.steps}) are all done at step {checkpoint.step}: ask for more"
+            )
+        check_resumable(config, from_tree(checkpoint.manifest.config | {"checkpoint": config.checkpoint.model_dump()}))
+
+
+def _complete(checkpoint: CheckpointEntry) -> CheckpointEntry:
+    if not checkpoint.manifest:
+        raise ConfigError(f"checkpoint {checkpoint.folder.path} is not complete: {checkpoint.problem}")
+    return checkpoint
+
+
+def _checkpoint_settings(folder: Storage) -> CheckpointConfig:
+    """Returns the section that says which checkpoint of a run is its best."""
+    return from_tree(saved_config(folder)).checkpoint if exists(folder) else RunConfig().checkpoint

@@ -1,1 +1,18 @@
-"""TODO rlx.sweeps."""
+"""A sweep: many runs whose settings a search draws from a space, as trials of Ray Tune.
+
+`tuner` starts and resumes a sweep, `trial_source` hands trials to Tune, `trainable` does one trial as one run of
+rlx.runs, `searchers` and `schedulers` say which settings are tried and which trials stop early. `records` keeps, in the
+sweep's folder, all that a resume needs.
+
+Left out: tables and figures of a sweep (rlx.analysis).
+
+May import: runs, tracking, storage, config.
+
+Example:
+
+    storage = open_storage("storage")
+    launch.connect(None, plan_resources(RunConfig()))
+    plan = tuner.create_sweep(SweepPlan("s", {"train": {"steps": 4}}, "search_spaces/ppo.py", trials=2), storage)
+    records = tuner.run_sweep(plan, storage, watch=lambda trial, settings, metrics, state: print(trial, state))
+    print({name: record.state for name, record in records.items()})
+"""

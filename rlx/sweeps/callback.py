@@ -1,4 +1,7 @@
-"""TODO rlx.sweeps.callback."""
+"""Ray Tune's callback: shows the trials as they run, records how they end, and closes the MLflow runs of killed ones.
+
+Left out: which trials there are (`trial_source`) and what a trial does (`trainable`).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from ray import tune
 from ray.tune.experiment import Trial
 
 from rlx.config.sections import DEFAULT_METRIC
-from rlx.runs import launch, run_folder
+from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import SweepPlan, TrialRecords, trial_name
+from rlx.sweeps.records import State, SweepPlan, TrialRecords, trial_name
 from rlx.sweeps.trainable import newest_attempt
 from rlx.tracking.tracker import OutboxTracker
 
@@ -29,25 +32,8 @@ Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
 """(trial, its settings, its newest metrics, its state), called whenever one of them changes"""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tune's callback
-
-
-def _answer_interrupts() -> None:
-    """From now on Ctrl-C says that it was heard, and then does what Tune has put there, which takes ten seconds."""
-    on_interrupt = signal.getsignal(signal.SIGINT)
-
-    def heard(number: int, frame: types.FrameType | None) -> None:
-        _LOG.warning("interrupted: ending the trials, which takes some seconds; again does not wait for them")
-        if callable(on_interrupt):
-            on_interrupt(number, frame)
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, heard)
-
-
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
-    """Makes an error a warning: Tune ends a sweep whose callback fails."""
+    """Makes a method's error a warning: Tune ends a sweep whose callback fails."""
 
     @functools.wraps(method)
     def guarded(*args: Any) -> None:
@@ -60,92 +46,116 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class SweepCallback(tune.Callback):
-    """Shows and records the trials, and closes the records of one that was killed."""
+    """Shows and records the trials of a sweep."""
 
-    # Tune keeps its callbacks with the sweep, pickled; what concerns this process alone is no part of that.
+    # Tune pickles its callbacks into the sweep's folder; what belongs to this process only is on the class.
     watch: Watch = staticmethod(lambda trial, settings, metrics, state: None)
     interrupted = False
 
-    def __init__(self, sweep: SweepPlan, folder: Storage) -> None:
-        self.ends: dict[str, str] = {}  # by trial, how its MLflow run is to end
-        self.sweep, self.records = folder, TrialRecords(folder)
-        self.steps, self.uri = sweep.config.train.steps, launch.tracking_uri(sweep.config)
+    def __init__(self, plan: SweepPlan, folder: Storage) -> None:
+        self.statuses: dict[str, str] = {}  # by trial, the status with which its MLflow run is to end
+        self.steps, self.log = plan.config.train.steps, TrialLog(plan.tracking_uri, folder)
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
-        if iteration == 0:  # Tune has put its own there by now
-            _answer_interrupts()
+        if iteration == 0:  # Tune has installed its signal handler by now
+            _confirm_interrupts()
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.ends[trial_name(trial)] = "KILLED"  # unless it comes to another end
+        self.statuses[trial_name(trial)] = "KILLED"  # unless another end comes
         self._show(trial, {}, "running")
 
     def on_trial_result(
         self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any
     ) -> None:
-        self._record_report(trial, result)
+        self.log.add_report(trial, result)
         self._show(trial, result, "running")
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.ends[trial_name(trial)] = "FINISHED"
-        state = "finished" if trial.last_result.get("step", 0) >= self.steps else "stopped"
-        self._record_end(trial, state, "")
+        self.statuses[trial_name(trial)] = "FINISHED"
+        state: State = "finished" if trial.last_result.get("step", 0) >= self.steps else "stopped"
+        self.log.end_trial(trial, state)
         self._show(trial, trial.last_result, state)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.ends[trial_name(trial)] = "FAILED"
-        self._record_end(trial, "failed", _last_words(trial))
-        self._settle(trial)
+        self.statuses[trial_name(trial)] = "FAILED"
+        self.log.end_trial(trial, "failed", _error_message(trial))
+        self.log.end_mlflow_run(trial, "FAILED")
         self._show(trial, trial.last_result, "failed")
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
-        """All trials' processes are gone: those of an interrupted sweep too, of which Tune tells no more than this."""
+        """Ends the MLflow runs; all trials' processes are gone, also those of an interrupted sweep.
+
+        Of an interrupted sweep Tune reports nothing else.
+        """
         for trial in trials:
-            if trial_name(trial) in self.ends:
-                self._settle(trial)
+            if status := self.statuses.get(trial_name(trial)):
+                self.log.end_mlflow_run(trial, status)
         waiting = any(trial.status in (Trial.PENDING, Trial.PAUSED) for trial in trials)
-        SweepCallback.interrupted = waiting or "KILLED" in self.ends.values()
+        SweepCallback.interrupted = waiting or "KILLED" in self.statuses.values()
 
     @_harmless
     def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
         SweepCallback.watch(trial_name(trial), trial.config, metrics, state)
 
+
+class TrialLog:
+    """Writes down what trials report and how they end: in the sweep's folder and in MLflow."""
+
+    def __init__(self, uri: str, folder: Storage) -> None:
+        self.uri, self.folder, self.records = uri, folder, TrialRecords(folder)
+
     @_harmless
-    def _record_report(self, trial: Trial, result: Mapping[str, Any]) -> None:
+    def add_report(self, trial: Trial, result: Mapping[str, Any]) -> None:
+        """Records the accuracy of a report that comes with an evaluation."""
         if "time/eval" not in result:
             return
         record = self.records.read(trial_name(trial))
-        settings, reports = dict(trial.config), [each for each in record.reports if each[0] < result["step"]]
-        new = {"settings": settings, "reports": [*reports, (result["step"], result[DEFAULT_METRIC])]}
+        earlier = [report for report in record.reports if report[0] < result["step"]]
+        new = {"settings": dict(trial.config), "reports": [*earlier, (result["step"], result[DEFAULT_METRIC])]}
         self.records.write(trial_name(trial), record.model_copy(update=new))
 
     @_harmless
-    def _record_end(self, trial: Trial, state: str, words: str) -> None:
+    def end_trial(self, trial: Trial, state: State, message: str = "") -> None:
+        """Records how a trial ended, unless that is known already."""
         record = self.records.read(trial_name(trial))
         if not record.is_over:
             if state == "stopped":
                 with self._tracker(trial, "sweep") as tracker:
                     tracker.set_tags({"rlx.stopped": str(trial.last_result.get("step", 0))})
-            self.records.write(trial_name(trial), record.model_copy(update={"state": state, "words": words}))
+            self.records.write(trial_name(trial), record.model_copy(update={"state": state, "message": message}))
 
     @_harmless
-    def _settle(self, trial: Trial) -> None:
-        if run_folder.exists(self._folder(trial)):
-            with self._tracker(trial, "driver") as tracker:  # it also sends what the trial's process has left
-                tracker.end(self.ends[trial_name(trial)])
+    def end_mlflow_run(self, trial: Trial, status: str) -> None:
+        """Ends the MLflow run of a trial's newest run, and sends what the trial's process has not sent."""
+        if run_folder.exists(self._newest_run(trial)):
+            with self._tracker(trial, "driver") as tracker:
+                tracker.end(status)
 
-    def _folder(self, trial: Trial) -> Storage:
-        """Of a trial's newest run."""
-        return self.sweep / "runs" / newest_attempt(self.sweep, trial_name(trial))
+    def _newest_run(self, trial: Trial) -> Storage:
+        return self.folder / "runs" / newest_attempt(self.folder, trial_name(trial))
 
     @contextmanager
     def _tracker(self, trial: Trial, writer: str) -> Iterator[OutboxTracker]:
-        tracker = OutboxTracker(self.uri, self._folder(trial), writer)
+        tracker = OutboxTracker(self.uri, self._newest_run(trial), writer)
         yield tracker
         tracker.close(1)
 
 
-def _last_words(trial: Trial) -> str:
-    """Why a trial failed, in one line."""
+def _confirm_interrupts() -> None:
+    """Makes Ctrl-C answer with a message before it does what Tune has installed, which takes ten seconds."""
+    on_interrupt = signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: types.FrameType | None) -> None:
+        _LOG.warning("interrupted: ending the trials, which takes some seconds; interrupt again to end at once")
+        if callable(on_interrupt):
+            on_interrupt(number, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handle)
+
+
+def _error_message(trial: Trial) -> str:
+    """Returns why a trial failed, in one line."""
     file = Path(trial.error_file or "")
     lines = file.read_text().strip().splitlines() if file.is_file() else []
     if not lines or ("RunError" not in lines[-1] and "ray.exceptions.Actor" in "".join(lines)):

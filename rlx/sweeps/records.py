@@ -1,9 +1,12 @@
-"""TODO rlx.sweeps.records."""
+"""What a sweep keeps in its folder: its plan, and one record per trial.
+
+A resume reads nothing else. Left out: the runs of the trials, which have folders of their own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -13,6 +16,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.config.sections import SchedulerName, SearchName
+from rlx.runs import preflight
+from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.filesystem import Storage, retry
 
 State = Literal["open", "finished", "stopped", "failed"]
@@ -20,21 +25,30 @@ State = Literal["open", "finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep is made of; kept with it, so that it can be resumed."""
+    """What a sweep consists of. It is kept in the sweep's folder, so that the sweep can be resumed."""
 
     name: str
-    tree: dict[str, Any]  # the config that all trials share
+    tree: dict[str, Any]  # the config that all trials share; its paths are absolute
     space: str  # path of the search space
-    trials: int = 4  # settings to try; a grid's own number once the sweep is checked
+    trials: int = 4  # settings to try; `tuner.check_sweep` puts a grid's number here
     search: SearchName = "random"
     scheduler: SchedulerName = "none"
     seeds: int = 1  # runs of each setting
     max_concurrent: int | None = None
-    space_fingerprint: str = field(default="")
+    space_fingerprint: str = ""
 
-    @property
+    @cached_property
     def config(self) -> RunConfig:
         return from_tree(self.tree)
+
+    @cached_property
+    def resources(self) -> ResourcePlan:
+        """What each trial needs of the cluster."""
+        return plan_resources(self.config)
+
+    @property
+    def tracking_uri(self) -> str:
+        return preflight.tracking_uri(self.config.tracking, self.config.storage)
 
 
 class TrialRecord(BaseModel):
@@ -45,8 +59,8 @@ class TrialRecord(BaseModel):
     settings: dict[str, Any]
     state: State = "open"  # stopped: by a scheduler
     reports: list[tuple[int, float]] = []  # step and held-out accuracy of each evaluation
-    words: str = ""  # why it failed
-    begun: int = 1  # how often it was begun from the start
+    message: str = ""  # why it failed
+    attempts: int = 1  # how often it was started from step 0
 
     @property
     def is_over(self) -> bool:
@@ -58,17 +72,21 @@ class TrialRecord(BaseModel):
 
 
 class TrialRecords:
-    """The records of a sweep's trials, a file each; the driver alone writes them."""
+    """The records of a sweep's trials, one file each. Only the driver writes them."""
 
     def __init__(self, sweep: Storage) -> None:
         self.folder = sweep / "trials"
 
     def read(self, name: str) -> TrialRecord:
-        """ConfigError if it is not what rlx wrote."""
+        """Returns a trial's record.
+
+        Raises:
+            ConfigError: the file is not what rlx wrote.
+        """
         file = self.folder / f"{name}.json"
         try:
             return TrialRecord.model_validate_json(retry(file.read_text, f"reading {file.path}"))
-        except ValueError:  # pydantic's are among them, and what is no text
+        except ValueError:  # pydantic's errors are among them, and bytes that are not text
             raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
 
     def write(self, name: str, record: TrialRecord) -> None:
@@ -76,11 +94,11 @@ class TrialRecords:
         retry(partial(file.write_text, record.model_dump_json()), f"writing {file.path}")
 
     def all(self) -> dict[str, TrialRecord]:
-        """Every trial's, by name."""
+        """Returns the records of all trials by name."""
         names = [name.removesuffix(".json") for name in self.folder.names() if name.endswith(".json")]
         return {name: self.read(name) for name in names}
 
 
 def trial_name(trial: Trial) -> str:
-    """trial_00003 and the like: its number in the sweep, whenever and wherever it runs."""
+    """Returns trial_00003 and the like: the trial's number in the sweep, whenever and wherever it runs."""
     return f"trial_{trial.trial_id}"

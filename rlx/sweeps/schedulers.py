@@ -1,12 +1,14 @@
-"""When a trial of a sweep is stopped early, or goes on from a better one: Ray Tune's schedulers, by name.
+"""Ray Tune's schedulers by name: they stop bad trials early, or have a trial continue from a better one.
 
-All judge a trial by its newest held-out accuracy at each step that it reports.
+All of them judge a trial by its newest held-out accuracy at each step that it reports.
+Left out: which settings are tried (`searchers`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.tune.experiment import Trial
@@ -20,55 +22,68 @@ from ray.tune.schedulers import (
 )
 from ray.tune.search.sample import Categorical, Domain, Integer
 
-from rlx.config.run import RunConfig
 from rlx.config.sections import SchedulerName
 from rlx.sweeps.space import Space, last, rounded
 
 _TIME = "step"
 
 
-def _fifo(config: RunConfig, space: Space, begun: Mapping[str, int]) -> TrialScheduler:
+@dataclass(frozen=True)
+class Schedule:
+    """What a scheduler needs to know of a sweep."""
+
+    steps: int  # of each trial
+    eval_every: int  # steps between evaluations; 0: only after the last step
+    space: Space
+    steps_done: Mapping[str, int] = field(default_factory=dict)  # by trial id, before a resume
+
+    @property
+    def first_rung(self) -> int:
+        """The step of the first evaluation that training can have changed."""
+        return min(self.steps, self.eval_every or self.steps)
+
+
+def _fifo(schedule: Schedule) -> TrialScheduler:
     return FIFOScheduler()
 
 
-def _asha(config: RunConfig, space: Space, begun: Mapping[str, int]) -> TrialScheduler:
+def _asha(schedule: Schedule) -> TrialScheduler:
     """Stops the worse half at each rung (Li et al. 2020); the first rung comes after the first evaluation."""
     return ASHAScheduler(
-        time_attr=_TIME, max_t=config.train.steps + 1, grace_period=first_rung(config), reduction_factor=2
+        time_attr=_TIME, max_t=schedule.steps + 1, grace_period=schedule.first_rung, reduction_factor=2
     )
 
 
-def _hyperband(config: RunConfig, space: Space, begun: Mapping[str, int]) -> TrialScheduler:
-    """Successive halving in brackets, each rung waiting for all of its trials (Li et al. 2018)."""
-    return HyperBandScheduler(time_attr=_TIME, max_t=config.train.steps + 1, reduction_factor=2)
+def _hyperband(schedule: Schedule) -> TrialScheduler:
+    """Successive halving in brackets; each rung waits for all of its trials (Li et al. 2018)."""
+    return HyperBandScheduler(time_attr=_TIME, max_t=schedule.steps + 1, reduction_factor=2)
 
 
-def _median(config: RunConfig, space: Space, begun: Mapping[str, int]) -> TrialScheduler:
+def _median(schedule: Schedule) -> TrialScheduler:
     """Stops a trial whose best is below the median of the others' means so far (Golovin et al. 2017)."""
     return MedianStoppingRule(
         time_attr=_TIME,
-        grace_period=first_rung(config),
+        grace_period=schedule.first_rung,
         min_samples_required=3,
-        min_time_slice=math.inf,  # or it pauses a trial at each step until there are three others
+        min_time_slice=math.inf,  # otherwise it pauses a trial at each step until there are three others
     )
 
 
-def _pbt(config: RunConfig, space: Space, begun: Mapping[str, int]) -> TrialScheduler:
-    """After each evaluation the worst quarter goes on from the checkpoints of the best quarter, with settings changed
-    at random (Jaderberg et al. 2017)."""
-    mutations = {key: _mutation(domain) for key, domain in space.items() if isinstance(domain, Domain)}
-    return _Population(
-        config.train.steps,
-        begun,
+def _pbt(schedule: Schedule) -> TrialScheduler:
+    """After each evaluation the worst quarter continues from the checkpoints of the best quarter, with randomly changed
+    settings (Jaderberg et al. 2017)."""
+    mutations = {key: _mutation(domain) for key, domain in schedule.space.items() if isinstance(domain, Domain)}
+    return _ResumablePopulation(
+        schedule,
         time_attr=_TIME,
-        perturbation_interval=first_rung(config),
+        perturbation_interval=schedule.first_rung,
         hyperparam_mutations=mutations,
-        custom_explore_fn=_within(space),
+        custom_explore_fn=_clamp_to(schedule.space),
         log_config=False,
     )
 
 
-SCHEDULERS: dict[SchedulerName, Callable[[RunConfig, Space, Mapping[str, int]], TrialScheduler]] = {
+SCHEDULERS: dict[SchedulerName, Callable[[Schedule], TrialScheduler]] = {
     "none": _fifo,
     "asha": _asha,
     "hyperband": _hyperband,
@@ -76,27 +91,21 @@ SCHEDULERS: dict[SchedulerName, Callable[[RunConfig, Space, Mapping[str, int]], 
     "pbt": _pbt,
 }
 PAUSING = ("hyperband", "pbt")
-"""schedulers under which trials take turns, so that all must be there: each is handed its newest checkpoint"""
+"""schedulers that pause trials, so that all trials must exist from the start; each gets its newest checkpoint"""
 REPLAYING = ("asha", "hyperband", "median")
-"""schedulers that are told of a sweep's past again when it goes on"""
+"""schedulers that are told again, on a resume, what trials had reported"""
 
 
-def first_rung(config: RunConfig) -> int:
-    """The step of the first evaluation that training can have changed."""
-    return min(config.train.steps, config.eval.every or config.train.steps)
+class _ResumablePopulation(PopulationBasedTraining):
+    """Ray's scheduler, but a resume does not delay a trial's next change, and finished trials are left alone."""
 
-
-class _Population(PopulationBasedTraining):
-    """Ray's, but a trial that goes on after a resume of the sweep is next due when it would have been, and one that has
-    done all its steps stays as it is."""
-
-    def __init__(self, steps: int, begun: Mapping[str, int], **options: Any) -> None:
+    def __init__(self, schedule: Schedule, **options: Any) -> None:
         super().__init__(**options)
-        self.steps, self.begun = steps, begun
+        self.steps, self.steps_done = schedule.steps, schedule.steps_done
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         super().on_trial_add(tune_controller, trial)
-        done = self.begun.get(trial.trial_id, 0)
+        done = self.steps_done.get(trial.trial_id, 0)
         self._trial_state[trial].last_perturbation_time = done - done % self._perturbation_interval
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
@@ -109,10 +118,10 @@ def _mutation(domain: Domain) -> Any:
     return list(domain.categories) if isinstance(domain, Categorical) else domain
 
 
-def _within(space: Space) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Keeps changed settings inside their domains: Ray multiplies by 0.8 or 1.2 whatever comes of it."""
+def _clamp_to(space: Space) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Returns a function that keeps changed settings inside their domains: Ray multiplies them by 0.8 or 1.2."""
 
-    def bounded(settings: dict[str, Any]) -> dict[str, Any]:
+    def clamp(settings: dict[str, Any]) -> dict[str, Any]:
         for key, domain in space.items():
             if isinstance(domain, Domain) and hasattr(domain, "lower"):
                 upper = last(domain) if isinstance(domain, Integer) else domain.upper
@@ -120,4 +129,4 @@ def _within(space: Space) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 settings[key] = min(max(value, domain.lower), upper)
         return settings
 
-    return bounded
+    return clamp

@@ -1,7 +1,7 @@
-"""What a sweep tries: search spaces as plain Python, and ways to draw settings from them, by name.
+"""Ways to draw a sweep's settings from its search space, by name.
 
-A search is a Searcher of Ray Tune: it suggests settings and is told what they came to. Which trial runs when, and what
-is kept of it, is trials.py's.
+A search is a Searcher of Ray Tune: it suggests settings, and is told their accuracy.
+Left out: which trial runs when, and what is kept of it (`trial_source`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from rlx.config.errors import ConfigError
 from rlx.config.sections import DEFAULT_METRIC, SearchName
 from rlx.sweeps.space import MODE, SINGLE_VALUE, Space
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Searches
-
 Points = Sequence[dict[str, Any]]
-"""settings that are to be suggested first, in this order: those of a sweep that goes on"""
+"""settings to suggest first, in this order: those that a sweep had tried before a resume"""
 
 
 class ListSearch(Searcher):
-    """Suggests what is in a list, whatever comes of it."""
+    """Suggests the settings of a list and learns nothing."""
 
     def __init__(self, settings: Sequence[dict[str, Any]]) -> None:
         super().__init__(DEFAULT_METRIC, MODE)
@@ -42,13 +39,13 @@ class ListSearch(Searcher):
 
 
 def _random(space: Space, count: int, seed: int, points: Points) -> Searcher:
-    """Each setting drawn from its domain by itself; a seed draws the same in every sweep."""
+    """Draws each setting from its domain independently; the same seed draws the same in every sweep."""
     state = np.random.RandomState(seed)
     return ListSearch([drawn for _ in range(count) for _, drawn in generate_variants(space, random_state=state)])
 
 
 def _grid(space: Space, count: int, seed: int, points: Points) -> Searcher:
-    """Every combination of the choices."""
+    """Tries every combination of the choices."""
     for key, domain in space.items():
         if isinstance(domain, Domain) and not isinstance(domain, Categorical):
             raise ConfigError(f"--search grid needs a list of values for {key}: use tune.choice")
@@ -67,53 +64,56 @@ def _optuna(space: Space, count: int, seed: int, points: Points) -> Searcher:
 
 
 class GaussianProcessSearch(Searcher):
-    """Suggests where a Gaussian process over what its suggestions came to promises most, after a few at random.
+    """Suggests the maximum of the upper confidence bound of a Gaussian process, after ten random points.
 
-    Ray's BayesOptSearch waits for ever once one of its first ten trials has failed, ends when the best point has been
-    tried and does not see beyond the widest range; here another point is drawn, and all ranges are 0 to 1.
+    Ray's BayesOptSearch hangs once one of its first ten trials has failed, ends when the best point has been tried, and
+    fits one length scale to ranges of different widths. Here another point is drawn instead, and all ranges are scaled
+    to 0 to 1.
     """
 
-    _AT_RANDOM = 10
+    _RANDOM_POINTS = 10
 
     def __init__(self, ranges: Mapping[str, Float], seed: int, points: Points) -> None:
         from bayes_opt import BayesianOptimization, UtilityFunction  # type: ignore[import-untyped]
 
         super().__init__(DEFAULT_METRIC, MODE)
-        self._ranges, self._points, self._draws = ranges, list(points), np.random.RandomState(seed)
+        self._ranges, self._points, self._random = ranges, list(points), np.random.RandomState(seed)
         self._process = BayesianOptimization(None, dict.fromkeys(ranges, (0, 1)), random_state=seed, verbose=0)
-        self._promise = UtilityFunction(kind="ucb", kappa=2.576, xi=0)
-        self._given: dict[str, dict[str, float]] = {}  # by trial, as parts of the ranges
+        self._utility = UtilityFunction(kind="ucb", kappa=2.576, xi=0)
+        self._suggested: dict[str, dict[str, float]] = {}  # by trial, scaled to 0 to 1
 
     def suggest(self, trial_id: str) -> dict[str, Any]:
         point = self._points.pop(0) if self._points else None
-        parts = {key: _part(self._ranges[key], value) for key, value in point.items()} if point else self._new()
-        self._given[trial_id] = parts
-        return point or {key: _at(self._ranges[key], part) for key, part in parts.items()}
+        scaled = {key: _scale(self._ranges[key], value) for key, value in point.items()} if point else self._new_point()
+        self._suggested[trial_id] = scaled
+        return point or {key: _unscale(self._ranges[key], value) for key, value in scaled.items()}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         if result:
-            self._process.register(self._given[trial_id], result[DEFAULT_METRIC])
+            self._process.register(self._suggested[trial_id], result[DEFAULT_METRIC])
 
-    def _new(self) -> dict[str, float]:
-        if len(self._given) >= self._AT_RANDOM:
-            best = {key: float(value) for key, value in self._process.suggest(self._promise).items()}
-            if not any(
-                np.allclose(list(best.values()), [known[key] for key in best]) for known in self._given.values()
-            ):
+    def _new_point(self) -> dict[str, float]:
+        if len(self._suggested) >= self._RANDOM_POINTS:
+            best = {key: float(value) for key, value in self._process.suggest(self._utility).items()}
+            if not self._was_suggested(best):
                 return best
-        return {key: float(self._draws.uniform()) for key in self._ranges}
+        return {key: float(self._random.uniform()) for key in self._ranges}
+
+    def _was_suggested(self, point: dict[str, float]) -> bool:
+        values = list(point.values())
+        return any(np.allclose(values, [earlier[key] for key in point]) for earlier in self._suggested.values())
 
 
-def _part(domain: Float, value: float) -> float:
-    """Where in a range a value lies: 0 at its lower end, 1 at its upper one."""
-    low, high, at = (
-        np.log([domain.lower, domain.upper, value]) if _is_log(domain) else (domain.lower, domain.upper, value)
-    )
-    return float((at - low) / (high - low))
+def _scale(domain: Float, value: float) -> float:
+    """Returns where in a range a value lies: 0 at the lower end, 1 at the upper one (on a log scale for loguniform)."""
+    low, high = domain.lower, domain.upper
+    if _is_log(domain):
+        low, high, value = np.log([low, high, value])
+    return float((value - low) / (high - low))
 
 
-def _at(domain: Float, part: float) -> float:
-    """The value at a part of a range."""
+def _unscale(domain: Float, part: float) -> float:
+    """Returns the value of a range at a part of it, 0 to 1."""
     if _is_log(domain):
         return float(domain.lower * (domain.upper / domain.lower) ** part)
     return float(domain.lower + (domain.upper - domain.lower) * part)
@@ -124,8 +124,8 @@ def _is_log(domain: Float) -> bool:
 
 
 def _bayesopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
-    """Gaussian processes over ranges of numbers."""
-    _need("bayes_opt", "bayesopt")
+    """A Gaussian process over ranges of numbers."""
+    _check_installed("bayes_opt", "bayesopt")
     for key, domain in space.items():
         if not isinstance(domain, Float) or isinstance(domain.sampler, Quantized):
             raise ConfigError(f"--search bayesopt needs an unbroken range for {key}: use tune.uniform")
@@ -134,7 +134,7 @@ def _bayesopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
 
 def _hyperopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
     """HyperOpt's tree-structured Parzen estimator."""
-    _need("hyperopt", "hyperopt")
+    _check_installed("hyperopt", "hyperopt")
     from ray.tune.search.hyperopt import HyperOptSearch
 
     space = HyperOptSearch.convert_search_space(space)
@@ -150,18 +150,18 @@ SEARCHES: dict[SearchName, Callable[[Space, int, int, Points], Searcher]] = {
     "hyperopt": _hyperopt,
 }
 ADAPTIVE = ("optuna", "bayesopt", "hyperopt")
-"""searches that learn from what came of their suggestions"""
+"""searches that learn from the accuracy of their suggestions"""
 
 
 def searcher(name: SearchName, space: Space, count: int, seed: int, points: Points = ()) -> Searcher:
-    """A search by name.
+    """Returns a search by name.
 
     Args:
-        count: settings to try, of the searches that do not count themselves.
-        points: what an earlier part of the sweep has tried, in order.
+        count: settings to try; a grid has its own number.
+        points: what the sweep had tried before a resume, in order.
 
     Raises:
-        ConfigError: the space is not for it, or its library is missing.
+        ConfigError: the space does not fit the search, or its library is missing.
     """
     if name not in ADAPTIVE:
         return SEARCHES[name](space, count, seed, points)
@@ -177,6 +177,6 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
     return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would draw the same again
 
 
-def _need(package: str, extra: str) -> None:
+def _check_installed(package: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"--search {extra} needs the package {package}: pip install 'rlx[search]'")

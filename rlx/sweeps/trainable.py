@@ -1,6 +1,7 @@
-"""A trial of a sweep, in its own process: a function trainable that relays the reports of one launch.run.
+"""A trial of a sweep in its own process: a function trainable that does one run and passes its reports on to Tune.
 
-The process stays for the next trial, and with it the engines and workers. Which trials there are is trials.py's.
+The process stays for the next trial, and the run's engines and workers with it.
+Left out: which trials there are (`trial_source`) and when they stop (`schedulers`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,137 +22,151 @@ from ray.tune.trainable.function_trainable import wrap_function
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.runs import launch, preflight
-from rlx.runs.resources import plan_resources
+from rlx.runs.launch import Parent
 from rlx.runs.run_folder import exists, saved_config
 from rlx.storage.addresses import join_address
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import space
-from rlx.sweeps.records import SweepPlan, TrialRecords
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
 from rlx.sweeps.schedulers import PAUSING, REPLAYING
 
 _POINTER = "pointer.json"
 _START = ("checkpoint.init_from", "checkpoint.init_state")
 
 
-def trainable(sweep: SweepPlan, storage: Storage) -> Any:
-    """A trial as Tune wants it, with all that its run needs reserved at once."""
-    tables = _shared_tables(sweep)
+@dataclass(frozen=True)
+class Attempt:
+    """One run of a trial.
+
+    A trial is one run, NAME. It gets a further one, NAME.2 and so on, each time it is started again from step 0 or
+    continues from another trial's checkpoint.
+    """
+
+    trial: str
+    name: str
+    start: Mapping[str, Any] = field(default_factory=dict)  # the settings that name the checkpoint it starts from
+
+    @property
+    def is_first(self) -> bool:
+        return self.name == self.trial
+
+
+def trainable(plan: SweepPlan, storage: Storage) -> Any:
+    """Returns a trial in the form that Tune asks for; Tune reserves all that the trial's run needs at once."""
+    tables = _shared_tables(plan)
 
     def trial(settings: dict[str, Any]) -> None:
-        _run_trial(sweep, storage, settings, ray.get(tables) if tables else None)
+        _run_trial(plan, storage, settings, ray.get(tables) if tables else None)
 
     class Trainable(wrap_function(trial, name="trial")):  # type: ignore[misc]
-        # The class is pickled by value: what it imports is the trial process's own.
+        # Tune pickles the class by value: imports inside the methods are those of the trial's process.
         def reset_config(self, new_config: dict[str, Any]) -> bool:  # another trial follows in this process
-            from rlx.runs import launch
+            from rlx.runs.group_reuse import kept_group
 
-            launch.stop()
+            kept_group.stop()
             os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
             return bool(super().reset_config(new_config))
 
-        def cleanup(self) -> None:  # no other follows
-            from rlx.runs import launch
+        def cleanup(self) -> None:  # no other trial follows
+            from rlx.runs.group_reuse import kept_group
 
-            launch.stop()
-            launch.release()
+            kept_group.stop()
+            kept_group.release()
             super().cleanup()
 
     Trainable.__name__ = "trial"
-    needed = plan_resources(sweep.config)
+    needed = plan.resources
     bundles = tune.PlacementGroupFactory([{}, *needed.bundles], strategy=needed.strategy)  # {}: the trial's own process
     return tune.with_resources(Trainable, bundles)
 
 
-def _shared_tables(sweep: SweepPlan) -> Any:
-    """The prompt tables in the object store, prepared once for all trials; None if the trials differ in prompts."""
-    apart = ("data.", "eval.", "model.")
-    if any(key.startswith(apart) for key in space.load_space(sweep.space, sweep.tree)):
+def _shared_tables(plan: SweepPlan) -> Any:
+    """Puts the prompt tables into the object store, once for all trials; None if the trials' prompts differ."""
+    decisive = ("data.", "eval.", "model.")
+    if any(key.startswith(decisive) for key in space.load_space(plan.space, plan.tree)):
         return None
-    return ray.put(preflight.prompt_tables(sweep.config, preflight.model_folder(sweep.config)))
+    config = plan.config
+    return ray.put(preflight.prompt_tables(config, preflight.model_folder(config.model.path, config.storage)))
 
 
-def _run_trial(sweep: SweepPlan, storage: Storage, settings: dict[str, Any], tables: Any) -> None:
-    """In the trial's own process: one run, or the rest of one, its reports passed on to Tune."""
-    name, folder = tune.get_context().get_trial_name(), storage / "sweeps" / sweep.name
+def _run_trial(plan: SweepPlan, storage: Storage, settings: dict[str, Any], tables: Any) -> None:
+    """Does a trial's run, or the rest of it, in the trial's own process."""
+    name, folder = tune.get_context().get_trial_name(), storage / "sweeps" / plan.name
     record = TrialRecords(folder).read(name)
-    if sweep.scheduler in REPLAYING:
+    if plan.scheduler in REPLAYING:
         for step, accuracy in record.reports:
             tune.report({"step": step, DEFAULT_METRIC: accuracy})
     if record.is_over:
         return
-    leg, start = _attempt(sweep, folder, name, settings, record.begun)
-    config = from_tree(with_overrides(sweep.tree, settings | start | {"name": f"{sweep.name}.{leg}"}))
-    launch.connect(config)
+    attempt = _current_attempt(plan, folder, name, record.model_copy(update={"settings": settings}))
+    overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
+    prepared = preflight.prepare(from_tree(with_overrides(plan.tree, overrides)), tables=tables)
+    launch.connect(prepared.config.ray_address, prepared.resources)
+    runs = folder / "runs"
     launch.run(
-        config,
-        folder / "runs" / leg,
-        resume=exists(folder / "runs" / leg),
-        parent=folder if leg == name else folder / "runs" / name,
-        tags=_tags(sweep.name, name, leg, start),
-        tables=tables,
-        on_report=functools.partial(_relay, sweep.scheduler in PAUSING),
+        prepared,
+        runs / attempt.name,
+        resume=exists(runs / attempt.name),
+        parent=Parent(folder if attempt.is_first else runs / name, _tags(plan.name, attempt)),
+        on_report=functools.partial(_report_to_tune, plan.scheduler in PAUSING),
         keep=True,
     )
 
 
-def _relay(hand_over: bool, metrics: dict[str, Any], checkpoint: str | None) -> None:
-    if checkpoint is None or not hand_over:
+def _report_to_tune(with_checkpoint: bool, metrics: dict[str, Any], checkpoint: str | None) -> None:
+    if checkpoint is None or not with_checkpoint:
         tune.report(metrics)
         return
-    with tempfile.TemporaryDirectory() as pointer:  # what Tune hands to another trial is a checkpoint of its own
+    with tempfile.TemporaryDirectory() as pointer:  # Tune's checkpoint holds the name of ours
         Path(pointer, _POINTER).write_text(json.dumps(checkpoint.split("/")[-2:]))
         tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(pointer))
 
 
-def _attempt(
-    sweep: SweepPlan, folder: Storage, name: str, settings: Mapping[str, Any], begun: int
-) -> tuple[str, dict[str, Any]]:
-    """The run that a trial is to go on with or begin, and where a new one starts from.
-
-    A trial is one run, unless it was begun again from the start or went on from another's checkpoint: each time it is
-    a further one, NAME.2 and so on.
-    """
-    newest, start = newest_attempt(folder, name), _handed_over(sweep, name)
+def _current_attempt(plan: SweepPlan, folder: Storage, name: str, record: TrialRecord) -> Attempt:
+    """Returns the run that a trial continues or begins; `record` has the settings that Tune gives it now."""
+    newest, start = newest_attempt(folder, name), _start_from_other(plan, name)
+    saved_folder = folder / "runs" / newest
     if start:
-        saved = saved_config(folder / "runs" / newest)
-        same = with_overrides(saved, {**settings, **start}) == saved
-        return (newest if same else f"{name}.{attempt_number(newest) + 1}"), start
-    if attempt_number(newest) >= begun and exists(folder / "runs" / newest):
-        saved = flatten(from_tree(saved_config(folder / "runs" / newest)))
-        return newest, {key: saved[key] for key in (*settings, *_START)}  # it goes on as it began
-    return (name if begun == 1 else f"{name}.{begun}"), {}
+        saved = saved_config(saved_folder)
+        is_same = with_overrides(saved, {**record.settings, **start}) == saved
+        return Attempt(name, newest if is_same else f"{name}.{attempt_number(newest) + 1}", start)
+    if attempt_number(newest) >= record.attempts and exists(saved_folder):
+        saved = flatten(from_tree(saved_config(saved_folder)))
+        return Attempt(name, newest, {key: saved[key] for key in (*record.settings, *_START)})  # as it began
+    return Attempt(name, name if record.attempts == 1 else f"{name}.{record.attempts}")
 
 
-def newest_attempt(folder: Storage, name: str) -> str:
-    """A trial's last run so far; its first if there is none yet."""
+def newest_attempt(folder: Storage, trial: str) -> str:
+    """Returns the name of a trial's last run so far; of its first one if there is none yet."""
     runs = folder / "runs"
-    legs = [leg for leg in runs.names() if leg.partition(".")[0] == name and exists(runs / leg)]
-    return max(legs, key=attempt_number, default=name)
+    attempts = [name for name in runs.names() if name.partition(".")[0] == trial and exists(runs / name)]
+    return max(attempts, key=attempt_number, default=trial)
 
 
-def _handed_over(sweep: SweepPlan, name: str) -> dict[str, Any]:
-    """Settings by which a run starts from the checkpoint of another trial that Tune has put in place of its own."""
-    handed = tune.get_checkpoint()
-    if handed is None:
+def attempt_number(attempt: str) -> int:
+    """Returns 1 for NAME, 2 for NAME.2 and so on."""
+    return int(attempt.partition(".")[2] or 1)
+
+
+def _start_from_other(plan: SweepPlan, name: str) -> dict[str, Any]:
+    """Returns the settings by which a run starts from another trial's checkpoint, if Tune has given the trial one."""
+    handed_over = tune.get_checkpoint()
+    if handed_over is None:
         return {}
-    with handed.as_directory() as pointer:
-        leg, step = json.loads(Path(pointer, _POINTER).read_text())
-    if leg.partition(".")[0] == name:
+    with handed_over.as_directory() as pointer:
+        attempt, step = json.loads(Path(pointer, _POINTER).read_text())
+    if attempt.partition(".")[0] == name:
         return {}
-    address = join_address(sweep.config.storage, "sweeps", sweep.name, "runs", leg, step)
-    return dict(zip(_START, (address, "state"), strict=True))
+    address = join_address(plan.config.storage, "sweeps", plan.name, "runs", attempt, step)
+    return dict(zip(_START, (address, "all"), strict=True))
 
 
-def attempt_number(leg: str) -> int:
-    return int(leg.partition(".")[2] or 1)
-
-
-def _tags(sweep: str, name: str, leg: str, start: Mapping[str, Any]) -> dict[str, str]:
-    """By which a trial's runs are found in MLflow."""
-    tags = {"rlx.sweep": sweep, "rlx.trial": name}
-    if leg != name:
+def _tags(sweep: str, attempt: Attempt) -> dict[str, str]:
+    """Returns the tags by which a trial's runs are found in MLflow."""
+    tags = {"rlx.sweep": sweep, "rlx.trial": attempt.trial}
+    if not attempt.is_first:
         tags["rlx.kind"] = "attempt"
-    if source := start.get("checkpoint.init_from"):
+    if source := attempt.start.get("checkpoint.init_from"):
         donor, step = source.partition("?")[0].split("/")[-2:]
         tags["rlx.from"] = f"{donor.partition('.')[0]}@{int(step.rpartition('_')[2])}"
     return tags

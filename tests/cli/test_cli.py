@@ -18,7 +18,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
-from rlx.runs.run_folder import finished
+from rlx.runs.resources import plan_resources
+from rlx.runs.run_folder import finished_metrics
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow
@@ -100,7 +101,7 @@ def test_models_that_cannot_be_used(refused: Refused, tmp_path: Path) -> None:
     short = folder_with(tmp_path / "short", max_position_embeddings=64)
     cases = {
         str(tmp_path / "none"): f"model.path {tmp_path}/none: no such folder",
-        empty: f"model.path {empty}: no Hugging Face model, there is no config.json in it",
+        empty: f"model.path {empty}: not a Hugging Face model, it has no config.json",
         short: f"data.max_prompt_tokens + rollout.max_tokens = 144, but {short} has 64 positions",
     }
     for path, line in cases.items():
@@ -133,8 +134,7 @@ def test_resuming_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureF
     main = runpy.run_path(str(ROOT / "experiments" / "ppo.py"))["main"]
     assert main(["--storage", str(tmp_path), "--resume", "mine"]) == 0
     assert capsys.readouterr().out == "run mine is finished: 2 steps, held-out 0.250\n"
-    more = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
-    assert finished(more, folder) is None
+    assert finished_metrics(folder, steps=2) is not None and finished_metrics(folder, steps=3) is None
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_prompts_that_cannot_be_used(
     run = from_tree(with_overrides(config, {"data.source": str(path)}))
     storage = open_storage(run.storage)
     with pytest.raises(ConfigError) as error:
-        launch.run(run, storage / "runs" / "x")
+        launch.run(preflight.prepare(run), storage / "runs" / "x")
     assert line.format(path=path) in str(error.value) and "\n" not in str(error.value)
     assert_nothing_ran(Path(run.storage))
     nothing_left(10)
@@ -186,10 +186,10 @@ def test_an_empty_prompt_file_ends_the_script_in_one_line(tiny_model: Path, tmp_
 def test_more_workers_than_the_cluster_has(config: dict[str, Any], ray_cluster: None) -> None:
     run = from_tree(with_overrides(config, {"scaling.num_workers": 9, "train.prompts_per_step": 18}))
     with pytest.raises(ConfigError, match=r"9 workers and 1 engine need 5 CPU but the cluster has 4$"):
-        launch.connect(run)
+        launch.connect(None, plan_resources(run))
     gpus = from_tree(with_overrides(config, {"scaling.use_gpu": True}))
     with pytest.raises(ConfigError, match=r"need 1 GPU but the cluster has 0$"):
-        launch.connect(gpus)
+        launch.connect(None, plan_resources(gpus))
 
 
 def test_paths_are_kept_good_for_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

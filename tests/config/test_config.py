@@ -548,4 +548,4 @@ def test_a_missing_prompt_file_is_refused_before_a_model_is_created(setting: str
 def test_a_trial_on_another_machine_needs_no_prompt_file(tiny_model: Path, tmp_path: Path) -> None:
     given = {"storage": str(tmp_path), "data.source": str(tmp_path / "p.jsonl"), "data.params": {}}
     config = from_tree(with_overrides({}, given | {"model.path": str(tiny_model)}))
-    assert preflight.prepare(config, tables={"train": None}) == str(tiny_model)
+    assert preflight.prepare(config, tables={"train": None}).model_path == str(tiny_model)

@@ -51,8 +51,8 @@ PROMPTS = [Prompt(i, tuple(range(100 + i, 164 + i)), "question", "answer") for i
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[int]:
     """A Ray cluster; the number of its GPUs."""
-    launch._quiet_environment()
-    os.environ.update(launch._OWN_CLUSTER)
+    launch.quiet_environment()
+    os.environ.update(launch.OWN_CLUSTER_ENVIRONMENT)
     ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield int(ray.cluster_resources().get("GPU", 0))
     ray.shutdown()

@@ -305,7 +305,7 @@ def refused(made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> R
         (["tyed"], "no run 'tyed' in .*/runs; nearest: tied"),
         (["tied@7"], "no checkpoint 7 in .*/tied, there are newest, best, step_000003"),
         (["tied", "--checkpoint", "bst"], "no checkpoint bst in .*; nearest: best"),
-        (["tied@3", "--checkpoint", "best"], "--checkpoint best goes with a run's name or folder: tied@3 names a"),
+        (["tied@3", "--checkpoint", "best"], "--checkpoint best needs a run's name or folder: tied@3 names a"),
         (["tied", "--weights", "average"], "run tied keeps no average of its weights: it has no train.ema_decay"),
         (["tied", "--adapter"], "run tied has no adapters: its model.lora_rank is 0"),
         (["/no/such/folder"], "no complete checkpoint in /no/such/folder"),

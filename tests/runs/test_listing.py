@@ -54,7 +54,7 @@ def put(storage: str, name: str, step: int, ranks: int = 2, **metrics: float) ->
 
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One with a run of four checkpoints: two whole, an unfinished and a damaged one."""
+    """One with a run of four checkpoints: two complete, an unfinished and a damaged one."""
     monkeypatch.chdir(tmp_path)
     make_run("kept", "try1")
     put("kept", "try1", 10, ranks=1, reward__mean=0.25, eval__accuracy=0.75, kl__ref=0.00123456)
@@ -102,7 +102,7 @@ def test_a_runs_checkpoints(storage: str, shown: Shown) -> None:
         "reward/mean": "0.25",
         "eval/accuracy": "0.75",
         "kl/ref": "0.001235",
-        "state": "whole",
+        "state": "complete",
         "which": "best",
     }
     assert (second["step"], second["ranks"], second["kl/ref"], second["which"]) == ("20", "2", "-", "newest")
@@ -180,7 +180,7 @@ def test_all_runs(storage: str, shown: Shown) -> None:
     Path(storage, "runs/no-run").mkdir()
     broken, fresh, try1, trial = cells(shown("--storage", storage))
     assert [try1[key] for key in ("run", "steps", "newest", "best")] == ["try1", "20/40", "step_000020", "step_000010"]
-    assert try1["problem"] == "2 of 4 checkpoints not whole"
+    assert try1["problem"] == "2 of 4 checkpoints not complete"
     files = Path(storage, "runs/try1").rglob("step_*/*")
     assert try1["size"] == listing.readable_size(sum(file.stat().st_size for file in files))
     assert list(fresh.values()) == ["fresh", "0/40", "-", "-", "0 B", ""]
@@ -220,7 +220,7 @@ def test_a_listing_is_the_same_on_s3(bucket: str, shown: Shown) -> None:
     assert (row["run"], row["steps"], row["best"]) == ("far", "10/40", "step_000010")
     text = shown("far", "--storage", bucket)
     (row,) = cells(text)
-    assert (row["state"], row["which"]) == ("whole", "newest, best")
+    assert (row["state"], row["which"]) == ("complete", "newest, best")
     assert time.time() - time.mktime(time.strptime(row["written"], "%Y-%m-%d %H:%M")) < 300
     assert commands(text)[1][2:] == ["--from", "far@best", "--storage", bucket]
     (start, export) = commands(shown(f"{bucket}/runs/far"))

@@ -82,7 +82,7 @@ def test_a_strategy_rules_nodes_out(strategy: str, counts: tuple[int, int]) -> N
 def test_places_are_those_of_the_reserved_bundles() -> None:
     mixed = ResourcePlan(gpus(0.4, 0.6), [{"CPU": 1.0}, {"CPU": 2.0}], gpus(2))
     assert mixed.bundles == [{"GPU": 2}, {"GPU": 0.6}, {"GPU": 0.4}, {"CPU": 2.0}, {"CPU": 1.0}]
-    assert mixed.places == ([2, 1], [4, 3], [0])
+    assert mixed.indices == ([2, 1], [4, 3], [0])
 
 
 def test_a_plan_says_what_it_is_made_of() -> None:
@@ -93,9 +93,9 @@ def test_a_plan_says_what_it_is_made_of() -> None:
 
 def test_engines_that_share_gpus_are_in_the_bundles_of_the_workers() -> None:
     halves = [{"CPU": 1.0, "GPU": 0.5}] * 2
-    shared = ResourcePlan(halves, halves, gpus(0.5), shared=True)
+    shared = ResourcePlan(halves, halves, gpus(0.5), colocated=True)
     assert shared.bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"GPU": 0.5}]
-    assert shared.places == ([0, 1], [0, 1], [2])
+    assert shared.indices == ([0, 1], [0, 1], [2])
     assert shared.fits([{"CPU": 8.0, "GPU": 5.0}]) == 2  # four GPUs for the pairs, one for both reward models
     assert shared.fits([{"CPU": 8.0, "GPU": 4.0}]) == 1
 
@@ -113,13 +113,13 @@ def test_a_worker_on_a_gpu_has_a_whole_one_unless_told_otherwise() -> None:
     part = {"use_gpu": True, "resources_per_worker": {"CPU": 1, "GPU": 0.5}}
     assert configured(scaling=part).workers == [{"CPU": 1.0, "GPU": 0.5}]
     assert configured(scaling={"placement_strategy": "SPREAD"}).strategy == "SPREAD"
-    together = configured(scaling={"use_gpu": True}, rollout={"placement": "shared"})
+    together = configured(scaling={"use_gpu": True}, rollout={"placement": "colocated"})
     assert together.bundles == [{"CPU": 1.0, "GPU": 1.0}]
     assert together.workers == together.engines == [{"CPU": 0.5, "GPU": 0.5}]
 
 
 def test_one_and_a_half_gpus_are_refused() -> None:
-    message = r"scaling\.resources_per_worker: 1\.5 GPUs are neither whole ones nor a part of one"
+    message = r"scaling\.resources_per_worker: 1\.5 GPUs are neither a whole number nor a part of one"
     with pytest.raises(ConfigError, match=message):
         configured(scaling={"resources_per_worker": {"CPU": 1, "GPU": 1.5}})
     assert configured(scaling={"resources_per_worker": {"CPU": 1, "GPU": 2.0}}).total()["GPU"] == 2
@@ -143,7 +143,7 @@ def test_a_plan_that_fits_is_let_through(ray_cluster: None) -> None:
         ),
         (
             ResourcePlan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy="STRICT_SPREAD"),
-            "scaling: 1 worker and 1 engine need 1 CPU, 1 CPU, which do not go together on 1 nodes with 4 CPU",
+            "scaling: 1 worker and 1 engine need 1 CPU, 1 CPU, which cannot be placed together on 1 nodes with 4 CPU",
         ),
     ],
 )

@@ -23,7 +23,8 @@ import rlx
 from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
 from rlx.data import reasoning_gym, sources
-from rlx.runs import actor_group, launch, run_folder
+from rlx.runs import actor_group, launch, preflight, run_folder
+from rlx.runs.group_reuse import kept_group
 from rlx.runs.run_folder import saved_config
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
@@ -76,12 +77,13 @@ def resumed(run: Done, tiny_model: Path, storage: Path) -> Done:
 def hurt(run: Done, tiny_model: Path, storage: Path) -> tuple[Done, list[str]]:
     """A run of which one engine is killed and then one train worker; and what was said of it."""
     victims = {0: kill_an_engine_that_draws, 2: lambda: newest_process("ray::RayTrainWorker").kill()}
-    said: list[str] = []
+    messages: list[str] = []
 
     def kill(metrics: dict[str, Any], checkpoint: str | None) -> None:
         victims.pop(metrics["step"], lambda: None)()
 
-    return train(small(tiny_model, storage, "hurt", checkpoint__every=1), on_report=kill, say=said.append), said
+    config = small(tiny_model, storage, "hurt", checkpoint__every=1)
+    return train(config, on_report=kill, notify=messages.append), messages
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +126,8 @@ def newest_process(name: str) -> psutil.Process:
 
 def kill_an_engine_that_draws() -> None:
     """At another moment it would be sent weights, and its loss be told in other words."""
-    assert launch._crew
-    engine = launch._crew.engines[0]
+    assert kept_group.group
+    engine = kept_group.group.engines[0]
     while True:
         pid, draws = ray.get(engine.__ray_call__.remote(lambda one: (os.getpid(), bool(one._drawing))))
         if draws:
@@ -182,7 +184,7 @@ def test_the_result_is_the_last_report(run: Done) -> None:
     assert [metrics["step"] for metrics, _ in run.reports] == [0, 1, 2, 3, 4]
     assert run.result.metrics == run.reports[-1][0]
     assert run.result.metrics["reward/mean"] == run.history["reward/mean"][STEPS][0]
-    assert run_folder.finished(run.config, open_storage(run.result.folder)) == run.result.metrics
+    assert run_folder.finished_metrics(open_storage(run.result.folder), STEPS) == run.result.metrics
 
 
 def test_resume_of_the_public_face_gives_a_finished_run_at_once(run: Done) -> None:
@@ -225,16 +227,16 @@ def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
 
 
 def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Done, list[str]]) -> None:
-    done, said = hurt
+    done, messages = hurt
     assert comparable(done.history, range(5)) == comparable(run.history, range(5))
-    assert re.fullmatch(r"engine [01] (died: its process ended|is gone) - left out until it is back", said[0])
+    assert re.fullmatch(r"engine [01] (died: its process ended|is gone) - left out until it is back", messages[0])
     steps = [metrics["step"] for metrics, _ in done.reports]
     assert sorted(set(steps)) == [0, 1, 2, 3, 4] and len(steps) <= 7  # some may have been done twice
 
 
 def test_the_doctor_finds_a_sound_setup_sound(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> None:
     before = sorted(storage.rglob("*"))
-    lines = launch.examine(small(tiny_model, storage, "check", model__lora_rank=2))
+    lines = launch.examine(preflight.prepare(small(tiny_model, storage, "check", model__lora_rank=2)))
     assert [line.what for line in lines if not line.passed] == []
     assert len(lines) == 8  # the critic is a head here
     assert sorted(storage.rglob("*")) == before  # it leaves no run
@@ -275,7 +277,7 @@ def test_a_run_whose_worker_hangs_after_the_last_report_is_over_all_the_same(
 
     done = train(small(tiny_model, storage, "hangs", train__steps=1), on_report=hang)
     assert done.result.metrics["step"] == 1
-    launch.release()
+    kept_group.release()
     nothing_left(15)
 
 

@@ -139,7 +139,7 @@ def test_what_is_not_there_is_one_line(which: str, kind: type[Exception], said: 
 def test_settings_are_inherited(tmp_path: Path) -> None:
     said: list[str] = []
     found = put(tmp_path, 5, seed=7, train__steps=31, model__lora_rank=4, storage="elsewhere")
-    tree = run_folder.settings_of(found, said.append)
+    tree = run_folder.inherited_settings(found, said.append)
     assert from_tree(tree) == from_tree(settings(seed=7, train__steps=31, model__lora_rank=4, storage="elsewhere"))
     assert said == []
 
@@ -163,16 +163,16 @@ def test_what_a_stranger_could_use_is_not_inherited_and_said(
     said: list[str] = []
     found = put(tmp_path, 5, train__steps=31, **changes)
     before = settings(train__steps=31, **changes)
-    assert run_folder.settings_of(found, said.append) == with_overrides(before, left)
-    assert said == [f"not taken from step_000005, give them again if they are meant: {', '.join(left)}"]
+    assert run_folder.inherited_settings(found, said.append) == with_overrides(before, left)
+    assert said == [f"settings not taken from step_000005, give them again if you want them: {', '.join(left)}"]
     assert found.manifest and found.manifest.config == before  # what was read stays as it is
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def starting(place: Path | str, way: str = "state", **changes: Any) -> RunConfig:
-    return from_tree(settings(name="b", checkpoint__init_from=str(place), checkpoint__init_state=way, **changes))
+def starting(place: Path | str, init_state: str = "all", **changes: Any) -> RunConfig:
+    return from_tree(settings(name="b", checkpoint__init_from=str(place), checkpoint__init_state=init_state, **changes))
 
 
 def refusal(config: RunConfig) -> str:
@@ -194,14 +194,14 @@ def test_a_checkpoint_that_has_a_start_of_its_own_is_one_to_start_from(tmp_path:
     run_folder.check_start(starting(place, train__steps=6))
 
 
-@pytest.mark.parametrize("way", ["weights", "state"])
-def test_no_run_starts_from_what_is_not_whole(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("init_state", ["weights", "all"])
+def test_no_run_starts_from_what_is_not_whole(init_state: str, tmp_path: Path) -> None:
     place = put(tmp_path, 5).folder
     (place / "rank_00000.safetensors").write_text("xx")
     said = f"checkpoint {place.path} is not complete: rank_00000.safetensors has 2 bytes, not 1"
-    assert refusal(starting(place.path, way)) == said
+    assert refusal(starting(place.path, init_state)) == said
     said = f"checkpoint {tmp_path}/step_000006 is not complete: no manifest.json: it was never finished"
-    assert refusal(starting(tmp_path / "step_000006", way)) == said
+    assert refusal(starting(tmp_path / "step_000006", init_state)) == said
     assert not (tmp_path / "step_000006").exists()
 
 

@@ -4,6 +4,7 @@ import json
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,19 @@ import pytest
 from ray import tune
 from ray.tune.schedulers.pbt import _explore
 
-from rlx.config.loading import from_tree
-from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.sweeps.records import TrialRecords, trial_name
-from rlx.sweeps.schedulers import REPLAYING, SCHEDULERS, first_rung
+from rlx.sweeps.schedulers import REPLAYING, SCHEDULERS, Schedule
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE, Space
-from rlx.sweeps.trial_source import TrialSource
+from rlx.sweeps.trial_source import TrialOptions, TrialSource
 
 LAM: Space = {"algorithm.gae_lambda": tune.uniform(0.1, 0.9)}
 
 
-def config(steps: int, every: int) -> RunConfig:
-    return from_tree({"train": {"steps": steps}, "eval": {"every": every}})
+def sweep(steps: int, every: int) -> Schedule:
+    return Schedule(steps, every, LAM)
 
 
 def trainable() -> Any:
@@ -52,31 +51,24 @@ def trainable() -> Any:
 def run(
     name: str,
     accuracies: Sequence[float],
-    config: RunConfig,
+    schedule: Schedule,
     folder: Path,
     *,
     begun: int = 0,
 ) -> list[Mapping[str, Any]]:
     """The last report of each trial of a sweep, one at a time, of trials A, B, ... with these accuracies."""
-    common = {"steps": config.train.steps, "begun": begun, "algorithm.gae_lambda": 0.5}
+    common = {"steps": schedule.steps, "begun": begun, "algorithm.gae_lambda": 0.5}
     listed = [common | {"accuracy": value} for value in accuracies]
-    trials = TrialSource(
-        ListSearch(listed),
-        {},
-        TrialRecords(open_storage(str(folder))),
-        count=len(listed),
-        seeds=[],
-        limit=None,
-        replays=name in REPLAYING,
-    )
-    done = {f"{i:05d}": begun for i in range(len(listed))}
+    options = TrialOptions(count=len(listed), replays=name in REPLAYING)
+    trials = TrialSource(ListSearch(listed), {}, TrialRecords(open_storage(str(folder))), options)
+    steps_done = {f"{i:05d}": begun for i in range(len(listed))}
     results = tune.Tuner(
         trainable(),
         tune_config=tune.TuneConfig(
             metric=DEFAULT_METRIC,
             mode=MODE,
             num_samples=-1,
-            scheduler=SCHEDULERS[name](config, LAM, done),
+            scheduler=SCHEDULERS[name](replace(schedule, steps_done=steps_done)),
             search_alg=trials,
             reuse_actors=True,
             trial_dirname_creator=trial_name,
@@ -96,23 +88,23 @@ def steps(reports: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def test_the_first_rung_is_the_first_evaluation_that_training_can_have_changed() -> None:
-    assert first_rung(config(steps=8, every=2)) == 2
-    assert first_rung(config(steps=8, every=20)) == 8
-    assert first_rung(config(steps=8, every=0)) == 8
+    assert sweep(steps=8, every=2).first_rung == 2
+    assert sweep(steps=8, every=20).first_rung == 8
+    assert sweep(steps=8, every=0).first_rung == 8
 
 
 def test_without_a_scheduler_all_trials_do_all_steps(ray_cluster: None, tmp_path: Path) -> None:
-    assert steps(run("none", [0.1, 0.2], config(8, 2), tmp_path)) == [8, 8]
+    assert steps(run("none", [0.1, 0.2], sweep(8, 2), tmp_path)) == [8, 8]
 
 
 def test_asha_stops_who_is_below_the_median_of_a_rung(ray_cluster: None, tmp_path: Path) -> None:
     """Rungs are 2, 4 and 8. G is at the median 0.4 of the others' at 2, and below their 0.6 at 4."""
-    reports = run("asha", [0.5, 0.3, 0.6, 0.1, 0.2, 0.7, 0.4, 0.0], config(8, 2), tmp_path)
+    reports = run("asha", [0.5, 0.3, 0.6, 0.1, 0.2, 0.7, 0.4, 0.0], sweep(8, 2), tmp_path)
     assert steps(reports) == [8, 2, 8, 2, 2, 8, 4, 2]
 
 
 def test_median_stops_who_is_below_the_median_of_three_others(ray_cluster: None, tmp_path: Path) -> None:
-    reports = run("median", [0.5, 0.7, 0.1, 0.2, 0.9], config(8, 2), tmp_path)
+    reports = run("median", [0.5, 0.7, 0.1, 0.2, 0.9], sweep(8, 2), tmp_path)
     assert steps(reports) == [8, 8, 8, 2, 8]
     assert [report["starts"] for report in reports] == [1] * 5  # nobody waits until there are three others
 
@@ -122,7 +114,7 @@ def test_hyperband_brings_all_trials_to_an_end(
 ) -> None:
     """The first bracket has four trials that are let alone; the second compares four at 4 and keeps the better half."""
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "8")
-    reports = run("hyperband", [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.5, 0.8], config(8, 2), tmp_path)
+    reports = run("hyperband", [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.5, 0.8], sweep(8, 2), tmp_path)
     assert steps(reports) == [8, 8, 8, 8, 4, 8, 4, 8]
 
 
@@ -135,7 +127,7 @@ def test_the_worse_goes_on_from_the_better_with_other_settings(
 ) -> None:
     """At 4, A has no checkpoint to hand over yet, as nobody was worse; at 8 it has."""
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
-    better, worse = run("pbt", [0.9, 0.1], config(12, 4), tmp_path)
+    better, worse = run("pbt", [0.9, 0.1], sweep(12, 4), tmp_path)
     assert (better["line"], worse["line"]) == ("A" * 12, "A" * 8 + "B" * 4)
     assert better["config"]["algorithm.gae_lambda"] == 0.5 != worse["config"]["algorithm.gae_lambda"]
 
@@ -145,7 +137,7 @@ def test_after_a_resume_the_next_change_is_due_when_it_would_have_been(
 ) -> None:
     """Both go on at 5; there are evaluations at 8, where A has no checkpoint to hand over, and at 12."""
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
-    better, worse = run("pbt", [0.9, 0.1], config(16, 4), tmp_path, begun=4)
+    better, worse = run("pbt", [0.9, 0.1], sweep(16, 4), tmp_path, begun=4)
     assert (better["line"], worse["line"]) == ("A" * 12, "A" * 8 + "B" * 4)
 
 
@@ -153,7 +145,7 @@ def test_nobody_goes_on_from_another_after_the_last_step(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
-    better, worse = run("pbt", [0.9, 0.1], config(8, 4), tmp_path)
+    better, worse = run("pbt", [0.9, 0.1], sweep(8, 4), tmp_path)
     assert (better["line"], worse["line"]) == ("A" * 8, "B" * 8)
 
 
@@ -165,7 +157,7 @@ def test_settings_stay_within_their_domains_however_often_they_change() -> None:
         "algorithm.gae_lambda": tune.uniform(0.5, 1.0),
         "algorithm.target_kl": tune.choice([None, 0.05]),
     }
-    population = SCHEDULERS["pbt"](config(8, 2), space, {})
+    population = SCHEDULERS["pbt"](Schedule(8, 2, space))
     random.seed(0)
     settings: dict[str, Any] = {key: domain.sample() for key, domain in space.items()}
     seen: dict[str, set[Any]] = {key: set() for key in space}

@@ -15,6 +15,7 @@ from conftest import History, NothingLeft, Script, mlflow_history
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.runs import launch, run_folder
+from rlx.runs.resources import plan_resources
 from rlx.runs.run_folder import mlflow_run, saved_config
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
@@ -36,7 +37,7 @@ def test_concurrency_never_exceeds_the_room(ray_cluster: None, tmp_path: Path) -
     ("options", "line"),
     [
         ({"seeds": 2, "body": "{'seed': tune.choice([1, 2])}"}, "--seeds 2: {space} varies the seed already"),
-        ({"scheduler": "pbt", "max_concurrent": 1}, "--max-concurrent: the trials of --scheduler pbt take turns"),
+        ({"scheduler": "pbt", "max_concurrent": 1}, "--max-concurrent: --scheduler pbt pauses and resumes its trials"),
         ({"scheduler": "pbt", "search": "grid"}, "--scheduler pbt changes settings by itself: leave --search"),
         ({"scheduler": "pbt", "seeds": 2}, "--scheduler pbt changes settings by itself: leave --search and --seeds"),
         ({"scheduler": "pbt", "body": "{'seed': tune.choice([1, 2])}"}, "seed cannot change within a run"),
@@ -55,7 +56,7 @@ def test_a_resume_wants_the_search_space_as_it_was(tmp_path: Path) -> None:
     made = tuner.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
     assert tuner.saved_sweep(storage, None) == made
     space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 3])}")
-    with pytest.raises(ConfigError, match=r"space\.py is not what it was when sweep s began"):
+    with pytest.raises(ConfigError, match=r"space\.py has changed since sweep s began"):
         tuner.saved_sweep(storage, "s")
 
 
@@ -104,7 +105,8 @@ def prepared(model: Path, folder: Path, space: str, answer: str = "", **options:
         "checkpoint": {"every": 2},
     }
     storage = open_storage(tree["storage"])
-    launch.connect(from_tree(tree))
+    config = from_tree(tree)
+    launch.connect(config.ray_address, plan_resources(config))
     return tuner.create_sweep(SweepPlan("s", tree, space_file(folder, space), **options), storage), storage
 
 
@@ -206,7 +208,7 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     before = {name: history(plan, storage, name) for name in sorted(results)}
     assert tuner.run_sweep(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
     flag.unlink()
-    assert tuner.begin_again(plan, storage) == ["trial_00000"]
+    assert tuner.restart_failed(plan, storage) == ["trial_00000"]
     again = tuner.run_sweep(plan, storage, resume=True, watch=News().watch)
     nothing_left(15)
     assert {record.state for record in again.values()} == {"finished"}

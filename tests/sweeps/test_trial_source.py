@@ -15,7 +15,7 @@ from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import TrialRecord, TrialRecords, trial_name
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE
-from rlx.sweeps.trial_source import TrialSource
+from rlx.sweeps.trial_source import TrialOptions, TrialSource
 
 SETTINGS = [{"train.ppo_epochs": 1}, {"train.ppo_epochs": 2}, {"train.ppo_epochs": 3}]
 
@@ -48,8 +48,10 @@ def folder(tmp_path: Path) -> Storage:
 
 def trials(folder: Storage, search: Searcher | None = None, **options: Any) -> TrialSource:
     """Of a sweep over SETTINGS, as Tune has them before the first."""
-    usual: dict[str, Any] = {"space": {}, "count": 3, "seeds": [], "limit": None, "replays": False}
-    made = TrialSource(search or ListSearch(SETTINGS), records=TrialRecords(folder), **usual | options)
+    space = options.pop("space", {})
+    made = TrialSource(
+        search or ListSearch(SETTINGS), space, TrialRecords(folder), TrialOptions(**{"count": 3} | options)
+    )
     made.add_configurations([Experiment("s", lambda config: None, storage_path=str(folder.path))])
     return made
 
@@ -87,8 +89,8 @@ def test_a_record_is_read_as_it_was_written(folder: Storage) -> None:
         },
         state="failed",
         reports=[(2, 1 / 3), (4, 0.0)],
-        words="é: out of memory",
-        begun=3,
+        message="é: out of memory",
+        attempts=3,
     )
     TrialRecords(folder).write("trial_00001", record)
     TrialRecords(folder).write("trial_00000", TrialRecord(settings={}))
@@ -219,7 +221,7 @@ def after(folder: Storage, **changes: dict[str, Any]) -> None:
 
 FINISHED = {"state": "finished", "reports": [(5, 0.25), (10, 0.5)]}
 STOPPED = {"state": "stopped", "reports": [(5, 0.125)]}
-FAILED = {"state": "failed", "reports": [(5, 0.25)], "words": "out of memory"}
+FAILED = {"state": "failed", "reports": [(5, 0.25)], "message": "out of memory"}
 
 
 def test_open_trials_go_on_under_their_names_and_the_rest_follows(folder: Storage) -> None:
