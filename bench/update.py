@@ -109,18 +109,9 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     from rlx.storage.addresses import open_storage
 
     scaling = config.scaling
-    job = {
-        "config": config.model_dump(),
-        "model": path,
-        "engines": [],
-        "reward_models": [],
-        "tracking": "",
-        "folder": open_storage(config.storage) / "update",
-        "box": ray_train.new_mailbox(),
-        "examine": True,
-        "loop": loop,
-        "profile": profile,
-    }
+    folder = open_storage(config.storage) / "update"
+    spec = ray_train.WorkerSpec(config.model_dump(), path, folder, "", True, mailbox=ray_train.new_mailbox())
+    job = {"spec": spec, "loop": loop, "profile": profile}
     trainer = TorchTrainer(
         rank,
         train_loop_config=job,

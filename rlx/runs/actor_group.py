@@ -12,7 +12,7 @@ import gc
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
 from rlx.runs import ray_train
 from rlx.runs.preflight import PreparedRun
-from rlx.runs.ray_train import Notify, OnReport, RunError, RunStopped, StepReport
+from rlx.runs.ray_train import Notify, OnReport, RunError, RunStopped, StepReport, WorkerSpec
 from rlx.runs.resources import Bundle
 from rlx.storage.filesystem import Storage
 
@@ -101,7 +101,7 @@ class ActorGroup:
     def run(
         self,
         prepared: PreparedRun,
-        job: Mapping[str, Any],
+        job: WorkerSpec,
         on_report: OnReport,
         notify: Notify,
         grace_s: float = 0.0,
@@ -113,20 +113,20 @@ class ActorGroup:
 
         Args:
             prepared: the prompt tables of a group's first run are those of all its runs.
-            job: what the workers are given, see `setup.build_run`; the engines and reward models are added here.
+            job: what the workers are told; the engines and reward models are added here.
 
         Raises:
             RunError: the run failed; the group is closed.
             RunStopped: `stop` was called meanwhile, or the group was closed.
         """
         if not self._has_workers:
-            self._start_workers(prepared, job["folder"])
+            self._start_workers(prepared, job.folder)
         self._jobs, self._reports_seen = self._jobs + 1, 0
         while ray_train.failure(self._mailbox, self._failures + 1):
             self._failures += 1  # it came after the end of the run before
-        handles = {"engines": self.engines, "reward_models": self.reward_models}
+        job = replace(job, engines=self.engines, reward_models=self.reward_models)
         self._enter(State.RUNNING)
-        self._job = ray_train.post_job(self._mailbox, self._jobs, {**job, **handles})
+        self._job = ray_train.post_job(self._mailbox, self._jobs, job)
         try:
             metrics = self._relay(prepared.config.scaling.max_failures, on_report, notify, grace_s)
             self._await_end()
@@ -344,8 +344,8 @@ def work(setup: dict[str, Any]) -> None:
 
     rank = ray.train.get_context().get_world_rank()
     for job in ray_train.jobs(setup["mailbox"]):
-        with ray_train.fatal_errors_posted(job["box"], rank):
-            (doctor.examine if job.get("examine") else train_loop)(job)
+        with ray_train.fatal_errors_posted(job.mailbox, rank):
+            run_job(job)
         gc.collect()  # the models and optimizers of a run have reference cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the engines may be on the same GPU

@@ -26,7 +26,7 @@ from rlx.config.errors import ConfigError, one_line
 from rlx.config.sections import flatten
 from rlx.runs.group_reuse import kept_group
 from rlx.runs.preflight import PreparedRun, prompt_tables
-from rlx.runs.ray_train import Notify, OnReport, RunStopped
+from rlx.runs.ray_train import Notify, OnReport, RunStopped, WorkerSpec
 from rlx.runs.resources import ResourcePlan, check_room
 from rlx.runs.run_folder import check_new, check_start, write
 from rlx.storage import checkpoint_catalog
@@ -127,7 +127,8 @@ def run(
         prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))
         record = _open_record(prepared, folder, resume, parent, notify)
         with _closing(record, prepared.name, folder, notify):
-            job, events = _job(config.model_dump(), prepared.model_path, folder, record.uri), _EventLog(record, notify)
+            job = WorkerSpec(config.model_dump(), prepared.model_path, folder, record.uri)
+            events = _EventLog(record, notify)
             metrics = group.run(prepared, job, on_report or _ignore, events, config.checkpoint.grace_s)
             write(folder / "result.json", json.dumps(metrics))
         return Result(prepared.name, folder.path, metrics, record.run_id)
@@ -146,7 +147,8 @@ def examine(prepared: PreparedRun) -> list[Verdict]:
     with kept_group.lease(prepared) as group, tempfile.TemporaryDirectory(prefix="rlx-check-") as temporary:
         prepared = replace(prepared, tables=prompt_tables(config, prepared.model_path))
         folder = open_storage(f"{temporary}/check")
-        job = _job(doctor.with_no_learning(config).model_dump(), prepared.model_path, folder, "") | {"examine": True}
+        tree = doctor.with_no_learning(config).model_dump()
+        job = WorkerSpec(tree, prepared.model_path, folder, tracking_uri="", examine=True)
         figures = group.run(prepared, job, _ignore, lambda message: None)
     return doctor.verdicts(figures, config.model.dtype, config.reference != "none")
 
@@ -252,15 +254,6 @@ class _EventLog:
         self.text += f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}\n"
         self.notify(message)
         self.record.log_text(self.file, self.text)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the workers are given
-
-
-def _job(tree: dict[str, Any], model_path: str, folder: Storage, uri: str) -> dict[str, Any]:
-    """Returns what the workers need to know of a run, see `setup.build_run`."""
-    return {"config": tree, "model": model_path, "folder": folder, "tracking": uri}
 
 
 def _ignore(metrics: dict[str, Any], checkpoint: str | None) -> None:

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
@@ -34,11 +34,24 @@ OnReport = Callable[[dict[str, Any], str | None], None]
 Notify = Callable[[str], None]
 """shows a message that is not a metric, e.g. that an engine died"""
 
-_BOX = "box"  # key of a job's mailbox in the job
 _POLL_S = 0.1
 _MESSAGE_LENGTH = 500  # an error's text is cut to so many characters
 
 _FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A job: what the driver tells the workers of a run."""
+
+    config: Mapping[str, Any]  # the settings, as a tree
+    model_path: str  # Hugging Face folder or name
+    folder: Storage  # of the run
+    tracking_uri: str  # MLflow's
+    examine: bool = False  # run the doctor instead of training
+    engines: Sequence[Any] = ()  # actor handles
+    reward_models: Sequence[Any] = ()  # actor handles
+    mailbox: str = ""  # of the job
 
 
 @dataclass(frozen=True)
@@ -63,28 +76,30 @@ class RunStopped(RuntimeError):
 # On a worker
 
 
-def jobs(mailbox: str) -> Iterator[dict[str, Any]]:
+def jobs(mailbox: str) -> Iterator[WorkerSpec]:
     """Yields one job after another, the same on all ranks, as the driver posts them; never ends by itself."""
     is_first, done = ray.train.get_context().get_world_rank() == 0, 0
     while True:
         number = ray.train.collective.broadcast_from_rank_zero(_next_job(mailbox, done) if is_first else None)
         content = _internal_kv_get(f"{mailbox}/job/{number}".encode())
         if content:  # the driver has not withdrawn it
-            job = cloudpickle.loads(content)
+            job: WorkerSpec = cloudpickle.loads(content)
             yield job
             ray.train.collective.barrier()  # other ranks may still be closing what they hold
             if is_first:
-                _internal_kv_put(f"{job[_BOX]}/ended".encode(), b"1")
+                _internal_kv_put(f"{job.mailbox}/ended".encode(), b"1")
         done = number
 
 
-def report(mailbox: str, metrics: dict[str, Any], last: bool, checkpoint: ray.train.Checkpoint | None = None) -> None:
+def report(
+    mailbox: str, metrics: Mapping[str, Any], is_last: bool, checkpoint: ray.train.Checkpoint | None = None
+) -> None:
     """Passes a step's metrics and the completed checkpoint to the driver; a collective call.
 
     Train itself only accepts checkpoints in the folder of its own run: those of a worker group's first job.
     """
     own_folder = f"{ray.train.get_context().get_storage().experiment_fs_path}/"
-    step_report = StepReport(metrics, last, mailbox, checkpoint.path if checkpoint else None)
+    step_report = StepReport(dict(metrics), is_last, mailbox, checkpoint.path if checkpoint else None)
     ray.train.report(
         asdict(step_report),  # Train takes and saves plain dicts only
         checkpoint=checkpoint if checkpoint and checkpoint.path.startswith(own_folder) else None,
@@ -205,10 +220,10 @@ def new_mailbox() -> str:
     return f"rlx/{uuid.uuid4().hex}"
 
 
-def post_job(mailbox: str, number: int, job: dict[str, Any]) -> str:
+def post_job(mailbox: str, number: int, job: WorkerSpec) -> str:
     """Gives a worker group its next job; numbers start at 1. Returns the job's mailbox."""
     job_mailbox = f"{mailbox}/{number}"
-    _internal_kv_put(f"{mailbox}/job/{number}".encode(), cloudpickle.dumps(job | {_BOX: job_mailbox}))
+    _internal_kv_put(f"{mailbox}/job/{number}".encode(), cloudpickle.dumps(replace(job, mailbox=job_mailbox)))
     _internal_kv_put(f"{mailbox}/newest".encode(), str(number).encode())
     return job_mailbox
 

@@ -11,6 +11,8 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from rlx.runs import ray_train
+from rlx.runs.ray_train import WorkerSpec
+from rlx.storage.filesystem import Storage
 
 
 def workers(mailbox: str, done: Path, may_go_on: Path) -> Callable[[], None]:
@@ -37,6 +39,7 @@ def comes(what: Callable[[], bool]) -> bool:
 
 
 def test_a_job_has_ended_once_every_worker_is_done_with_it(ray_cluster: None, tmp_path: Path) -> None:
+    job = WorkerSpec({}, "", Storage.here(tmp_path), "")
     mailbox, done, may_go_on = ray_train.new_mailbox(), tmp_path / "done", tmp_path / "go on"
     trainer = DataParallelTrainer(
         workers(mailbox, done, may_go_on),
@@ -45,12 +48,12 @@ def test_a_job_has_ended_once_every_worker_is_done_with_it(ray_cluster: None, tm
     )
     group = threading.Thread(target=trainer.fit, daemon=True)
     group.start()
-    ended = partial(ray_train.has_ended, ray_train.post_job(mailbox, 1, {}))
+    ended = partial(ray_train.has_ended, ray_train.post_job(mailbox, 1, job))
     assert comes(done.exists)
     time.sleep(0.5)  # in which the rank that is done would say so for all
     assert not ended()
     may_go_on.touch()
     assert comes(ended)
-    ray_train.post_job(mailbox, 2, {})  # which lets the workers go
+    ray_train.post_job(mailbox, 2, job)  # which lets the workers go
     assert comes(lambda: not group.is_alive())
     ray_train.clear(mailbox)
