@@ -31,7 +31,7 @@ lint: .venv/ready-$(ACCELERATOR)
 	$(BIN)/mypy
 
 measure: .venv/ready-$(ACCELERATOR)
-	$(BIN)/python tests/measure.py $(ARGS)
+	$(BIN)/python tests/house_measures.py $(ARGS)
 
 bench: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python bench/update.py $(ARGS)

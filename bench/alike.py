@@ -76,7 +76,7 @@ def texts(tokenizer: Any, prompts: Prompts) -> list[str]:
 
 def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
     """Response tokens per second on policy, and one step ahead where engine and worker can work at the same time."""
-    from rlx.runs.group_reuse import kept_group
+    from rlx.runs.launch import kept_group
 
     now = workload.counted_steps(config, tables, "k0")
     figures = {f"rlx{_RATE}": tokens_per_s(config, now)}

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
             from rlx.runs import preflight
-            from rlx.runs.group_reuse import kept_group
+            from rlx.runs.launch import kept_group
 
             tables = preflight.prompt_tables(ready, path)
             before = alone(ready, path, tables)
@@ -122,7 +122,13 @@ def requests(
         ]
         for step in range(train.steps)
     ]
-    return engine_spec(config, path, plan_resources(config).engines[0]).args, sampling, rounds
+    return (
+        engine_spec(
+            config.rollout, config.model, config.data.max_prompt_tokens, path, plan_resources(config).engines[0]
+        ).args,
+        sampling,
+        rounds,
+    )
 
 
 def described(config: RunConfig) -> dict[str, Any]:

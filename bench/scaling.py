@@ -94,7 +94,7 @@ def updated(config: RunConfig, path: str) -> float:
 def stepped(config: RunConfig, path: str) -> float:
     """Response tokens per second and rank over whole steps."""
     from rlx.runs import preflight
-    from rlx.runs.group_reuse import kept_group
+    from rlx.runs.launch import kept_group
 
     steps = workload.counted_steps(config, preflight.prompt_tables(config, path), f"ranks-{config.scaling.num_workers}")
     kept_group.release()

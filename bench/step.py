@@ -68,7 +68,7 @@ def ahead(config: RunConfig) -> RunConfig:
 def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str, float]:
     """The runs, one after the other with the same crew, and bare vLLM before and after them."""
     from rlx.runs import preflight
-    from rlx.runs.group_reuse import kept_group
+    from rlx.runs.launch import kept_group
 
     tables = preflight.prompt_tables(config, path)
     before = rollout.alone(config, path, tables) if bare else []

@@ -92,7 +92,9 @@ def measure(config: RunConfig, path: str) -> tuple[dict[str, float], dict[str, A
     bundles = [dict(config.scaling.resources_per_worker), dict(config.rollout.resources_per_engine)]
     group = placement_group(bundles, "STRICT_PACK")
     ray.get(group.ready())
-    (engine,) = start_engines(engine_spec(config, path, bundles[1]), group, [1])
+    (engine,) = start_engines(
+        engine_spec(config.rollout, config.model, config.data.max_prompt_tokens, path, bundles[1]), group, [1]
+    )
     place = PlacementGroupSchedulingStrategy(group, 0)
     share = {"num_cpus": 1, "num_gpus": bundles[0].get("GPU", 0)}
     trainer = ray.remote(Trainer).options(scheduling_strategy=place, **share).remote(config, path, engine)

@@ -164,7 +164,7 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     import ray
 
     from rlx.runs import launch, preflight
-    from rlx.runs.group_reuse import kept_group
+    from rlx.runs.launch import kept_group
     from rlx.runs.resources import plan_resources
 
     with tempfile.TemporaryDirectory() as folder:

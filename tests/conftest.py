@@ -28,7 +28,7 @@ from rlx.models.tiny import WarmStart, make_tiny_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import engine_args
 from rlx.runs import launch
-from rlx.runs.group_reuse import kept_group
+from rlx.runs.launch import kept_group
 from rlx.tracking import mlflow
 
 SHORT_RECIPE = WarmStart(

@@ -8,9 +8,9 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
-import measure
+import house_measures as measure
 import pytest
-from measure import FLOORS, MAX_FILE, MAX_LINES, SAME_FLOOR, Measure
+from house_measures import FLOORS, MAX_FILE, MAX_LINES, SAME_FLOOR, Measure
 from source_code import (
     ROOT,
     Module,

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
     try:
-        return analyze(parser.parse_args(argv))
+        return print_analysis(parser.parse_args(argv))
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def analyze(args: argparse.Namespace) -> int:
+def print_analysis(args: argparse.Namespace) -> int:
     """Prints the ranking of the sweep and writes its files; returns the exit status."""
     from rlx.analysis import loading, report, tables
     from rlx.analysis.sentences import difference_sentence, summary_sentence

@@ -23,12 +23,12 @@ SHOWN = (*listing.WATCHED, "eval/ema/accuracy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = argument_parser().parse_args(argv)
+    args = _argument_parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     return exit_code(lambda: write(args))
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def _argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Writes a checkpoint's policy as a Hugging Face folder, adapters merged in, and compares what was "
         "written with the trainer's own model.",

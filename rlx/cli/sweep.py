@@ -27,19 +27,19 @@ SETTINGS, SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argument_parser()
+    parser = _argument_parser()
 
     def script() -> int:
         args, given = parse(parser, list(sys.argv[1:] if argv is None else argv))
-        check_options(parser, args, given)
+        _check_options(parser, args, given)
         tree = with_overrides(read_yaml(args.config), given)
         config = from_tree(tree, args.config)  # bad settings are refused before anything slow is imported
-        return run_sweep(args, tree, config)
+        return start_sweep(args, tree, config)
 
     return exit_code(script, "interrupted: --resume continues the sweep")
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def _argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="A sweep of PPO runs; every setting that the search space does not vary can be given too.",
         usage="%(prog)s [--space FILE] [--trials N] [--seeds K] [--search NAME] [--scheduler NAME] [--resume [NAME]] "
@@ -63,7 +63,7 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that exclude each other, and for counts below 1."""
     if args.restart_errored and args.resume is None:
         raise ConfigError("--restart-errored needs --resume")
@@ -76,7 +76,7 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, giv
             raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
 
 
-def run_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfig) -> int:
+def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfig) -> int:
     """Starts or resumes a sweep, shows it, and writes its analysis; returns 1 if a trial failed."""
     from rlx.runs import preflight
     from rlx.storage.addresses import open_storage
@@ -90,7 +90,7 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfig)
     with console.SweepProgress(plan.config.train.steps) as progress:
         with console.RunProgress(plan.config.train.steps, progress.console) as preparing:
             prepared = preflight.prepare(plan.config, preparing.warm_start)
-        connect(prepared)
+        connect_cluster(prepared)
         plan = plan if is_resume else tuner.create_sweep(plan, storage)
         where = mlflow_lines(plan, storage)
         lines = [tuner.describe(plan), *(f"{trial} runs again" for trial in restarted), *where]
@@ -99,12 +99,12 @@ def run_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfig)
     failures = tuner.failures(results)
     print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
     print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
-    analyze(plan, storage)
+    write_analysis(plan, storage)
     print("\n".join(where))
     return 1 if failures else 0
 
 
-def connect(prepared: PreparedRun) -> None:
+def connect_cluster(prepared: PreparedRun) -> None:
     """Connects to the cluster; from then on SIGTERM interrupts the sweep."""
     from rlx.runs import launch
 
@@ -147,7 +147,7 @@ def mlflow_lines(plan: SweepPlan, storage: Storage) -> list[str]:
     return [f"in MLflow: {service.browse_command()}", f"at: {service.run_page(run_id)}"]
 
 
-def analyze(plan: SweepPlan, storage: Storage) -> None:
+def write_analysis(plan: SweepPlan, storage: Storage) -> None:
     """Writes the analysis of a sweep and prints its table."""
     from rlx.analysis import loading, report, tables
     from rlx.storage.addresses import local_folder

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argument_parser()
+    parser = _argument_parser()
 
     def script() -> int:
         args, given = parse(parser, sys.argv[1:] if argv is None else argv)
-        check_options(args)
+        _check_options(args)
         if args.resume:
             return resume(args.resume, given)
         config = new_config(args, given)  # bad settings are refused before anything slow is imported
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(script, "interrupted: --resume continues the run")
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def _argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="PPO on a language model. Every setting has a default that runs on a 2-core machine.",
         usage="%(prog)s [--config FILE] [--resume NAME | --from CHECKPOINT | --check] [--SECTION.SETTING VALUE ...]",
@@ -52,7 +52,7 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_options(args: argparse.Namespace) -> None:
+def _check_options(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that exclude each other."""
     if args.resume and args.config:
         raise ConfigError("--resume uses the run's own settings: change single ones by options, not by --config")

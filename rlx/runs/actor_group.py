@@ -24,8 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from rlx import actors
 from rlx.config.errors import ConfigError
-from rlx.config.run import RunConfig
-from rlx.config.sections import ScalingConfig, flatten
+from rlx.config.sections import ModelConfig, RolloutConfig, ScalingConfig, flatten
 from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
@@ -87,7 +86,7 @@ class ActorGroup:
         try:
             if not self._placement.wait(_ROOM_S):
                 raise ConfigError(f"no room for {needed} within {_ROOM_S:.0f} s: {needed.bundles} are not free")
-            spec = engine_spec(prepared.config, prepared.model_path, needed.engines[0])
+            spec = _engine_spec(prepared)
             self.engines = start_engines(spec, self._placement, needed.indices.engines)
             self.reward_models = _start_reward_models(prepared, self._placement)
         except BaseException:
@@ -266,11 +265,18 @@ class ActorGroup:
             pass  # abort ends the actor
 
 
-def engine_spec(config: RunConfig, model_path: str, bundle: Bundle) -> EngineSpec:
+def engine_spec(
+    rollout: RolloutConfig, model: ModelConfig, max_prompt_tokens: int, model_path: str, bundle: Bundle
+) -> EngineSpec:
     """Returns what the engines of a run are started with; `bundle`: the resources of each."""
-    on_gpu, longest = bundle.get("GPU", 0) > 0, config.data.max_prompt_tokens
-    args = engine_args(config.rollout, config.model, max_prompt_tokens=longest, on_gpu=on_gpu)
-    return EngineSpec(model_path, args, bundle, adapter_config(config.model))
+    args = engine_args(rollout, model, max_prompt_tokens=max_prompt_tokens, on_gpu=bundle.get("GPU", 0) > 0)
+    return EngineSpec(model_path, args, bundle, adapter_config(model))
+
+
+def _engine_spec(prepared: PreparedRun) -> EngineSpec:
+    config = prepared.config
+    longest, bundle = config.data.max_prompt_tokens, prepared.resources.engines[0]
+    return engine_spec(config.rollout, config.model, longest, prepared.model_path, bundle)
 
 
 def _start_reward_models(prepared: PreparedRun, placement: PlacementGroup) -> list[Any]:
@@ -355,5 +361,5 @@ def _requirements(prepared: PreparedRun) -> list[Any]:
     """Returns what must be the same in all runs of a group."""
     config, resources = prepared.config, prepared.resources
     settings = {key: value for key, value in flatten(config).items() if key.startswith(_STARTED_WITH)}
-    spec = engine_spec(config, prepared.model_path, resources.engines[0])
+    spec = _engine_spec(prepared)
     return [resources, spec, _backend(config.scaling, config.model.offload), settings]

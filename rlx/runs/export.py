@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
-from rlx.config.sections import ALL_LAYERS, ModelConfig
+from rlx.config.sections import ALL_LAYERS, DataConfig, ModelConfig
 from rlx.data import prompts, sources
 from rlx.models import loading, lora
 from rlx.models.policy import Policy
@@ -76,9 +76,10 @@ def export(checkpoint: CheckpointEntry, options: Export, folder: Path) -> float:
     retry(partial(checkpoint_catalog.verify, checkpoint, checkpoint.manifest.files), reading)
     path = preflight.model_folder(config.model.path, config.storage)
     with no_progress_bars():
-        policy, tokenizer = _load(config, path)
+        policy, tokenizer = _load(config.model, config.seed, path)
         retry(partial(_fill, policy, checkpoint, options.average), reading)
-        completions = _completions(policy, tokenizer, config)
+        count = min(TOKENS, config.rollout.max_tokens)  # the model may have no more positions
+        completions = _completions(policy, tokenizer, config.data, config.eval.seed, count)
         trained = _trainer_logprobs(policy, completions)
         with atomic_folder(folder) as unfinished:
             _write(policy, tokenizer, options, path, unfinished)
@@ -105,17 +106,15 @@ def _check_options(options: Export) -> None:
         raise ConfigError(f"run {config.name} has no adapters: its model.lora_rank is 0")
 
 
-def _load(config: RunConfig, path: str) -> tuple[Policy, Any]:
+def _load(model: ModelConfig, seed: int, path: str) -> tuple[Policy, Any]:
     """Returns the policy as the trainer builds it, without a value head, and its tokenizer.
 
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    trust = config.model.trust_remote_code
+    trust, adapters = model.trust_remote_code, setup.adapters(model, seed)
     try:
-        policy = loading.load_policy(
-            path, head=None, adapters=setup.adapters(config.model, config.seed), trust_remote_code=trust
-        )
+        policy = loading.load_policy(path, head=None, adapters=adapters, trust_remote_code=trust)
         return policy, prompts.load_tokenizer(path, trust)
     except (OSError, ValueError) as error:  # transformers' errors have many lines
         raise ConfigError(one_line(error)) from None
@@ -193,16 +192,15 @@ def _write_adapters(policy: Policy, model: ModelConfig, path: str, dtype: torch.
 
 
 @torch.no_grad()
-def _completions(policy: Policy, tokenizer: Any, config: RunConfig) -> list[Completion]:
-    """Returns the policy's greedy tokens after held-out prompts.
+def _completions(policy: Policy, tokenizer: Any, data: DataConfig, seed: int, count: int) -> list[Completion]:
+    """Returns `count` greedy tokens of the policy after each of some held-out prompts.
 
     The prompts are sums if the run's prompts come from a file, which need not be on this machine.
     """
-    count = min(TOKENS, config.rollout.max_tokens)  # the model may have no more positions
     completions = []
-    for row in sources.sample_questions(config.data, config.eval.seed, PROMPTS):
-        ids = prompts.encode_prompt(tokenizer, row["question"], config.data.system_prompt)
-        ids = ids[-config.data.max_prompt_tokens :]
+    for row in sources.sample_questions(data, seed, PROMPTS):
+        ids = prompts.encode_prompt(tokenizer, row["question"], data.system_prompt)
+        ids = ids[-data.max_prompt_tokens :]
         tokens = _greedy_tokens(policy, ids, count)
         prompt = Prompt(row["entry"], tuple(ids), row["question"], row["answer"])
         completions.append(Completion(prompt, 0, tokens, (0.0,) * len(tokens), True, 0))

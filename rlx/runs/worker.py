@@ -18,6 +18,7 @@ import torch
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
+from rlx.config.sections import RewardConfig
 from rlx.data import stream
 from rlx.mesh import Mesh
 from rlx.rewards import reward_model
@@ -110,7 +111,7 @@ def inputs_of(spec: WorkerSpec) -> TrainingInputs:
         folder=spec.folder,
         reporter=RayReporter(tracker, spec.mailbox, rank),
         connect_engines=partial(_connect_engines, config, spec, device),
-        connect_scorers=partial(_connect_scorers, config, spec.reward_models),
+        connect_scorers=partial(_connect_scorers, config.reward, config.rollout.timeout_s, spec.reward_models),
     )
 
 
@@ -138,11 +139,12 @@ def _connect_engines(
     )
 
 
-def _connect_scorers(config: RunConfig, models: Sequence[Any], mesh: Mesh) -> dict[str, Scorer]:
-    reward = config.reward
+def _connect_scorers(
+    reward: RewardConfig, start_timeout_s: float, models: Sequence[Any], mesh: Mesh
+) -> dict[str, Scorer]:
     remote: dict[str, Scorer] = {}
     if reward.model:
-        starting = reward_model.ModelReward(models, config.rollout.timeout_s, mesh.dp_rank)
+        starting = reward_model.ModelReward(models, start_timeout_s, mesh.dp_rank)
         starting([])  # waits until they are loaded
         remote["model"] = replace(starting, timeout_s=reward.timeout_s)
     if reward.url:

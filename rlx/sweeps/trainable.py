@@ -61,14 +61,14 @@ def trainable(plan: SweepPlan, storage: Storage) -> Any:
     class Trainable(wrap_function(trial, name="trial")):  # type: ignore[misc]
         # Tune pickles the class by value: imports inside the methods are those of the trial's process.
         def reset_config(self, new_config: dict[str, Any]) -> bool:  # another trial follows in this process
-            from rlx.runs.group_reuse import kept_group
+            from rlx.runs.launch import kept_group
 
             kept_group.stop()
             os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
             return bool(super().reset_config(new_config))
 
         def cleanup(self) -> None:  # no other trial follows
-            from rlx.runs.group_reuse import kept_group
+            from rlx.runs.launch import kept_group
 
             kept_group.stop()
             kept_group.release()

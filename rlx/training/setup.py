@@ -76,7 +76,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
         reward_stats=RunningScores(),
         ema=initial_ema(config.train, models["policy"].model),
         supervised=_supervised(inputs, mesh, tokenizer),
-        scattered=scattered(config, models),
+        scattered=scattered(config.scaling, config.parallel.tp, models),
     )
     collector = _collector(inputs, trainer, tokenizer)
     retention = Retention(config.checkpoint.keep_last, config.checkpoint.best_by, config.checkpoint.best_mode)
@@ -112,7 +112,7 @@ def _reset_peak_memory(device: torch.device) -> None:
 
 def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> RolloutCollector:
     config, mesh = inputs.config, trainer.mesh
-    engines = inputs.connect_engines(mesh, partial(weights_for_engines, config, trainer.policy))
+    engines = inputs.connect_engines(mesh, partial(weights_for_engines, config.rollout, config.model, trainer.policy))
     remote = inputs.connect_scorers(mesh)
     sampling = sampling_of(config.rollout, tokenizer)
     held_out = inputs.tables["held_out"]
@@ -146,12 +146,12 @@ def _supervised(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> Supervise
     return SupervisedRows(_stream(inputs, "ptx", mesh), tokenizer, config.rollout.max_tokens, config.data.ptx_batch)
 
 
-def weights_for_engines(config: RunConfig, policy: Any) -> list[ShardedWeight]:
+def weights_for_engines(rollout: RolloutConfig, model: ModelConfig, policy: Any) -> list[ShardedWeight]:
     """The policy's weights for the engines: all of them, or the adapters alone."""
-    if config.rollout.placement == "colocated":
+    if rollout.placement == "colocated":
         torch.cuda.empty_cache()
         dist.barrier()  # all engines on these GPUs wake up once the first rank says so
-    adapters_only = config.model.lora_sync == "adapter"
+    adapters_only = model.lora_sync == "adapter"
     return lora.adapter_weights(policy) if adapters_only else lora.engine_weights(policy)
 
 
@@ -188,41 +188,48 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     parts: dict[str, Any] = {"policy": policy}
     if config.critic == "separate":
         parts["critic"] = loading.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
-    models = {name: _trained(config, name, part, device_mesh) for name, part in parts.items()}
+    sharder = _Sharder(config, device_mesh)
+    models = {name: sharder.trained(name, part) for name, part in parts.items()}
     if config.reference != "copy":
         return models, None
     reference = loading.load_reference(path, trust_remote_code=trust)
-    return models, _sharded(config, "reference", reference, device_mesh)
+    return models, sharder.sharded("reference", reference)
 
 
-def _trained(config: RunConfig, name: str, part: Any, device_mesh: Any) -> ModelAndOptimizer:
-    if config.train.gradient_checkpointing:
-        loading.checkpoint_gradients(part)
-    sharded = _sharded(config, name, part, device_mesh)
-    return ModelAndOptimizer(sharded, _optimizer(config.train, sharded))
+@dataclass(frozen=True)
+class _Sharder:
+    """Cuts models over a device mesh as the config says."""
+
+    config: RunConfig
+    device_mesh: Any
+
+    def trained(self, name: str, part: Any) -> ModelAndOptimizer:
+        if self.config.train.gradient_checkpointing:
+            loading.checkpoint_gradients(part)
+        sharded = self.sharded(name, part)
+        return ModelAndOptimizer(sharded, _optimizer(self.config.train, sharded))
+
+    def sharded(self, name: str, part: Any) -> Any:
+        model, device_mesh = self.config.model, self.device_mesh
+        if self.config.train.compile:
+            loading.compile_layers(part)
+        if self.config.parallel.tp > 1:
+            tensor_parallel.split_layers(part, device_mesh[TENSOR])
+            device_mesh = device_mesh[DATA]
+        return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), offload=name in model.offload)
 
 
-def _sharded(config: RunConfig, name: str, part: Any, device_mesh: Any) -> Any:
-    if config.train.compile:
-        loading.compile_layers(part)
-    if config.parallel.tp > 1:
-        tensor_parallel.split_layers(part, device_mesh[TENSOR])
-        device_mesh = device_mesh[DATA]
-    dtype = getattr(torch, config.model.dtype)
-    return fsdp.shard(part, device_mesh, dtype, offload=name in config.model.offload)
-
-
-def scattered(config: RunConfig, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
+def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
     """The models whose gradients are reduced in each backward pass, so that no rank ever holds all of them.
 
     These are the models whose full float32 gradients would take more than a sixteenth of a worker's GPU memory while
     micro-batches add up. There are none where no other rank could hold the rest.
     """
-    if not config.scaling.use_gpu or config.replicas == 1:
+    if not scaling.use_gpu or scaling.num_workers == tp:
         return frozenset()
     sizes = {name: sum(p.numel() for p in m.model.parameters() if p.requires_grad) for name, m in models.items()}
-    limit = _kept_numbers(config.scaling)
-    return frozenset(name for name, size in sizes.items() if size // config.parallel.tp > limit)
+    limit = _kept_numbers(scaling)
+    return frozenset(name for name, size in sizes.items() if size // tp > limit)
 
 
 def _kept_numbers(scaling: ScalingConfig) -> int:

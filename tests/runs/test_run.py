@@ -24,7 +24,7 @@ from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
 from rlx.data import reasoning_gym, sources
 from rlx.runs import actor_group, launch, preflight, run_folder
-from rlx.runs.group_reuse import kept_group
+from rlx.runs.launch import kept_group
 from rlx.runs.run_folder import saved_config
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage

@@ -314,7 +314,8 @@ def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest
     alone = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}
     two = alone | {"num_workers": 2}
     for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
-        assert setup.scattered(loading.from_tree({"scaling": scaling}), {"small": small, "large": large}) == expected
+        config = loading.from_tree({"scaling": scaling})
+        assert setup.scattered(config.scaling, 1, {"small": small, "large": large}) == expected
 
 
 OFFLOAD: dict[str, Any] = {"model.offload": ["critic", "reference"], "scaling.use_gpu": True}

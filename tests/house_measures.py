@@ -1,4 +1,4 @@
-"""Prints how rlx's source measures up: python tests/measure.py [--list] (`make measure`).
+"""Prints how rlx's source measures up: python tests/house_measures.py [--list] (`make measure`).
 
 A row per measure: its value, its limit, and whether it holds. `--list` also names the places that count against it.
 The floors and doors themselves are in test_layering.py, which also asserts these measures.
