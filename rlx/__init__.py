@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlx.config.errors import ConfigError
     from rlx.config.run import RunConfig
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["ConfigError", "RunConfig", "__version__", "load_config", "load_sweep", "resume", "train", "tuner"]
 
 _MODULES = {

@@ -1,0 +1,174 @@
+"""From completions to scores, by hand: answers, weights, penalties; and what a step collects and reports."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlx.config.loading import from_tree
+from rlx.training.collector import CompletionScorer, RolloutCollector, Selection, apply_length_penalty
+from rlx.training.loop import needs_more
+from rlx.training.metrics import StepTimer, sample_rows
+from rlx.training.reporting import MemoryReporter
+from rlx.types import Completion, Prompt, Response, Sampling, ScoredCompletion
+
+TEXTS = {(1,): "so 4", (2, 2): "5", (3, 3, 3): "no idea"}
+ALONE: Any = SimpleNamespace(is_tp_leader=True, broadcast_from_leader=lambda value: value, dp_size=2)
+
+
+class Tokenizer:
+    """Decodes the completions of this file."""
+
+    pad_token_id = None
+
+    def batch_decode(self, rows: Sequence[tuple[int, ...]], skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return [TEXTS[tuple(row)] for row in rows]
+
+
+def completion(*ids: int, finished: bool = True) -> Completion:
+    return Completion(Prompt(len(ids), (7,), "2 + 2", "4"), 0, ids, (-0.5,) * len(ids), finished, version=0)
+
+
+COMPLETIONS = [completion(1), completion(2, 2), completion(3, 3, 3, finished=False)]
+
+
+def is_answer(responses: Sequence[Response]) -> list[float]:
+    return [float(response.answer == response.prompt.answer) for response in responses]
+
+
+def num_tokens(responses: Sequence[Response]) -> list[float]:
+    return [float(response.num_tokens) for response in responses]
+
+
+def scorer() -> CompletionScorer:
+    reward = from_tree(
+        {"reward": {"functions": {"exact_match": 2.0, "length": 0.5}, "length_target": 3, "answer_pattern": r"\d+"}}
+    ).reward
+    return CompletionScorer(reward, {"exact_match": is_answer, "length": num_tokens}, Tokenizer(), ALONE)
+
+
+def test_a_score_is_the_weighted_sum_over_the_functions() -> None:
+    scored = scorer()(COMPLETIONS)
+    assert [each.completion for each in scored] == COMPLETIONS
+    assert [each.score for each in scored] == [2 * 1 + 0.5 * 1, 0.5 * 2, 0.5 * 3]
+    assert [each.is_correct for each in scored] == [True, False, False]
+    assert scored[2].scores_by_function == {"exact_match": 0.0, "length": 3.0}
+
+
+def test_only_one_rank_of_a_replica_scores() -> None:
+    class Other:
+        is_tp_leader = False
+
+        def broadcast_from_leader(self, value: Any) -> Any:
+            assert value is None
+            raise LookupError("the leader's scores")
+
+    own = scorer()
+    with pytest.raises(LookupError, match="the leader's scores"):
+        CompletionScorer(own.reward, own.functions, own.tokenizer, Other())(COMPLETIONS)  # type: ignore[arg-type]
+
+
+def test_length_penalties_by_hand() -> None:
+    algorithm = from_tree(
+        {"algorithm": {"missing_eos_penalty": 0.25, "overlong_buffer": 2, "overlong_penalty": 1.0}}
+    ).algorithm
+    scored = [ScoredCompletion(each, 1.0, True, {}) for each in COMPLETIONS]
+    # The penalty rises from 0 at 1 token to 1 at 3 tokens; the last response was cut.
+    assert [each.score for each in apply_length_penalty(scored, algorithm, 3)] == [1.0, 0.5, 1 - 1 - 0.25]
+
+
+class Engines:
+    """Keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
+        self.calls.append((version, starting, keep))
+
+    def sleep(self) -> None:
+        self.calls.append(("sleep",))
+
+
+def collector(engines: Engines, **rollout: Any) -> RolloutCollector:
+    config = from_tree({"rollout": rollout, "train": {"prompts_per_step": 8, "samples_per_prompt": 2}})
+    return RolloutCollector(
+        engines=engines,  # type: ignore[arg-type]
+        queue=None,  # type: ignore[arg-type]
+        sampling=Sampling(1.0, 1.0, -1, 4, (1,)),
+        score=scorer(),
+        held_out=(),
+        score_held_out=scorer(),
+        train=config.train,
+        algorithm=config.algorithm,
+        rollout=config.rollout,
+    )
+
+
+def test_requests_go_on_with_new_weights_only_when_rollouts_may_be_partial() -> None:
+    engines = Engines()
+    collector(engines).push_weights(3)
+    partial = collector(engines, max_staleness=2, partial_rollouts=True)
+    partial.push_weights(0, starting=True)
+    partial.push_weights(1)
+    partial.sleep_engines()  # they have a GPU of their own
+    assert engines.calls == [(3, False, False), (0, True, False), (1, False, True)]
+
+
+def test_a_selection_takes_a_replicas_share_of_the_prompts() -> None:
+    selection = collector(Engines()).new_selection()
+    assert (selection.wanted, selection.samples, selection.filtered, selection.greedy) == (4, 2, False, False)
+    assert not selection.immediate and collector(Engines(), num_chunks=2).new_selection().immediate
+
+
+def test_completions_become_at_most_one_batch() -> None:
+    own = collector(Engines())
+    (batch,) = own.build_batches(own.score(COMPLETIONS), torch.device("cpu"))
+    assert batch.ids.tolist() == [[7, 1, 0, 0], [7, 2, 2, 0], [7, 3, 3, 3]]
+    assert own.build_batches([], torch.device("cpu")) == []
+
+
+def trainer(missing_elsewhere: float) -> Any:
+    config = from_tree({"algorithm": {"advantage": "grpo", "filter_groups": True, "filter_rounds": 2}})
+    return SimpleNamespace(config=config, max_over_ranks=lambda own: [max(*own, missing_elsewhere)])
+
+
+@pytest.mark.parametrize(
+    ("rounds", "elsewhere", "expected"), [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)]
+)
+def test_rounds_go_on_until_every_rank_has_its_groups(rounds: int, elsewhere: float, expected: bool) -> None:
+    selection = Selection(0, 2, filtered=True, greedy=False)
+    selection.rounds = rounds
+    assert needs_more(trainer(elsewhere), selection) is expected
+    plain = Selection(1, 2, filtered=False, greedy=False)
+    plain.rounds = rounds
+    assert needs_more(trainer(elsewhere), plain) is (rounds == 0)
+
+
+def test_the_seconds_of_a_steps_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 3.0, 3.0, 4.0, 10.0, 15.0, 20.0])
+    monkeypatch.setattr("rlx.training.metrics.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    timer = StepTimer()
+    with timer("update"):
+        pass
+    assert list(timer.waiting("rollout", ["a"])) == ["a"]
+    assert timer.metrics() == {"time/update": 2.0, "time/rollout": 1.0 + 5.0, "time/step": 20.0}
+
+
+def test_sample_rows_and_reports_are_kept_in_memory() -> None:
+    rows = sample_rows([ScoredCompletion(COMPLETIONS[0], 2.5, True, {})], Tokenizer())
+    assert rows == [{"score": 2.5, "answer": "4", "completion": "so 4", "prompt": "2 + 2"}]
+    reporter = MemoryReporter()
+    reporter.log({"x": 1.0}, 3)
+    reporter.log_samples([], 3)
+    reporter.log_samples(rows, 4)
+    reporter.report({"x": 1.0, "step": 3}, is_last=False, checkpoint=None)
+    reporter.notify("engine 0 is back")
+    assert reporter.metrics == [{"x": 1.0, "step": 3}] and reporter.samples == [(4, rows)]
+    assert (reporter.reports, reporter.messages) == ([{"x": 1.0, "step": 3}], ["engine 0 is back"])
+    assert not reporter.should_stop()
+    reporter.stopping = True
+    assert reporter.should_stop()
