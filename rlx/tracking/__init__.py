@@ -8,7 +8,7 @@ Example:
     from rlx.storage.filesystem import Storage
     from rlx.tracking.tracker import OutboxTracker
 
-    tracker = OutboxTracker("sqlite:////tmp/mlflow.db", Storage.here(Path("/tmp/runs/one")), "driver")
+    tracker = OutboxTracker("sqlite:////tmp/mlflow.db", Storage.local(Path("/tmp/runs/one")), "driver")
     tracker.open("rlx", "one", params={"train.actor_lr": 1e-5}, tags={"rlx.kind": "run"})
     tracker.log({"reward/mean": 0.5}, step=0)
     tracker.end("FINISHED")

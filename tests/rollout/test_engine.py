@@ -140,7 +140,7 @@ class Side:
     @torch.no_grad()
     def gaps(self, completions: Sequence[Completion], temperature: float = 1.0) -> Tensor:
         """The difference at each token, `[B, T]`; 0 outside responses."""
-        batch = experience.build([ScoredCompletion(completion, 0.0, False, {}) for completion in completions], 0)
+        batch = experience.build_batch([ScoredCompletion(completion, 0.0, False, {}) for completion in completions], 0)
         scored = self.policy(*batch.inputs, temperature)
         return ((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs()
 

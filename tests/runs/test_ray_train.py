@@ -39,7 +39,7 @@ def comes(what: Callable[[], bool]) -> bool:
 
 
 def test_a_job_has_ended_once_every_worker_is_done_with_it(ray_cluster: None, tmp_path: Path) -> None:
-    job = WorkerSpec({}, "", Storage.here(tmp_path), "")
+    job = WorkerSpec({}, "", Storage.local(tmp_path), "")
     mailbox, done, may_go_on = ray_train.new_mailbox(), tmp_path / "done", tmp_path / "go on"
     trainer = DataParallelTrainer(
         workers(mailbox, done, may_go_on),
