@@ -126,7 +126,7 @@ def read(
     if args.steps is not None and not (args.steps.isdecimal() and int(args.steps)):
         raise ConfigError(f"--steps {args.steps}: expected a whole number of at least 1")
     steps = int(args.steps or args.counted[args.gpu])
-    shares = gpu_shares(gpus(), given.get("rollout.placement") == "shared", engines)
+    shares = gpu_shares(gpus(), given.get("rollout.placement") == "colocated", engines)
     defaults = ({**gpu, **shares} if args.gpu else dict(cpu)) | {"train.steps": WARM + steps}
     if given.get("data.source"):
         defaults.pop("data.params", None)
@@ -143,13 +143,13 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def gpu_shares(count: int, shared: bool = False, engines: bool = True) -> dict[str, Any]:
+def gpu_shares(count: int, colocated: bool = False, engines: bool = True) -> dict[str, Any]:
     """What an engine and a worker take: a GPU each, or half of the only one, or one in turns; without `engines` a
     worker has even the only one to itself."""
     if not engines:
         return NO_ENGINES | {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}}
-    alone = count > 1 and not shared
-    one = {"CPU": 1} | ({} if shared else {"GPU": 1 if alone else 0.5})
+    alone = count > 1 and not colocated
+    one = {"CPU": 1} | ({} if colocated else {"GPU": 1 if alone else 0.5})
     memory = {"rollout.gpu_memory_utilization": 0.8 if alone else 0.4}
     return {"rollout.resources_per_engine": one, "scaling.resources_per_worker": one} | memory
 

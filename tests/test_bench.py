@@ -220,7 +220,7 @@ def test_the_gpu_defaults_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == "error: --gpu: torch sees no GPU on this machine\n"
 
 
-@pytest.mark.parametrize(("gpus", "placement"), [(1, "beside"), (2, "beside"), (1, "shared")])
+@pytest.mark.parametrize(("gpus", "placement"), [(1, "separate"), (2, "separate"), (1, "colocated")])
 def test_the_gpu_defaults_are_a_config(gpus: int, placement: str) -> None:
     defaults = workload.GPU | workload.gpu_shares(gpus, placement == "colocated")
     config = from_tree(with_overrides({}, defaults | {"rollout.placement": placement}))

@@ -76,7 +76,7 @@ def resumed(run: Done, tiny_model: Path, storage: Path) -> Done:
 @pytest.fixture(scope="module")
 def hurt(run: Done, tiny_model: Path, storage: Path) -> tuple[Done, list[str]]:
     """A run of which one engine is killed and then one train worker; and what was said of it."""
-    victims = {0: kill_an_engine_that_draws, 2: lambda: newest_process("ray::RayTrainWorker").kill()}
+    victims = {0: kill_an_engine_that_generates, 2: lambda: newest_process("ray::RayTrainWorker").kill()}
     messages: list[str] = []
 
     def kill(metrics: dict[str, Any], checkpoint: str | None) -> None:
@@ -124,13 +124,15 @@ def newest_process(name: str) -> psutil.Process:
     return max(found, key=lambda process: process.create_time())
 
 
-def kill_an_engine_that_draws() -> None:
+def kill_an_engine_that_generates() -> None:
     """At another moment it would be sent weights, and its loss be told in other words."""
     assert kept_group.group
     engine = kept_group.group.engines[0]
     while True:
-        pid, draws = ray.get(engine.__ray_call__.remote(lambda one: (os.getpid(), bool(one._drawing))))
-        if draws:
+        pid, generates = ray.get(
+            engine.__ray_call__.remote(lambda one: (os.getpid(), bool(one._thread._engine.result()._running)))
+        )
+        if generates:
             os.kill(pid, signal.SIGKILL)
             return
 
