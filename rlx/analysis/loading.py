@@ -171,7 +171,7 @@ def _sweep_runs(uri: str, experiment: str) -> list[TrackedRun]:
     """The parent runs of the sweeps of an experiment, newest first."""
     sweeps = mlflow.find_runs(uri, mlflow.find_experiment(uri, experiment), kind="sweep")
     if not sweeps:
-        raise ConfigError(f"no sweep in experiment {experiment!r}: experiments/ppo_sweep.py makes one")
+        raise ConfigError(f"no sweep in experiment {experiment!r}: rlx sweep makes one")
     return sweeps[::-1]
 
 

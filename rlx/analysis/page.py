@@ -181,7 +181,7 @@ def _best_setting(sweep: Sweep, settings: Sequence[Group], recipe: str) -> list[
     if not recipe:
         return [PageSection(title, "Not given: its config.yaml is not in MLflow, or of another version of rlx.")]
     seed = " --seed 100" if statistics.SEED in sweep.varied else ""
-    note = f"This is best.yaml, beside this page. To run it: python experiments/ppo.py --config best.yaml{seed}"
+    note = f"This is best.yaml, beside this page. To run it: rlx train --config best.yaml{seed}"
     return [PageSection(title, note, text=recipe)]
 
 

@@ -1,4 +1,4 @@
-"""Analyzes a sweep from MLflow as a page, tables and figures: python experiments/analyze.py [--sweep NAME]
+"""Analyzes a sweep from MLflow as a page, tables and figures: rlx analyze [--sweep NAME]
 
 Left out: the analysis itself (rlx.analysis).
 """
@@ -69,7 +69,7 @@ def print_analysis(args: argparse.Namespace) -> int:
         print(f"{difference_sentence(*compared[f'against {against.name}'])}\n")
     if settings[0].ended:
         run = loading.folder_of(uri, settings[0].trials[0]) or "RUN"
-        print(f"its model: python experiments/export.py {run} --checkpoint best --register NAME\n")
+        print(f"its model: rlx export {run} --checkpoint best --register NAME\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
     paths = report.write_report(sweep, folder, uri, args.metric, args.mode, args.by, against)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))

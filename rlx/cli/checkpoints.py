@@ -1,4 +1,4 @@
-"""Lists the runs of a storage, or one run's checkpoints: python experiments/checkpoints.py [RUN] [--storage ADDRESS]"""
+"""Lists the runs of a storage, or one run's checkpoints: rlx checkpoints [RUN] [--storage ADDRESS]"""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def show_runs(storage: str) -> int:
     """Prints a row per run."""
     runs = listing.runs(storage)
     if not runs:
-        print(f"no runs in {resolve_address(storage)} yet: python experiments/ppo.py makes one")
+        print(f"no runs in {resolve_address(storage)} yet: rlx train makes one")
         return 0
     print(listing.runs_table(runs, _width()))
-    print("\ncheckpoints of one of them: python experiments/checkpoints.py RUN")
+    print("\ncheckpoints of one of them: rlx checkpoints RUN")
     return 0
 
 

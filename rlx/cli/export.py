@@ -1,4 +1,4 @@
-"""Exports a checkpoint's policy for transformers and vLLM: python experiments/export.py RUN [--checkpoint best]"""
+"""Exports a checkpoint's policy for transformers and vLLM: rlx export RUN [--checkpoint best]"""
 
 from __future__ import annotations
 

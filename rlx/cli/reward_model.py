@@ -1,4 +1,4 @@
-"""Train a reward model on preferences: python experiments/reward_model.py [--pairs FILE.jsonl] [--out FOLDER] ...
+"""Train a reward model on preferences: rlx reward-model [--pairs FILE.jsonl] [--out FOLDER] ...
 
 The command makes what `rewards.preferences` does not: questions for generated pairs, the base model, the folder, and
 the record of the training. Left out: using the model, which the settings under `reward` do.
@@ -99,7 +99,7 @@ def train_reward_model(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - started
     print(f"held-out pair accuracy {result.accuracy_before:.3f} -> {result.accuracy_after:.3f} in {seconds:.0f} s")
     print(
-        f"use it: python experiments/ppo.py --reward.model {shlex.quote(str(folder))} --reward.functions '{{model: 1}}'"
+        f"use it: rlx train --reward.model {shlex.quote(str(folder))} --reward.functions '{{model: 1}}'"
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""Runs a sweep of PPO: python experiments/ppo_sweep.py [--trials N] [--scheduler asha] [--SETTING VALUE]"""
+"""Runs a sweep of PPO: rlx sweep [--trials N] [--scheduler asha] [--SETTING VALUE]"""
 
 from __future__ import annotations
 

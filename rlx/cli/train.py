@@ -1,4 +1,4 @@
-"""Trains one PPO run or its rest: python experiments/ppo.py [--resume NAME | --from CHECKPOINT] [--SETTING VALUE]"""
+"""Trains one PPO run or its rest: rlx train [--resume NAME | --from CHECKPOINT] [--SETTING VALUE]"""
 
 from __future__ import annotations
 

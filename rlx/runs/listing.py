@@ -153,14 +153,14 @@ def commands(run: StoredRun, storage: str) -> list[str]:
     if by_name and run.config:
         # A run that has done all its steps continues if it is given more.
         more = ["--train.steps", str(2 * run.steps_done)] if run.steps_done >= run.config.train.steps else []
-        lines.append(["ppo.py", "--resume", run.label, *more, *options])
+        lines.append(["train", "--resume", run.label, *more, *options])
     if checkpoint := run.best or run.newest:
         step = "best" if run.best else "newest"
         is_uri = "://" in run.label
         start = join_address(run.address, checkpoint.name) if is_uri else f"{run.label}@{step}"
         export = [start] if is_uri else [run.label, "--checkpoint", step]
-        lines += [["ppo.py", "--from", start, *options], ["export.py", *export, *options]]
-    return [shlex.join(["python", f"experiments/{script}", *words]) for script, *words in lines]
+        lines += [["train", "--from", start, *options], ["export", *export, *options]]
+    return [shlex.join(["rlx", *words]) for words in lines]
 
 
 def readable_size(count: int) -> str:

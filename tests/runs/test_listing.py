@@ -122,9 +122,9 @@ def test_commands_go_on_from_a_run(storage: str, shown: Shown) -> None:
     text = shown("try1", "--storage", storage)
     assert f"\nin {Path.cwd()}/kept/runs/try1\n" in text
     assert commands(text) == [
-        ["python", "experiments/ppo.py", "--resume", "try1", "--storage", "kept"],
-        ["python", "experiments/ppo.py", "--from", "try1@best", "--storage", "kept"],
-        ["python", "experiments/export.py", "try1", "--checkpoint", "best", "--storage", "kept"],
+        ["rlx", "train", "--resume", "try1", "--storage", "kept"],
+        ["rlx", "train", "--from", "try1@best", "--storage", "kept"],
+        ["rlx", "export", "try1", "--checkpoint", "best", "--storage", "kept"],
     ]
     assert run_folder.checkpoint_of("try1@best", "kept")[1].step == 10
 
@@ -132,8 +132,8 @@ def test_commands_go_on_from_a_run(storage: str, shown: Shown) -> None:
 def test_the_usual_storage_need_not_be_named(storage: str, shown: Shown) -> None:
     Path(storage).rename("storage")
     assert commands(shown("try1"))[1:] == [
-        ["python", "experiments/ppo.py", "--from", "try1@best"],
-        ["python", "experiments/export.py", "try1", "--checkpoint", "best"],
+        ["rlx", "train", "--from", "try1@best"],
+        ["rlx", "export", "try1", "--checkpoint", "best"],
     ]
 
 
@@ -150,8 +150,8 @@ def test_a_run_by_its_folder(storage: str, shown: Shown) -> None:
     Path(storage, "runs/try1/step_000010").rename(Path(storage, "sweeps/s/runs/trial_00000/step_000010"))
     text = shown(f"{storage}/sweeps/s/runs/trial_00000")
     assert commands(text) == [
-        ["python", "experiments/ppo.py", "--from", "kept/sweeps/s/runs/trial_00000@best"],
-        ["python", "experiments/export.py", "kept/sweeps/s/runs/trial_00000", "--checkpoint", "best"],
+        ["rlx", "train", "--from", "kept/sweeps/s/runs/trial_00000@best"],
+        ["rlx", "export", "kept/sweeps/s/runs/trial_00000", "--checkpoint", "best"],
     ]
     assert run_folder.checkpoint_of("kept/sweeps/s/runs/trial_00000@best", "storage")[1].step == 10
 
@@ -190,7 +190,7 @@ def test_all_runs(storage: str, shown: Shown) -> None:
 
 def test_no_runs_are_no_error(tmp_path: Path, shown: Shown) -> None:
     assert shown("--storage", f"{tmp_path}/none") == (
-        f"no runs in {tmp_path}/none yet: python experiments/ppo.py makes one\n"
+        f"no runs in {tmp_path}/none yet: rlx train makes one\n"
     )
     assert list(tmp_path.iterdir()) == []  # nor is a folder made
 
