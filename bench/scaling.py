@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.scaling.num_workers > 1:
             raise ConfigError("scaling.num_workers: --ranks says how many workers there are")
         if config.rollout.placement == "colocated":
-            raise ConfigError("rollout.placement: engines and workers are measured beside each other; leave colocated out")
+            raise ConfigError("rollout.placement: engines and workers are measured apart; leave colocated out")
         if config.scaling.use_gpu:
             config = scaled(config, 1, {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}})
         counts = ranks(args.ranks, workload.gpus() if config.scaling.use_gpu else None)

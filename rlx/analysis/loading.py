@@ -19,7 +19,7 @@ from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.tracking import mlflow
-from rlx.tracking.base import TrackedRun
+from rlx.tracking.base import RunStatus, TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
 
 Setting = int | float | str | None
@@ -50,7 +50,7 @@ class Trial:
     name: str  # of the first run, without the prefix that names the sweep
     run_ids: tuple[str, ...]  # first attempt first
     settings: dict[str, Setting]  # the varied ones, with the values of the last attempt
-    status: str  # a RunStatus, of the last attempt
+    status: RunStatus  # of the last attempt
     history: pd.DataFrame  # a row per step, a column per loaded metric, NaN where it was not logged
     stopped_at: int | None = None  # the step at which a scheduler stopped it
     origins: tuple[str, ...] = ()  # the checkpoints that later attempts continued from, e.g. trial_00001@6

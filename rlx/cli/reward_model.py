@@ -20,7 +20,7 @@ from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.config.sections import DataConfig
-from rlx.tracking.base import RunWriter, TrackingService
+from rlx.tracking.base import RunStatus, RunWriter, TrackingService
 
 if TYPE_CHECKING:
     from rlx.rewards.preferences import Pair, Progress, Recipe, TrainingResult
@@ -98,9 +98,7 @@ def train_reward_model(args: argparse.Namespace) -> int:
         result = train_and_save(base, folder, pairs, held_out, recipe, on_step)
     seconds = time.monotonic() - started
     print(f"held-out pair accuracy {result.accuracy_before:.3f} -> {result.accuracy_after:.3f} in {seconds:.0f} s")
-    print(
-        f"use it: rlx train --reward.model {shlex.quote(str(folder))} --reward.functions '{{model: 1}}'"
-    )
+    print(f"use it: rlx train --reward.model {shlex.quote(str(folder))} --reward.functions '{{model: 1}}'")
     return 0
 
 
@@ -188,15 +186,15 @@ def step_line(metrics: Mapping[str, float]) -> str:
 def _recorded(service: TrackingService, experiment: str, name: str, params: Mapping[str, Any]) -> Iterator[RunWriter]:
     """A run at the tracking service that lasts as long as the training."""
     service.check()
-    status, now = "FAILED", _milliseconds()
+    status, now = RunStatus.FAILED, _milliseconds()
     texts, tags = {key: str(value) for key, value in params.items()}, {"rlx.kind": "reward_model"}
     run_id = service.make_run(uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)
     writer = service.writer(run_id)
     try:
         yield writer
-        status = "FINISHED"
+        status = RunStatus.FINISHED
     except KeyboardInterrupt:
-        status = "KILLED"
+        status = RunStatus.KILLED
         raise
     finally:
         writer.end(status, _milliseconds())

@@ -33,6 +33,7 @@ from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.tracking import outbox, tracker
+from rlx.tracking.base import RunStatus
 from rlx.tracking.tracker import OutboxTracker
 
 if TYPE_CHECKING:
@@ -255,15 +256,15 @@ def _open_record(
 @contextmanager
 def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> Iterator[None]:
     """Ends the run's MLflow run with the status of the block, and sends what still waits."""
-    status = "FAILED"
+    status = RunStatus.FAILED
     try:
         yield
-        status = "FINISHED"
+        status = RunStatus.FINISHED
     except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
-        status = "FINISHED"
+        status = RunStatus.FINISHED
         raise
     except KeyboardInterrupt:
-        status = "KILLED"
+        status = RunStatus.KILLED
         raise
     finally:
         record.end(status)

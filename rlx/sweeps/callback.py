@@ -24,6 +24,7 @@ from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import State, SweepPlan, TrialRecords, trial_name
 from rlx.sweeps.trainable import newest_attempt
+from rlx.tracking.base import RunStatus
 from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
@@ -53,7 +54,7 @@ class SweepCallback(tune.Callback):
     interrupted = False
 
     def __init__(self, plan: SweepPlan, folder: Storage) -> None:
-        self.statuses: dict[str, str] = {}  # by trial, the status with which its MLflow run is to end
+        self.statuses: dict[str, RunStatus] = {}  # by trial, the status with which its MLflow run is to end
         self.steps, self.log = plan.config.train.steps, TrialLog(plan.tracking_uri, folder)
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
@@ -61,7 +62,7 @@ class SweepCallback(tune.Callback):
             _confirm_interrupts()
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.statuses[trial_name(trial)] = "KILLED"  # unless another end comes
+        self.statuses[trial_name(trial)] = RunStatus.KILLED  # unless another end comes
         self._show(trial, {}, "running")
 
     def on_trial_result(
@@ -71,15 +72,15 @@ class SweepCallback(tune.Callback):
         self._show(trial, result, "running")
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.statuses[trial_name(trial)] = "FINISHED"
+        self.statuses[trial_name(trial)] = RunStatus.FINISHED
         state: State = "finished" if trial.last_result.get("step", 0) >= self.steps else "stopped"
         self.log.end_trial(trial, state)
         self._show(trial, trial.last_result, state)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.statuses[trial_name(trial)] = "FAILED"
+        self.statuses[trial_name(trial)] = RunStatus.FAILED
         self.log.end_trial(trial, "failed", _error_message(trial))
-        self.log.end_mlflow_run(trial, "FAILED")
+        self.log.end_mlflow_run(trial, RunStatus.FAILED)
         self._show(trial, trial.last_result, "failed")
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
@@ -91,7 +92,7 @@ class SweepCallback(tune.Callback):
             if status := self.statuses.get(trial_name(trial)):
                 self.log.end_mlflow_run(trial, status)
         waiting = any(trial.status in (Trial.PENDING, Trial.PAUSED) for trial in trials)
-        SweepCallback.interrupted = waiting or "KILLED" in self.statuses.values()
+        SweepCallback.interrupted = waiting or RunStatus.KILLED in self.statuses.values()
 
     @_harmless
     def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
@@ -125,7 +126,7 @@ class TrialLog:
             self.records.write(trial_name(trial), record.model_copy(update={"state": state, "message": message}))
 
     @_harmless
-    def end_mlflow_run(self, trial: Trial, status: str) -> None:
+    def end_mlflow_run(self, trial: Trial, status: RunStatus) -> None:
         """Ends the MLflow run of a trial's newest run, and sends what the trial's process has not sent."""
         if run_folder.exists(self._newest_run(trial)):
             with self._tracker(trial, "driver") as tracker:

@@ -31,6 +31,7 @@ from rlx.sweeps.searchers import ADAPTIVE
 from rlx.sweeps.space import MODE, Space, complete_settings, load_space, space_fingerprint
 from rlx.sweeps.trainable import attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
+from rlx.tracking.base import RunStatus
 from rlx.tracking.tracker import OutboxTracker, service_at
 
 _LOG = logging.getLogger("rlx")
@@ -180,7 +181,7 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
     Raises:
         KeyboardInterrupt: the sweep was interrupted; a resume continues it.
     """
-    status, folder = "FAILED", storage / "sweeps" / plan.name
+    status, folder = RunStatus.FAILED, storage / "sweeps" / plan.name
     tracker = OutboxTracker(plan.tracking_uri, folder, "driver")
     on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it for good
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `failures` says why trials failed
@@ -189,10 +190,11 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
     try:
         results = _fit(plan, storage, watch)
         _send_pending(plan.tracking_uri, folder)
-        status = "FINISHED" if any(record.state != "failed" for record in results.values()) else "FAILED"
+        if any(record.state != "failed" for record in results.values()):
+            status = RunStatus.FINISHED
         return results
     except KeyboardInterrupt:
-        status = "KILLED"
+        status = RunStatus.KILLED
         raise
     finally:
         signal.signal(signal.SIGINT, on_interrupt)

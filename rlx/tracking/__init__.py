@@ -6,11 +6,12 @@ rlx.storage.
 Example:
     from pathlib import Path
     from rlx.storage.filesystem import Storage
+    from rlx.tracking.base import RunStatus
     from rlx.tracking.tracker import OutboxTracker
 
     tracker = OutboxTracker("sqlite:////tmp/mlflow.db", Storage.local(Path("/tmp/runs/one")), "driver")
     tracker.open("rlx", "one", params={"train.actor_lr": 1e-5}, tags={"rlx.kind": "run"})
     tracker.log({"reward/mean": 0.5}, step=0)
-    tracker.end("FINISHED")
+    tracker.end(RunStatus.FINISHED)
     assert tracker.close(patience_s=60) == 0
 """

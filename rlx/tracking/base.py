@@ -97,11 +97,11 @@ class Tracker(Protocol):
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags of the run; a tag that exists gets the new value."""
 
-    def end(self, status: str) -> None:
+    def end(self, status: RunStatus) -> None:
         """Marks the run as ended now.
 
         Args:
-            status: a `RunStatus` other than RUNNING.
+            status: one other than RUNNING.
         """
 
     def flush(self, patience_s: float = 1.0) -> None:
@@ -144,7 +144,7 @@ class RunWriter(Protocol):
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags."""
 
-    def end(self, status: str, at: int) -> None:
+    def end(self, status: RunStatus, at: int) -> None:
         """Ends the run, unless it has this status already."""
 
 

@@ -25,7 +25,7 @@ class MemoryTracker:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by step
     texts: dict[str, str] = field(default_factory=dict)
-    status: str | None = None  # None until `open`
+    status: RunStatus | None = None  # None until `open`
     is_closed: bool = False
 
     def open(
@@ -59,7 +59,7 @@ class MemoryTracker:
         """Sets tags of the run."""
         self.tags |= tags
 
-    def end(self, status: str) -> None:
+    def end(self, status: RunStatus) -> None:
         """Sets the final status."""
         self.status = status
 

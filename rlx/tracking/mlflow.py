@@ -205,7 +205,7 @@ class MLflowRun:
 
         self._client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
-    def end(self, status: str, at: int) -> None:
+    def end(self, status: RunStatus, at: int) -> None:
         """Ends the run. A run that has this status already keeps its end time."""
         if self._client.get_run(self.run_id).info.status != status:
             self._client.set_terminated(self.run_id, status, at)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from rlx.storage.filesystem import Storage, retry
-from rlx.tracking.base import Notify, TrackingService
+from rlx.tracking.base import Notify, RunStatus, TrackingService
 from rlx.tracking.delivery import Delivery
 from rlx.tracking.mlflow import MLflowService
 from rlx.tracking.outbox import EntryKind, OutboxQueue, entry_names, read_run_record, write_run_record, writers
@@ -110,7 +110,7 @@ class OutboxTracker:
         """Sets tags of the run."""
         self._queue.add(EntryKind.SET_TAGS, {"tags": dict(tags)})
 
-    def end(self, status: str) -> None:
+    def end(self, status: RunStatus) -> None:
         """Marks the run as ended now."""
         self._queue.add(EntryKind.END, {"status": status, "at": now_ms()})
 

@@ -189,9 +189,7 @@ def test_all_runs(storage: str, shown: Shown) -> None:
 
 
 def test_no_runs_are_no_error(tmp_path: Path, shown: Shown) -> None:
-    assert shown("--storage", f"{tmp_path}/none") == (
-        f"no runs in {tmp_path}/none yet: rlx train makes one\n"
-    )
+    assert shown("--storage", f"{tmp_path}/none") == (f"no runs in {tmp_path}/none yet: rlx train makes one\n")
     assert list(tmp_path.iterdir()) == []  # nor is a folder made
 
 

@@ -39,7 +39,7 @@ def test_runs_are_read_back_as_records(uri: str) -> None:
     writer.log({"reward/mean": 0.25}, 0, 2100)
     writer.log({"reward/mean": 0.5}, 1, 2200)
     writer.log_text("config.yaml", "seed: ü\n")
-    writer.end("FAILED", 2300)
+    writer.end(RunStatus.FAILED, 2300)
     experiment = mlflow.find_experiment(uri, "rlx")
     run = mlflow.get_run(uri, child)
     assert (run.id, run.name, run.experiment_id, run.parent_id) == (child, "trial", experiment, parent)

@@ -22,7 +22,7 @@ from rlx.config.errors import ConfigError
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow, outbox
-from rlx.tracking.base import TrackedRun, Tracker
+from rlx.tracking.base import RunStatus, TrackedRun, Tracker
 from rlx.tracking.memory import NullTracker
 from rlx.tracking.mlflow import MLflowService
 from rlx.tracking.tracker import TRACKING_SERVICES, OutboxTracker, send_pending, service_at
@@ -165,7 +165,7 @@ def test_a_working_service_gets_every_record_and_the_outbox_stays_empty(database
     log_steps(tracker, 0, 1, 2)
     tracker.log_text("config.yaml", "seed: 1\n")
     tracker.set_tags({"rlx.winner": "yes"})
-    tracker.end("FINISHED")
+    tracker.end(RunStatus.FINISHED)
     assert tracker.close(LONG_S) == 0
     assert logged(database, folder) == expected(0, 1, 2)
     assert table(database, folder, 2)["data"] == [list(row.values()) for row in rows(2)]
@@ -187,7 +187,7 @@ def test_a_run_that_starts_while_the_server_is_down_is_created_when_it_is_up(ser
     worker = OutboxTracker(server.uri, trial, "rank_0", messages.put)
     open_run(driver, "trial", sweep)
     log_steps(worker, 0, 1)
-    driver.end("FINISHED")
+    driver.end(RunStatus.FINISHED)
     asked = time.time() * 1000
     open_run(parent, "sweep")
     assert messages.next() == (  # once, from the tracker that the others wait for
@@ -325,7 +325,7 @@ def test_an_entry_that_was_sent_but_not_deleted_is_stored_once(proxy: s3.Proxy, 
     first = OutboxTracker(proxy.address, folder, "rank_0", Messages().put)
     open_run(first)
     log_steps(first, 0, 1)
-    first.end("FINISHED")
+    first.end(RunStatus.FINISHED)
     first.close(0)
     files = outbox_files(folder)
     proxy.heal()
@@ -370,7 +370,7 @@ def test_a_resumed_run_repeats_no_step_and_counts_its_attempts(database: str, fo
         tracker = opened_tracker(database, folder)
         assert (tracked_run(database, folder).status, tracker.run_id) == ("RUNNING", outbox.run_id(folder))
         log_steps(tracker, *range(attempt))
-        tracker.end("FAILED")
+        tracker.end(RunStatus.FAILED)
         assert tracker.close(LONG_S) == 0
         assert tracked_run(database, folder).tags["rlx.attempt"] == str(attempt)
     assert logged(database, folder) == expected(0, 1, 2)
