@@ -18,7 +18,6 @@ from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, is_setting, setting_keys
 from rlx.config.sections import flatten
-from rlx.runs import preflight
 
 PARAMS = dict(RunConfig().data.params)
 
@@ -519,13 +518,6 @@ def test_help_shows_meaning_and_default() -> None:
     assert f"--train.ppo-epochs INT passes over a step's completions (default: {RunConfig().train.ppo_epochs})" in shown
 
 
-def test_a_model_must_be_divisible_by_the_gpus_that_it_is_split_over(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"num_attention_heads": 14}')
-    split = {"rollout.tensor_parallel": 4, "rollout.resources_per_engine.GPU": 4}
-    with pytest.raises(ConfigError, match=r"rollout.tensor_parallel 4 does not divide the 14 attention heads"):
-        preflight.check_model(from_tree(with_overrides({}, split)), str(tmp_path))
-
-
 def test_stale_completions_are_corrected_unless_configured_otherwise() -> None:
     def correction(**rollout: Any) -> str:
         return from_tree({"rollout": rollout}).rollout_correction
@@ -533,19 +525,3 @@ def test_stale_completions_are_corrected_unless_configured_otherwise() -> None:
     assert (correction(), correction(max_staleness=1)) == ("none", "tis")
     for algorithm in ({"rollout_correction": "none"}, {"old_logprobs": "rollout"}):
         assert from_tree({"rollout": {"max_staleness": 1}, "algorithm": algorithm}).rollout_correction == "none"
-
-
-@pytest.mark.parametrize("setting", ["data.source", "data.ptx_source", "eval.source"])
-def test_a_missing_prompt_file_is_refused_before_a_model_is_created(setting: str, tmp_path: Path) -> None:
-    (tmp_path / "there.jsonl").write_text("{}")
-    given = {"storage": str(tmp_path / "storage"), "data.source": str(tmp_path / "there.jsonl"), "data.params": {}}
-    given |= {setting: str(tmp_path / "p.jsonl")} | ({"algorithm.ptx_coef": 0.1} if "ptx" in setting else {})
-    with pytest.raises(ConfigError, match=rf"^{setting} .*p\.jsonl: no such file$"):
-        preflight.prepare(from_tree(with_overrides({}, given)))
-    assert not (tmp_path / "storage").exists()
-
-
-def test_a_trial_on_another_machine_needs_no_prompt_file(tiny_model: Path, tmp_path: Path) -> None:
-    given = {"storage": str(tmp_path), "data.source": str(tmp_path / "p.jsonl"), "data.params": {}}
-    config = from_tree(with_overrides({}, given | {"model.path": str(tiny_model)}))
-    assert preflight.prepare(config, tables={"train": None}).model_path == str(tiny_model)
