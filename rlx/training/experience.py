@@ -76,8 +76,12 @@ class RolloutBatch:
         return replace(self, **{name: column.to(device) for name, column in self.columns.items()})
 
     def with_logprobs(self, columns: Mapping[str, Tensor]) -> LogprobBatch:
-        """The same with `logprobs`, `ref_logprobs`, `values` and `entropy`, `[B, T]` each."""
-        return LogprobBatch(**self.columns, **columns)
+        """The same completions with `logprobs`, `ref_logprobs`, `values` and `entropy`, `[B, T]` each.
+
+        What was computed for them before is left out.
+        """
+        completions = {field.name: getattr(self, field.name) for field in fields(RolloutBatch)}
+        return LogprobBatch(**completions, **columns)
 
 
 @dataclass(frozen=True)

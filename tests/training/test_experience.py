@@ -11,6 +11,7 @@ from torch import Tensor
 from rlx.training.collector import Selection
 from rlx.training.experience import (
     Experience,
+    LogprobBatch,
     RolloutBatch,
     balance_lengths,
     build_batch,
@@ -164,6 +165,16 @@ def test_rows_cut_every_grid_and_keep_what_follows_a_gap_in_the_mask() -> None:
     ]
     for cut, expected in grids:
         assert cut.tolist() == expected
+
+
+def test_other_logprobs_replace_those_before_and_leave_out_what_followed_from_them() -> None:
+    """The doctor computes the log-probabilities of the same completions twice."""
+    batch = numbered([(2, 4), (3, 4)])
+    grids = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values", "entropy")}
+    experience = batch.with_logprobs(grids).with_advantages(batch.mask, batch.mask)
+    again = experience.with_logprobs(grids | {"logprobs": batch.mask})
+    assert type(again) is LogprobBatch
+    assert again.logprobs.equal(batch.mask) and again.ids.equal(batch.ids)
 
 
 def test_minibatches_are_equal_runs() -> None:
