@@ -115,7 +115,7 @@ def test_a_runs_checkpoints(storage: str, shown: Shown) -> None:
 
 
 def commands(text: str) -> list[list[str]]:
-    return [shlex.split(line) for line in text.splitlines() if line.startswith("python ")]
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("rlx ")]
 
 
 def test_commands_go_on_from_a_run(storage: str, shown: Shown) -> None:
