@@ -43,6 +43,7 @@ def ray_cluster(s3_server: str) -> Iterator[None]:
     os.environ.update(launch.OWN_CLUSTER_ENVIRONMENT)
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
+    kept_group.release()
     ray.shutdown()
 
 
@@ -146,10 +147,10 @@ NothingLeft = Callable[[float], None]
 
 
 @pytest.fixture(scope="module")
-def nothing_left(ray_cluster: None) -> Iterator[NothingLeft]:
-    """A check that in so many seconds at most, no actor and no placement group is left that was not there before.
+def nothing_left(ray_cluster: None) -> NothingLeft:
+    """A check that in so many seconds at most, nothing is left that was not there when the module began.
 
-    At the module's end, what its runs have kept for each other is let go.
+    What a run keeps for the next one is there until a run of another shape, also of another module.
     """
     before = _alive().keys()
 
@@ -161,8 +162,7 @@ def nothing_left(ray_cluster: None) -> Iterator[NothingLeft]:
             time.sleep(0.2)
         assert left == {}
 
-    yield check
-    kept_group.release()
+    return check
 
 
 def _alive() -> dict[str, str]:

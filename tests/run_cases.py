@@ -1,5 +1,6 @@
 """Whole runs for tests: a config that takes seconds, and what a run reported."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rlx.runs import launch, preflight
 from rlx.runs.launch import Result
 from rlx.runs.ray_train import Notify, OnReport
 from rlx.storage.addresses import open_storage
+from rlx.tracking import mlflow
 
 STEPS = 4
 # Metrics that differ between any two runs; all others are equal to the last bit.
@@ -42,8 +44,8 @@ def train(
 
     Args:
         records: folder of the MLflow database, if it is not the storage.
-        keep: whether engines and workers stay for the next run of the same shape, until the end of a module that uses
-            the fixture `nothing_left`.
+        keep: whether engines and workers stay for the next run of the same shape: starting them takes most of a small
+            run's time.
     """
     storage = records or Path(config.storage)
     prepared = preflight.prepare(config)
@@ -61,15 +63,18 @@ def train(
 
 
 def small(model: Path, storage: Path | str, name: str, **overrides: Any) -> RunConfig:
-    """Returns the config of a run that takes seconds, on two ranks and two engines."""
+    """Returns the config of a run that takes seconds, on two ranks and two engines.
+
+    What it keeps for the next run leaves room for a trial on the tests' cluster.
+    """
     tree = {
         "name": name,
         "storage": str(storage),
         "model": {"path": str(model)},
         "data": {"num_prompts": 200, "max_prompt_tokens": 32},
         "train": {"steps": STEPS, "prompts_per_step": 8, "samples_per_prompt": 2},
-        "rollout": {"num_engines": 2, "max_tokens": 8, "kv_cache_mib": 16},
-        "scaling": {"num_workers": 2},
+        "rollout": {"num_engines": 2, "max_tokens": 8, "kv_cache_mib": 16, "resources_per_engine": {"CPU": 0.25}},
+        "scaling": {"num_workers": 2, "resources_per_worker": {"CPU": 0.5}},
         "eval": {"every": 2, "num_prompts": 12},
         "checkpoint": {"every": 2},
     }
@@ -80,3 +85,15 @@ def comparable(history: History, steps: range) -> dict[str, dict[int, list[float
     """Returns the metrics that are equal in two runs of the same config."""
     kept = {name: by_step for name, by_step in history.items() if not name.startswith(MEASURED)}
     return {name: {step: by_step[step] for step in steps if step in by_step} for name, by_step in kept.items()}
+
+
+def sample_rows(done: Done, step: int) -> list[dict[str, Any]]:
+    """The sample table of a step."""
+    path = artifact(done, f"samples/step_{step:06d}.json")
+    table = json.loads(path.read_text())
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
+def artifact(done: Done, name: str) -> Path:
+    run = mlflow.client(mlflow.default_uri(done.storage)).get_run(done.result.mlflow_run)
+    return Path(run.info.artifact_uri.removeprefix("file://")) / name

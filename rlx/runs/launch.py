@@ -176,8 +176,11 @@ def run(
         return Result(prepared.name, folder.path, metrics, record.run_id)
 
 
-def examine(prepared: PreparedRun) -> list[Verdict]:
+def examine(prepared: PreparedRun, keep: bool = False) -> list[Verdict]:
     """Returns the doctor's verdicts on a config: from a few steps that change nothing and leave no run and no record.
+
+    Args:
+        keep: whether engines and workers stay for a run of the same shape.
 
     Raises:
         ConfigError: the input cannot be used.
@@ -186,7 +189,7 @@ def examine(prepared: PreparedRun) -> list[Verdict]:
     from rlx.runs import doctor
 
     config = prepared.config
-    with kept_group.lease(prepared) as group, tempfile.TemporaryDirectory(prefix="rlx-check-") as temporary:
+    with kept_group.lease(prepared, keep) as group, tempfile.TemporaryDirectory(prefix="rlx-check-") as temporary:
         prepared = replace(prepared, tables=prompt_tables(config, prepared.model_path))
         folder = open_storage(f"{temporary}/check")
         tree = doctor.with_no_learning(config).model_dump()

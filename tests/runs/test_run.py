@@ -1,6 +1,6 @@
 """Whole runs with the real parts: Ray Train, FSDP, vLLM and MLflow, on a small model.
 
-One set of engines and workers does those of the same shape, one after another; `head` has another and comes last.
+One set of engines and workers does all of them, one after another (conftest.py of this folder).
 """
 
 import json
@@ -17,20 +17,17 @@ import ray
 import s3
 import yaml
 from conftest import NothingLeft, Script
-from run_cases import STEPS, Done, comparable, small, train
+from run_cases import STEPS, Done, artifact, comparable, sample_rows, small, train
 
 import rlx
 from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
-from rlx.data import reasoning_gym, sources
-from rlx.runs import actor_group, launch, preflight, run_folder
+from rlx.runs import actor_group, run_folder
 from rlx.runs.launch import kept_group
 from rlx.runs.run_folder import saved_config
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
-from rlx.storage.filesystem import Storage
-from rlx.tracking import metrics, mlflow, outbox
-from rlx.tracking.tracker import OutboxTracker
+from rlx.tracking import metrics, mlflow
 
 ONLY_WHEN_ASKED_FOR = {
     "reward/running_mean",
@@ -94,30 +91,6 @@ def branch(run: Done, tiny_model: Path, storage: Path) -> Done:
     return train(small(tiny_model, storage, "branch", **start))
 
 
-@pytest.fixture(scope="module")
-def head(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
-    """One rank and one engine, the critic a head on the policy, one optimizer step per round of rollouts. Nothing of it
-    is to be left."""
-    one = {"scaling__num_workers": 1, "rollout__num_engines": 1, "train__ppo_epochs": 1, "train__num_minibatches": 1}
-    config = small(tiny_model, storage, "head", model__critic="head", train__steps=1, **one)
-    folder = open_storage(config.storage) / "runs" / "head"
-    return train(config, keep=False, on_report=lambda metrics, _: leave(folder) if metrics["step"] else None)
-
-
-def leave(folder: Storage) -> None:
-    """A record, as a process leaves it that has ended before MLflow took it."""
-    process = OutboxTracker(f"http://127.0.0.1:{s3.free_port()}", folder, "ended")
-    process.log_text("late.txt", "at last")
-    assert process.close(0) == 1
-
-
-def sample_rows(done: Done, step: int) -> list[dict[str, Any]]:
-    """The sample table of a step."""
-    path = artifact(done, f"samples/step_{step:06d}.json")
-    table = json.loads(path.read_text())
-    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-
-
 def newest_process(name: str) -> psutil.Process:
     """Of the processes of that name, the one that began last: other tests may have some too."""
     found = [process for process in psutil.process_iter(["cmdline"]) if name in " ".join(process.info["cmdline"] or [])]
@@ -135,11 +108,6 @@ def kill_an_engine_that_generates() -> None:
         if generates:
             os.kill(pid, signal.SIGKILL)
             return
-
-
-def artifact(done: Done, name: str) -> Path:
-    run = mlflow.client(mlflow.default_uri(done.storage)).get_run(done.result.mlflow_run)
-    return Path(run.info.artifact_uri.removeprefix("file://")) / name
 
 
 def test_engines_and_trainers_agree_at_every_step(run: Done) -> None:
@@ -236,37 +204,6 @@ def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Don
     assert sorted(set(steps)) == [0, 1, 2, 3, 4] and len(steps) <= 7  # some may have been done twice
 
 
-def test_the_doctor_finds_a_sound_setup_sound(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> None:
-    before = sorted(storage.rglob("*"))
-    lines = launch.examine(preflight.prepare(small(tiny_model, storage, "check", model__lora_rank=2)))
-    assert [line.what for line in lines if not line.passed] == []
-    assert len(lines) == 8  # the critic is a head here
-    assert sorted(storage.rglob("*")) == before  # it leaves no run
-
-
-def test_rewards_are_what_the_scorer_says(head: Done) -> None:
-    check = sources.answer_checker(head.config.data, head.config.eval.seed, head.config.eval.num_prompts)
-    answers = {row["question"]: row for row in reasoning_gym.generated_questions(head.config.data, 10_000_000, 12)}
-    for step in (0, 1):
-        rows = sample_rows(head, step)
-        expected = [check(row["completion"].strip(), row["answer"], answers[row["prompt"]]["entry"]) for row in rows]
-        assert len(rows) == len(answers) and [row["score"] for row in rows] == expected
-        assert head.history["eval/reward"][step][0] == pytest.approx(sum(expected) / len(expected), rel=1e-6)
-        right = sum(score >= 1 for score in expected) / len(expected)
-        assert head.history["eval/accuracy"][step][0] == pytest.approx(right, rel=1e-6)
-
-
-def test_one_optimizer_step_starts_at_ratio_one(head: Done) -> None:
-    """The update's forward pass is that of the old policy: no ratio, no clipping, and whitened advantages sum to 0."""
-    first = {name: by_step[1][0] for name, by_step in head.history.items() if 1 in by_step}
-    assert abs(first["policy/approx_kl"]) <= 1e-9
-    assert first["policy/clip_fraction"] == first["value/clip_fraction"] == 0
-    assert abs(first["policy/loss"]) <= 1e-5
-    assert first["value/loss"] > 0
-    assert first["mismatch/max_abs"] <= 1e-4
-    assert "value/grad_norm" not in first  # a head has no optimizer of its own
-
-
 @pytest.mark.slow  # a process that stands still is killed only after half a minute
 def test_a_run_whose_worker_hangs_after_the_last_report_is_over_all_the_same(
     run: Done, nothing_left: NothingLeft, tiny_model: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,12 +218,3 @@ def test_a_run_whose_worker_hangs_after_the_last_report_is_over_all_the_same(
     assert done.result.metrics["step"] == 1
     kept_group.release()
     nothing_left(15)
-
-
-def test_at_the_end_of_a_run_what_its_processes_have_left_is_sent(head: Done) -> None:
-    assert artifact(head, "late.txt").read_text() == "at last"
-    assert outbox.pending(open_storage(head.result.folder)) == 0
-
-
-def test_nothing_is_left_of_these_runs(run: Done, head: Done, nothing_left: NothingLeft) -> None:
-    nothing_left(5)

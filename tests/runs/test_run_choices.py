@@ -1,10 +1,13 @@
-"""Whole runs with what the default run does not use: adapters, many rewards, and all that steadies training."""
+"""Whole runs with what the default run does not use: all that steadies training, adapters and many rewards.
+
+The first ones have the shape of the runs of test_run, and share their engines and workers.
+"""
 
 import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from run_cases import STEPS, Done, comparable, small, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlx.config.run import RunConfig
+from rlx.runs import launch, preflight
 from rlx.runs.ray_train import RunError
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
@@ -26,6 +30,90 @@ def storage(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> P
     folder = tmp_path_factory.mktemp("storage")
     shutil.copy(empty_database, folder)
     return folder
+
+
+STEADY: dict[str, Any] = {
+    "model__value_head_init": "normal",
+    "train__critic_warmup": 1,
+    "train__ema_decay": 0.5,
+    "train__gradient_checkpointing": True,
+    "train__warmup_steps": 0,
+    "algorithm__target_kl": 1e-7,
+    "algorithm__normalize_rewards": True,
+    "algorithm__reward_clip": 2.0,
+    "algorithm__missing_eos_penalty": 0.5,
+    "algorithm__overlong_buffer": 4,
+    "algorithm__entropy_coef": 0.01,
+    "algorithm__adaptive_kl_target": 0.1,
+    "algorithm__adaptive_kl_horizon": 100,
+    "algorithm__rollout_correction": "tis",
+    "algorithm__rollout_correction_level": "sequence",
+}
+
+
+@pytest.fixture(scope="module")
+def half(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
+    return train(small(tiny_model, storage, "halves", train__steps=STEPS // 2, **STEADY))
+
+
+@pytest.fixture(scope="module")
+def steady(half: Done, tiny_model: Path, storage: Path) -> Done:
+    return train(small(tiny_model, storage, "steady", **STEADY))
+
+
+@pytest.fixture(scope="module")
+def resumed(half: Done, steady: Done, tiny_model: Path, storage: Path) -> Done:
+    """The rest of the first half. The same workers have done another run meanwhile: nothing of its state is in them."""
+    return train(small(tiny_model, storage, "halves", **STEADY), resume=True)
+
+
+@pytest.fixture(scope="module")
+def remax(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
+    """One step; nothing of it is to be left."""
+    chosen = {"algorithm__advantage": "remax", "algorithm__policy_loss": "cispo", "train__steps": 1}
+    return train(small(tiny_model, storage, "remax", **chosen), keep=False)
+
+
+def last(done: Done, metric: str, step: int) -> float:
+    (value,) = done.history[metric][step]
+    return value
+
+
+def test_the_policy_stays_while_the_critic_warms_up(steady: Done) -> None:
+    assert 1 not in steady.history["policy/loss"] and 1 in steady.history["value/loss"]
+    assert abs(last(steady, "kl/ref", 2)) <= 1e-9 < abs(last(steady, "kl/ref", 3))
+
+
+def test_epochs_end_early_by_kl(steady: Done) -> None:
+    assert [last(steady, "policy/updates", step) for step in (2, 3, 4)] == [1, 1, 1]  # of four
+
+
+def test_the_average_is_evaluated_beside_the_policy(steady: Done) -> None:
+    assert last(steady, "eval/ema/accuracy", 0) == last(steady, "eval/accuracy", 0)
+    assert set(steady.history["eval/ema/reward"]) == {0, 2, 4}
+    assert all(last(steady, "mismatch/max_abs", step) <= 1e-4 for step in range(1, 5))  # the policy is back
+
+
+def test_penalties_are_taken_off_and_scores_normalised(steady: Done) -> None:
+    taken = last(steady, "reward/task", 1) - last(steady, "reward/mean", 1)
+    assert taken >= 0.5 * last(steady, "response/truncated_fraction", 1)
+    assert last(steady, "reward/running_mean", 1) == pytest.approx(last(steady, "reward/mean", 1), abs=1e-6)
+    assert last(steady, "reward/running_std", 1) > 0
+
+
+def test_a_resumed_run_with_all_that_state_is_the_undisturbed_one(steady: Done, resumed: Done) -> None:
+    assert comparable(resumed.history, range(5)) == comparable(steady.history, range(5))
+    assert len(comparable(steady.history, range(5))) > 30
+
+
+def test_remax_compares_with_the_greedy_completion(remax: Done) -> None:
+    trained = 16 * last(remax, "response/length_mean", 1)
+    assert last(remax, "tokens/total", 1) > trained + 8 - 1e-3  # a greedy completion for each of 8 prompts
+    assert last(remax, "mismatch/max_abs", 1) <= 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters and many rewards: other engines, and reward models
 
 
 @pytest.fixture(scope="module")
@@ -85,86 +173,36 @@ def server() -> Iterator[Faulty]:
 WEIGHTS = {"task": 1.0, "format": 0.2, "length": 0.5, "model": 0.1, "url": -0.3, "tests.my_rewards:short": 0.0}
 
 
-def many_rewards(model: Path, storage: Path, judge: Path, server: Faulty, name: str) -> RunConfig:
-    return small(
-        model,
-        storage,
-        name,
-        reward__functions=WEIGHTS,
-        reward__format_pattern=r"\d+",
-        reward__length_target=3,
-        reward__model=str(judge),
-        reward__url=server.url,
-        train__steps=2,
-        algorithm__advantage="grpo",
-        algorithm__filter_groups=True,
-        algorithm__filter_rounds=2,
-        algorithm__kl_coef=0.05,
-        model__lora_rank=4,
-        model__lora_sync="adapter",
-        train__actor_lr=5e-3,
-    )
-
-
 @pytest.fixture(scope="module")
-def adapted(nothing_left: NothingLeft, tiny_model: Path, storage: Path, judge: Path, server: Faulty) -> Done:
-    return train(many_rewards(tiny_model, storage, judge, server, "adapted"))
-
-
-STEADY: dict[str, Any] = {
-    "model__value_head_init": "normal",
-    "train__critic_warmup": 1,
-    "train__ema_decay": 0.5,
-    "train__gradient_checkpointing": True,
-    "train__warmup_steps": 0,
-    "algorithm__target_kl": 1e-7,
-    "algorithm__normalize_rewards": True,
-    "algorithm__reward_clip": 2.0,
-    "algorithm__missing_eos_penalty": 0.5,
-    "algorithm__overlong_buffer": 4,
-    "algorithm__entropy_coef": 0.01,
-    "algorithm__adaptive_kl_target": 0.1,
-    "algorithm__adaptive_kl_horizon": 100,
-    "algorithm__rollout_correction": "tis",
-    "algorithm__rollout_correction_level": "sequence",
-}
-
-
-@pytest.fixture(scope="module")
-def taught(storage: Path) -> dict[str, Any]:
-    """Settings by which the answers of a file are learnt, too. Runs that have them follow each other at once."""
-    file = storage / "answers.jsonl"
+def many_rewards(tiny_model: Path, storage: Path, judge: Path, server: Faulty) -> Callable[..., RunConfig]:
+    """Gives the config of a run by its name, and changes to it. It learns the answers of a file, too."""
+    answers = storage / "answers.jsonl"
     rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1, 20)]
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    return {"algorithm__ptx_coef": 0.5, "data__ptx_source": str(file), "data__ptx_batch": 4}
+    answers.write_text("\n".join(json.dumps(row) for row in rows))
+    chosen: dict[str, Any] = {
+        "reward__functions": WEIGHTS,
+        "reward__format_pattern": r"\d+",
+        "reward__length_target": 3,
+        "reward__model": str(judge),
+        "reward__url": server.url,
+        "train__steps": 2,
+        "algorithm__advantage": "grpo",
+        "algorithm__filter_groups": True,
+        "algorithm__filter_rounds": 2,
+        "algorithm__kl_coef": 0.05,
+        "algorithm__ptx_coef": 0.5,
+        "data__ptx_source": str(answers),
+        "data__ptx_batch": 4,
+        "model__lora_rank": 4,
+        "model__lora_sync": "adapter",
+        "train__actor_lr": 5e-3,
+    }
+    return lambda name, **changes: small(tiny_model, storage, name, **(chosen | changes))
 
 
 @pytest.fixture(scope="module")
-def half(nothing_left: NothingLeft, tiny_model: Path, storage: Path, taught: dict[str, Any]) -> Done:
-    return train(small(tiny_model, storage, "halves", train__steps=STEPS // 2, **STEADY, **taught))
-
-
-@pytest.fixture(scope="module")
-def steady(half: Done, tiny_model: Path, storage: Path, taught: dict[str, Any]) -> Done:
-    return train(small(tiny_model, storage, "steady", **STEADY, **taught))
-
-
-@pytest.fixture(scope="module")
-def resumed(half: Done, steady: Done, tiny_model: Path, storage: Path, taught: dict[str, Any]) -> Done:
-    """The rest of the first half. The same workers have done another run meanwhile: nothing of its state is in them."""
-    return train(small(tiny_model, storage, "halves", **STEADY, **taught), resume=True)
-
-
-@pytest.fixture(scope="module")
-def remax(nothing_left: NothingLeft, tiny_model: Path, storage: Path, taught: dict[str, Any]) -> Done:
-    """One step; nothing of it is to be left."""
-    chosen = {"algorithm__advantage": "remax", "algorithm__policy_loss": "cispo", "train__steps": 1}
-    return train(small(tiny_model, storage, "remax", **chosen, **taught), keep=False)
-
-
-def last(done: Done, metric: str, step: int) -> float:
-    (value,) = done.history[metric][step]
-    return value
+def adapted(nothing_left: NothingLeft, many_rewards: Callable[..., RunConfig]) -> Done:
+    return train(many_rewards("adapted"))
 
 
 def test_engines_agree_after_adapters_were_sent(adapted: Done) -> None:
@@ -202,49 +240,27 @@ def test_prompts_are_drawn_until_groups_vary(adapted: Done) -> None:
     assert "value/loss" not in adapted.history and last(adapted, "kl/loss", 2) > 0
 
 
+def test_answers_are_learnt_beside_the_reward(adapted: Done) -> None:
+    assert last(adapted, "ptx/loss", 2) < last(adapted, "ptx/loss", 1)
+
+
+def test_the_doctor_finds_a_sound_setup_sound(
+    adapted: Done, many_rewards: Callable[..., RunConfig], storage: Path
+) -> None:
+    before = sorted(storage.rglob("*"))
+    config = many_rewards("check", algorithm__advantage="gae", algorithm__filter_groups=False)
+    lines = launch.examine(preflight.prepare(config), keep=True)
+    assert [line.what for line in lines if not line.passed] == []
+    assert len(lines) == 8  # the critic is a head here
+    assert sorted(storage.rglob("*")) == before  # it leaves no run
+
+
 def test_a_score_that_is_missing_ends_the_run_and_names_its_prompt(
-    adapted: Done, tiny_model: Path, storage: Path, judge: Path, server: Faulty
+    adapted: Done, many_rewards: Callable[..., RunConfig], server: Faulty
 ) -> None:
     server.spoilt = True
     with pytest.raises(RunError, match=r"reward url: None is no finite score, for prompt \d+"):
-        train(many_rewards(tiny_model, storage, judge, server, "spoilt"))
-
-
-def test_the_policy_stays_while_the_critic_warms_up(steady: Done) -> None:
-    assert 1 not in steady.history["policy/loss"] and 1 in steady.history["value/loss"]
-    assert abs(last(steady, "kl/ref", 2)) <= 1e-9 < abs(last(steady, "kl/ref", 3))
-
-
-def test_epochs_end_early_by_kl(steady: Done) -> None:
-    assert [last(steady, "policy/updates", step) for step in (2, 3, 4)] == [1, 1, 1]  # of four
-
-
-def test_the_average_is_evaluated_beside_the_policy(steady: Done) -> None:
-    assert last(steady, "eval/ema/accuracy", 0) == last(steady, "eval/accuracy", 0)
-    assert set(steady.history["eval/ema/reward"]) == {0, 2, 4}
-    assert all(last(steady, "mismatch/max_abs", step) <= 1e-4 for step in range(1, 5))  # the policy is back
-
-
-def test_penalties_are_taken_off_and_scores_normalised(steady: Done) -> None:
-    taken = last(steady, "reward/task", 1) - last(steady, "reward/mean", 1)
-    assert taken >= 0.5 * last(steady, "response/truncated_fraction", 1)
-    assert last(steady, "reward/running_mean", 1) == pytest.approx(last(steady, "reward/mean", 1), abs=1e-6)
-    assert last(steady, "reward/running_std", 1) > 0
-
-
-def test_answers_are_learnt_beside_the_reward(steady: Done) -> None:
-    assert last(steady, "ptx/loss", 4) < last(steady, "ptx/loss", 2)
-
-
-def test_a_resumed_run_with_all_that_state_is_the_undisturbed_one(steady: Done, resumed: Done) -> None:
-    assert comparable(resumed.history, range(5)) == comparable(steady.history, range(5))
-    assert len(comparable(steady.history, range(5))) > 30
-
-
-def test_remax_compares_with_the_greedy_completion(remax: Done) -> None:
-    trained = 16 * last(remax, "response/length_mean", 1)
-    assert last(remax, "tokens/total", 1) > trained + 8 - 1e-3  # a greedy completion for each of 8 prompts
-    assert last(remax, "mismatch/max_abs", 1) <= 1e-4
+        train(many_rewards("spoilt"))
 
 
 def test_nothing_is_left_of_these_runs(adapted: Done, steady: Done, remax: Done, nothing_left: NothingLeft) -> None:
