@@ -79,12 +79,13 @@ def estimate_advantages(kind: str, inputs: AdvantageInputs, settings: AdvantageS
     whole response, its score s against a baseline, and the advantage of a token is the discounted sum of that number
     and of the KL rewards from the token on:
     `grpo` (s - mean) / (std + 1e-6) of the group, std unbiased; `dr_grpo` and `reinforce++_baseline` s - mean of the
-    group; `rloo` s - mean of the others in the group; `remax` s - the score of the greedy completion; `reinforce++` s,
-    its baseline is the mean of the batch when the caller whitens. The estimators that need groups compare the whole
-    reward, s - kl_coef * the KL of the response. They return 0 where all scores of a group are equal, and for a group
-    of one. Sources: Schulman et al. 2015, GAE (arXiv 1506.02438) eq. 16; Shao et al. 2024, DeepSeekMath (arXiv
-    2402.03300) sec. 4.1.2; Liu et al. 2025, Dr. GRPO (arXiv 2503.20783) sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv
-    2402.14740) eq. 7; Hu et al. 2025, REINFORCE++ (arXiv 2501.03262); Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1.
+    group; `rloo` s - mean of the others in the group; `opo` s - mean of the group, weighted by response length; `remax`
+    s - the score of the greedy completion; `reinforce++` s, its baseline is the mean of the batch when the caller
+    whitens. The estimators that need groups compare the whole reward, s - kl_coef * the KL of the response. They return
+    0 where all scores of a group are equal, and for a group of one. Sources: Schulman et al. 2015, GAE (arXiv
+    1506.02438) eq. 16; Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Liu et al. 2025, Dr. GRPO (arXiv
+    2503.20783) sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7; Hao et al. 2025, OPO (arXiv 2505.23585);
+    Hu et al. 2025, REINFORCE++ (arXiv 2501.03262); Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1.
 
     Raises:
         ValueError: unknown kind, or the scores of the greedy completions are missing.
@@ -145,11 +146,12 @@ class _Groups:
     scores: Tensor
     count: Tensor
     mean: Tensor
+    mean_by_length: Tensor  # each score weighted by the tokens of its response
     std: Tensor  # unbiased; 0 for a group of one
 
 
-def _group_moments(scores: Tensor, groups: Tensor) -> _Groups:
-    """`[B]` scores, and `[B]` group numbers of any value and order."""
+def _group_moments(scores: Tensor, lengths: Tensor, groups: Tensor) -> _Groups:
+    """`[B]` scores, `[B]` response lengths in tokens, and `[B]` group numbers of any value and order."""
     exact = scores.detach().double()
     index = groups.unique(return_inverse=True)[1]
     size = int(index.max()) + 1 if len(index) else 0
@@ -161,7 +163,9 @@ def _group_moments(scores: Tensor, groups: Tensor) -> _Groups:
     lowest = exact.new_full((size,), torch.inf).scatter_reduce(0, index, exact, "amin")[index]
     mean = lowest + sum_over_group(exact - lowest) / count  # exactly the score where all scores of a group are equal
     variance = sum_over_group((exact - mean).square()) / (count - 1).clamp(min=1)
-    return _Groups(exact, count, mean, variance.sqrt())
+    tokens = lengths.double()
+    mean_by_length = lowest + sum_over_group(tokens * (exact - lowest)) / sum_over_group(tokens).clamp(min=1)
+    return _Groups(exact, count, mean, mean_by_length, variance.sqrt())
 
 
 def _grpo(groups: _Groups) -> Tensor:
@@ -177,12 +181,16 @@ def _rloo(groups: _Groups) -> Tensor:
     return (groups.scores - groups.mean) * groups.count / (groups.count - 1).clamp(min=1)
 
 
+def _opo(groups: _Groups) -> Tensor:
+    return groups.scores - groups.mean_by_length
+
+
 def _within_groups(compare: Callable[[_Groups], Tensor]) -> AdvantageEstimator:
     """An estimator of the whole reward, KL included: `compare` gives the advantage of each response, `[B]` float64."""
 
     def estimate(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
         rewards = inputs.scores - settings.kl_coef * apply_mask(inputs.kl, inputs.mask).sum(1)
-        advantages = compare(_group_moments(rewards, inputs.groups)).to(rewards.dtype)
+        advantages = compare(_group_moments(rewards, inputs.mask.sum(1), inputs.groups)).to(rewards.dtype)
         return _rewards_to_go(advantages, inputs, settings.gamma, kl_coef=0.0)
 
     return estimate
@@ -193,6 +201,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "grpo": _within_groups(_grpo),
     "dr_grpo": _within_groups(_minus_mean),
     "rloo": _within_groups(_rloo),
+    "opo": _within_groups(_opo),
     "reinforce++": _reinforce,
     "reinforce++_baseline": _within_groups(_minus_mean),
     "remax": _remax,

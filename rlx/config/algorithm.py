@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from rlx.config.sections import Fraction, Section
 
-AdvantageName = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax"]
+AdvantageName = Literal["gae", "grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++_baseline", "remax"]
 KLPlacement = Literal["reward", "loss"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -43,6 +43,8 @@ ESTIMATORS: dict[AdvantageName, Estimator] = {
     "dr_grpo": Estimator("loss", "k3", "constant", needs_groups=True),
     # Ahmadian et al. 2024 (arXiv 2402.14740)
     "rloo": Estimator("reward", "k1", "constant", needs_groups=True),
+    # Hao et al. 2025 (arXiv 2505.23585); the paper trains on policy and without KL
+    "opo": Estimator("loss", "k3", "token_mean", needs_groups=True),
     # Hu et al. 2025 (arXiv 2501.03262), both variants
     "reinforce++": Estimator("reward", "k1", "token_mean", whiten_advantages=True),
     "reinforce++_baseline": Estimator("loss", "k2", "token_mean", whiten_advantages=True, needs_groups=True),
@@ -71,8 +73,8 @@ def _default_kl_estimator(given: dict[str, Any]) -> KLEstimator:
 
 class AlgorithmConfig(Section):
     advantage: AdvantageName = "gae"
-    """baseline of the advantage. gae: a critic; grpo, dr_grpo, rloo, reinforce++_baseline: the other completions of
-    the prompt; reinforce++: the batch; remax: the greedy completion of the prompt"""
+    """baseline of the advantage. gae: a critic; grpo, dr_grpo, rloo, opo, reinforce++_baseline: the other completions
+    of the prompt; reinforce++: the batch; remax: the greedy completion of the prompt"""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """ppo: clip the probability ratio of each token; gspo: clip the ratio of each response; cispo: weight each token's
     log-probability with its clipped ratio"""

@@ -89,11 +89,12 @@ ADVANTAGES_BY_HAND = {
     "grpo": [-3 / STD, 0, -1 / STD, 0, 4 / STD, 0, 0],
     "dr_grpo": [1 - 4, 0, 3 - 4, 0, 8 - 4, 0, 0],
     "rloo": [1 - (3 + 8) / 2, 0, 3 - (1 + 8) / 2, 0, 8 - (1 + 3) / 2, 0, 0],
+    "opo": [1 - 4, 0, 3 - 4, 0, 8 - 4, 0, 0],  # responses of equal length
     "reinforce++": [1, 0.1, 3, 0.1, 8, 5, 0.1],
     "reinforce++_baseline": [1 - 4, 0, 3 - 4, 0, 8 - 4, 0, 0],
     "remax": [1 - 2, 0.1 - 0.3, 3 - 2, 0.1 - 0.3, 8 - 2, 5 - 6, 0.1 - 0.3],
 }
-CENTRED = ["grpo", "dr_grpo", "rloo", "reinforce++_baseline"]
+CENTRED = ["grpo", "dr_grpo", "rloo", "opo", "reinforce++_baseline"]
 scored = st.lists(st.tuples(st.integers(-20, 20), st.integers(0, 3)), max_size=12)  # score and group of each response
 
 
@@ -196,6 +197,8 @@ TOKEN_ADVANTAGES_BY_HAND = {
     "dr_grpo": [[1.05 / 2, 0, 1.05], [0, -1.05, 0]],
     "reinforce++_baseline": [[1.05 / 2, 0, 1.05], [0, -1.05, 0]],
     "rloo": [[2.1 / 2, 0, 2.1], [0, -2.1, 0]],
+    # of two tokens and of one: the mean by length is (2 * 4.7 + 2.6) / 3 = 4
+    "opo": [[0.7 / 2, 0, 0.7], [0, -1.4, 0]],
     "grpo": [
         [0.5 * 1.05 / (1.05 * 2**0.5 + 1e-6), 0, 1.05 / (1.05 * 2**0.5 + 1e-6)],
         [0, -1 / (2**0.5 + 1e-6 / 1.05), 0],

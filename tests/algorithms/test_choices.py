@@ -44,7 +44,7 @@ def test_every_choice_has_a_case_by_hand(choices: dict[str, Any], by_hand: dict[
         (lambda x: kl.log_ratio_kl(x, x, "k1++"), "KL estimator"),
         (
             lambda x: response_advantages(x[0], x[0], "gea"),
-            r"'gea': .* gae, grpo, dr_grpo, rloo, reinforce\+\+, reinforce\+\+_baseline, remax",
+            r"'gea': .* gae, grpo, dr_grpo, rloo, opo, reinforce\+\+, reinforce\+\+_baseline, remax",
         ),
         (lambda x: losses.token_weights(x, "mean", 1), "aggregation 'mean': .* token_mean, sequence_mean, constant"),
         (

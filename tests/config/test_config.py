@@ -143,7 +143,7 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
                 {"train": {"samples_per_prompt": 1}, "algorithm": {"advantage": name}},
                 "samples_per_prompt is 1, at least 2",
             )
-            for name in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+            for name in ("grpo", "dr_grpo", "rloo", "opo", "reinforce++_baseline")
         ],
         (
             {"train": {"samples_per_prompt": 1}, "algorithm": {"filter_groups": True}},
@@ -311,7 +311,7 @@ def test_an_estimator_declares_what_it_needs() -> None:
         return {name for name, estimator in ESTIMATORS.items() if getattr(estimator, f"needs_{what}")}
 
     assert needing("critic") == {"gae"}
-    assert needing("groups") == {"grpo", "dr_grpo", "rloo", "reinforce++_baseline"} == set(GROUPED)
+    assert needing("groups") == {"grpo", "dr_grpo", "rloo", "opo", "reinforce++_baseline"} == set(GROUPED)
     assert needing("greedy") == {"remax"}
     assert from_tree({"algorithm": {"advantage": "remax"}}).algorithm.estimator is ESTIMATORS["remax"]
 

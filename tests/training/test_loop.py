@@ -42,7 +42,8 @@ def trained(path: str, folder: str, reporter: MemoryReporter | None = None) -> O
     """Trains from the newest checkpoint in the folder, or from the start."""
     tree = {
         "model": {"path": path},
-        "data": {"source": "sums.jsonl"},
+        "data": {"source": "sums.jsonl", "ptx_source": "sums.jsonl", "ptx_batch": 2},
+        "algorithm": {"ptx_coef": 0.5},
         "train": {"steps": STEPS, "prompts_per_step": 4, "samples_per_prompt": 2},
         "rollout": {"max_tokens": 6},
         "eval": {"every": 2},
@@ -65,7 +66,7 @@ def trained(path: str, folder: str, reporter: MemoryReporter | None = None) -> O
         config=config,
         model_path=path,
         device=torch.device("cpu"),
-        tables={"train": table, "held_out": table.slice(0, 3)},
+        tables={"train": table, "held_out": table.slice(0, 3), "ptx": table.slice(3, 5)},
         folder=open_storage(folder),
         reporter=reporter,
         connect_engines=connect,
@@ -110,6 +111,7 @@ def test_every_step_is_logged_and_reported(runs: tuple[Any, Any, Any, bool]) -> 
     assert [step for step, _ in whole.reporter.samples] == [0, 2, 4]
     assert whole.engines.pushed == list(range(STEPS + 1)) and whole.engines.is_closed
     assert all(row["policy/loss"] == row["policy/loss"] for row in whole.reporter.metrics[1:])
+    assert all(row["ptx/loss"] > 0 for row in whole.reporter.metrics[1:])
 
 
 def test_checkpoints_are_reported_once_they_are_complete(runs: tuple[Any, Any, Any, bool]) -> None:
