@@ -114,8 +114,8 @@ def each_way(rank: int, ranks: int, path: str, tp: int, ways: list[dict[str, Any
     ("architecture", "ways", "ranks"),
     [
         ("tiny_model", UNCUT, 2),
-        ("tiny_model", UNCUT[:2], 4),
         ("qwen3", UNCUT[:2], 2),
+        pytest.param("tiny_model", UNCUT[:2], 4, marks=pytest.mark.slow),
         pytest.param("tiny_model", UNCUT, 4, marks=pytest.mark.slow),
         pytest.param("qwen3", UNCUT, 4, marks=pytest.mark.slow),
     ],

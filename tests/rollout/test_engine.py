@@ -515,6 +515,7 @@ def hanging(engine: Any) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow  # the engine is stopped and started again
 def test_a_hanging_engine_is_named_in_time(tied: Side) -> None:
     weights = lora.engine_weights(tied.policy)
     with hanging(tied.engine):

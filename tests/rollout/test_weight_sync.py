@@ -140,6 +140,7 @@ def test_one_bit_that_changes_on_the_way_is_refused(pair: Pair, monkeypatch: pyt
     assert max(pair.gaps(pair.engines)) < CLOSE
 
 
+@pytest.mark.slow  # kills an engine, which takes long to start again
 def test_an_engine_that_dies_during_a_push_is_named_and_the_other_has_the_weights(pair: Pair) -> None:
     assert pair.push() == {}
     pair.change()

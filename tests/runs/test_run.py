@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import ray
-import s3
 import yaml
-from conftest import NothingLeft, Script
+from conftest import NothingLeft
 from run_cases import STEPS, Done, artifact, comparable, sample_rows, small, train
 
 import rlx
@@ -24,7 +23,6 @@ from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
 from rlx.runs import actor_group, run_folder
 from rlx.runs.launch import kept_group
-from rlx.runs.run_folder import saved_config
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.tracking import metrics, mlflow
@@ -51,23 +49,6 @@ def storage(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> P
 @pytest.fixture(scope="module")
 def run(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
     return train(small(tiny_model, storage, "whole"))
-
-
-@pytest.fixture(scope="module")
-def resumed(run: Done, tiny_model: Path, storage: Path) -> Done:
-    """A run on S3 whose driver is killed on its way, and what its resume makes of it."""
-    there = f"s3://{s3.BUCKET}/runs"
-    config = small(tiny_model, there, "killed", tracking__uri=mlflow.default_uri(storage))
-    (storage / "killed.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    script = Script(storage / "killed.txt", "ppo.py", "--config", str(storage / "killed.yaml"))
-    try:
-        script.wait_for("step 3/4")
-        script.kill()
-        assert checkpoint_catalog.complete_checkpoints(open_storage(there) / "runs" / "killed")[-1].step >= 2
-    finally:
-        for process in script.alive():
-            process.kill()
-    return train(config, resume=True, records=storage)
 
 
 @pytest.fixture(scope="module")
@@ -175,27 +156,13 @@ def test_checkpoints_are_whole(run: Done) -> None:
         assert found.manifest.config == run.config.model_dump(mode="json")
 
 
-def test_a_run_that_was_killed_and_resumed_is_the_undisturbed_one(run: Done, resumed: Done) -> None:
-    assert resumed.reports[0][0]["step"] >= 2  # the newest checkpoint's own, which the driver may not have heard of
-    assert comparable(resumed.history, range(5)) == comparable(run.history, range(5))
-
-
 def test_a_run_that_starts_with_the_state_of_another_goes_on_as_that_one(run: Done, branch: Done) -> None:
     assert [metrics["step"] for metrics, _ in branch.reports] == [2, 3, 4]
     assert comparable(branch.history, range(2, 5)) == comparable(run.history, range(2, 5))
     assert branch.result.mlflow_run != run.result.mlflow_run
 
 
-def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
-    assert sorted(resumed.history["reward/mean"]) == [1, 2, 3, 4]
-    assert all(len(values) == 1 for by_step in resumed.history.values() for values in by_step.values())
-    record = mlflow.client(mlflow.default_uri(resumed.storage)).get_run(resumed.result.mlflow_run)
-    assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
-    folder = open_storage(resumed.config.storage) / "runs" / "killed"
-    assert saved_config(folder) == resumed.config.model_dump(mode="json")
-    assert [found.step for found in checkpoint_catalog.complete_checkpoints(folder)] == [2, 4]
-
-
+@pytest.mark.slow  # kills things
 def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Done, list[str]]) -> None:
     done, messages = hurt
     assert comparable(done.history, range(5)) == comparable(run.history, range(5))

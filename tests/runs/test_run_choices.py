@@ -196,6 +196,8 @@ def many_rewards(tiny_model: Path, storage: Path, judge: Path, server: Faulty) -
         "model__lora_rank": 4,
         "model__lora_sync": "adapter",
         "train__actor_lr": 5e-3,
+        "scaling__num_workers": 1,
+        "rollout__num_engines": 1,
     }
     return lambda name, **changes: small(tiny_model, storage, name, **(chosen | changes))
 

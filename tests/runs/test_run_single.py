@@ -1,17 +1,23 @@
-"""A whole run of one step on one rank with one engine, the critic a head on the policy; nothing of it is to be left."""
+"""Whole runs on one rank with one engine: one that is killed and resumed on S3, and one of which nothing is to be left.
+
+One engine and one worker do all of them, one after another.
+"""
 
 import shutil
 from pathlib import Path
 
 import pytest
 import s3
-from conftest import NothingLeft
-from run_cases import Done, artifact, sample_rows, small, train
+import yaml
+from conftest import NothingLeft, Script
+from run_cases import Done, artifact, comparable, sample_rows, small, train
 
 from rlx.data import reasoning_gym, sources
+from rlx.runs.run_folder import saved_config
+from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracking import outbox
+from rlx.tracking import mlflow, outbox
 from rlx.tracking.tracker import OutboxTracker
 
 
@@ -22,11 +28,36 @@ def storage(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> P
     return folder
 
 
+ONE = {"scaling__num_workers": 1, "rollout__num_engines": 1}
+
+
+@pytest.fixture(scope="module")
+def run(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
+    return train(small(tiny_model, storage, "undisturbed", **ONE))
+
+
+@pytest.fixture(scope="module")
+def resumed(run: Done, tiny_model: Path, storage: Path) -> Done:
+    """A run on S3 whose driver is killed on its way, and what its resume makes of it."""
+    there = f"s3://{s3.BUCKET}/runs"
+    config = small(tiny_model, there, "killed", tracking__uri=mlflow.default_uri(storage), **ONE)
+    (storage / "killed.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    script = Script(storage / "killed.txt", "ppo.py", "--config", str(storage / "killed.yaml"))
+    try:
+        script.wait_for("step 3/4")
+        script.kill()
+        assert checkpoint_catalog.complete_checkpoints(open_storage(there) / "runs" / "killed")[-1].step >= 2
+    finally:
+        for process in script.alive():
+            process.kill()
+    return train(config, resume=True, records=storage)
+
+
 @pytest.fixture(scope="module")
 def head(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
-    """One optimizer step per round of rollouts."""
-    one = {"scaling__num_workers": 1, "rollout__num_engines": 1, "train__ppo_epochs": 1, "train__num_minibatches": 1}
-    config = small(tiny_model, storage, "head", model__critic="head", train__steps=1, **one)
+    """The critic a head on the policy, one optimizer step per round of rollouts. Nothing of it is to be left."""
+    once = {"train__ppo_epochs": 1, "train__num_minibatches": 1, "train__steps": 1}
+    config = small(tiny_model, storage, "head", model__critic="head", **once, **ONE)
     folder = open_storage(config.storage) / "runs" / "head"
     return train(config, keep=False, on_report=lambda metrics, _: leave(folder) if metrics["step"] else None)
 
@@ -36,6 +67,21 @@ def leave(folder: Storage) -> None:
     process = OutboxTracker(f"http://127.0.0.1:{s3.free_port()}", folder, "ended")
     process.log_text("late.txt", "at last")
     assert process.close(0) == 1
+
+
+def test_a_run_that_was_killed_and_resumed_is_the_undisturbed_one(run: Done, resumed: Done) -> None:
+    assert resumed.reports[0][0]["step"] >= 2  # the newest checkpoint's own, which the driver may not have heard of
+    assert comparable(resumed.history, range(5)) == comparable(run.history, range(5))
+
+
+def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
+    assert sorted(resumed.history["reward/mean"]) == [1, 2, 3, 4]
+    assert all(len(values) == 1 for by_step in resumed.history.values() for values in by_step.values())
+    record = mlflow.client(mlflow.default_uri(resumed.storage)).get_run(resumed.result.mlflow_run)
+    assert (record.info.status, record.data.tags["rlx.attempt"]) == ("FINISHED", "2")
+    folder = open_storage(resumed.config.storage) / "runs" / "killed"
+    assert saved_config(folder) == resumed.config.model_dump(mode="json")
+    assert [found.step for found in checkpoint_catalog.complete_checkpoints(folder)] == [2, 4]
 
 
 def test_rewards_are_what_the_scorer_says(head: Done) -> None:
