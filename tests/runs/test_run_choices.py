@@ -250,9 +250,8 @@ def test_the_doctor_finds_a_sound_setup_sound(
     adapted: Done, many_rewards: Callable[..., RunConfig], storage: Path
 ) -> None:
     before = sorted(storage.rglob("*"))
-    config = many_rewards(
-        "check", algorithm__advantage="gae", algorithm__filter_groups=False, algorithm__filter_rounds=1
-    )
+    every = {"algorithm__filter_groups": False, "algorithm__filter_rounds": 8}  # their defaults: all groups are kept
+    config = many_rewards("check", algorithm__advantage="gae", **every)
     lines = launch.examine(preflight.prepare(config), keep=True)
     assert [line.what for line in lines if not line.passed] == []
     assert len(lines) == 8  # the critic is a head here
