@@ -10,17 +10,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-import ray.data
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections import DataConfig, EvalConfig
 from rlx.data import ray_data
 from rlx.types import Checker
+
+if TYPE_CHECKING:
+    import ray.data
 
 Row = dict[str, str]
 """{question, answer}"""
@@ -63,6 +65,8 @@ class FileSource:
         Raises:
             ConfigError: the file or a row cannot be used; for a .jsonl file the text names the line.
         """
+        import ray.data
+
         self.check(address, setting)
         ray_data.configure()
         settings = {"parse": self.parse, "path": address, "columns": Columns(data.prompt_column, data.answer_column)}

@@ -8,14 +8,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import ray.data
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig
 from rlx.data import ray_data
+
+if TYPE_CHECKING:
+    import ray.data
 
 _LOG = logging.getLogger("rlx")
 
@@ -34,6 +36,8 @@ def tokenize_rows(
     Raises:
         ConfigError: the tokenizer cannot be used, or no prompt is short enough.
     """
+    import ray.data
+
     ray_data.configure()
     source = rows if isinstance(rows, ray.data.Dataset) else ray.data.from_items(list(rows), override_num_blocks=1)
     source = source.materialize()

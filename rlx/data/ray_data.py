@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 import re
 
-import ray.data
-import ray.exceptions
-
 
 def configure() -> None:
     """Keeps rows in order from run to run, and Ray Data quiet: what fails is raised."""
+    import ray.data
+
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
@@ -25,6 +24,8 @@ def error_reason(error: Exception) -> str:
 
     An error in a Ray task arrives as the text of a chain of tracebacks; the first of them has the cause.
     """
+    import ray.exceptions
+
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = str(error).partition("\n\nThe above exception")[0]
         return re.sub(r"^[\w.]+: ", "", cause.strip().splitlines()[-1])

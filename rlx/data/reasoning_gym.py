@@ -8,13 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
-
-import ray.data
+from typing import TYPE_CHECKING, Any
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections import GENERATED, DataConfig, EvalConfig
 from rlx.types import Checker
+
+if TYPE_CHECKING:
+    import ray.data
 
 
 class ReasoningGymSource:

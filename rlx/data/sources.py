@@ -7,9 +7,7 @@ A new kind is a class with the methods of `PromptSource` and one line in `SOURCE
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
-
-import ray.data
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import GENERATED, DataConfig, EvalConfig
@@ -18,7 +16,10 @@ from rlx.data.files import FileSource
 from rlx.data.reasoning_gym import ReasoningGymSource
 from rlx.types import Checker
 
-Rows: TypeAlias = ray.data.Dataset | list[dict[str, Any]]
+if TYPE_CHECKING:
+    import ray.data
+
+Rows: TypeAlias = "ray.data.Dataset | list[dict[str, Any]]"
 """rows {question, answer}, generated ones with {entry}; all of them text but the entry, a number"""
 
 

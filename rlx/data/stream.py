@@ -14,16 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import ray.train
 
 from rlx.config.errors import ConfigError
 from rlx.types import Prompt
-
-
-def read_shard(name: str) -> pa.Table:
-    """Returns the prompt table `name`, zero-copy from the node's object store. For workers of Ray Train."""
-    shard = ray.train.get_dataset_shard(name)
-    return pa.concat_tables(shard.iter_batches(batch_size=None, batch_format="pyarrow"))
 
 
 def prompts(table: pa.Table, ids: Sequence[int]) -> list[Prompt]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import ray.train
 import ray.train.torch
 import ray.util
@@ -19,7 +20,6 @@ import torch
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.config.sections import RewardConfig
-from rlx.data import stream
 from rlx.mesh import Mesh
 from rlx.rewards import reward_model
 from rlx.rewards.remote import RemoteReward
@@ -107,12 +107,18 @@ def inputs_of(spec: WorkerSpec) -> TrainingInputs:
         config=config,
         model_path=spec.model_path,
         device=device,
-        tables={name: stream.read_shard(name) for name in names},
+        tables={name: _prompt_table(name) for name in names},
         folder=spec.folder,
         reporter=RayReporter(tracker, spec.mailbox, rank),
         connect_engines=partial(_connect_engines, config, spec, device),
         connect_scorers=partial(_connect_scorers, config.reward, config.rollout.timeout_s, spec.reward_models),
     )
+
+
+def _prompt_table(name: str) -> pa.Table:
+    """A prompt table, zero-copy from the object store of this node."""
+    shard = ray.train.get_dataset_shard(name)
+    return pa.concat_tables(shard.iter_batches(batch_size=None, batch_format="pyarrow"))
 
 
 def _check_folder(folder: Storage) -> None:
