@@ -1,7 +1,17 @@
 """PPO on language models as experiments: Ray Tune sweeps, FSDP trainers, vLLM rollouts, MLflow records.
 
-`import rlx` gives the names in `__all__`. Each is imported when it is first used, so that importing rlx is fast and
-needs neither torch nor Ray. The package leaves the work to its packages; inside rlx, modules import those.
+The public names:
+    load_config   the settings of a YAML file, or the defaults, with changes
+    train         trains one run to its last step
+    resume        continues a run from its newest checkpoint
+    tuner         prepares a sweep over a search space; `tuner(...).fit()` runs it
+    load_sweep    reads a sweep back from MLflow
+    RunConfig     all settings of a run
+    ConfigError   the error of a setting that cannot be used
+    __version__   the version of rlx
+
+`help(rlx.train)` explains one of them. Each name is imported when it is first used, so that `import rlx` is fast and
+needs neither torch nor Ray. The code is in the subpackages. Modules of rlx import from them, not from here.
 
 Example:
     import rlx
@@ -32,8 +42,8 @@ _MODULES = {
 # torch and Ray read these when they are imported, so they are set before any module of rlx imports them.
 # A waiting thread must not spin on a core that an engine or another worker needs: it made the same work 20 x slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Many small actors on few cores are normal for a run on a laptop: no reason for a warning. The run itself reports an
-# engine or a worker that died.
+# Ray's lines that match are not shown. Many small actors on few cores are normal for a run on a laptop, and the run
+# itself reports an engine or a worker that died.
 _REPEATED_WARNINGS = "worker processes have been started on node|A worker died or was killed|Task VLLMEngine[.]"
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _REPEATED_WARNINGS)
 
