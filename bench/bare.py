@@ -86,7 +86,7 @@ class Loop:
         policy = _Policy(config, path, dtype, self._device)
         self.policy = policy.model
         self.learners: list[_Learner] = [policy]
-        if config.critic == "separate":
+        if config.resolved_critic == "separate":
             self.learners.append(_Critic(config, path, dtype, self._device))
         self._memory = Memory(self._device)
 

@@ -24,7 +24,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 
-_PARTS = ("rollout", "reward", "annotate", "update", "sync")
+_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
 
 Steps = Sequence[Mapping[str, Any]]
 """the metrics of a run's counted steps"""

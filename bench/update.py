@@ -25,7 +25,7 @@ import workload
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.data.stream import PromptStream, read_shard
+from rlx.data.stream import PromptStream
 
 _PEAK_FLOPS = 989e12
 """of an H200 in dense bf16, NVIDIA's data sheet; what utilisation is counted against"""
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, config = workload.read(options, argv, engines=False)
         if config.scaling.num_workers > 1:
             raise ConfigError("scaling.num_workers: the bare loop is one process; bench/scaling.py takes more")
-        if config.critic == "head" or config.model.lora_rank:
+        if config.resolved_critic == "head" or config.model.lora_rank:
             raise ConfigError("model: the bare loop knows no value head on the policy, and no LoRA")
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
@@ -67,7 +67,7 @@ def measure(config: RunConfig, path: str, profile: str | None = None) -> dict[st
         "update tokens/s": result["tokens"] / ours,
         "bare loop tokens/s": result["bare tokens"] / bares,
         "update / bare loop": (result["tokens"] / ours) / (result["bare tokens"] / bares),
-        "experience and annotate, s": statistics.median(result["annotate"][workload.WARM :]),
+        "experience and log-probabilities, s": statistics.median(result["logprobs"][workload.WARM :]),
         "update, s": ours,
         "bare loop, s": bares,
         "update memory, MiB": result["memory"] / 2**20,
@@ -88,8 +88,8 @@ def described(config: RunConfig) -> dict[str, Any]:
         "precision": f"{config.model.dtype}, weights and AdamW in float32",
         "torch.compile": getattr(train, "compile", False),
         "gradient checkpointing": train.gradient_checkpointing,
-        "models": "policy and critic" if config.critic == "separate" else "policy",
-        "reference held": config.reference == "copy",
+        "models": "policy and critic" if config.resolved_critic == "separate" else "policy",
+        "reference held": config.resolved_reference == "copy",
         "completions x optimizer steps": f"{train.prompts_per_step * train.samples_per_prompt} x "
         f"{train.ppo_epochs * train.num_minibatches}",
         "micro-batch tokens": train.micro_batch_tokens,
@@ -159,7 +159,7 @@ def rank(job: dict[str, Any]) -> None:
         "tokens"
     ]  # ranks train on each other's
     tokens = run.config.train.ppo_epochs * drawn / mesh.dp_size
-    result: dict[str, Any] = {"tokens": tokens, "annotate": [], "seconds": [], "bare": [], "memory": 0}
+    result: dict[str, Any] = {"tokens": tokens, "logprobs": [], "seconds": [], "bare": [], "memory": 0}
     if loop := job["loop"]:
         result["bare tokens"] = ray.get(loop.load.remote(sequences))
     for round_ in range(run.config.train.steps):
@@ -176,7 +176,7 @@ def rank(job: dict[str, Any]) -> None:
         ended = now(run.device)
         peak = memory.peak() if round_ >= workload.WARM - 1 else 0
         slowest = run.max_over_ranks([between - started, ended - between, peak])
-        result["annotate"].append(slowest[0])
+        result["logprobs"].append(slowest[0])
         result["seconds"].append(slowest[1])
         result["memory"] = max(result["memory"], slowest[2])
         run.step += 1
@@ -203,9 +203,10 @@ def made_up(config: RunConfig, tokenizer: Any, rank: int, ranks: int) -> list[An
     """This rank's share of a step: real prompts, and completions and scores drawn at random."""
     import numpy as np
 
+    from rlx.runs.worker import prompt_table
     from rlx.types import Completion, ScoredCompletion
 
-    stream = PromptStream(read_shard("train"), config.seed, rank, ranks)
+    stream = PromptStream(prompt_table("train"), config.seed, rank, ranks)
     limit, draw = config.rollout.max_tokens, np.random.default_rng((config.seed, rank))
     judged = []
     for prompt in stream.next(config.train.prompts_per_step):

@@ -10,10 +10,10 @@ from conftest import History, mlflow_history
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
-from rlx.runs.launch import Result
-from rlx.runs.ray_train import Notify, OnReport
+from rlx.runs.launch import RunResult
 from rlx.storage.addresses import open_storage
 from rlx.tracking import mlflow
+from rlx.types import Notify, OnReport
 
 STEPS = 4
 # Metrics that differ between any two runs; all others are equal to the last bit.
@@ -25,7 +25,7 @@ class Done:
     """A finished run, and what it reported."""
 
     config: RunConfig
-    result: Result
+    result: RunResult
     reports: list[tuple[dict[str, Any], str | None]]
     history: History
     storage: Path

@@ -226,7 +226,7 @@ def test_the_gpu_defaults_are_a_config(gpus: int, placement: str) -> None:
     config = from_tree(with_overrides({}, defaults | {"rollout.placement": placement}))
     needed = plan_resources(config)
     assert needed.total()["GPU"] == gpus and needed.engines[0]["GPU"] == (1 if gpus > 1 else 0.5)
-    assert config.model.dtype == "bfloat16" and config.critic == config.reference == "none"
+    assert config.model.dtype == "bfloat16" and config.resolved_critic == config.resolved_reference == "none"
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_critic_is_trained_too(small_model: str) -> None:
 
 
 def test_a_step_ahead_is_compared_with_the_parts_of_one_that_is_not() -> None:
-    now = {"time/rollout": 3.0, "time/reward": 0.1, "time/annotate": 0.4, "time/update": 2.0, "time/sync": 0.5}
+    now = {"time/rollout": 3.0, "time/reward": 0.1, "time/logprobs": 0.4, "time/update": 2.0, "time/sync": 0.5}
     figures = step.compared([now | {"time/step": 6.0}], [{"time/step": 3.3}])
     assert figures["step with k = 1 / max(rollout, update)"] == pytest.approx(1.1)
     assert figures["step with k = 1 / step with k = 0"] == pytest.approx(0.55)

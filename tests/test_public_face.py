@@ -214,13 +214,23 @@ def test_every_command_shows_its_own_help(command: str, program: None, capsys: p
     assert capsys.readouterr().out.startswith(f"usage: rlx {command} ")
 
 
+def test_the_doctor_offers_settings_and_no_options_of_train(program: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--config FILE", "--train.actor-lr"))
+    assert not any(option in shown for option in ("--resume", "--from CHECKPOINT", "--check "))
+
+
 def test_commands_return_the_exit_codes_of_the_scripts(
     program: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "--train.step", "4"]) == 1
     assert capsys.readouterr().err == "error: unknown option --train.step; nearest: --train.steps\n"
     assert main(["doctor", "--resume", "mine"]) == 1
-    assert "--check" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: unknown option --resume")
+    assert main(["train", "--check"]) == 1
+    assert capsys.readouterr().err.startswith("error: unknown option --check")
     assert main(["checkpoints", "--storage", str(tmp_path)]) == 0
     with pytest.raises(SystemExit) as end:
         main(["frob"])
@@ -256,7 +266,7 @@ def test_the_wheel_has_every_file_of_rlx(wheel: Path) -> None:
 
 
 def test_an_installed_rlx_finds_its_defaults(wheel: Path, tmp_path: Path) -> None:
-    code = "from rlx.cli.sweep import SETTINGS, SPACE; print(SETTINGS, SPACE)"
+    code = "from rlx.cli import sweep; print(sweep.DEFAULT_SETTINGS, sweep.DEFAULT_SPACE)"
     environment = os.environ | {"PYTHONPATH": str(wheel)}
     out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
     assert all(Path(file).is_file() and Path(file).is_relative_to(wheel) for file in out.split())

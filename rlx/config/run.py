@@ -59,18 +59,18 @@ class RunConfig(Section):
         rules.check_workers(self.scaling, self.parallel, self.train, self.model)
         rules.check_adaptive_kl(self.algorithm, self.train)
         rules.check_needs(
-            flatten(self) | {"algorithm.rollout_correction": self.rollout_correction},
+            flatten(self) | {"algorithm.rollout_correction": self.resolved_rollout_correction},
             {key: field.default for key, field in settings().items()},
         )
         rules.check_estimator(self.algorithm, self.model, self.train)
-        rules.check_critic_warmup(self.train, self.critic)
+        rules.check_critic_warmup(self.train, self.resolved_critic)
         rules.check_losses(self.algorithm, self.rollout)
         rules.check_ptx(self.algorithm, self.data, self.replicas)
-        rules.check_models(self.model, self.algorithm, self.critic, self.reference)
+        rules.check_models(self.model, self.algorithm, self.resolved_critic, self.resolved_reference)
         rules.check_adapters(self.model, self.rollout)
         rules.check_overlap(self.rollout, self.train, self.algorithm, self.replicas)
         rules.check_colocated(self.rollout, self.scaling, self.model)
-        rules.check_old_logprobs(self.algorithm, self.rollout, self.critic, self.rollout_correction)
+        rules.check_old_logprobs(self.algorithm, self.rollout, self.resolved_critic, self.resolved_rollout_correction)
         rules.check_engine_gpus(self.rollout)
         rules.check_prompts(self.data, self.eval)
         return self
@@ -81,7 +81,7 @@ class RunConfig(Section):
         return self.scaling.num_workers // self.parallel.tp
 
     @property
-    def critic(self) -> Literal["separate", "head", "none"]:
+    def resolved_critic(self) -> Literal["separate", "head", "none"]:
         """`model.critic` with `auto` resolved."""
         if self.model.critic != "auto":
             return self.model.critic
@@ -90,14 +90,14 @@ class RunConfig(Section):
         return "head" if self.model.lora_rank else "separate"
 
     @property
-    def reference(self) -> Literal["copy", "lora_off", "none"]:
+    def resolved_reference(self) -> Literal["copy", "lora_off", "none"]:
         """`model.reference` with `auto` resolved."""
         if self.model.reference != "auto":
             return self.model.reference
         return "lora_off" if self.model.lora_rank else "copy"
 
     @property
-    def rollout_correction(self) -> Literal["none", "tis", "mask"]:
+    def resolved_rollout_correction(self) -> Literal["none", "tis", "mask"]:
         """`algorithm.rollout_correction` with `auto` resolved."""
         if self.algorithm.rollout_correction != "auto":
             return self.algorithm.rollout_correction

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlx.rollout.weight_sync.buckets import Bucket
 
 T = TypeVar("T")
-Result: TypeAlias = T | Awaitable[T]
+ActorResult: TypeAlias = T | Awaitable[T]
 """what a method of an actor returns: a value, or a coroutine where the method is `async`"""
 
 
@@ -48,11 +48,11 @@ class Engine(Protocol):
     bucket, then `finish_update`. Or the engine's worker processes fetch them: `update`.
     """
 
-    def probe(self) -> Result[EngineLocation]:
+    def probe(self) -> ActorResult[EngineLocation]:
         """Returns where the engine computes, once it is up."""
         ...
 
-    def generate(self, requests: list[Request], version: int) -> Result[tuple[list[Output], float]]:
+    def generate(self, requests: list[Request], version: int) -> ActorResult[tuple[list[Output], float]]:
         """Returns the completions in the order of the requests, and the seconds that they took.
 
         Raises:
@@ -61,7 +61,7 @@ class Engine(Protocol):
         """
         ...
 
-    def start_update(self, update: str, tensors: int, timeout_s: float, keep: bool = False) -> Result[None]:
+    def start_update(self, update: str, tensors: int, timeout_s: float, keep: bool = False) -> ActorResult[None]:
         """Opens a weight update of so many tensors under a name that no other update has; ends an earlier one.
 
         Args:
@@ -70,11 +70,11 @@ class Engine(Protocol):
         """
         ...
 
-    def receive(self, update: str, bucket: Bucket) -> Result[None]:
+    def receive(self, update: str, bucket: Bucket) -> ActorResult[None]:
         """Takes one bucket of an update; returns when the engine begins to load it."""
         ...
 
-    def finish_update(self, update: str, version: int) -> Result[None]:
+    def finish_update(self, update: str, version: int) -> ActorResult[None]:
         """Waits until all weights of an update are loaded; from then on the engine holds `version`.
 
         Raises:
@@ -82,15 +82,15 @@ class Engine(Protocol):
         """
         ...
 
-    def update(self, incoming: Incoming, version: int) -> Result[str]:
-        """Receives a whole update in the engine's workers; returns why it was interrupted, or an empty string.
+    def update(self, incoming: Incoming, version: int) -> ActorResult[str | None]:
+        """Receives a whole update in the engine's workers; returns why it was interrupted, None if it was not.
 
         Raises:
             WeightSyncError: the weights did not arrive as they were sent.
         """
         ...
 
-    def sleep(self) -> Result[None]:
+    def sleep(self) -> ActorResult[None]:
         """Finishes the running requests and frees the GPU memory until the next weight update."""
         ...
 

@@ -17,7 +17,7 @@ from rlx.mesh import Mesh
 from rlx.rollout.base import PendingRollout
 from rlx.rollout.engine_pool import PATIENCE_S, EnginePool
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.types import Completion, Prompt, Sampling, ShardedWeight, WeightSyncError
+from rlx.types import Completion, Notify, Prompt, Sampling, ShardedWeight, WeightSyncError
 
 
 @dataclass
@@ -29,7 +29,7 @@ class EngineGroup:
     sync: WeightSync
     weights: Callable[[], Sequence[ShardedWeight]]  # returns the policy's current weights; called on all ranks
     retries: int  # times that all engines may be lost in one rollout
-    notify: Callable[[str], None]  # shows a message to the user
+    notify: Notify
     _notified: set[int] = field(default_factory=set, init=False)  # lost engines that the user knows of
 
     def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:

@@ -90,7 +90,7 @@ class FakeEngine:
             raise WeightSyncError(f"{self._missing} tensors missing")
         self.version, self.is_asleep = version, False
 
-    def update(self, incoming: Any, version: int) -> str:
+    def update(self, incoming: Any, version: int) -> None:
         """A fake engine has no workers that could fetch weights.
 
         Raises:

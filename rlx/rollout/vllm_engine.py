@@ -106,7 +106,7 @@ class VLLMEngine:
         self.version = None
         await self._thread.submit(SteppedVLLM.sleep)
 
-    async def update(self, incoming: Incoming, version: int) -> str:
+    async def update(self, incoming: Incoming, version: int) -> str | None:
         """See `Engine.update`.
 
         Raises:
@@ -117,7 +117,7 @@ class VLLMEngine:
             await self.finish_update(incoming.update, version)
         except UpdateInterruptedError as error:
             return str(error)
-        return ""
+        return None
 
     async def start_update(self, update: str, tensors: int, timeout_s: float, keep: bool = False) -> None:
         """See `Engine.start_update`. No request is begun until the update has ended."""

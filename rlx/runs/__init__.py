@@ -8,6 +8,9 @@ Left out: what a training step does (rlx.training) and what a sweep does with ma
 May import: config, algorithms, types, actors, mesh, storage, data, rewards, models, rollout, training, tracking.
 
 Example:
+    from rlx.config.loading import from_tree
+    from rlx.runs import launch, preflight
+    from rlx.storage.addresses import open_storage
 
     prepared = preflight.prepare(from_tree({"name": "first", "train": {"steps": 3}}))
     launch.connect(prepared.config.ray_address, prepared.resources)

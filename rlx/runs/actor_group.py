@@ -30,9 +30,10 @@ from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
 from rlx.runs import ray_train
 from rlx.runs.preflight import PreparedRun
-from rlx.runs.ray_train import Notify, OnReport, RunError, RunStopped, StepReport, WorkerSpec
+from rlx.runs.ray_train import RunError, RunStopped, StepReport, WorkerSpec
 from rlx.runs.resources import Bundle
 from rlx.storage.filesystem import Storage
+from rlx.types import Notify, OnReport
 
 _ABORT_S = 30.0  # longest that a controller takes to abort before it is killed
 _START_S = 30.0  # longest that a controller takes to start
@@ -55,7 +56,7 @@ _STARTED_WITH = (
 )
 
 
-class State(enum.Enum):
+class GroupState(enum.Enum):
     """What an `ActorGroup` does now."""
 
     IDLE = enum.auto()  # it can take a job
@@ -74,7 +75,7 @@ class ActorGroup:
             ConfigError: there is no room within a minute.
         """
         self._requirements = _requirements(prepared)
-        self._state, self._state_lock = State.IDLE, threading.Lock()
+        self._state, self._state_lock = GroupState.IDLE, threading.Lock()
         self._mailbox, self._jobs, self._failures = ray_train.new_mailbox(), 0, 0
         self._job, self._reports_seen = "", 0  # mailbox of the current job; how many of its reports were taken
         self._has_workers, self._workers_ended, self._ending = False, threading.Event(), ""
@@ -95,7 +96,7 @@ class ActorGroup:
 
     def suits(self, prepared: PreparedRun) -> bool:
         """Returns whether the group can do a run."""
-        return self._state is not State.CLOSED and self._requirements == _requirements(prepared)
+        return self._state is not GroupState.CLOSED and self._requirements == _requirements(prepared)
 
     def run(
         self,
@@ -124,7 +125,7 @@ class ActorGroup:
         while ray_train.failure(self._mailbox, self._failures + 1):
             self._failures += 1  # it came after the end of the run before
         job = replace(job, engines=self.engines, reward_models=self.reward_models)
-        self._enter(State.RUNNING)
+        self._enter(GroupState.RUNNING)
         self._job = ray_train.post_job(self._mailbox, self._jobs, job)
         try:
             metrics = self._relay(prepared.config.scaling.max_failures, on_report, notify, grace_s)
@@ -140,7 +141,7 @@ class ActorGroup:
             ray_train.withdraw_job(self._mailbox, self._jobs)
             ray_train.clear(f"{self._job}/")
             self._job = ""
-            self._enter(State.IDLE)
+            self._enter(GroupState.IDLE)
 
     def stop(self, patience_s: float = _STOP_S) -> None:
         """Ends the current job, if any, with its step and a checkpoint; can be called from any thread.
@@ -148,7 +149,7 @@ class ActorGroup:
         A group whose step takes longer than `patience_s` is closed.
         """
         job, deadline = self._job, time.monotonic() + patience_s
-        if not job or not self._enter(State.STOPPING):
+        if not job or not self._enter(GroupState.STOPPING):
             return
         ray_train.ask_to_stop(job)
         while self._job == job and not ray_train.has_ended(job):
@@ -159,7 +160,7 @@ class ActorGroup:
 
     def close(self) -> None:
         """Ends every process that the group has started and frees what it has reserved."""
-        if not self._enter(State.CLOSED):
+        if not self._enter(GroupState.CLOSED):
             return
         if self._has_workers:
             self._end_workers()
@@ -169,10 +170,10 @@ class ActorGroup:
             remove_placement_group(self._placement)
         ray_train.clear(self._mailbox)
 
-    def _enter(self, state: State) -> bool:
+    def _enter(self, state: GroupState) -> bool:
         """Changes the state; returns False if the group is closed, which never changes."""
         with self._state_lock:
-            if self._state is State.CLOSED:
+            if self._state is GroupState.CLOSED:
                 return False
             self._state = state
             return True
@@ -222,7 +223,7 @@ class ActorGroup:
                 if report.is_last:
                     return
                 continue
-            if self._state is not State.RUNNING:
+            if self._state is not GroupState.RUNNING:
                 raise RunStopped("the run was stopped")
             if error := ray_train.fatal_error(self._job):
                 raise RunError(error)

@@ -1,4 +1,4 @@
-"""`run(prepared, folder) -> Result`: trains a prepared run to its last step; keeps its folder and its MLflow run.
+"""`run(prepared, folder) -> RunResult`: trains a prepared run to its last step; keeps its folder and its MLflow run.
 
 The same function runs from the command line and inside a Tune trial. A run's folder on the storage is its identity:
 a resume continues what is in the folder.
@@ -26,7 +26,7 @@ from rlx.config.errors import ConfigError, one_line
 from rlx.config.sections import flatten
 from rlx.runs.actor_group import ActorGroup
 from rlx.runs.preflight import PreparedRun, prompt_tables
-from rlx.runs.ray_train import Notify, OnReport, RunStopped, WorkerSpec
+from rlx.runs.ray_train import RunStopped, WorkerSpec
 from rlx.runs.resources import ResourcePlan, check_room
 from rlx.runs.run_folder import check_new, check_start, write
 from rlx.storage import checkpoint_catalog
@@ -35,6 +35,7 @@ from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.tracking import outbox, tracker
 from rlx.tracking.base import RunStatus
 from rlx.tracking.tracker import OutboxTracker
+from rlx.types import Notify, OnReport
 
 if TYPE_CHECKING:
     from rlx.runs.doctor import Verdict
@@ -56,7 +57,7 @@ _PATIENCE_S = 10.0  # with MLflow, at the end of a run
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """What a run leaves."""
 
     name: str
@@ -142,13 +143,13 @@ def run(
     on_report: OnReport | None = None,
     notify: Notify | None = None,
     keep: bool = False,
-) -> Result:
+) -> RunResult:
     """Trains to the last step.
 
     Args:
         folder: where the run is kept; an existing run is continued if `resume`, and is an error otherwise.
         parent: what the run's MLflow run is nested in.
-        on_report: called with each step's metrics.
+        on_report: called after each step, see `OnReport`.
         notify: called with messages beside the metrics, e.g. that an engine died; they are also kept with the run.
         keep: whether engines and workers stay for the next run of this process, until `kept_group.release`; otherwise
             nothing is left running, whatever happens.
@@ -173,7 +174,7 @@ def run(
             events = _EventLog(record, notify)
             metrics = group.run(prepared, job, on_report or _ignore, events, config.checkpoint.grace_s)
             write(folder / "result.json", json.dumps(metrics))
-        return Result(prepared.name, folder.path, metrics, record.run_id)
+        return RunResult(prepared.name, folder.path, metrics, record.run_id)
 
 
 def examine(prepared: PreparedRun, keep: bool = False) -> list[Verdict]:
@@ -195,18 +196,19 @@ def examine(prepared: PreparedRun, keep: bool = False) -> list[Verdict]:
         tree = doctor.with_no_learning(config).model_dump()
         job = WorkerSpec(tree, prepared.model_path, folder, tracking_uri="", examine=True)
         figures = group.run(prepared, job, _ignore, lambda message: None)
-    return doctor.verdicts(figures, config.model.dtype, config.reference != "none")
+    return doctor.verdicts(figures, config.model.dtype, config.resolved_reference != "none")
 
 
 def send_pending(uri: str, folder: Storage, notify: Notify) -> bool:
-    """Sends MLflow the records that a finished run could not send; returns False if the server still takes none."""
+    """Sends the records of a finished run that still wait; returns False if the tracking service still takes none."""
     if not outbox.pending(folder):
         return True
+    title = tracker.service_at(uri).title
     left = tracker.send_pending(uri, folder, notify)
     notify(
-        f"{left} records for MLflow still wait in {folder.path}/outbox"
+        f"{left} records for {title} still wait in {folder.path}/outbox"
         if left
-        else "the records that waited for MLflow are sent"
+        else f"the records that waited for {title} are sent"
     )
     return not left
 
@@ -275,16 +277,17 @@ def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) 
 
 
 def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> None:
-    """Sends MLflow what the driver and the workers have not sent yet; tells what is left."""
+    """Sends what the driver and the workers have not sent yet; says how many records are left."""
+    title = tracker.service_at(record.uri).title
     where = f"{folder.path}/outbox: --resume {name} sends them"
     all_sent = record.close(_PATIENCE_S) == 0
     try:
         if all_sent:
             tracker.send_pending(record.uri, folder, notify, _PATIENCE_S)
         if left := outbox.pending(folder):
-            notify(f"{left} records for MLflow wait in {where}")
+            notify(f"{left} records for {title} wait in {where}")
     except (StorageError, OSError) as error:  # the run itself is over
-        notify(f"records for MLflow may wait in {where} ({one_line(error)})")
+        notify(f"records for {title} may wait in {where} ({one_line(error)})")
 
 
 class _EventLog:

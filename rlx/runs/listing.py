@@ -30,7 +30,7 @@ from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
 from rlx.tracking.console import table_text
 
-WATCHED = ("reward/mean", DEFAULT_METRIC, "kl/ref")
+LISTED_METRICS = ("reward/mean", DEFAULT_METRIC, "kl/ref")
 _NUMBER_COLUMNS = {"steps", "size", "step", "ranks"}  # right-aligned, as the metrics are
 
 
@@ -122,7 +122,7 @@ def runs_table(stored: Sequence[StoredRun], width: int | None = None) -> str:
 
 def checkpoints_table(run: StoredRun, width: int | None = None) -> str:
     """Returns a table with a row per checkpoint: step, when written, size, ranks, metrics, state, newest or best."""
-    watched = tuple(dict.fromkeys([*WATCHED, run.best_by]))
+    watched = tuple(dict.fromkeys([*LISTED_METRICS, run.best_by]))
     metrics = [name for name in watched if any(entry.metric(name) is not None for entry in run.complete)]
     return _table([_checkpoint_row(run, checkpoint, metrics) for checkpoint in run.checkpoints], width)
 

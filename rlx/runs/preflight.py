@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, with_overrides
@@ -23,8 +23,9 @@ from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.addresses import local_folder, resolve_address
 from rlx.tracking import mlflow
 
-Progress = Callable[[int, int, float], None]
-"""(steps done, steps in all, loss) while the tiny model is made"""
+if TYPE_CHECKING:
+    from rlx.models.tiny import Progress
+
 _PATH_SETTINGS = ("model.path", "data.source", "data.ptx_source", "eval.source", "reward.model")
 
 

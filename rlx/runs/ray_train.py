@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -28,11 +28,6 @@ from ray.util.placement_group import PlacementGroup
 
 from rlx.config.errors import one_line
 from rlx.storage.filesystem import Storage
-
-OnReport = Callable[[dict[str, Any], str | None], None]
-"""called with a step's metrics, and the path of the checkpoint that was completed since the last report"""
-Notify = Callable[[str], None]
-"""shows a message that is not a metric, e.g. that an engine died"""
 
 _POLL_S = 0.1
 _MESSAGE_LENGTH = 500  # an error's text is cut to so many characters

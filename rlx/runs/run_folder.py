@@ -18,6 +18,7 @@ from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage, free_name, retry
+from rlx.types import Notify
 
 T = TypeVar("T")
 
@@ -202,7 +203,7 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
     return join_address(address, entry.name), entry
 
 
-def inherited_settings(checkpoint: CheckpointEntry, notify: Callable[[str], None]) -> dict[str, Any]:
+def inherited_settings(checkpoint: CheckpointEntry, notify: Notify) -> dict[str, Any]:
     """Returns the settings in a checkpoint, for a new run.
 
     Settings that could execute code or send data elsewhere are reset to their defaults, with a message: the checkpoint

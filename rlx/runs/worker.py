@@ -107,7 +107,7 @@ def inputs_of(spec: WorkerSpec) -> TrainingInputs:
         config=config,
         model_path=spec.model_path,
         device=device,
-        tables={name: _prompt_table(name) for name in names},
+        tables={name: prompt_table(name) for name in names},
         folder=spec.folder,
         reporter=RayReporter(tracker, spec.mailbox, rank),
         connect_engines=partial(_connect_engines, config, spec, device),
@@ -115,7 +115,7 @@ def inputs_of(spec: WorkerSpec) -> TrainingInputs:
     )
 
 
-def _prompt_table(name: str) -> pa.Table:
+def prompt_table(name: str) -> pa.Table:
     """A prompt table, zero-copy from the object store of this node."""
     shard = ray.train.get_dataset_shard(name)
     return pa.concat_tables(shard.iter_batches(batch_size=None, batch_format="pyarrow"))

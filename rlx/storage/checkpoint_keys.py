@@ -23,7 +23,7 @@ def ema_weight(name: str) -> str:
     return f"average.{name}"
 
 
-def queued_rollout(index: int, column: str) -> str:
+def queued_round(index: int, column: str) -> str:
     """The key of one column of the rollouts that were generated ahead; index 0 is the step that comes next."""
     return f"ahead.{index}.{column}"
 

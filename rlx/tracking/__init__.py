@@ -9,7 +9,7 @@ Example:
     from rlx.tracking.base import RunStatus
     from rlx.tracking.tracker import OutboxTracker
 
-    tracker = OutboxTracker("sqlite:////tmp/mlflow.db", Storage.local(Path("/tmp/runs/one")), "driver")
+    tracker = OutboxTracker("sqlite:///mlflow.db", Storage.local(Path("runs/one")), "driver")
     tracker.open("rlx", "one", params={"train.actor_lr": 1e-5}, tags={"rlx.kind": "run"})
     tracker.log({"reward/mean": 0.5}, step=0)
     tracker.end(RunStatus.FINISHED)

@@ -9,15 +9,12 @@ Left out: how records wait while a service is away (outbox.py, delivery.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
 from rlx.storage.filesystem import Storage
-
-Notify = Callable[[str], None]
-"""called with a message for a person"""
 
 
 class RunStatus(StrEnum):

@@ -140,7 +140,7 @@ class RunProgress:
             self.status(f"making the tiny model, once: step {step}/{steps}  loss {loss:.3f}")
 
     def step(self, metrics: Mapping[str, Any], checkpoint: str | None) -> None:
-        """Shows one reported step, and the checkpoint that was finished with it."""
+        """Shows one reported step, and the checkpoint that became complete since the step before."""
         step = int(metrics["step"])
         line = f"step {step}/{self.steps}  {metrics_line(metrics)}{self._time_left(step)}"
         if "time/eval" in metrics or not self.console.is_terminal:

@@ -13,8 +13,9 @@ from typing import Any
 
 from rlx.storage.filesystem import Storage
 from rlx.tracking import outbox
-from rlx.tracking.base import Notify, RunWriter, TrackingService
+from rlx.tracking.base import RunWriter, TrackingService
 from rlx.tracking.outbox import EntryKind, OutboxEntry, OutboxQueue
+from rlx.types import Notify
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0  # between attempts
 _LAST_ANSWER_S = 30.0

@@ -23,6 +23,7 @@ from rlx import __version__
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.tracking.base import MetricPoint, RunStatus, TrackedRun
 
+_MAX_PARAM_LENGTH = 6000  # characters; MLflow refuses longer values of parameters
 _MAX_LISTED_TABLES = 100  # the tag that lists the sample tables for the MLflow page holds at most 8000 characters
 _MAX_RUNS = 50_000
 _ONE_SHORT_ATTEMPT = {  # for requests to a server: delivery.py repeats them
@@ -114,7 +115,7 @@ class MLflowService:
             extra = {"rlx.key": key, "rlx.opened": str(at)} | ({_PARENT: parent} if parent else {})
             created = mlflow.create_run(experiment_id, at, dict(tags) | _origin_tags() | extra, name)
             run_id = str(created.info.run_id)
-        mlflow.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
+        mlflow.log_batch(run_id, params=[Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in params.items()])
         return run_id
 
     def reopen_run(self, run_id: str, at: int) -> bool:

@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any
 
 from rlx.storage.filesystem import Storage, retry
-from rlx.tracking.base import Notify, RunStatus, TrackingService
+from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.delivery import Delivery
 from rlx.tracking.mlflow import MLflowService
 from rlx.tracking.outbox import EntryKind, OutboxQueue, entry_names, read_run_record, write_run_record, writers
+from rlx.types import Notify
 
 _LOG = logging.getLogger("rlx")
-_MAX_PARAM_LENGTH = 6000  # MLflow refuses longer texts
 
 TRACKING_SERVICES: dict[str, Callable[[str], TrackingService]] = {
     "": MLflowService,
@@ -85,7 +85,7 @@ class OutboxTracker:
         content = {
             "experiment": experiment,
             "name": name,
-            "params": {key: str(value)[:_MAX_PARAM_LENGTH] for key, value in params.items()},
+            "params": {key: str(value) for key, value in params.items()},
             "tags": dict(tags),
             "parent": parent.path if parent else None,
             "at": now_ms(),

@@ -7,7 +7,7 @@ and `_load` are the two sides of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +21,7 @@ from rlx.storage.checkpoint_writer import CheckpointWriter, FinishedCheckpoint
 from rlx.storage.filesystem import retry
 from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.trainer import Trainer, initial_ema
+from rlx.types import Notify
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Checkpointer:
     trainer: Trainer
     queue: RolloutQueue
     writer: CheckpointWriter
-    notify: Callable[[str], None]
+    notify: Notify
     restored_metrics: dict[str, float] = field(default_factory=dict)  # of the step that was restored
     _saved_step: int = 0  # of the newest checkpoint, or of the state that the run began with
 

@@ -38,7 +38,7 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         selection, parts = collector.new_selection(), []
         while needs_more(trainer, selection):  # once, unless groups of equal scores are left out
             parts += collect(trainer, collector, selection, timer)  # 1 to 5
-        with timer("annotate"):
+        with timer("logprobs"):
             collector.sleep_engines()
             rest = collector.build_batches(selection.take(last=True), trainer.device)
             parts += [compute_logprobs(trainer, batch, deferred=trainer.defers_logprobs) for batch in rest]
@@ -67,7 +67,7 @@ def collect(
     for completions in timer.waiting("rollout", collector.collect(trainer.step)):  # 1 prompts, 2 tokens, logprobs
         with timer("reward"):
             selection.add(collector.score_training(completions))  # 3
-        with timer("annotate"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
+        with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
             batches = collector.build_batches(selection.take(), trainer.device)
             parts += [compute_logprobs(trainer, batch) for batch in batches]
     return parts
@@ -118,7 +118,7 @@ def reference_logprobs(trainer: Trainer, batch: RolloutBatch) -> Tensor | None:
     temperature = trainer.config.rollout.temperature
     if trainer.reference is not None:
         return trainer.reference(*batch.inputs, temperature).logprobs
-    if trainer.config.reference == "none":
+    if trainer.config.resolved_reference == "none":
         return None
     with lora.adapters_off(trainer.policy):
         return trainer.policy(*batch.inputs, temperature).logprobs

@@ -147,34 +147,34 @@ def summarize(
 def _score_sums(trainer: Trainer, selection: Selection) -> Sums:
     candidates = selection.candidates
     sums: Sums = {
-        "drawn": len(candidates),
+        "candidates": len(candidates),
         "score": sum(each.score for each in candidates),
         "score_squared": sum(each.score**2 for each in candidates),
-        "right": sum(each.is_correct for each in candidates),
+        "correct": sum(each.is_correct for each in candidates),
         "generated": selection.tokens,
         "varied": selection.varied,
         "truncated": sum(not each.completion.finished for each in candidates),
-        "age": sum(trainer.step - 1 - each.completion.version for each in candidates),
+        "staleness": sum(trainer.step - 1 - each.completion.version for each in candidates),
     }
     names = candidates[0].scores_by_function
     return sums | {f"part/{name}": sum(each.scores_by_function[name] for each in candidates) for name in names}
 
 
 def _of_scores(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
-    config, mean = trainer.config, s["score"] / s["drawn"]
-    groups = s["drawn"] / config.train.samples_per_prompt
+    config, mean = trainer.config, s["score"] / s["candidates"]
+    groups = s["candidates"] / config.train.samples_per_prompt
     metrics = {
         "reward/mean": mean,
-        "reward/std": max(0.0, s["score_squared"] / s["drawn"] - mean * mean) ** 0.5,
-        "task/accuracy": s["right"] / s["drawn"],
+        "reward/std": max(0.0, s["score_squared"] / s["candidates"] - mean * mean) ** 0.5,
+        "task/accuracy": s["correct"] / s["candidates"],
         "response/length_mean": s["tokens"] / s["completions"],
-        "response/truncated_fraction": s["truncated"] / s["drawn"],
-        "staleness/mean": s["age"] / s["drawn"],
+        "response/truncated_fraction": s["truncated"] / s["candidates"],
+        "staleness/mean": s["staleness"] / s["candidates"],
         "groups/varied_fraction": s["varied"] / groups,
     }
-    metrics |= {f"reward/{name}": s[f"part/{name}"] / s["drawn"] for name in config.reward.functions}
+    metrics |= {f"reward/{name}": s[f"part/{name}"] / s["candidates"] for name in config.reward.functions}
     if config.algorithm.filter_groups:
-        metrics["groups/drawn"] = groups
+        metrics["groups/generated"] = groups
     if config.algorithm.normalize_rewards:
         running_mean, scale = trainer.reward_stats.shift_and_scale()
         metrics |= {"reward/running_mean": running_mean, "reward/running_std": 1 / scale}
@@ -206,7 +206,7 @@ def _of_policy(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
         "policy/entropy": s["entropy"] / s["exact"],
         "policy/lr": trainer.models["policy"].optimizer.param_groups[0]["lr"],
     }
-    if trainer.config.reference != "none":
+    if trainer.config.resolved_reference != "none":
         metrics |= {"kl/ref": s["kl"] / s["tokens"], "kl/coef": trainer.kl.coef}
     if "policy/loss" not in s:  # the critic is warming up
         return metrics
@@ -228,7 +228,7 @@ def _value_sums(batch: Experience) -> Sums:
 
 
 def _of_values(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
-    if trainer.config.critic == "none" or "value/loss" not in s:
+    if trainer.config.resolved_critic == "none" or "value/loss" not in s:
         return {}
     residual, returns = (
         torch.tensor([s[f"{name}/{i}"] for i in range(3)], dtype=torch.float64) for name in ("residual", "returns")
@@ -244,7 +244,7 @@ def _of_values(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mismatch_sums(trainer: Trainer, batch: Experience) -> Sums:
-    kind, settings = trainer.config.rollout_correction, trainer.config.algorithm
+    kind, settings = trainer.config.resolved_rollout_correction, trainer.config.algorithm
     mismatch = kl.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
     ratios = _ratios(settings.rollout_correction_level, batch)
     weights = rollout_correction(kind, settings, batch)

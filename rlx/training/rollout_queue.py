@@ -19,14 +19,14 @@ from rlx.data import stream
 from rlx.data.stream import PromptStream
 from rlx.rollout.base import Engines, PendingRollout
 from rlx.storage.checkpoint_files import CheckpointReader, Shard
-from rlx.storage.checkpoint_keys import queued_rollout
+from rlx.storage.checkpoint_keys import queued_round
 from rlx.types import Completion, Sampling
 
 _COLUMNS = ("prompts", "versions", "lengths", "finished", "tokens", "logprobs")
 
 
 @dataclass
-class QueuedRollout:
+class QueuedRound:
     """One round of prompts, in chunks that are generated or being generated."""
 
     position: int  # of the prompt stream before this round's prompts
@@ -45,7 +45,7 @@ class RolloutQueue:
     num_chunks: int  # a round is handed out in so many chunks
     max_staleness: int  # steps that a completion's weights may be older than the weights that train on it
     seconds: float = 0.0  # that the engines took for the rounds handed out since it was last set to 0
-    _rounds: deque[QueuedRollout] = field(default_factory=deque, init=False)
+    _rounds: deque[QueuedRound] = field(default_factory=deque, init=False)
 
     def next(self, step: int, steps: int) -> Iterator[list[Completion]]:
         """The completions of the next round, chunk by chunk, those of a prompt together.
@@ -86,11 +86,11 @@ class RolloutQueue:
             for name, column in _columns(completions, self.samplings[0].max_tokens).items():
                 rows, *rest = column.shape
                 offset = (rows * self.prompts.rank, *(0 for _ in rest))
-                shards[queued_rollout(number, name)] = Shard(column, offset, (rows * self.prompts.ranks, *rest))
+                shards[queued_round(number, name)] = Shard(column, offset, (rows * self.prompts.ranks, *rest))
             if self.prompts.rank == 0:
-                shards[queued_rollout(number, "position")] = Shard(torch.tensor([queued.position]), (0,), (1,))
+                shards[queued_round(number, "position")] = Shard(torch.tensor([queued.position]), (0,), (1,))
                 request = self._request()
-                shards[queued_rollout(number, "asked")] = Shard(request, (0,), tuple(request.shape))
+                shards[queued_round(number, "asked")] = Shard(request, (0,), tuple(request.shape))
         return shards
 
     def restore(self, reader: CheckpointReader, step: int, replicas: int) -> None:
@@ -102,26 +102,26 @@ class RolloutQueue:
             step: of the checkpoint.
             replicas: that the checkpoint was written on.
         """
-        number, restored = 0, deque[QueuedRollout]()
-        while queued_rollout(number, "position") in reader.names:
-            position = int(reader.read_full(queued_rollout(number, "position")))
-            columns = {name: reader.read_full(queued_rollout(number, name)) for name in _COLUMNS}
-            is_same = torch.equal(reader.read_full(queued_rollout(number, "asked")), self._request())
+        number, restored = 0, deque[QueuedRound]()
+        while queued_round(number, "position") in reader.names:
+            position = int(reader.read_full(queued_round(number, "position")))
+            columns = {name: reader.read_full(queued_round(number, name)) for name in _COLUMNS}
+            is_same = torch.equal(reader.read_full(queued_round(number, "asked")), self._request())
             staleness = step + number - int(columns["versions"].min())
             if not is_same or number >= self.max_staleness or staleness > self.max_staleness:
                 self.prompts.position = position
                 break
             chunk = self._own_share(columns, replicas, step + number)
-            restored.append(QueuedRollout(position, [chunk], is_complete=True))
+            restored.append(QueuedRound(position, [chunk], is_complete=True))
             number += 1
         self._rounds = restored
 
-    def _begin(self, step: int) -> QueuedRollout:
+    def _begin(self, step: int) -> QueuedRound:
         position = self.prompts.position
         prompts = self.prompts.next(self.prompts_per_step)
         edges = [len(prompts) * i // self.num_chunks for i in range(self.num_chunks + 1)]
         chunks = [prompts[start:stop] for start, stop in itertools.pairwise(edges)]
-        return QueuedRollout(position, [self.engines.begin(chunk, self.samplings, step) for chunk in chunks])
+        return QueuedRound(position, [self.engines.begin(chunk, self.samplings, step) for chunk in chunks])
 
     def _request(self) -> Tensor:
         """What decides a round's completions beside weights and prompts, as numbers `[1 + 4 S]` of S samplings."""

@@ -178,7 +178,7 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     trust, head, seed = model.trust_remote_code, model.value_head_init, config.seed
     policy = loading.load_policy(
         path,
-        head=head if config.critic == "head" else None,
+        head=head if config.resolved_critic == "head" else None,
         seed=seed,
         adapters=adapters(config.model, seed),
         trust_remote_code=trust,
@@ -186,11 +186,11 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     if device_mesh.device_type == "cuda":
         policy.stored_logits = _kept_numbers(config.scaling)
     parts: dict[str, Any] = {"policy": policy}
-    if config.critic == "separate":
+    if config.resolved_critic == "separate":
         parts["critic"] = loading.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
     sharder = _Sharder(config, device_mesh)
     models = {name: sharder.trained(name, part) for name, part in parts.items()}
-    if config.reference != "copy":
+    if config.resolved_reference != "copy":
         return models, None
     reference = loading.load_reference(path, trust_remote_code=trust)
     return models, sharder.sharded("reference", reference)

@@ -94,7 +94,7 @@ class Trainer:
         critic, recompute log-probabilities, and score a step's rollouts in one piece.
         """
         config = self.config
-        policy_alone = config.reference == "none" and config.critic == "none"
+        policy_alone = config.resolved_reference == "none" and config.resolved_critic == "none"
         return policy_alone and config.rollout.num_chunks == 1 and config.algorithm.old_logprobs == "recomputed"
 
     def is_due(self, every: int) -> bool:

@@ -157,7 +157,7 @@ def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experienc
         mask,
         size,
         PolicyLossSettings(settings.policy_loss, settings.clip_low, settings.clip_high, settings.dual_clip),
-        weights * rollout_correction(trainer.config.rollout_correction, settings, micro_batch),
+        weights * rollout_correction(trainer.config.resolved_rollout_correction, settings, micro_batch),
     )
     sums: Sums = {"policy/loss": loss.detach()}
     sums |= {f"policy/{name}": total for name, total in stats.items()}

@@ -219,7 +219,6 @@ def test_paths_are_kept_good_for_any_working_directory(tmp_path: Path, monkeypat
         (["--model.lora-rank", "8"], "model.lora_rank is 0 in run mine"),
         (["--seed", "1"], "seed is 0 in run mine"),
         (["--train.ema-decay", "0.9"], "train.ema_decay is None in run mine"),
-        (["--check"], "--check is for the start of a run"),
         # Taken with the run's own importance, which the default would refuse; the next obstacle is named.
         (["--rollout.top-p", "0.9", "--algorithm.advantage", "rloo"], "algorithm.advantage is gae in run mine"),
     ],

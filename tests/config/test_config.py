@@ -318,12 +318,12 @@ def test_an_estimator_declares_what_it_needs() -> None:
 
 def test_auto_critic_and_reference_follow_the_estimator_and_the_adapters() -> None:
     plain, grouped = RunConfig(), from_tree({"algorithm": {"advantage": "grpo"}})
-    assert (plain.critic, plain.reference, grouped.critic) == ("separate", "copy", "none")
-    assert from_tree({"model": {"lora_rank": 4}}).reference == "lora_off"
-    assert from_tree({"model": {"lora_rank": 4, "reference": "copy"}}).reference == "copy"
-    assert from_tree({"model": {"critic": "head"}}).critic == "head"
-    assert from_tree({"model": {"lora_rank": 4}}).critic == "head"
-    assert from_tree({"model": {"lora_rank": 4, "critic": "separate"}}).critic == "separate"
+    assert (plain.resolved_critic, plain.resolved_reference, grouped.resolved_critic) == ("separate", "copy", "none")
+    assert from_tree({"model": {"lora_rank": 4}}).resolved_reference == "lora_off"
+    assert from_tree({"model": {"lora_rank": 4, "reference": "copy"}}).resolved_reference == "copy"
+    assert from_tree({"model": {"critic": "head"}}).resolved_critic == "head"
+    assert from_tree({"model": {"lora_rank": 4}}).resolved_critic == "head"
+    assert from_tree({"model": {"lora_rank": 4, "critic": "separate"}}).resolved_critic == "separate"
 
 
 def test_an_address_with_a_password_is_never_shown() -> None:
@@ -520,8 +520,10 @@ def test_help_shows_meaning_and_default() -> None:
 
 def test_stale_completions_are_corrected_unless_configured_otherwise() -> None:
     def correction(**rollout: Any) -> str:
-        return from_tree({"rollout": rollout}).rollout_correction
+        return from_tree({"rollout": rollout}).resolved_rollout_correction
 
     assert (correction(), correction(max_staleness=1)) == ("none", "tis")
     for algorithm in ({"rollout_correction": "none"}, {"old_logprobs": "rollout"}):
-        assert from_tree({"rollout": {"max_staleness": 1}, "algorithm": algorithm}).rollout_correction == "none"
+        assert (
+            from_tree({"rollout": {"max_staleness": 1}, "algorithm": algorithm}).resolved_rollout_correction == "none"
+        )

@@ -30,8 +30,8 @@ from rlx.rollout.weight_sync import buckets
 from rlx.rollout.weight_sync.base import OBJECT_STORE, EngineLocation, Source
 from rlx.rollout.weight_sync.gather import gather_full
 from rlx.rollout.weight_sync.object_store import ObjectStoreSender
+from rlx.rollout.weight_sync.sender import OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.rollout.weight_sync.update import OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.training import experience
 from rlx.types import Completion, Prompt, Sampling, ScoredCompletion, ShardedWeight, WeightSyncError
 

@@ -27,8 +27,8 @@ from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync import buckets, process_group, receiver, shared_memory, update
 from rlx.rollout.weight_sync.base import Incoming, Source, UpdateInterruptedError
 from rlx.rollout.weight_sync.receiver import Receiver
+from rlx.rollout.weight_sync.sender import OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.rollout.weight_sync.update import OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.types import ShardedWeight, WeightSyncError
 
 BUCKET = 100_000  # bytes: the tiny model's larger tensors alone, some together

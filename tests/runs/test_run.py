@@ -30,7 +30,7 @@ from rlx.tracking import metrics, mlflow
 ONLY_WHEN_ASKED_FOR = {
     "reward/running_mean",
     "reward/running_std",
-    "groups/drawn",
+    "groups/generated",
     "eval/ema/accuracy",
     "eval/ema/reward",
     "eval/ema/length",

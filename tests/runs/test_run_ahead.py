@@ -28,7 +28,7 @@ def test_completions_are_one_step_old_from_the_second_step_on(ahead: Done) -> No
 
 
 def test_the_first_step_is_that_of_a_run_on_policy_and_later_ones_are_corrected(ahead: Done) -> None:
-    assert ahead.config.rollout_correction == "tis"
+    assert ahead.config.resolved_rollout_correction == "tis"
     assert ahead.history["mismatch/kl"][1][0] < 1e-8 < ahead.history["mismatch/kl"][STEPS][0]
     assert ahead.history["mismatch/weight_max"][STEPS][0] > 1.0001
 

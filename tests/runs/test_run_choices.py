@@ -237,7 +237,7 @@ def test_a_server_that_fails_at_first_is_asked_again(adapted: Done, server: Faul
 
 
 def test_prompts_are_drawn_until_groups_vary(adapted: Done) -> None:
-    assert last(adapted, "groups/drawn", 1) in (8, 16)
+    assert last(adapted, "groups/generated", 1) in (8, 16)
     assert 0 < last(adapted, "groups/varied_fraction", 1) <= 1
     assert "value/loss" not in adapted.history and last(adapted, "kl/loss", 2) > 0
 

@@ -243,7 +243,7 @@ def test_the_names_of_tensors_in_a_checkpoint_stay_as_they_are() -> None:
     assert checkpoint_keys.model_weight("policy", "lm.norm.weight") == "policy.model.lm.norm.weight"
     assert checkpoint_keys.optimizer_state("critic", "head.bias", "exp_avg") == "critic.optimizer.head.bias.exp_avg"
     assert checkpoint_keys.ema_weight("lm.norm.weight") == "average.lm.norm.weight"
-    assert checkpoint_keys.queued_rollout(0, "position") == "ahead.0.position"
+    assert checkpoint_keys.queued_round(0, "position") == "ahead.0.position"
     keys = ["policy.model.x", "critic.optimizer.x.step", "average.critic.model.y"]
     assert [checkpoint_keys.has_weights(keys, model) for model in ("policy", "critic")] == [True, False]
     assert [checkpoint_keys.has_optimizer_state(keys, model) for model in ("policy", "critic")] == [False, True]

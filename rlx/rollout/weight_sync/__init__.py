@@ -7,9 +7,15 @@ their weights. Left out: when weights are pushed (rlx/training), and how an engi
 It imports rlx.config, rlx.types, rlx.actors and rlx.mesh; not the rest of rlx.rollout.
 
 Example:
+    import torch
+    from rlx.mesh import Mesh
+    from rlx.models.lora import engine_weights
+    from rlx.rollout.engine_pool import EnginePool
     from rlx.rollout.weight_sync.sync import WeightSync
-    sync = WeightSync(engines, Mesh.of("cuda", tp=1), device, torch.bfloat16, transport="auto")
-    failed = sync.push(lora.engine_weights(policy), version=7, locations=pool.probe(1.0))
-    print({index: str(error) for index, error in failed.items()})  # the engines that did not take version 7
-    sync.close()
+
+    def send(policy: torch.nn.Module, pool: EnginePool) -> None:  # every rank calls it
+        sync = WeightSync(pool.engines, Mesh.of("cuda", tp=1), torch.device("cuda"), torch.bfloat16)
+        failed = sync.push(engine_weights(policy), version=7, locations=pool.probe(1.0))
+        print({index: str(error) for index, error in failed.items()})  # the engines that did not take version 7
+        sync.close()
 """

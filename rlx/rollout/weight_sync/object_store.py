@@ -17,7 +17,7 @@ from torch import Tensor
 from rlx.actors import RolloutError, get_result
 from rlx.rollout.weight_sync.base import DeviceLocation
 from rlx.rollout.weight_sync.buckets import Bucket, pack, unpack
-from rlx.rollout.weight_sync.update import OutgoingBucket, OutgoingUpdate
+from rlx.rollout.weight_sync.sender import OutgoingBucket, OutgoingUpdate
 from rlx.types import WeightSyncError
 
 

@@ -31,7 +31,7 @@ from rlx.rollout.weight_sync.base import (
     wait,
 )
 from rlx.rollout.weight_sync.buckets import byte_size
-from rlx.rollout.weight_sync.update import OutgoingBucket, OutgoingUpdate
+from rlx.rollout.weight_sync.sender import OutgoingBucket, OutgoingUpdate
 from rlx.types import WeightSyncError
 
 

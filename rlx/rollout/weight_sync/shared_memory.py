@@ -19,7 +19,7 @@ from torch import Tensor
 from rlx.actors import EngineLostError, EngineTimeoutError, is_alive
 from rlx.rollout.weight_sync.base import DeviceLocation, Incoming, Source, deadline, wait
 from rlx.rollout.weight_sync.buckets import byte_size
-from rlx.rollout.weight_sync.update import OutgoingBucket, OutgoingUpdate
+from rlx.rollout.weight_sync.sender import OutgoingBucket, OutgoingUpdate
 
 NAME = "shared_memory"
 _ALIVE_S = 1.0  # between two questions whether an engine's process is alive

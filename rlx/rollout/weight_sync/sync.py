@@ -1,7 +1,7 @@
 """Weights from the trainers to the engines: gathered from the FSDP shards bucket by bucket, each bucket sent while the
 next one is gathered, and checked on arrival.
 
-Which transport reaches which engine is decided in topology.py; one update on one rank is in update.py.
+Which transport reaches which engine is decided in topology.py; one update on one rank is in sender.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlx.rollout.weight_sync import buckets
 from rlx.rollout.weight_sync.base import OBJECT_STORE, DeviceLocation, EngineLocation, Source
 from rlx.rollout.weight_sync.gather import gather_full
 from rlx.rollout.weight_sync.process_group import create_store, open_store
+from rlx.rollout.weight_sync.sender import Failures, OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.rollout.weight_sync.shared_memory import SendBuffers
 from rlx.rollout.weight_sync.topology import TRANSPORTS, routes
-from rlx.rollout.weight_sync.update import Failures, OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.types import ShardedWeight
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}

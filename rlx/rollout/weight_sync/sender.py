@@ -231,7 +231,7 @@ class OutgoingUpdate:
     def _take(self, call: Any, engine: int) -> None:
         self._calls.pop(call, None)
         try:
-            if reason := get_result(call, engine, time.monotonic()):
+            if (reason := get_result(call, engine, time.monotonic())) is not None:
                 error = EngineLostError(f"engine {engine}: {reason}")
                 self.retry[engine] = _with_version(error, self.request.version)
                 self._leave_out(engine)
