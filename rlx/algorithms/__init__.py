@@ -15,5 +15,6 @@ Example:
     from rlx.algorithms.advantages import gae
 
     rewards, values, mask = torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2), torch.ones(1, 2)
-    advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=0.95)  # [[0.95, 1.0]] each
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=0.95)
+    assert torch.allclose(advantages, torch.tensor([[0.95, 1.0]]))
 """

@@ -9,10 +9,12 @@ Shapes: B responses, L tokens of prompt and response, T response tokens, N respo
 H hidden size, V vocabulary.
 
 Example:
+    import torch
     from rlx.models.loading import load_policy
 
-    policy = load_policy("storage/models/smollm2", head=None)
-    # ids [B, L], prompt_lengths [B], mask [B, T], token_index: rows and columns [N] of the ones in the mask
+    policy = load_policy("storage/models/mine", head=None)
+    ids, prompt_lengths = torch.tensor([[5, 6, 7, 8]]), torch.tensor([2])  # one response of two tokens: 7 and 8
+    mask = torch.ones(1, 2)
     output = policy(ids, prompt_lengths, mask, mask.nonzero(as_tuple=True), temperature=1.0, entropy=True)
-    output.logprobs, output.entropy  # [B, T] each
+    assert output.logprobs.shape == output.entropy.shape == (1, 2)
 """

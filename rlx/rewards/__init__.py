@@ -13,5 +13,5 @@ Example:
     config = RewardConfig(functions={"numeric": 1.0, "length": 0.1}, length_target=8)
     response = Response(Prompt(0, (), "1 + 1?", "2"), text="2.0", answer="2.0", num_tokens=4, finished=True)
     scores = scoring.score([response], scoring.scorers(config, lambda answer, expected, index: 0.0), config)
-    scores.total, scores.is_correct  # [0.95], [True]
+    assert (scores.total, scores.is_correct) == ([0.95], [True])
 """

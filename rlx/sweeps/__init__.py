@@ -9,10 +9,16 @@ Left out: tables and figures of a sweep (rlx.analysis).
 May import: runs, tracking, storage, config.
 
 Example:
+    from rlx.config.run import RunConfig
+    from rlx.runs import launch
+    from rlx.runs.resources import plan_resources
+    from rlx.storage.addresses import open_storage
+    from rlx.sweeps import tuner
+    from rlx.sweeps.records import SweepPlan
 
     storage = open_storage("storage")
     launch.connect(None, plan_resources(RunConfig()))
-    plan = tuner.create_sweep(SweepPlan("s", {"train": {"steps": 4}}, "search_spaces/ppo.py", trials=2), storage)
+    plan = tuner.create_sweep(SweepPlan("s", {"train": {"steps": 4}}, "my_space.py", trials=2), storage)
     records = tuner.run_sweep(plan, storage, watch=lambda trial, settings, metrics, state: print(trial, state))
     print({name: record.state for name, record in records.items()})
 """
