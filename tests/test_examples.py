@@ -3,11 +3,14 @@
 import ast
 import builtins
 import inspect
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import rlx
 
 ROOT = Path(__file__).resolve().parent.parent
 FACES = sorted(ROOT.glob("rlx/**/__init__.py"))
@@ -44,6 +47,11 @@ def check_call(call: ast.Call, function: Any) -> None:
     inspect.signature(function).bind(*call.args, **keywords)
 
 
+def test_the_docstring_of_rlx_lists_the_public_names() -> None:
+    assert rlx.__doc__
+    assert sorted(re.findall(r"^    (\w+)  +\S", rlx.__doc__, re.MULTILINE)) == sorted(rlx.__all__)
+
+
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.parent.name)
 def test_the_names_in_an_example_exist(face: Path) -> None:
     tree = ast.parse(example(face))
@@ -66,9 +74,8 @@ def test_the_names_in_an_example_exist(face: Path) -> None:
 
 @pytest.mark.parametrize("package", RUNNABLE)
 def test_an_example_runs(package: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs in a folder with the experiments, a storage and a model."""
+    """It runs in a folder with a storage and a model."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     (tmp_path / "storage" / "models").mkdir(parents=True)
     (tmp_path / "storage" / "models" / "mine").symlink_to(tiny_model)
     exec(compile(example(ROOT / "rlx" / package / "__init__.py"), package, "exec"), {})

@@ -72,6 +72,8 @@ def _default_kl_estimator(given: dict[str, Any]) -> KLEstimator:
 
 
 class AlgorithmConfig(Section):
+    """Advantages, losses, the KL to the reference model, and the correction of engine log-probabilities."""
+
     advantage: AdvantageName = "gae"
     """baseline of the advantage. gae: a critic; grpo, dr_grpo, rloo, opo, reinforce++_baseline: the other completions
     of the prompt; reinforce++: the batch; remax: the greedy completion of the prompt"""

@@ -1,7 +1,8 @@
-"""The rules between settings: each is a condition that is refused and the message that says what to do.
+"""The rules between settings. Each is a condition that is refused, and a message that says what to change.
 
-A function checks one topic; RunConfig calls them in turn, so a rule may rely on all that come before it. Left out: the
-values that one setting takes (sections, algorithm).
+A function checks one topic. RunConfig calls the functions in turn, so a rule may rely on all rules before it. The
+arguments `critic`, `reference` and `correction` are the settings with `auto` resolved. Left out: the values that one
+setting takes (sections, algorithm).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def _refuse_if(condition: object, message: str) -> None:
 
 
 def check_workers(scaling: ScalingConfig, parallel: ParallelConfig, train: TrainConfig, model: ModelConfig) -> None:
+    """Raises ValueError if the workers cannot share the prompts evenly, or parallel.tp does not work with a setting."""
     workers, tp = scaling.num_workers, parallel.tp
     _refuse_if(workers % tp, f"scaling.num_workers ({workers}) must be a multiple of parallel.tp ({tp})")
     unsplit = {"model.lora_rank": model.lora_rank, "model.offload": model.offload, "train.compile": train.compile}
@@ -63,6 +65,7 @@ def check_workers(scaling: ScalingConfig, parallel: ParallelConfig, train: Train
 
 
 def check_adaptive_kl(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
+    """Raises ValueError if one step could set an adaptive kl_coef to 0 forever."""
     completions = train.prompts_per_step * train.samples_per_prompt
     _refuse_if(
         algorithm.adaptive_kl_target is not None and completions >= 5 * algorithm.adaptive_kl_horizon,
@@ -77,6 +80,9 @@ def check_needs(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     Args:
         values: all settings by dotted key, `auto` resolved.
         defaults: their defaults, by the same keys.
+
+    Raises:
+        ValueError: there is such a setting.
     """
     for key, needed in NEEDS.items():
         _refuse_if(
@@ -86,6 +92,7 @@ def check_needs(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
 
 
 def check_estimator(algorithm: AlgorithmConfig, model: ModelConfig, train: TrainConfig) -> None:
+    """Raises ValueError if the critic or the completions per prompt do not fit the advantage estimator."""
     name, estimator, samples = algorithm.advantage, algorithm.estimator, train.samples_per_prompt
     too_few = f"train.samples_per_prompt is {samples}, at least 2 are needed"
     _refuse_if(
@@ -112,6 +119,7 @@ def check_estimator(algorithm: AlgorithmConfig, model: ModelConfig, train: Train
 
 
 def check_critic_warmup(train: TrainConfig, critic: str) -> None:
+    """Raises ValueError if a warm-up has no separate critic, or leaves no step for the policy."""
     _refuse_if(
         train.critic_warmup and critic != "separate",
         "train.critic_warmup needs a critic with its own weights: model.critic separate, with algorithm.advantage gae",
@@ -123,6 +131,7 @@ def check_critic_warmup(train: TrainConfig, critic: str) -> None:
 
 
 def check_losses(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
+    """Raises ValueError if the KL estimator, the dual clip or the overlong buffer does not fit its loss."""
     placement, estimator = algorithm.kl_placement, algorithm.kl_estimator
     _refuse_if(
         placement == "loss" and estimator == "k1",
@@ -144,6 +153,7 @@ def check_losses(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
 
 
 def check_ptx(algorithm: AlgorithmConfig, data: DataConfig, replicas: int) -> None:
+    """Raises ValueError if the supervised loss lacks its weight or its prompts, or its rows do not divide among replicas."""
     _refuse_if(
         (algorithm.ptx_coef > 0) != (data.ptx_source is not None),
         "algorithm.ptx_coef and data.ptx_source need each other: set both or neither",
@@ -155,6 +165,7 @@ def check_ptx(algorithm: AlgorithmConfig, data: DataConfig, replicas: int) -> No
 
 
 def check_models(model: ModelConfig, algorithm: AlgorithmConfig, critic: str, reference: str) -> None:
+    """Raises ValueError if the KL has no reference model, or a model to offload has no weights of its own."""
     _refuse_if(
         model.reference == "none" and (algorithm.kl_coef > 0 or algorithm.adaptive_kl_target is not None),
         "model.reference none leaves no model to measure the KL to: set algorithm.kl_coef to 0, and leave "
@@ -171,6 +182,7 @@ def check_models(model: ModelConfig, algorithm: AlgorithmConfig, critic: str, re
 
 
 def check_adapters(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raises ValueError if a setting needs LoRA adapters and there are none, or the engines cannot use the adapters."""
     adapters_only = model.lora_sync == "adapter"
     _refuse_if(
         not model.lora_rank and model.reference == "lora_off",
@@ -195,7 +207,7 @@ def check_adapters(model: ModelConfig, rollout: RolloutConfig) -> None:
 
 
 def check_overlap(rollout: RolloutConfig, train: TrainConfig, algorithm: AlgorithmConfig, replicas: int) -> None:
-    """Refuses what generation cannot do at the same time as training and scoring."""
+    """Raises ValueError if generation cannot run at the same time as training and scoring as the settings ask."""
     prompts = train.prompts_per_step // replicas
     other = "rollout.max_staleness" if rollout.max_staleness else "algorithm.filter_groups"
     _refuse_if(
@@ -219,6 +231,7 @@ def check_overlap(rollout: RolloutConfig, train: TrainConfig, algorithm: Algorit
 
 
 def check_colocated(rollout: RolloutConfig, scaling: ScalingConfig, model: ModelConfig) -> None:
+    """Raises ValueError if rollout.placement is colocated and a setting does not work with it."""
     if rollout.placement != "colocated":
         return
     _refuse_if(
@@ -243,6 +256,7 @@ def check_colocated(rollout: RolloutConfig, scaling: ScalingConfig, model: Model
 
 
 def check_old_logprobs(algorithm: AlgorithmConfig, rollout: RolloutConfig, critic: str, correction: str) -> None:
+    """Raises ValueError if the ratio to the old policy would be biased, or needs a forward pass that is not done."""
     recomputed = algorithm.old_logprobs == "recomputed"
     _refuse_if(
         (rollout.top_p < 1 or rollout.top_k > 0) and not (recomputed and correction != "none"),
@@ -262,6 +276,7 @@ def check_old_logprobs(algorithm: AlgorithmConfig, rollout: RolloutConfig, criti
 
 
 def check_engine_gpus(rollout: RolloutConfig) -> None:
+    """Raises ValueError if an engine has another number of GPUs than its model is split over."""
     tp, gpus = rollout.tensor_parallel, rollout.resources_per_engine.get("GPU", 0)
     _refuse_if(
         gpus != tp and (gpus > 1 or (gpus and tp > 1)),
@@ -271,6 +286,7 @@ def check_engine_gpus(rollout: RolloutConfig) -> None:
 
 
 def check_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
+    """Raises ValueError if a setting is for another kind of prompts, or training and held-out prompts share seeds."""
     generated = data.source.startswith(GENERATED)
     _refuse_if(
         not generated and data.params,

@@ -60,6 +60,8 @@ Resources = Annotated[dict[str, NonNegativeFloat], pydantic.AfterValidator(_chec
 
 
 class ModelConfig(Section):
+    """The models of a run: where they come from, their critic and reference, adapters and precision."""
+
     path: str = "tiny"
     """folder or Hugging Face name of the model; "tiny": a character-level model that rlx trains once by itself"""
     critic: Literal["auto", "separate", "head", "none"] = "auto"
@@ -89,6 +91,8 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
+    """The prompts of training, and the answers of the supervised loss."""
+
     source: str = DEFAULT_SOURCE
     """training prompts: reasoning_gym:DATASET, or a .jsonl, .parquet or .csv file"""
     params: dict[str, Any] = Field(
@@ -119,6 +123,8 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
+    """The functions that score completions, and their parameters."""
+
     functions: dict[str, float] = Field(default_factory=lambda: {"task": 1.0})
     """reward functions with their weights, e.g. {task: 1, format: 0.2}. task: the scorer of reasoning-gym, or exact
     match for prompt files; exact_match, numeric, math_verify: compare the answer with the expected one; format, length,
@@ -139,7 +145,7 @@ class RewardConfig(Section):
     """most tokens, padding included, in one forward pass of a reward model"""
     url: str | None = None
     """for url: http address that takes a JSON batch of completions and returns scores; see
-    experiments/reward_server.py"""
+    docs/rewards.md of the repository"""
     url_key_env: str | None = None
     """environment variable that holds the key of that server, sent as a bearer token"""
     url_batch: PositiveInt = 64
@@ -176,6 +182,8 @@ class RewardConfig(Section):
 
 
 class TrainConfig(Section):
+    """Size and number of PPO steps, and the optimizers."""
+
     steps: PositiveInt = 40
     """PPO steps; each step generates completions and updates the models on them"""
     prompts_per_step: PositiveInt = 64
@@ -215,6 +223,8 @@ class TrainConfig(Section):
 
 
 class RolloutConfig(Section):
+    """Generation: the engines, sampling, and the transport of weights to the engines."""
+
     num_engines: PositiveInt = 1
     """number of vLLM engines, each in its own actor"""
     resources_per_engine: Resources = Field(default_factory=lambda: {"CPU": 0.5})
@@ -261,6 +271,8 @@ class RolloutConfig(Section):
 
 
 class ScalingConfig(Section):
+    """Number and resources of the workers, the processes that train."""
+
     num_workers: PositiveInt = 1
     """number of training processes (FSDP ranks)"""
     use_gpu: bool = False
@@ -277,12 +289,16 @@ class ScalingConfig(Section):
 
 
 class ParallelConfig(Section):
+    """How the workers split a model, beside FSDP."""
+
     tp: PositiveInt = 1
     """tensor parallelism: number of neighbouring workers that split each layer's matrices and train on the same
     completions; scaling.num_workers / tp replicas train on different completions"""
 
 
 class EvalConfig(Section):
+    """When the policy is evaluated, and on which held-out prompts."""
+
     every: NonNegativeInt = 10
     """steps between evaluations on held-out prompts, which also run before the first step and after the last; 0: only
     these two"""
@@ -295,6 +311,8 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are written, which of them stay, and from which one a new run starts."""
+
     every: NonNegativeInt = 10
     """steps between checkpoints; the last step always has one; 0: only that one"""
     keep_last: PositiveInt | None = 2
@@ -309,13 +327,15 @@ class CheckpointConfig(Section):
     grace_s: NonNegativeFloat = 25.0
     """after Ctrl-C or SIGTERM: longest wait for the step to end and for a last checkpoint"""
     init_from: str | None = None
-    """folder or address of a checkpoint that a new run starts from; see also ppo.py --from"""
+    """folder or address of a checkpoint that a new run starts from; see also rlx train --from"""
     init_state: Literal["weights", "all"] = "weights"
     """weights: take only the models' weights from that checkpoint; all: take its complete state, the next step
     included"""
 
 
 class TrackingConfig(Section):
+    """Where a run's metrics and samples are recorded."""
+
     uri: str | None = None
     """MLflow tracking server or database; unset: SQLite in the storage folder"""
     experiment: str = "rlx"

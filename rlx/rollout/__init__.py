@@ -5,7 +5,7 @@ or hung engine is replaced, gets the weights again, and its prompts go to the ot
 for and how many steps ahead (rlx/training), and the scores of completions (rlx/rewards).
 
 It imports rlx.config, rlx.types, rlx.actors and rlx.mesh. The modules `base`, `engine_args`, `engine_thread` and
-`fake_engine` do not import Ray, the others do.
+`fake_engine` run without Ray.
 
 Example:
     from rlx.rollout.fake_engine import FakeEngines
