@@ -1,4 +1,4 @@
-"""One PPO run, or the rest of one: python experiments/ppo.py [--resume NAME | --from CHECKPOINT] [--SETTING VALUE]"""
+"""Trains a run, or resumes one: python experiments/ppo.py [--resume NAME | --from CHECKPOINT] [--SETTING VALUE]"""
 
 import sys
 

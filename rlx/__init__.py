@@ -16,7 +16,7 @@ needs neither torch nor Ray. The code is in the subpackages. Modules of rlx impo
 Example:
     import rlx
 
-    config = rlx.load_config("experiments/configs/arithmetic.yaml", {"train.steps": 40})
+    config = rlx.load_config(overrides={"train.steps": 60, "algorithm.kl_coef": 0.02})
     result = rlx.train(config)
     print(result.metrics["eval/accuracy"], result.checkpoint)
 """

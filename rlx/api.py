@@ -1,4 +1,4 @@
-"""What `import rlx` offers beside the config: one run, the rest of one, a sweep, and a sweep read back.
+"""What `import rlx` offers beside the config: train a run, resume a run, run a sweep, load a finished sweep.
 
 Each function is a short path through `rlx.runs`, `rlx.sweeps` or `rlx.analysis`, which it imports when it is called.
 Left out: screens and exit codes, which are in `rlx.cli`.
@@ -6,7 +6,7 @@ Left out: screens and exit codes, which are in `rlx.cli`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,12 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC, SchedulerName, SearchName
+from rlx.types import OnReport
 
 if TYPE_CHECKING:
     from rlx.analysis.loading import Sweep
     from rlx.storage.filesystem import Storage
     from rlx.sweeps.records import SweepPlan, TrialRecord
-
-OnReport = Callable[[dict[str, Any], str | None], None]
-"""(metrics of a step, address of the checkpoint written with it), called after each step"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,7 +51,8 @@ def train(config: RunConfig, *, on_report: OnReport | None = None) -> TrainResul
     """Trains to the last step; the run gets a name if the config has none.
 
     Args:
-        on_report: called after each step with its metrics and checkpoint.
+        on_report: called after each step with its metrics, and with the path of a checkpoint if one became complete
+            since the step before.
 
     Raises:
         ConfigError: a setting cannot be used, or a run of this name exists.
@@ -100,12 +99,19 @@ def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnRepor
 
 
 def _result(storage: str, name: str, metrics: dict[str, Any]) -> TrainResult:
-    from rlx.storage import checkpoint_catalog
     from rlx.storage.addresses import join_address, open_storage
 
     path = join_address(storage, "runs", name)
-    checkpoints = checkpoint_catalog.complete_checkpoints(open_storage(storage) / "runs" / name)
-    return TrainResult(name, path, metrics, join_address(path, checkpoints[-1].name) if checkpoints else None)
+    return TrainResult(name, path, metrics, _newest_checkpoint(open_storage(storage) / "runs" / name, path))
+
+
+def _newest_checkpoint(run: Storage, path: str) -> str | None:
+    """The address of the newest complete checkpoint in a run's folder, whose own address is `path`."""
+    from rlx.storage import checkpoint_catalog
+    from rlx.storage.addresses import join_address
+
+    checkpoints = checkpoint_catalog.complete_checkpoints(run)
+    return join_address(path, checkpoints[-1].name) if checkpoints else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,6 +126,7 @@ class TrialResult:
     config: dict[str, Any]  # the settings that the sweep varies, by dotted key
     metrics: dict[str, Any]  # of its last step; of a trial that was stopped early, the step and the held-out accuracy
     path: str  # the address of the folder of its last run
+    checkpoint: str | None  # the address of that run's newest complete checkpoint; None if it wrote none
     error: str | None  # why it failed; None if it did not
 
 
@@ -273,20 +280,26 @@ def _check_choices(search: SearchName, scheduler: SchedulerName, counts: Mapping
 
 def sweep_results(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> SweepResults:
     """The results of a sweep, from the records of its trials and what their last runs left in their folders."""
-    from rlx.storage.addresses import join_address, open_storage
+    from rlx.storage.addresses import open_storage
+
+    sweep = open_storage(plan.config.storage) / "sweeps" / plan.name
+    return SweepResults(plan.name, [_trial_result(plan, sweep, *entry) for entry in sorted(records.items())])
+
+
+def _trial_result(plan: SweepPlan, sweep: Storage, name: str, record: TrialRecord) -> TrialResult:
+    from rlx.storage.addresses import join_address
+    from rlx.sweeps.records import TrialState
     from rlx.sweeps.trainable import newest_attempt
 
-    folder, trials = open_storage(plan.config.storage) / "sweeps" / plan.name, []
-    for name, record in sorted(records.items()):
-        attempt = newest_attempt(folder, name)
-        file = folder / "runs" / attempt / "result.json"
-        reported = {"step": record.step, DEFAULT_METRIC: record.reports[-1][1]} if record.reports else {}
-        trial = TrialResult(
-            name,
-            record.settings,
-            metrics=file.read_json() if file.exists() else reported,
-            path=join_address(plan.config.storage, "sweeps", plan.name, "runs", attempt),
-            error=record.message if record.state == "failed" else None,
-        )
-        trials.append(trial)
-    return SweepResults(plan.name, trials)
+    attempt = newest_attempt(sweep, name)
+    run, path = sweep / "runs" / attempt, join_address(plan.config.storage, "sweeps", plan.name, "runs", attempt)
+    file = run / "result.json"
+    reported = {"step": record.step, DEFAULT_METRIC: record.reports[-1][1]} if record.reports else {}
+    return TrialResult(
+        name,
+        record.settings,
+        metrics=file.read_json() if file.exists() else reported,
+        path=path,
+        checkpoint=_newest_checkpoint(run, path),
+        error=record.message if record.state is TrialState.FAILED else None,
+    )

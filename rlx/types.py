@@ -1,13 +1,14 @@
-"""The records that packages hand to one another: prompts, completions, responses, scores, weights.
+"""The records that packages hand to one another, and the functions that they call back.
 
-Left out: behaviour beyond what a record needs. Imports no other package of rlx, neither Ray nor vLLM.
+The records are prompts, completions, responses, scores and weights. Left out: behaviour beyond what a record needs.
+Imports no other package of rlx, neither Ray nor vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 
 Checker = Callable[[str, str, int | None], float]
 """(answer, expected answer, index in the dataset) -> score; 1 is correct"""
+Notify = Callable[[str], None]
+"""shows a person a message that is not a metric, e.g. that an engine died"""
+OnReport = Callable[[dict[str, Any], str | None], None]
+"""(metrics of a step, path of a checkpoint), called after each step
+
+The checkpoint is the one that became complete since the step before. It may be of an earlier step, because checkpoints
+are written while training continues. None: none became complete. The path has no scheme such as s3://.
+"""
 
 
 class WeightSyncError(RuntimeError):

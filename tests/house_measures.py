@@ -23,6 +23,7 @@ from source_code import (
     annotation_names,
     circles,
     classes,
+    defined_names,
     functions,
     import_graph,
     line_count,
@@ -137,8 +138,9 @@ def meanings(modules: Mapping[str, Module]) -> Iterator[Measure]:
     places = defaultdict[str, list[str]](list)
     for module in modules.values():
         for node in module.tree.body:
-            if isinstance(node, Function | ast.ClassDef) and node.name[0] != "_" and node.name != "main":
-                places[node.name].append(module.at(node))
+            for name in defined_names(node):
+                if name[0] != "_" and name != "main":
+                    places[name].append(module.at(node))
     twice = [f"{name}: {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
     yield at_most("public names that mean two things", len(twice), 10, twice)
 

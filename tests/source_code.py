@@ -155,6 +155,16 @@ def public_functions(tree: ast.Module) -> Iterator[Function]:
         yield from (child for child in body if isinstance(child, Function) and child.name[0] != "_")
 
 
+def defined_names(statement: ast.stmt) -> Iterator[str]:
+    """The names of a function, of a class, or of what is assigned."""
+    if isinstance(statement, Function | ast.ClassDef):
+        yield statement.name
+    elif isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        names = [node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+        yield from (name.id for name in names if isinstance(name.ctx, ast.Store))
+
+
 def line_count(function: Function) -> int:
     """Lines from `def` to the end, without decorators."""
     assert function.end_lineno

@@ -15,6 +15,7 @@ from source_code import (
     ROOT,
     Module,
     circles,
+    defined_names,
     depth,
     functions,
     import_graph,
@@ -183,6 +184,12 @@ def test_private_names_of_other_modules_are_seen(tmp_path: Path) -> None:
     assert list(private_uses(modules["rlx.config.a"], modules)) == []
 
 
+def test_what_a_module_defines_is_seen() -> None:
+    text = "def f(): ...\nclass A: ...\nB, C = D = 1\nE: int = [g for g in a]\nh.i = j[0] = 2\nfrom k import l\n"
+    names = [name for statement in ast.parse(text).body for name in defined_names(statement)]
+    assert sorted(names) == ["A", "B", "C", "D", "E", "f"]
+
+
 def test_functions_and_classes_are_measured() -> None:
     tree = ast.parse(
         "class A:\n"
@@ -225,10 +232,13 @@ def test_shapes_are_seen(text: str, stated: bool) -> None:
 
 def test_a_broken_limit_is_shown_with_its_places(tmp_path: Path) -> None:
     long = "def long():\n" + "    pass\n" * 60
-    modules = package(tmp_path, config__a=long, config__b="def long(): ...\n")
+    modules = package(tmp_path, config__a=f"{long}_A = B = 1\n", config__b="def long(): ...\n_A = 2\n", types="B = 3\n")
     rows = {row.name: row for row in [*measure.sizes(modules), *measure.meanings(modules)]}
     assert rows["function lines, largest"] == Measure(
         "function lines, largest", "61", "<= 50", False, ["rlx/config/a.py:1 long: 61"]
     )
-    assert rows["public names that mean two things"].value == "1"
+    assert rows["public names that mean two things"].offenders == [
+        "B: rlx/config/a.py:62, rlx/types.py:1",
+        "long: rlx/config/a.py:1, rlx/config/b.py:1",
+    ]
     assert "NO" in measure.as_table([rows["function lines, largest"]])

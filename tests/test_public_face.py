@@ -15,8 +15,11 @@ import rlx
 from rlx.api import SweepResults, TrialResult, sweep_results
 from rlx.cli.main import COMMANDS, main
 from rlx.config.loading import from_tree
+from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
-from rlx.sweeps.records import TrialRecord
+from rlx.storage.checkpoint_manifest import MANIFEST, Manifest
+from rlx.storage.filesystem import Storage
+from rlx.sweeps.records import TrialRecord, TrialState
 from rlx.sweeps.space import load_space
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +69,16 @@ def test_load_config_reads_a_file_and_overrides(tmp_path: Path) -> None:
         rlx.load_config(overrides={"train.steps": 0})
 
 
+def checkpoint(run: Storage, step: int, *, finished: bool = True) -> None:
+    """A checkpoint of a run, without tensors; one that is not finished lacks its manifest."""
+    empty = ("metrics", "kl", "scores", "cursor", "evaluation", "config", "files")
+    content: dict[str, Any] = {field: {} for field in empty}
+    folder = run / checkpoint_catalog.checkpoint_name(step)
+    checkpoint_catalog.commit(folder, Manifest(rlx="0", step=step, ranks=1, tokens=0, mlflow_run_id=None, **content))
+    if not finished:
+        (folder / MANIFEST).delete()
+
+
 def finished_run(storage: Path, name: str) -> None:
     """The files of a run that has done its two steps."""
     folder = open_storage(str(storage)) / "runs" / name
@@ -80,6 +93,8 @@ def test_resume_gives_the_result_of_a_finished_run(tmp_path: Path) -> None:
     result = rlx.resume("mine", storage=str(tmp_path))
     assert (result.name, result.path, result.checkpoint) == ("mine", f"{tmp_path}/runs/mine", None)
     assert result.metrics == {"step": 2, "eval/accuracy": 0.25}
+    checkpoint(open_storage(result.path), 2)
+    assert rlx.resume("mine", storage=str(tmp_path)).checkpoint == f"{tmp_path}/runs/mine/step_000002"
 
 
 def test_runs_that_cannot_begin_or_go_on_are_refused(tmp_path: Path) -> None:
@@ -150,22 +165,24 @@ def test_results_are_read_from_records_and_folders(tmp_path: Path) -> None:
     (finished / "run.json").write_text("{}")
     last = {"step": 3, "eval/accuracy": 0.5, "kl/ref": 0.1}
     (finished / "result.json").write_text(json.dumps(last))
+    for step in (1, 2, 3):
+        checkpoint(finished, step, finished=step < 3)
     records = {
-        "trial_00002": TrialRecord(settings={"seed": 2}, state="failed", message="died"),
-        "trial_00001": TrialRecord(settings={"seed": 1}, state="stopped", reports=[(1, 0.1), (2, 0.25)]),
-        "trial_00000": TrialRecord(settings={"seed": 0}, state="finished", reports=[(3, 0.5)]),
+        "trial_00002": TrialRecord(settings={"seed": 2}, state=TrialState.FAILED, message="died"),
+        "trial_00001": TrialRecord(settings={"seed": 1}, state=TrialState.STOPPED, reports=[(1, 0.1), (2, 0.25)]),
+        "trial_00000": TrialRecord(settings={"seed": 0}, state=TrialState.FINISHED, reports=[(3, 0.5)]),
     }
-    runs = f"{tmp_path}/sweeps/mine/runs"
+    runs, kept = f"{tmp_path}/sweeps/mine/runs", finished / "step_000002"
     assert list(sweep_results(plan, records)) == [
-        TrialResult("trial_00000", {"seed": 0}, last, f"{runs}/trial_00000.2", None),
-        TrialResult("trial_00001", {"seed": 1}, {"step": 2, "eval/accuracy": 0.25}, f"{runs}/trial_00001", None),
-        TrialResult("trial_00002", {"seed": 2}, {}, f"{runs}/trial_00002", "died"),
+        TrialResult("trial_00000", {"seed": 0}, last, f"{runs}/trial_00000.2", kept.path, None),
+        TrialResult("trial_00001", {"seed": 1}, {"step": 2, "eval/accuracy": 0.25}, f"{runs}/trial_00001", None, None),
+        TrialResult("trial_00002", {"seed": 2}, {}, f"{runs}/trial_00002", None, "died"),
     ]
 
 
 def test_the_best_trial_is_chosen_by_its_last_metric() -> None:
     def trial(name: str, accuracy: float | None, error: str | None = None) -> TrialResult:
-        return TrialResult(name, {}, {} if accuracy is None else {"eval/accuracy": accuracy}, "", error)
+        return TrialResult(name, {}, {} if accuracy is None else {"eval/accuracy": accuracy}, "", None, error)
 
     results = SweepResults("s", [trial("a", 0.2), trial("b", 0.5), trial("c", 0.9, "died"), trial("d", None)])
     assert (len(results), results[0].name, [each.name for each in results]) == (4, "a", ["a", "b", "c", "d"])
@@ -219,7 +236,7 @@ def test_the_doctor_offers_settings_and_no_options_of_train(program: None, capsy
         main(["doctor", "--help"])
     shown = capsys.readouterr().out
     assert all(option in shown for option in ("--config FILE", "--train.actor-lr"))
-    assert not any(option in shown for option in ("--resume", "--from CHECKPOINT", "--check "))
+    assert not any(option in shown for option in ("--resume NAME", "--from CHECKPOINT", "--check "))
 
 
 def test_commands_return_the_exit_codes_of_the_scripts(

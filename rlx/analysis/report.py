@@ -92,7 +92,7 @@ def comparisons(
 
 
 def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str) -> str:
-    """The best setting as YAML for ppo.py, without the seed if seeds were varied.
+    """The best setting as YAML for `rlx train --config`, without the seed if seeds were varied.
 
     Empty if no trial has a result, or if the config of the best trial is not in MLflow or comes from another version
     of rlx.

@@ -20,7 +20,7 @@ from rlx.tracking import mlflow
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        description="Ranks and draws the settings of a sweep, and stores the files with the sweep in MLflow.",
+        description="Ranks and plots the settings of a sweep, and stores the files with the sweep in MLflow.",
         allow_abbrev=False,
     )
     parser.add_argument("--sweep", metavar="NAME", help="the sweep to analyze (default: the newest)")

@@ -19,7 +19,7 @@ from rlx.storage.checkpoint_manifest import Manifest
 from rlx.tracking import mlflow
 from rlx.tracking.mlflow import MLflowService
 
-SHOWN = (*listing.WATCHED, "eval/ema/accuracy")
+SHOWN = (*listing.LISTED_METRICS, "eval/ema/accuracy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

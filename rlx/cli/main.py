@@ -17,21 +17,20 @@ from rlx import __version__
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the module with its `main`, and the options that it always gets."""
+    """A subcommand: the module with its `main`, and what it does."""
 
     module: str
     meaning: str
-    options: tuple[str, ...] = ()
 
 
 COMMANDS = {
     "train": Command("rlx.cli.train", "run PPO once, or continue a run"),
     "sweep": Command("rlx.cli.sweep", "run PPO with many settings, or continue a sweep"),
-    "analyze": Command("rlx.cli.analyze", "rank and draw the trials of a sweep"),
+    "analyze": Command("rlx.cli.analyze", "rank and plot the trials of a sweep"),
     "checkpoints": Command("rlx.cli.checkpoints", "list runs, or the checkpoints of one"),
     "export": Command("rlx.cli.export", "write the policy of a checkpoint as a Hugging Face folder"),
     "reward-model": Command("rlx.cli.reward_model", "train a reward model on preferences"),
-    "doctor": Command("rlx.cli.train", "check that trainer and engines agree, without training", ("--check",)),
+    "doctor": Command("rlx.cli.doctor", "check that trainer and engines agree, without training"),
 }
 
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS[args.command]
     sys.argv[0] = f"{parser.prog} {args.command}"  # argparse calls the program by it in --help and errors
-    return int(importlib.import_module(command.module).main([*command.options, *args.arguments]))
+    return int(importlib.import_module(command.module).main(args.arguments))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,7 +23,7 @@ from rlx.config.sections import DataConfig
 from rlx.tracking.base import RunStatus, RunWriter, TrackingService
 
 if TYPE_CHECKING:
-    from rlx.rewards.preferences import Pair, Progress, Recipe, TrainingResult
+    from rlx.rewards.preferences import OnStep, Pair, Recipe, TrainingResult
     from rlx.tracking.console import RunProgress
 
 NUM_QUESTIONS = 16_384
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Bradley-Terry reward model from preference pairs, for ppo.py --reward.model.",
+        description="Bradley-Terry reward model from preference pairs, for rlx train --reward.model.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -138,7 +138,7 @@ def train_and_save(
     pairs: Sequence[Pair],
     held_out: Sequence[Pair],
     recipe: Recipe,
-    progress: Progress = lambda done, metrics: None,
+    on_step: OnStep = lambda done, metrics: None,
 ) -> TrainingResult:
     """Trains a reward model from `base`, and writes its Hugging Face folder completely or not at all.
 
@@ -155,7 +155,7 @@ def train_and_save(
     _check_new(folder)
     with tiny.private_torch_state(recipe.seed), tiny.no_progress_bars():
         classifier = load_classifier(base, new_head=True, setting="base model")
-        result = preferences.fit_preferences(classifier, pairs, held_out, recipe, progress)
+        result = preferences.fit_preferences(classifier, pairs, held_out, recipe, on_step)
         with tiny.atomic_folder(folder) as unfinished:
             classifier.save(unfinished)
     return result

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlx.sweeps.records import SweepPlan
 
 _DEFAULTS = Path(__file__).parent / "defaults"
-SETTINGS, SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
+DEFAULT_SETTINGS, DEFAULT_SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,11 +46,11 @@ def _argument_parser() -> argparse.ArgumentParser:
         "[--SECTION.SETTING VALUE ...]",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", default=str(SETTINGS), help="YAML settings")
-    parser.add_argument("--space", metavar="FILE", default=str(SPACE), help="Python file with the search space")
+    parser.add_argument("--config", metavar="FILE", default=str(DEFAULT_SETTINGS), help="YAML settings")
+    parser.add_argument("--space", metavar="FILE", default=str(DEFAULT_SPACE), help="Python file with the search space")
     parser.add_argument("--trials", metavar="N", type=int, default=4, help="settings to try (a grid tries all)")
     parser.add_argument("--seeds", metavar="K", type=int, default=1, help="runs of each setting, with different seeds")
-    parser.add_argument("--search", choices=get_args(SearchName), default="random", help="how settings are drawn")
+    parser.add_argument("--search", choices=get_args(SearchName), default="random", help="how settings are chosen")
     parser.add_argument(
         "--scheduler", choices=get_args(SchedulerName), default="none", help="which trials are stopped early"
     )
@@ -92,7 +92,7 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfi
             prepared = preflight.prepare(plan.config, preparing.warm_start)
         connect_cluster(prepared)
         plan = plan if is_resume else tuner.create_sweep(plan, storage)
-        where = mlflow_lines(plan, storage)
+        where = tracking_lines(plan, storage)
         lines = [tuner.describe(plan), *(f"{trial} runs again" for trial in restarted), *where]
         progress.console.print(*lines, sep="\n", soft_wrap=True)
         results = tuner.run_sweep(plan, storage, resume=is_resume, watch=progress.update)
@@ -138,13 +138,13 @@ def resumed_plan(args: argparse.Namespace, storage: Storage, address: str) -> tu
     return plan, tuner.restart_failed(plan, storage) if args.restart_errored else []
 
 
-def mlflow_lines(plan: SweepPlan, storage: Storage) -> list[str]:
-    """Returns where a sweep is in MLflow."""
+def tracking_lines(plan: SweepPlan, storage: Storage) -> list[str]:
+    """Returns where a sweep is in its tracking service."""
     from rlx.tracking import outbox
     from rlx.tracking.tracker import service_at
 
     service, run_id = service_at(plan.tracking_uri), outbox.run_id(storage / "sweeps" / plan.name)
-    return [f"in MLflow: {service.browse_command()}", f"at: {service.run_page(run_id)}"]
+    return [f"in {service.title}: {service.browse_command()}", f"at: {service.run_page(run_id)}"]
 
 
 def write_analysis(plan: SweepPlan, storage: Storage) -> None:
@@ -162,4 +162,4 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
         print(tables.format_table(tables.settings_table(sweep), width))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own errors
-        print(f"no analysis: {one_line(error, 300)}; later: analyze.py --sweep {plan.name}", file=sys.stderr)
+        print(f"no analysis: {one_line(error, 300)}; later: rlx analyze --sweep {plan.name}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Trains one PPO run or its rest: rlx train [--resume NAME | --from CHECKPOINT] [--SETTING VALUE]"""
+"""Trains a run, or resumes one: rlx train [--resume NAME | --from CHECKPOINT] [--SETTING VALUE]"""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_options(args)
         if args.resume:
             return resume(args.resume, given)
-        config = new_config(args, given)  # bad settings are refused before anything slow is imported
-        return check(config) if args.check else start(config)
+        # Bad settings are refused before anything slow is imported.
+        return start(new_config(args.config, given, args.start))
 
     return exit_code(script, "interrupted: --resume continues the run")
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="PPO on a language model. Every setting has a default that runs on a 2-core machine.",
-        usage="%(prog)s [--config FILE] [--resume NAME | --from CHECKPOINT | --check] [--SECTION.SETTING VALUE ...]",
+        usage="%(prog)s [--config FILE] [--resume NAME | --from CHECKPOINT] [--SECTION.SETTING VALUE ...]",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
@@ -47,7 +47,6 @@ def _argument_parser() -> argparse.ArgumentParser:
         help="start a new run from the weights of a checkpoint (from all of its state with --checkpoint.init-state "
         "all), and from its settings unless --config gives others: NAME, NAME@10, NAME@best, or a folder or address",
     )
-    parser.add_argument("--check", action="store_true", help="train nothing: check that all parts agree, line by line")
     add_settings(parser)
     return parser
 
@@ -56,8 +55,6 @@ def _check_options(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that exclude each other."""
     if args.resume and args.config:
         raise ConfigError("--resume uses the run's own settings: change single ones by options, not by --config")
-    if (args.resume or args.start) and args.check:
-        raise ConfigError("--check is for the start of a run: leave --resume and --from out")
     if args.resume and args.start:
         raise ConfigError("--resume continues a run, --from begins a new one: give one of them")
 
@@ -66,12 +63,18 @@ def _check_options(args: argparse.Namespace) -> None:
 # Settings
 
 
-def new_config(args: argparse.Namespace, given: Mapping[str, Any]) -> RunConfig:
-    """Returns the config of a new run; `given`: the settings of the command line, by dotted key."""
-    base = read_yaml(args.config) if args.config else {}
-    if args.start:
-        return from_tree(with_overrides(inherited_tree(args.start, base, given), given))
-    return from_tree(with_overrides(base, given), args.config or "command line")
+def new_config(file: str | None, given: Mapping[str, Any], start: str | None = None) -> RunConfig:
+    """Returns the config of a new run.
+
+    Args:
+        file: a YAML file of settings.
+        given: the settings of the command line by dotted key, which override the file.
+        start: the checkpoint that the run starts from.
+    """
+    base = read_yaml(file) if file else {}
+    if start:
+        return from_tree(with_overrides(inherited_tree(start, base, given), given))
+    return from_tree(with_overrides(base, given), file or "command line")
 
 
 def inherited_tree(which: str, base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,23 +139,6 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
     print(summary(prepared.name, first, result.metrics, time.monotonic() - started))
     print(f"curves: {service_at(prepared.tracking_uri).browse_command()}")
     return 0
-
-
-def check(config: RunConfig) -> int:
-    """Prints the doctor's lines; returns 1 if a check failed."""
-    from rlx.runs import launch, preflight
-    from rlx.tracking import console
-
-    with console.RunProgress(1) as progress:
-        prepared = preflight.prepare(config, progress.warm_start)
-        progress.status("a few steps at learning rate 0")
-        launch.connect(config.ray_address, prepared.resources)
-        verdicts = launch.examine(prepared)
-    for line in verdicts:
-        print(f"{'passed' if line.passed else 'FAILED'}  {line.what}: {line.figure:.3g} ({line.demand})")
-    failed = sum(not line.passed for line in verdicts)
-    print(f"{failed} of {len(verdicts)} checks failed" if failed else f"all {len(verdicts)} checks passed")
-    return 1 if failed else 0
 
 
 def summary(name: str, first: Mapping[str, Any], last: Mapping[str, Any], seconds: float) -> str:

@@ -4,9 +4,9 @@ Left out: command-line options (rlx.cli.options), and whether files, models and 
 rlx, and neither torch nor Ray, so that a mistyped setting is refused in a fraction of a second.
 
 Example:
-    from rlx.config import flatten, from_tree, read_yaml, with_overrides
+    from rlx.config import flatten, from_tree, with_overrides
 
-    tree = read_yaml("experiments/configs/arithmetic.yaml")
+    tree = {"algorithm": {"kl_coef": 0.02}}
     config = from_tree(with_overrides(tree, {"train.steps": 12, "data.params.max_digits": 2}))
     print(config.train.steps, config.algorithm.estimator.needs_critic, flatten(config)["data.params"])
 """

@@ -115,7 +115,7 @@ class TrainingResult:
     accuracy_after: float
 
 
-Progress = Callable[[int, dict[str, float]], None]
+OnStep = Callable[[int, dict[str, float]], None]
 """called with the steps done and {loss, accuracy, pairs_per_s}; held_out_accuracy before the first and with the last"""
 
 
@@ -129,7 +129,7 @@ def fit_preferences(
     pairs: Sequence[Pair],
     held_out: Sequence[Pair],
     recipe: Recipe,
-    progress: Progress = lambda done, metrics: None,
+    on_step: OnStep = lambda done, metrics: None,
 ) -> TrainingResult:
     """Trains a classifier in place to score the chosen completions of pairs higher than the rejected ones.
 
@@ -140,11 +140,11 @@ def fit_preferences(
     """
     classifier.model.to("cuda" if torch.cuda.is_available() else "cpu")
     before = after = accuracy(classifier, held_out)
-    progress(0, {"held_out_accuracy": before})
+    on_step(0, {"held_out_accuracy": before})
     for done, metrics in enumerate(_steps(classifier, pairs, recipe), start=1):
         if done == recipe.steps(len(pairs)):
             metrics["held_out_accuracy"] = after = accuracy(classifier, held_out)
-        progress(done, metrics)
+        on_step(done, metrics)
     return TrainingResult(before, after)
 
 

@@ -1,7 +1,7 @@
 """Scores from a web address: posts batches of completions as JSON, several at once, and retries after a failure.
 
-Left out: whether the scores are valid numbers, which `scoring.score` checks. experiments/reward_server.py is an
-example of a server.
+Left out: whether the scores are valid numbers, which `scoring.score` checks. The repository has an example of a
+server, experiments/reward_server.py.
 """
 
 from __future__ import annotations

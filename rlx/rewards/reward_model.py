@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-ATTEMPTS = 3
+_ATTEMPTS = 3
 """attempts of a call whose replica dies; scoring has no state, so a call can be repeated"""
 
 
@@ -196,7 +196,7 @@ def start_reward_models(
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
         max_restarts=-1,
-        max_task_retries=ATTEMPTS - 1,
+        max_task_retries=_ATTEMPTS - 1,
         runtime_env={"env_vars": {} if on_gpu else {"OMP_NUM_THREADS": "1"}},
     )
     strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from rlx.storage.checkpoint_files import Shard
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
 from rlx.storage.filesystem import Storage, StorageError, retry
 from rlx.storage.rank_group import RankGroup, error_text
+from rlx.types import Notify
 
 _WRITE_TIMEOUT_S = 3600.0  # a file system that hangs raises no error
 _SECOND_READ_S = 2.0
@@ -112,7 +113,7 @@ class CheckpointWriter:
         self._thread.shutdown()
         self._ranks.close()
 
-    def newest_checkpoint(self, notify: Callable[[str], None]) -> CheckpointEntry | None:
+    def newest_checkpoint(self, notify: Notify) -> CheckpointEntry | None:
         """Returns the newest checkpoint of the run whose every byte is right, None if there is none. Collective.
 
         Each rank verifies a share of the files. A damaged checkpoint is set aside, and `notify` is told on rank 0.

@@ -19,7 +19,7 @@ from pyarrow import fs
 from rlx.config.errors import one_line
 
 T = TypeVar("T")
-ATTEMPTS = 6
+_ATTEMPTS = 6
 """attempts of `retry`; the waits between them are 1, 2, 4, 8 and 16 s"""
 
 
@@ -153,12 +153,12 @@ def retry(action: Callable[[], T], what: str, wait: Callable[[float], Any] = tim
     Raises:
         StorageError: all attempts failed; the text has the reason of the last one.
     """
-    for attempt in range(ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         try:
             return action()
         except OSError as error:
-            if attempt == ATTEMPTS - 1:
-                raise StorageError(f"{what} failed {ATTEMPTS} times: {explain(error)}") from error
+            if attempt == _ATTEMPTS - 1:
+                raise StorageError(f"{what} failed {_ATTEMPTS} times: {explain(error)}") from error
         wait(2.0**attempt)
     raise AssertionError
 

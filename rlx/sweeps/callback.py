@@ -22,7 +22,7 @@ from ray.tune.experiment import Trial
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import State, SweepPlan, TrialRecords, trial_name
+from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, trial_name
 from rlx.sweeps.trainable import newest_attempt
 from rlx.tracking.base import RunStatus
 from rlx.tracking.tracker import OutboxTracker
@@ -30,7 +30,7 @@ from rlx.tracking.tracker import OutboxTracker
 _LOG = logging.getLogger("rlx")
 
 Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
-"""(trial, its settings, its newest metrics, its state), called whenever one of them changes"""
+"""(trial, its settings, its newest metrics, "running" or its `TrialState`), called whenever one of them changes"""
 
 
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
@@ -73,15 +73,16 @@ class SweepCallback(tune.Callback):
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.statuses[trial_name(trial)] = RunStatus.FINISHED
-        state: State = "finished" if trial.last_result.get("step", 0) >= self.steps else "stopped"
+        is_done = trial.last_result.get("step", 0) >= self.steps
+        state = TrialState.FINISHED if is_done else TrialState.STOPPED
         self.log.end_trial(trial, state)
         self._show(trial, trial.last_result, state)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.statuses[trial_name(trial)] = RunStatus.FAILED
-        self.log.end_trial(trial, "failed", _error_message(trial))
+        self.log.end_trial(trial, TrialState.FAILED, _error_message(trial))
         self.log.end_mlflow_run(trial, RunStatus.FAILED)
-        self._show(trial, trial.last_result, "failed")
+        self._show(trial, trial.last_result, TrialState.FAILED)
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
         """Ends the MLflow runs; all trials' processes are gone, also those of an interrupted sweep.
@@ -116,11 +117,11 @@ class TrialLog:
         self.records.write(trial_name(trial), record.model_copy(update=new))
 
     @_harmless
-    def end_trial(self, trial: Trial, state: State, message: str = "") -> None:
+    def end_trial(self, trial: Trial, state: TrialState, message: str = "") -> None:
         """Records how a trial ended, unless that is known already."""
         record = self.records.read(trial_name(trial))
         if not record.is_over:
-            if state == "stopped":
+            if state is TrialState.STOPPED:
                 with self._tracker(trial, "sweep") as tracker:
                     tracker.set_tags({"rlx.stopped": str(trial.last_result.get("step", 0))})
             self.records.write(trial_name(trial), record.model_copy(update={"state": state, "message": message}))

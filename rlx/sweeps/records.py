@@ -6,8 +6,9 @@ A resume reads nothing else. Left out: the runs of the trials, which have folder
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from ray.tune.experiment import Trial
@@ -20,7 +21,14 @@ from rlx.runs import preflight
 from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.filesystem import Storage, retry
 
-State = Literal["open", "finished", "stopped", "failed"]
+
+class TrialState(StrEnum):
+    """How far a trial is, as its record says."""
+
+    OPEN = "open"  # not over: it waits, runs or was interrupted
+    FINISHED = "finished"  # all steps are done
+    STOPPED = "stopped"  # by a scheduler
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -57,14 +65,14 @@ class TrialRecord(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     settings: dict[str, Any]
-    state: State = "open"  # stopped: by a scheduler
+    state: TrialState = TrialState.OPEN
     reports: list[tuple[int, float]] = []  # step and held-out accuracy of each evaluation
     message: str = ""  # why it failed
     attempts: int = 1  # how often it was started from step 0
 
     @property
     def is_over(self) -> bool:
-        return self.state != "open"
+        return self.state is not TrialState.OPEN
 
     @property
     def step(self) -> int:

@@ -18,7 +18,7 @@ from ray.tune.search import Searcher
 from ray.tune.search.search_algorithm import SearchAlgorithm
 
 from rlx.config.sections import DEFAULT_METRIC
-from rlx.sweeps.records import TrialRecord, TrialRecords
+from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.space import Space, complete_settings
 
 
@@ -109,8 +109,8 @@ class TrialSource(SearchAlgorithm):
             number, self._next_number = self._next_number, self._next_number + 1
             name = f"trial_{number:05d}"
             record = self._known.get(name)
-            if record and record.is_over and (not self._options.replays or record.state == "failed"):
-                failed = record.state == "failed" or not record.reports
+            if record and record.is_over and (not self._options.replays or record.state is TrialState.FAILED):
+                failed = record.state is TrialState.FAILED or not record.reports
                 self._search.tell(number, None if failed else record.reports[-1][1])
                 continue
             if record is None:

@@ -25,7 +25,7 @@ from rlx.runs.run_folder import exists, saved_config
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import SweepCallback, Watch
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, trial_name
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, trial_name
 from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, Schedule
 from rlx.sweeps.searchers import ADAPTIVE
 from rlx.sweeps.space import MODE, Space, complete_settings, load_space, space_fingerprint
@@ -161,7 +161,7 @@ def restart_failed(plan: SweepPlan, storage: Storage) -> list[str]:
     """Has the failed trials run again from step 0 with the next resume; returns their names."""
     folder = storage / "sweeps" / plan.name
     records = TrialRecords(folder)
-    failed = {name: record for name, record in records.all().items() if record.state == "failed"}
+    failed = {name: record for name, record in records.all().items() if record.state is TrialState.FAILED}
     for name, record in failed.items():
         newest = newest_attempt(folder, name)
         attempts = attempt_number(newest) + exists(folder / "runs" / newest)
@@ -190,7 +190,7 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
     try:
         results = _fit(plan, storage, watch)
         _send_pending(plan.tracking_uri, folder)
-        if any(record.state != "failed" for record in results.values()):
+        if any(record.state is not TrialState.FAILED for record in results.values()):
             status = RunStatus.FINISHED
         return results
     except KeyboardInterrupt:
@@ -226,7 +226,7 @@ def _send_pending(uri: str, folder: Storage) -> None:
 
 def failures(results: Mapping[str, TrialRecord]) -> list[str]:
     """Returns one line for each failed trial: its name and why it failed."""
-    return [f"{name}: {record.message}" for name, record in results.items() if record.state == "failed"]
+    return [f"{name}: {record.message}" for name, record in results.items() if record.state is TrialState.FAILED]
 
 
 def _tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:

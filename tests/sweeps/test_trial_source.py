@@ -12,7 +12,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import TrialRecord, TrialRecords, trial_name
+from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState, trial_name
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
@@ -87,7 +87,7 @@ def test_a_record_is_read_as_it_was_written(folder: Storage) -> None:
             "data.system_prompt": "é",
             "x": [0.8, True],
         },
-        state="failed",
+        state=TrialState.FAILED,
         reports=[(2, 1 / 3), (4, 0.0)],
         message="é: out of memory",
         attempts=3,
@@ -219,9 +219,9 @@ def after(folder: Storage, **changes: dict[str, Any]) -> None:
         TrialRecords(folder).write(name, TrialRecords(folder).read(name).model_copy(update=change))
 
 
-FINISHED = {"state": "finished", "reports": [(5, 0.25), (10, 0.5)]}
-STOPPED = {"state": "stopped", "reports": [(5, 0.125)]}
-FAILED = {"state": "failed", "reports": [(5, 0.25)], "message": "out of memory"}
+FINISHED = {"state": TrialState.FINISHED, "reports": [(5, 0.25), (10, 0.5)]}
+STOPPED = {"state": TrialState.STOPPED, "reports": [(5, 0.125)]}
+FAILED = {"state": TrialState.FAILED, "reports": [(5, 0.25)], "message": "out of memory"}
 
 
 def test_open_trials_go_on_under_their_names_and_the_rest_follows(folder: Storage) -> None:
