@@ -1,0 +1,51 @@
+"""Checks that trainer and engines agree, and trains nothing: rlx doctor [--config FILE] [--SETTING VALUE]
+
+Left out: the checks themselves (rlx.runs.doctor).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rlx.cli.options import add_settings, exit_code, parse
+from rlx.cli.train import new_config
+from rlx.config.run import RunConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _argument_parser()
+
+    def examine() -> int:
+        args, given = parse(parser, argv)
+        return check(new_config(args.config, given))  # bad settings are refused before anything slow is imported
+
+    return exit_code(examine)
+
+
+def _argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Checks that trainer and engines agree, in a few steps that change nothing and leave no run.",
+        usage="%(prog)s [--config FILE] [--SECTION.SETTING VALUE ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
+    add_settings(parser)
+    return parser
+
+
+def check(config: RunConfig) -> int:
+    """Prints the doctor's lines; returns 1 if a check failed."""
+    from rlx.runs import launch, preflight
+    from rlx.tracking import console
+
+    with console.RunProgress(1) as progress:
+        prepared = preflight.prepare(config, progress.warm_start)
+        progress.status("a few steps at learning rate 0")
+        launch.connect(config.ray_address, prepared.resources)
+        verdicts = launch.examine(prepared)
+    for line in verdicts:
+        print(f"{'passed' if line.passed else 'FAILED'}  {line.what}: {line.figure:.3g} ({line.demand})")
+    failed = sum(not line.passed for line in verdicts)
+    print(f"{failed} of {len(verdicts)} checks failed" if failed else f"all {len(verdicts)} checks passed")
+    return 1 if failed else 0
