@@ -1,7 +1,7 @@
 """The algorithm's settings, and the table of advantage estimators.
 
 The table states what each estimator needs and which settings its paper combines it with. Left out: the formulas, which
-are in rlx.algorithms. A new estimator is one function in rlx.algorithms.advantages and one row here.
+are in rlx.algorithms. A new estimator is a name and a row here, and a function and a row in rlx.algorithms.advantages.
 """
 
 from __future__ import annotations
@@ -32,6 +32,15 @@ class Estimator:
     """compares the completions of a prompt with one another"""
     needs_greedy: bool = False
     """compares a completion with the greedy completion of its prompt"""
+
+    @property
+    def baseline(self) -> str:
+        """What the estimator compares a completion with, in words."""
+        if self.needs_critic:
+            return "a critic"
+        if self.needs_groups:
+            return "the other completions of the prompt"
+        return "the greedy completion of the prompt" if self.needs_greedy else "the batch"
 
 
 ESTIMATORS: dict[AdvantageName, Estimator] = {
@@ -71,12 +80,18 @@ def _default_kl_estimator(given: dict[str, Any]) -> KLEstimator:
     return "k3" if published == "k1" and given.get("kl_placement") == "loss" else published
 
 
+def _baselines() -> str:
+    """The baseline of each estimator, for --help."""
+    names: dict[str, list[str]] = {}
+    for name, estimator in ESTIMATORS.items():
+        names.setdefault(estimator.baseline, []).append(name)
+    return "; ".join(f"{', '.join(group)}: {baseline}" for baseline, group in names.items())
+
+
 class AlgorithmConfig(Section):
     """Advantages, losses, the KL to the reference model, and the correction of engine log-probabilities."""
 
-    advantage: AdvantageName = "gae"
-    """baseline of the advantage. gae: a critic; grpo, dr_grpo, rloo, opo, reinforce++_baseline: the other completions
-    of the prompt; reinforce++: the batch; remax: the greedy completion of the prompt"""
+    advantage: AdvantageName = Field(default="gae", description=f"baseline of the advantage. {_baselines()}")
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """ppo: clip the probability ratio of each token; gspo: clip the ratio of each response; cispo: weight each token's
     log-probability with its clipped ratio"""

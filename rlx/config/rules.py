@@ -153,7 +153,7 @@ def check_losses(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
 
 
 def check_ptx(algorithm: AlgorithmConfig, data: DataConfig, replicas: int) -> None:
-    """Raises ValueError if the supervised loss lacks its weight or its prompts, or its rows do not divide among replicas."""
+    """Raises ValueError if the supervised loss lacks its weight or its prompts, or its rows do not divide evenly."""
     _refuse_if(
         (algorithm.ptx_coef > 0) != (data.ptx_source is not None),
         "algorithm.ptx_coef and data.ptx_source need each other: set both or neither",

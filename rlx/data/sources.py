@@ -1,7 +1,7 @@
 """The kinds of prompt sources that `data.source`, `eval.source` and `data.ptx_source` may name, in one table.
 
-A new kind is a class with the methods of `PromptSource` and one line in `SOURCES`. Left out: chat templates and tokens
-(prompts.py), and which settings go together (rlx.config).
+A new kind is a class with the methods of `PromptSource` and a row in `SOURCES`; a new file format is a parser and a row
+(docs/extending.md). Left out: chat templates and tokens (prompts.py), and which settings go together (rlx.config).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PromptSource(Protocol):
     is_generated: bool  # rows are made from seeds; otherwise they are stored somewhere
 
     def check(self, address: str, setting: str) -> None:
-        """Raises ConfigError if the source cannot be used, as far as can be told at once, without Ray.
+        """Raises ConfigError if a quick check without Ray shows that the source cannot be used.
 
         Args:
             setting: the setting that has the address, for errors.
@@ -51,7 +51,7 @@ SOURCES: dict[str, PromptSource] = {
     ".parquet": FileSource(files.parse_parquet),
     ".csv": FileSource(files.parse_csv),
 }
-"""what an address begins with (NAME:) or ends in (.SUFFIX) -> its kind of source"""
+"""kinds of sources by what their addresses begin with (NAME:) or end in (.SUFFIX)"""
 
 
 def find_source(address: str, setting: str = "data.source") -> PromptSource:
@@ -69,7 +69,7 @@ def find_source(address: str, setting: str = "data.source") -> PromptSource:
 
 
 def check_source(address: str, setting: str) -> None:
-    """Checks a source as far as can be done at once, without Ray.
+    """Checks quickly and without Ray whether a source can be used.
 
     Args:
         setting: the setting that has the address, for errors.
@@ -93,7 +93,7 @@ def read_rows(address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
 
 
 def training_and_held_out_rows(data: DataConfig, held_out: EvalConfig) -> tuple[Rows, Rows]:
-    """Returns the rows to train on and the rows to evaluate on: of eval.source, or else of data.source itself.
+    """Returns the rows to train on, from data.source, and the rows to evaluate on, from eval.source or data.source.
 
     Raises:
         ConfigError: the sources or their rows cannot be used.
@@ -115,9 +115,10 @@ def answer_checker(data: DataConfig, seed: int, size: int) -> Checker:
 
 
 def sample_questions(data: DataConfig, seed: int, size: int) -> Iterator[dict[str, Any]]:
-    """Yields generated rows to try a model on. They are of the source itself if it generates rows.
+    """Yields generated rows for a trial of a model.
 
-    Otherwise they are of the default source, since a file need not be on this machine.
+    They come from `data.source` if it generates rows, and otherwise from the default source: a prompt file may not be
+    on this machine.
     """
     used = data if find_source(data.source).is_generated else DataConfig()
     return reasoning_gym.generated_questions(used, seed, size)
