@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import History, NothingLeft, Script, mlflow_history
 
+import rlx
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.runs import launch, run_folder
@@ -20,7 +21,7 @@ from rlx.runs.run_folder import mlflow_run, saved_config
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import tuner
-from rlx.sweeps.records import SweepPlan
+from rlx.sweeps.records import SweepPlan, TrialRecords
 from rlx.tracking import mlflow
 
 
@@ -91,11 +92,11 @@ def place(tmp_path: Path, empty_database: Path) -> Path:
     return tmp_path
 
 
-def prepared(model: Path, folder: Path, space: str, answer: str = "", **options: Any) -> tuple[SweepPlan, Storage]:
-    """A sweep in which `()` as what counts as an answer finds it in every completion, and `(?!)` in none."""
+def small_tree(model: Path, folder: Path, answer: str = "") -> dict[str, Any]:
+    """Settings with which `()` as what counts as an answer finds it in every completion, and `(?!)` in none."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"question": f"{i} + 1 =", "answer": answer}) + "\n" for i in range(60)))
-    tree = {
+    return {
         "storage": str(folder / "storage"),
         "model": {"path": str(model)},
         "data": {"source": str(prompts), "max_prompt_tokens": 32},
@@ -104,6 +105,11 @@ def prepared(model: Path, folder: Path, space: str, answer: str = "", **options:
         "eval": {"every": 2, "num_prompts": 6},
         "checkpoint": {"every": 2},
     }
+
+
+def prepared(model: Path, folder: Path, space: str, **options: Any) -> tuple[SweepPlan, Storage]:
+    """A sweep with these settings, ready to run."""
+    tree = small_tree(model, folder)
     storage = open_storage(tree["storage"])
     config = from_tree(tree)
     launch.connect(config.ray_address, plan_resources(config))
@@ -199,12 +205,17 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     flag = place / "broken"
     flag.touch()
     space = "{'reward.functions': tune.choice([{'tests.my_rewards:fragile': 1.0}, {'exact_match': 1.0}])}"
-    plan, storage = prepared(tiny_model, place, space, answer=str(flag), search="grid")
-    results = tuner.run_sweep(plan, storage, watch=News().watch)
-    assert [record.state for _, record in sorted(results.items())] == ["failed", "finished"]
+    config = from_tree({"name": "s", **small_tree(tiny_model, place, answer=str(flag))})
+    done = rlx.tuner(config, space=space_file(place, space), search="grid").fit()
     words = "worker 0: RewardError: reward tests.my_rewards:fragile: raised ValueError('no luck')"
-    assert tuner.failures(results) == [f"trial_00000: {words}"]
+    assert done.errors == [f"trial_00000: {words}"]
+    best = done.get_best_result()
+    assert (best.name, best.metrics["step"], best.checkpoint) == ("trial_00001", 10, f"{best.path}/step_000010")
 
+    storage = open_storage(config.storage)
+    plan, results = tuner.saved_sweep(storage, "s"), TrialRecords(storage / "sweeps" / "s").all()
+    assert [record.state for _, record in sorted(results.items())] == ["failed", "finished"]
+    assert tuner.failures(results) == done.errors
     before = {name: history(plan, storage, name) for name in sorted(results)}
     assert tuner.run_sweep(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
     flag.unlink()
