@@ -1,4 +1,4 @@
-"""Four ways to estimate advantages on five seeds each: --search grid runs them all, analyze.py --by compares them."""
+"""Four ways to estimate advantages on five seeds each: --search grid runs them all, rlx analyze --by compares them."""
 
 from typing import Any
 
