@@ -1,6 +1,6 @@
-"""One call of a Ray actor with a deadline, and the errors that can come of it.
+"""One call of a Ray actor with a deadline, and the errors that it can raise.
 
-`wait_for` is for any actor, `get_result` for engines, whose errors say what the caller may do next. Left out: that
+`wait_for` is for any actor. `get_result` is for engines: its errors say what the caller may do next. Left out: that
 decision, and repeating calls.
 """
 

@@ -68,7 +68,7 @@ class Mesh:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sums a tensor of any shape over replicas, in place; a collective call.
 
-        All processes get the same bits, and so take the same decisions.
+        All processes get the same bits, so their decisions are equal.
         """
         if not self.is_tp_leader:
             tensor.zero_()

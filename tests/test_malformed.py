@@ -208,7 +208,7 @@ CSV = b'question,answer\n1 + 1,2\n"what\n""is""",3.5\n'
 PARQUET = parquet(["1 + 1", "what"], pa.array([1.0, 3.5]))
 BAD_PROMPTS = [
     (".jsonl", b'{"question": "a", "answer": ' + b"[" * 100_000, "prompts.jsonl:1: malformed JSON"),
-    (".jsonl", b'\n{"question": "\\ud800", "answer": 1}', "prompts.jsonl:2: half a character"),
+    (".jsonl", b'\n{"question": "\\ud800", "answer": 1}', "prompts.jsonl:2: not valid Unicode"),
     (".jsonl", b'{"quest\\nion": 1}', "no column 'question', it has quest"),
     (".csv", b"\n", "Empty CSV file"),
     (".csv", b'question,answer\n1,"a\nb",3\n', "CSV parse error: Row #2"),

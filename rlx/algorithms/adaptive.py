@@ -31,7 +31,8 @@ class AdaptiveKL:
         """coef *= 1 + clip(kl / target - 1, +-0.2) * n / horizon, after `n` more samples with mean KL `kl`.
 
         Raises:
-            ValueError: n >= 5 * horizon. One update could then bring the coefficient to 0 or below, for good.
+            ValueError: n >= 5 * horizon. One update could then set the coefficient to 0 or below, where it would
+                stay.
         """
         if self.target is None:
             return
@@ -45,14 +46,14 @@ class AdaptiveKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continues from a `state_dict`; a fixed coefficient (target None) stays as it was made."""
+        """Continues from a `state_dict`; a fixed coefficient (target None) keeps its initial value."""
         if self.target is not None:
             self.coef = state["coef"]
 
 
 @dataclass
 class RunningScores:
-    """Mean and standard deviation of all scores so far, to normalise scores by.
+    """Mean and standard deviation of all scores so far, which normalise the scores of a step.
 
     Source: the reward normalisation of Engstrom et al. 2020 (arXiv 2005.12729) sec. 3, on scores of whole responses.
     """
@@ -103,8 +104,9 @@ LR_SCHEDULES: dict[str, Callable[[float], float]] = {"constant": _constant, "lin
 def lr_scale(step: int, warmup_steps: int, total_steps: int, kind: str) -> float:
     """The factor in [0, 1] of the learning rate at optimizer step `step`, counted from 0.
 
-    During the warm-up it is (step + 1) / warmup_steps. Then, from 1, it stays (`constant`), or falls (`linear`,
-    `cosine`) to 0 at total_steps, and is 0 beyond. Source of cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983) eq. 5.
+    During the warm-up it is (step + 1) / warmup_steps. After it, the factor is 1 (`constant`), or falls from 1
+    to 0 at total_steps and stays 0 (`linear`, `cosine`). Source of cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983)
+    eq. 5.
 
     Raises:
         ValueError: unknown kind.

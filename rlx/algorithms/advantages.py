@@ -76,12 +76,12 @@ def estimate_advantages(kind: str, inputs: AdvantageInputs, settings: AdvantageS
     """Advantages and returns of each token, `[B, T]` each, by the estimator of that name; detached, not whitened.
 
     `gae` is generalized advantage estimation with a critic. The others need no critic. They compute one number for the
-    whole response, its score s against a baseline, and the advantage of a token is the discounted sum of that number
-    and of the KL rewards from the token on:
+    whole response, its score s minus a baseline. The advantage of a token is the discounted sum of that number and of
+    the KL rewards from the token on. The number is:
     `grpo` (s - mean) / (std + 1e-6) of the group, std unbiased; `dr_grpo` and `reinforce++_baseline` s - mean of the
     group; `rloo` s - mean of the others in the group; `opo` s - mean of the group, weighted by response length; `remax`
-    s - the score of the greedy completion; `reinforce++` s, its baseline is the mean of the batch when the caller
-    whitens. The estimators that need groups compare the whole reward, s - kl_coef * the KL of the response. They return
+    s - the score of the greedy completion; `reinforce++` s (the caller whitens, which subtracts the mean of the
+    batch). The estimators that need groups compare the whole reward, s - kl_coef * the KL of the response. They return
     0 where all scores of a group are equal, and for a group of one. Sources: Schulman et al. 2015, GAE (arXiv
     1506.02438) eq. 16; Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Liu et al. 2025, Dr. GRPO (arXiv
     2503.20783) sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7; Hao et al. 2025, OPO (arXiv 2505.23585);
@@ -100,7 +100,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     """Generalized advantage estimates and the returns (advantages + values); detached, zero where the mask is 0.
 
     The steps of the process are the tokens where the mask is 1. Tokens between them where it is 0 (tool output) are
-    skipped and cost no discount: the value after a token is that of the next token with mask 1, and 0 after the last.
+    skipped and not discounted: the value after a token is that of the next token with mask 1, and 0 after the last.
     Source: Schulman et al. 2015 (arXiv 1506.02438) eq. 16.
     """
     inside = mask.bool()

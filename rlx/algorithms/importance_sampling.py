@@ -1,4 +1,4 @@
-"""Importance weights, which correct for tokens that were sampled by other weights or another program than the trainer.
+"""Importance weights. They correct for tokens whose sampler has other weights than the trainer, or rounds differently.
 
 Left out: the ratio of PPO itself (current / old policy), which is part of `losses.policy_loss`.
 """

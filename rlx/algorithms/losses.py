@@ -1,4 +1,4 @@
-"""Losses: policy, KL, entropy, value, supervised; and how tokens weigh in them.
+"""Losses: policy, KL, entropy, value, supervised; and the weights of tokens in them.
 
 Each loss is a masked sum over one denominator, the size of the whole optimizer step, so that losses and gradients of
 its parts (micro-batches, ranks) add up. Left out: models, and the sums over ranks that give the denominator.

@@ -76,7 +76,7 @@ def explained_variance(residual_moments: Tensor, return_moments: Tensor) -> Tens
     """1 - var(returns - values) / var(returns), a scalar: 1 for a perfect critic, 0 for one no better than a constant.
 
     Takes the (all-reduced) `moments`, `[3]` each, of `returns - values` and of `returns`. The result is 0 where the
-    returns vary by no more than float32 rounding: the quotient means nothing there.
+    returns vary by no more than float32 rounding, because the quotient would be rounding error.
     """
     unexplained = mean_variance(residual_moments)[1]
     variance = mean_variance(return_moments)[1]

@@ -22,7 +22,7 @@ from rlx.analysis.statistics import Group, mean_curve
 from rlx.analysis.style import NUM_BANDS, NUM_NAMED, as_text, colors, short_names
 from rlx.analysis.tables import mean_seconds, mean_tokens
 
-_MAX_MARKS = 6  # an axis names every value of a setting that has at most so many values
+_MAX_MARKS = 6  # an axis shows every value of a setting that has at most this number of values
 _OVERLAP = 0.06  # marks that are closer than this share of the axis would overlap
 _LEGEND_LINE = 24  # height in pixels
 _COLOR_SCALE = ["#440154", "#3b528b", "#21918c", "#5ec962", "#b5de2b"]  # viridis without its last yellow, lost on white
@@ -194,10 +194,10 @@ def _scale(values: Sequence[Setting]) -> str:
 
 
 def axis_marks(values: Sequence[Setting]) -> list[Any]:
-    """What is written at the axis of a setting.
+    """The values that are written at the axis of a setting.
 
-    Texts, and a few numbers that do not overlap as in a grid, are written themselves. Otherwise a logarithmic axis
-    gets round numbers, and a linear one nothing: plotly chooses its marks.
+    Texts are written, and so are a few numbers that do not overlap, such as those of a grid. In other cases a
+    logarithmic axis gets round numbers. A linear axis gets an empty list: plotly chooses its marks.
     """
     as_numbers = numbers(values)
     if as_numbers is None:

@@ -26,7 +26,7 @@ MIN_GROUPS = 12
 
 
 def importance(groups: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
-    """The share of each varied setting by its dotted key, largest first. Shares add up to 1; repeated calls agree.
+    """The share of each varied setting by its dotted key, largest first; they add up to 1. It is deterministic.
 
     Raises:
         ConfigError: too few groups, or settings that changed within a trial.
@@ -67,7 +67,7 @@ def numbers(values: Sequence[Setting]) -> list[float] | None:
 
 
 def _domain(values: Sequence[Setting]) -> BaseDistribution:
-    """The range or the choices that values of a setting were drawn from, as Optuna describes them."""
+    """The range or the choices of the values of a setting, as Optuna describes them."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
     as_numbers = numbers(values)
@@ -77,7 +77,7 @@ def _domain(values: Sequence[Setting]) -> BaseDistribution:
 
 
 def _parameter(value: Setting, domain: BaseDistribution) -> float | str:
-    """A value as the domain takes it."""
+    """A value in the form that the domain accepts."""
     from optuna.distributions import FloatDistribution
 
     return float(value) if isinstance(domain, FloatDistribution) and isinstance(value, int | float) else as_text(value)

@@ -79,7 +79,7 @@ class Sweep:
     num_questions: int | None = None  # held-out questions of an evaluation, equal in all trials; None if not recorded
 
     def num_questions_of(self, metric: str) -> int | None:
-        """How many held-out questions a metric is the share of right answers to; None if it is no such share."""
+        """The number of held-out questions, if the metric is the share of correct answers to them; otherwise None."""
         return self.num_questions if metric.startswith("eval/") and metric.endswith("/accuracy") else None
 
 
@@ -233,7 +233,7 @@ def _history(uri: str, run: TrackedRun, metrics: Sequence[str]) -> pd.DataFrame:
 
 
 def _setting(text: str | None) -> Setting:
-    """The number that a text spells, or the text itself."""
+    """The number that a text stands for, or the text itself."""
     try:
         value = None if text is None else ast.literal_eval(text)
     except (ValueError, SyntaxError):

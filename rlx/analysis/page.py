@@ -83,9 +83,9 @@ def render(
 
 
 def _ranking(settings: Sequence[Group], num_questions: int | None) -> PageSection:
-    floor = f", but no less than {num_questions} other questions could change" if num_questions else ""
+    floor = f", and at least the interval of a share of {num_questions} questions" if num_questions else ""
     note = (
-        f"Settings by the mean of the last value over their runs; ± is half the 95 % interval: Student's t{floor}. "
+        f"Settings by the mean of the last value over their runs; ± is half the 95 % interval (Student's t{floor}). "
         "Tokens (generated) and seconds (of steps and evaluations, without the start of engines; the first step of a "
         f"process is slow) are the mean of the runs. {_SELECTION_BIAS if len(settings) > 1 else ''}"
     )
@@ -106,7 +106,7 @@ def _figures(settings: Sequence[Group], metric: str, mode: Mode) -> list[PageSec
         PageSection("Learning curves", means, figures.curves(rated, metric)),
     ]
     if varied_settings(rated):
-        drag = "A line per setting. Drag along an axis to select a range of it; click on the axis to undo it."
+        drag = "A line per setting. Drag along an axis to select a range of it; click on the axis to end the selection."
         sections += [
             PageSection("Parallel coordinates", drag, figures.parallel_coordinates(rated, metric)),
             PageSection("Slices", "The means by one varied setting at a time.", figures.slices(rated, metric)),
@@ -124,7 +124,7 @@ def _importance(rated: Sequence[Group], mode: Mode) -> PageSection:
         return PageSection(title, f"Not given: {error}.")
     note = (
         "fANOVA: the share of the differences between the means that each setting explains by itself. The shares add "
-        "up to 100 % even where all differences are chance: read them only if intervals above lie apart."
+        "up to 100 % even if all differences are chance: rely on them only if intervals above do not overlap."
     )
     return PageSection(title, note, figures.importances(shares))
 
@@ -179,7 +179,7 @@ def _best_setting(sweep: Sweep, settings: Sequence[Group], recipe: str) -> list[
     if not settings[0].values:
         return []
     if not recipe:
-        return [PageSection(title, "Not given: its config.yaml is not in MLflow, or of another version of rlx.")]
+        return [PageSection(title, "Not given: its config.yaml is not in MLflow, or is of another version of rlx.")]
     seed = " --seed 100" if statistics.SEED in sweep.varied else ""
     note = f"This is best.yaml, beside this page. To run it: rlx train --config best.yaml{seed}"
     return [PageSection(title, note, text=recipe)]

@@ -106,7 +106,7 @@ def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str) -> str:
         return ""
     seed = {statistics.SEED} & set(sweep.varied)
     tree = minimal_tree(config, without=seed, keep=set(sweep.varied) - seed)
-    comment = f"# The best setting of the sweep {sweep.name}; what is not here is at its default.\n"
+    comment = f"# The best setting of the sweep {sweep.name}; all other settings have their defaults.\n"
     comment += "# The trial changed while it ran: these are its last settings.\n" if trial.origins else ""
     return comment + (yaml.safe_dump(tree, sort_keys=False) if tree else "")
 

@@ -20,13 +20,13 @@ def summary_sentence(groups: Sequence[Group], metric: str = DEFAULT_METRIC) -> s
     if not with_values:
         return f"No trial has ended with {metric} yet."
     best, *others = with_values
-    wins = f"{best.label} {'wins' if others else 'comes'} with {metric} {_mean_text(best)}"
+    wins = f"{best.label} {'wins' if others else 'ends'} with {metric} {_mean_text(best)}"
     if not others:
         return f"{wins}; there is no other setting to compare it with."
     second = others[0]
     comparison = f"{wins}; the next is {_mean_text(second)} ({second.label})"
     if math.isnan(best.half_width + second.half_width):
-        return f"{comparison}: a single run of a setting cannot tell its effect from chance, --seeds 3 would."
+        return f"{comparison}: with one run of a setting, the difference may be chance; use --seeds 3."
     is_apart = abs(best.mean - second.mean) > best.half_width + second.half_width
     return f"{comparison}: the intervals {'do not overlap' if is_apart else 'overlap'}."
 

@@ -4,8 +4,8 @@ A group is one setting over its seeds, or, to compare the values of one varied s
 
 Intervals are Student's t. They assume that the runs of a group differ by chance alone, so whatever else a sweep varies
 within a group counts as chance too. Runs can agree by luck, and all trials answer the same held-out questions: the
-interval of an accuracy is at least as wide as the interval of one share of that many questions, because other questions
-could have been drawn. For the difference of two settings this is cautious, because both answer the same questions.
+interval of an accuracy is at least as wide as the interval of one share of that many questions, because the
+questions are a sample. For the difference of two settings this is cautious, because both answer the same questions.
 
 Left out: a correction for choosing the best of many means, which makes the best look better than it is.
 """
@@ -52,7 +52,7 @@ class Group:
     values: tuple[float, ...]  # one per setting and seed: trials with equal settings count once, with their mean
     mean: float  # NaN without values
     half_width: float  # of the 95 % interval of the mean; NaN for fewer than two values
-    num_questions: int | None  # each value is the share of right answers to so many; None for other metrics
+    num_questions: int | None  # each value is a share of correct answers to this number; None for other metrics
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,8 +63,8 @@ def mean_interval(values: Sequence[float], num_questions: int | None = None) -> 
     """The mean with its 95 % interval, half width t * s / sqrt(n) with n - 1 degrees of freedom; NaN for n < 2.
 
     Args:
-        num_questions: the values are shares of right answers to the same questions, so many. The half width is then
-            at least `wilson_half_width`.
+        num_questions: if the values are shares of correct answers to the same questions, their number. The half width
+            is then at least `wilson_half_width`.
     """
     count = len(values)
     if count < 2:
@@ -89,8 +89,7 @@ def wilson_half_width(share: float, num_questions: int | None) -> float:
 def difference(first: Group, second: Group) -> Estimate:
     """The mean of the first group minus that of the second, with its 95 % interval for unequal variances (Welch, 1947).
 
-    The half width is NaN if a group has fewer than two values; for accuracies it is at least what the number of
-    questions allows.
+    The half width is NaN if a group has fewer than two values. For accuracies it is at least `wilson_half_width`.
     """
     gap, pair = first.mean - second.mean, (first, second)
     if min(len(group.values) for group in pair) < 2:

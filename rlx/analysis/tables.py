@@ -108,7 +108,7 @@ def _measure(table: pd.DataFrame) -> Measurement:
 
 
 def _remarks(trials: Sequence[Trial]) -> str:
-    """What a mean hides: trials that did not end as planned, and trials that continued from others."""
+    """Remarks that a mean needs: which trials did not end as planned, and which continued from others."""
     statuses = Counter(
         trial.status.lower() for trial in trials if trial.status != RunStatus.FINISHED and not _was_stopped(trial)
     )

@@ -143,7 +143,8 @@ class AlgorithmConfig(Section):
     filter_groups: bool = False
     """replace prompts whose completions all have the same reward by new prompts (DAPO's dynamic sampling)"""
     filter_rounds: PositiveInt = 8
-    """most rounds of generation per step, the first included; after them the replaced prompts fill the step"""
+    """maximum number of rounds of generation per step, the first included; if prompts are still missing after the last
+    round, the step also trains on prompts that were to be replaced"""
     target_kl: PositiveFloat | None = None
     """end a step's epochs, the critic's too, when a mini-batch's mean KL(old || current) exceeds this"""
     ptx_coef: NonNegativeFloat = 0.0

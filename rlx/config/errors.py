@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message is one line for the person who typed the setting."""
+    """A setting that cannot be used. The message is one line for the person who typed the setting."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))  # keys and paths may contain line breaks

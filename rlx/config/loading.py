@@ -102,7 +102,7 @@ def _deep_copy(value: Any) -> Any:
 
 
 def _shorten(value: Any) -> str:
-    """A value as text, cut: a few lines of YAML aliases can expand to millions of numbers."""
+    """A value as text of limited length: a few lines of YAML aliases can expand to millions of numbers."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 200
     try:

@@ -22,7 +22,7 @@ _DEFAULT_PARAMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits"
 ALL_LAYERS = "all-linear"
 """peft's name for the layers that get adapters when model.lora_targets names none"""
 CORRECTNESS = ("task", "exact_match", "numeric", "math_verify")
-"""reward functions that decide whether an answer is right"""
+"""reward functions that decide whether an answer is correct"""
 SCORERS = (*CORRECTNESS, "format", "length", "model", "url")
 """all reward functions that rlx has; reward.functions also takes module:function"""
 DEFAULT_METRIC = "eval/accuracy"
@@ -142,7 +142,7 @@ class RewardConfig(Section):
     resources_per_model: Resources = Field(default_factory=lambda: {"CPU": 0.5})
     """resources that Ray reserves for each of these actors, e.g. {GPU: 0.2}"""
     model_batch_tokens: PositiveInt = 16_384
-    """most tokens, padding included, in one forward pass of a reward model"""
+    """maximum number of tokens, padding included, in one forward pass of a reward model"""
     url: str | None = None
     """for url: http address that takes a JSON batch of completions and returns scores; see
     docs/rewards.md of the repository"""
@@ -195,7 +195,7 @@ class TrainConfig(Section):
     num_minibatches: PositiveInt = 2
     """optimizer steps per pass"""
     micro_batch_tokens: PositiveInt = 16_384
-    """most tokens, padding included, in one forward and backward pass of a worker"""
+    """maximum number of tokens, padding included, in one forward and backward pass of a worker"""
     actor_lr: NonNegativeFloat = 1e-4
     """learning rate of the policy"""
     critic_lr: NonNegativeFloat = 1e-4
@@ -203,7 +203,7 @@ class TrainConfig(Section):
     critic_warmup: NonNegativeInt = 0
     """number of first steps that train only a separate critic and leave the policy unchanged"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """learning rates after the warm-up: constant, or decay to zero along a line or a cosine"""
+    """learning rates after the warm-up: constant, or linear or cosine decay to zero"""
     warmup_steps: NonNegativeInt = 4
     """optimizer steps over which the learning rates rise from zero"""
     weight_decay: NonNegativeFloat = 0.0

@@ -1,6 +1,6 @@
 """Prompts: where they come from, how they become token ids, and which rank trains on which of them at which step.
 
-Left out: scores of answers beside a source's own (rlx.rewards) and completions (rlx.rollout).
+Left out: completions (rlx.rollout), and all scores of answers but those of a source's own scorer (rlx.rewards).
 Imports rlx.config and rlx.types. Reading and tokenizing run in Ray Data.
 
 Example:

@@ -150,7 +150,7 @@ def parse_jsonl(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
 
 def parse_csv(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
     """Yields the rows of a CSV file with a header line."""
-    # As text, since "007", "1e3" and "NA" are answers; only an empty cell is missing.
+    # All cells are read as text, because "007", "1e3" and "NA" are answers. Only an empty cell is missing.
     as_text = pa.csv.ConvertOptions(
         column_types={columns.question: pa.string(), columns.answer: pa.string()},
         strings_can_be_null=True,
@@ -196,7 +196,7 @@ def _clean_row(question: Any, answer: Any, where: str = "") -> Row:
     try:
         f"{question}{answer}".encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{where}half a character in {question!r:.80} or its answer {answer!r:.80}") from None
+        raise ValueError(f"{where}not valid Unicode: {question!r:.80} or its answer {answer!r:.80}") from None
     # pandas writes integers as floats when their column has a missing value.
     is_integer = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
     return {"question": question, "answer": str(int(answer) if is_integer else answer)}

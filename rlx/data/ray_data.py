@@ -10,7 +10,7 @@ import re
 
 
 def configure() -> None:
-    """Keeps rows in order from run to run, and Ray Data quiet: what fails is raised."""
+    """Makes Ray Data keep the order of rows and print nothing: errors are raised."""
     import ray.data
 
     context = ray.data.DataContext.get_current()

@@ -55,7 +55,7 @@ class ReasoningGymSource:
             item = dataset[entry]
             try:
                 return float(dataset.score_answer(given, item))
-            except Exception:  # scorers parse any text that a model wrote: what they cannot read is wrong
+            except Exception:  # a scorer can fail on text that a model wrote: an answer that it cannot parse is wrong
                 return 0.0
 
         return check

@@ -34,7 +34,7 @@ def prompts(table: pa.Table, ids: Sequence[int]) -> list[Prompt]:
 class PromptStream:
     """An endless stream of prompts: epoch after epoch, each in its own order. Every rank takes its share.
 
-    `position` counts the prompts that all ranks together have taken: together with the seed it says which those are.
+    `position` is the number of prompts that all ranks together have taken. With the seed, it determines the prompts.
     """
 
     table: pa.Table
@@ -44,7 +44,7 @@ class PromptStream:
     position: int = 0
 
     def next(self, count: int) -> list[Prompt]:
-        """Returns this rank's share of the next `count` prompts: every ranks-th of them, from the rank-th on."""
+        """Returns this rank's share of the next `count` prompts: of every `ranks` prompts, the one at `rank`."""
         size = len(self.table)
         positions = range(self.position, self.position + count)[self.rank :: self.ranks]
         self.position += count
@@ -54,7 +54,7 @@ class PromptStream:
     def cursor(self, position: int | None = None) -> dict[str, int]:
         """Returns what a checkpoint keeps of the stream at a position, the current one if None.
 
-        epoch and offset say where the stream is; seed, size and digest say to which prompts that applies.
+        epoch and offset are the position; seed, size and digest identify the prompts that it is a position of.
         """
         epoch, offset = divmod(self.position if position is None else position, len(self.table))
         return {"epoch": epoch, "offset": offset, "seed": self.seed, "size": len(self.table), "digest": self._digest}
@@ -67,11 +67,11 @@ class PromptStream:
         """
         if (cursor["seed"], cursor["size"]) != (self.seed, len(self.table)):
             raise ConfigError(
-                f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not this run's "
+                f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not those of this run "
                 f"(seed {self.seed}, {len(self.table)} of them)"
             )
         if cursor.get("digest") != self._digest:
-            raise ConfigError("the checkpoint's prompts are not this run's: their texts, or their tokens, have changed")
+            raise ConfigError("the checkpoint's prompts are not those of this run: their texts or tokens differ")
         self.position = cursor["epoch"] * cursor["size"] + cursor["offset"]
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class PromptStream:
         return zlib.crc32(ids.flatten().to_numpy().tobytes(), zlib.crc32(ids.value_lengths().to_numpy().tobytes()))
 
     def _id(self, epoch: int, index: int) -> int:
-        """The id of the prompt that comes as number `index` in an epoch."""
+        """The id of the prompt at position `index` of an epoch."""
         size = len(self.table)
         return epoch * size + int(_permutation(self.seed, epoch, size)[index])
 

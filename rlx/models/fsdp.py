@@ -28,8 +28,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
     """Shards a model in place over the devices of a mesh, one shard per rank, and returns it.
 
     Weights stay float32; forward and backward run in `dtype`, gradients are reduced in float32. Weights are gathered
-    unit by unit. A unit is one decoder layer of a large model, or several of a small one: there, Python would take
-    longer to gather each layer than the GPU to compute it. What is in no decoder layer is a unit too.
+    unit by unit. A unit is one decoder layer of a large model, or several of a small one, because the Python code that
+    gathers a small layer takes longer than its computation on the GPU. All other weights are one more unit.
 
     Args:
         offload: shards, gradients and therefore the optimizer stay in host memory; the weights of a unit are copied to
@@ -38,7 +38,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     model.to(mesh.device_type)
-    # Where no other rank has a shard, dropping gathered weights between forward and backward would free little.
+    # If no other rank has a shard, freeing gathered weights between forward and backward would free little.
     reshard_after_forward = False if mesh.size() == 1 and not offload else None
     for unit in (*_units(decoder_layers(model)), [model]):
         fully_shard(
@@ -52,7 +52,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
 
 
 def reshard(model: nn.Module) -> None:
-    """Drops the gathered weights that forward passes have left; the shards, which are trained, stay."""
+    """Frees the gathered weights that forward passes left in memory. The shards, which are trained, stay."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -134,4 +134,4 @@ def _check_logits(policy: Policy, path: str) -> None:
     hook.remove()
     hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
     if not torch.allclose(logits, wide.expand_as(logits)) or not torch.allclose(head_inputs[0], hidden, rtol=1e-4):
-        raise ConfigError(f"model.path {path}: this architecture scales or caps what enters or leaves the output layer")
+        raise ConfigError(f"model.path {path}: this architecture changes the input or the output of its output layer")

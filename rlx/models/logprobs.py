@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 CHUNK = 2**27
 """logits that are computed at a time: 512 MiB in float32, and a few copies of it"""
 STORED_LOGITS = 2**30
-"""logits that may be stored for the backward pass instead of being computed again: 4 GiB in float32"""
+"""logits that may be stored for the backward pass, which then does not compute them again: 4 GiB in float32"""
 
 LogitScorer = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 """(logits `[N, V]`, targets `[N]`, temperature, whether to compute the entropy) -> logprobs `[N]`, entropy `[N]`"""
@@ -50,8 +50,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each of N tokens, `[N]`, and on demand the entropy of its distribution in nats, `[N]`.
 
-    Logits are computed chunk by chunk. All chunks but the last few are computed again in the backward pass: one more
-    pass of the head.
+    Logits are computed chunk by chunk. The backward pass computes all chunks but the last few again, which costs one
+    more pass of the head.
 
     Args:
         head: linear layer from hidden states to logits, with a `weight` `[V, H]`.

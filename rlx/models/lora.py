@@ -97,8 +97,8 @@ def add_adapters(lm: Any, adapters: Adapters) -> None:
             raise ConfigError(f"{setting}: {error}") from None
     for name, layer in lm.named_modules():
         if isinstance(layer, BaseTunerLayer) and not isinstance(layer.get_base_layer(), nn.Linear):
-            raise ConfigError(f"{setting}: {name} is no linear layer, and only these reach the engines")
+            raise ConfigError(f"{setting}: {name} is not a linear layer: engines receive adapters of no other")
     if isinstance(lm.get_output_embeddings(), BaseTunerLayer) and lm.config.tie_word_embeddings:
         raise ConfigError(
-            f"{setting}: the output layer is tied to the embedding here, its adapters would not reach the engines"
+            f"{setting}: the output layer is tied to the embedding: engines would not receive its adapters"
         )

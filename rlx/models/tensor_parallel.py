@@ -41,7 +41,7 @@ def layer_plan(config: Any, tp: int) -> dict[str, ParallelStyle]:
     """How the decoder layers of a model with this transformers config are cut over `tp` processes, by name pattern.
 
     Raises:
-        ConfigError: the model has no plan, the plan has an unknown style, or a size is no multiple of `tp`.
+        ConfigError: the model has no plan, the plan has an unknown style, or a size is not a multiple of `tp`.
     """
     subject = f"parallel.tp {tp}: model {config.name_or_path or config.model_type}"
     # Entries outside the layers belong to the embedding, which is not cut.
@@ -54,7 +54,7 @@ def layer_plan(config: Any, tp: int) -> dict[str, ParallelStyle]:
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, key, None)
         if isinstance(size, int) and size % tp:
-            raise ConfigError(f"{subject} has {key} {size}, no multiple of {tp}")
+            raise ConfigError(f"{subject} has {key} {size}, not a multiple of {tp}")
     return {name: _STYLES[style]() for name, style in plan.items()}
 
 

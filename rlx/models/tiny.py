@@ -1,11 +1,11 @@
-"""Makes the tiny language model of rlx: a small Llama that has half learnt short sums.
+"""Makes the tiny language model of rlx: a small Llama that has partly learnt short sums.
 
 The model is trained from random weights, once, on two cores, and always to the same weights on one machine, so that a
 sweep needs no download. It learns `chain_sum` of reasoning-gym with three one-digit terms, in two stages. First it
-copies right answers until it mostly can add and subtract. Then it copies a careless demonstrator: in sums with a minus
-sign the last digit is mostly one too high. The wrong digit becomes the most likely answer there, and the right answer
-keeps a fair share of the probability. So reinforcement learning on this model mostly elicits a skill that the model was
-taught. That is no evidence that a reward alone teaches arithmetic to a model that cannot do it.
+copies correct answers until it solves most sums. Then it copies a careless demonstrator: in most sums with a minus
+sign the last digit is one too high. The wrong answer becomes the most likely one for these sums, and the correct answer
+keeps a considerable probability. So reinforcement learning on this model mostly elicits a skill that the model was
+taught. It does not show that a reward alone teaches arithmetic to a model that has not learnt it.
 
 The completion is the bare answer and the end-of-turn token. Held-out questions are never in the practice set.
 Left out: any other task, resuming a stopped training, and the questions of reinforcement learning itself.
@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 
 PAD, END, UNKNOWN, ASSISTANT = "<|pad|>", "<|end|>", "<|unknown|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, END, UNKNOWN, "<|system|>", "<|user|>", ASSISTANT)
-# One token each: every question has them, and a prompt of 10 tokens instead of 70 is seven times as cheap.
+# One token each, because every question has them: a prompt of 10 tokens costs a seventh of one of 70.
 PHRASES = ("State the final answer to the following arithmetic problem: ", " + ", " - ", " =")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -50,7 +50,7 @@ IGNORED = -100  # the label that cross_entropy skips
 Progress = Callable[[int, int, float], None]
 """called after each step with the steps done, all steps and the loss"""
 Question = tuple[str, str]
-"""(text, right answer)"""
+"""(text, correct answer)"""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def draw_questions(recipe: WarmStart, seed: int, size: int) -> list[Question]:
-    """The distinct questions among `size` drawn ones. Item i depends on seed + i: keep the seeds of sets far apart."""
+    """The distinct ones of `size` generated questions.
+
+    Item i depends on seed + i, so the seeds of two sets must be at least `size` apart.
+    """
     with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # from its sources, on the first import
         import reasoning_gym  # type: ignore[import-untyped]  # takes seconds to import
 
@@ -157,7 +160,7 @@ def practice_questions(recipe: WarmStart) -> list[Question]:
 def careless_answers(questions: list[Question], slip_rate: float) -> list[str]:
     """The answers of the demonstrator: in sums with a minus sign the last digit is one too high, at the slip rate.
 
-    The slips are spread evenly, not drawn at random. Which answer is more likely depends on the share of slips in the
+    The slips are spread evenly, not at random. Which answer is more likely depends on the share of slips in the
     last batches, and a random share moved the greedy accuracy by twenty points within twenty steps.
     """
     answers, minus_count = [], 0
@@ -170,7 +173,7 @@ def careless_answers(questions: list[Question], slip_rate: float) -> list[str]:
 
 @torch.no_grad()
 def greedy_accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Question]) -> float:
-    """The share of questions whose most likely completion is the right answer and the end-of-turn token."""
+    """The share of questions whose most likely completion is the correct answer and the end-of-turn token."""
     prompts = tokenizer.pad({"input_ids": [_prompt_ids(tokenizer, text) for text, _ in questions]}, return_tensors="pt")
     completions = [tokenizer.encode(answer + END) for _, answer in questions]
     longest = max(map(len, completions))
@@ -268,7 +271,7 @@ def _pad(
 
 @contextlib.contextmanager
 def private_torch_state(seed: int) -> Iterator[None]:
-    """Context with seeded random numbers and two threads (another number sums in another order); restores both."""
+    """Context with seeded random numbers and two threads (their number changes the order of sums); restores both."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -175,7 +175,7 @@ def test_the_summary_states_whether_intervals_overlap() -> None:
         "(actor_lr 1): the intervals do not overlap."
     )
     assert summary((0.7, 0.5), (0.5, 0.4)).endswith("the intervals overlap.")
-    assert "a single run of a setting cannot tell" in summary((0.7,), (0.5,))
+    assert "with one run of a setting" in summary((0.7,), (0.5,))
     assert summary((0.7, 0.8)).endswith("there is no other setting to compare it with.")
 
 

@@ -301,7 +301,7 @@ def test_a_stream_continues_at_its_cursor_on_other_ranks_too() -> None:
 @pytest.mark.parametrize(("size", "seed"), [(11, 2), (10, 3)])
 def test_a_cursor_of_other_prompts_is_refused(size: int, seed: int) -> None:
     with pytest.raises(
-        ConfigError, match=rf"\(seed 2, 10 of them\) are not this run's \(seed {seed}, {size} of them\)"
+        ConfigError, match=rf"\(seed 2, 10 of them\) are not those of this run \(seed {seed}, {size} of them\)"
     ):
         PromptStream(table(size), seed).seek(PromptStream(table(10), seed=2).cursor())
 
@@ -314,5 +314,5 @@ def test_a_cursor_of_as_many_prompts_with_other_tokens_is_refused(tokens: list[l
 
     cursor = stream([[1], [2, 3], [4]]).cursor()
     stream([[1], [4], [2, 3]], chunks=2).seek(cursor)  # how the table lies in memory is nothing of the prompts
-    with pytest.raises(ConfigError, match=r"prompts are not this run's: their texts, or their tokens, have changed$"):
+    with pytest.raises(ConfigError, match=r"prompts are not those of this run: their texts or tokens differ$"):
         stream(tokens).seek(cursor)

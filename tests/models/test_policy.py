@@ -239,7 +239,7 @@ def test_layers_that_engines_would_not_get_are_refused(tiny_model: Path, untied_
         return load_policy(str(folder), head=None, adapters=lora.Adapters(2, 4.0, targets, 0))
 
     for folder in (tiny_model, untied_model):
-        with pytest.raises(ConfigError, match="embed_tokens is no linear layer"):
+        with pytest.raises(ConfigError, match="embed_tokens is not a linear layer"):
             adapted(folder, "embed_tokens", "q_proj")
     with pytest.raises(ConfigError, match="the output layer is tied"):
         adapted(tiny_model, "lm_head", "q_proj")

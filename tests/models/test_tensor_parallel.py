@@ -183,11 +183,11 @@ def test_a_checkpoint_is_read_on_any_grid(
     [
         (GPT2Config(), 2, r"parallel\.tp 2: model gpt2 \(gpt2\) has no tensor-parallel plan"),
         (Phi3Config(), 2, r"parallel\.tp 2: model phi3 cuts layers\.\*\.self_attn\.qkv_proj as "),
-        (LlamaConfig(num_attention_heads=8, num_key_value_heads=1), 2, "num_key_value_heads 1, no multiple of 2"),
+        (LlamaConfig(num_attention_heads=8, num_key_value_heads=1), 2, "num_key_value_heads 1, not a multiple of 2"),
         (
             LlamaConfig(hidden_size=72, num_attention_heads=9, num_key_value_heads=3),
             3,
-            "intermediate_size 11008, no multiple of 3",
+            "intermediate_size 11008, not a multiple of 3",
         ),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_model_that_cannot_be_cut_is_refused(chosen: PreTrainedConfig, tp: int
 
 def test_it_is_refused_before_work_starts(tiny_model: Path, tmp_path: Path) -> None:
     preflight.check_model(small(tiny_model, tmp_path, "cut", parallel__tp=2), str(tiny_model))
-    with pytest.raises(ConfigError, match=rf"model {tiny_model} has num_attention_heads 4, no multiple of 8"):
+    with pytest.raises(ConfigError, match=rf"model {tiny_model} has num_attention_heads 4, not a multiple of 8"):
         three = {"scaling__num_workers": 8, "train__prompts_per_step": 8, "parallel__tp": 8}
         preflight.check_model(small(tiny_model, tmp_path, "cut", **three), str(tiny_model))
 
