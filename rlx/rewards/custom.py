@@ -31,7 +31,7 @@ def load_function(name: str) -> Callable[..., Any]:
     completions, expected answers.
 
     Raises:
-        ConfigError: it does not exist, its module fails, or it cannot be called so.
+        ConfigError: it does not exist, its module fails, or it cannot be called like this.
     """
     path, _, attribute = name.partition(":")
     module = _module(name, path)
@@ -42,7 +42,7 @@ def load_function(name: str) -> Callable[..., Any]:
     if not callable(function):
         kind = type(function).__name__
         hint = nearest(attribute, callables)
-        raise ConfigError(f"reward.functions {name}: {attribute} is no function but {kind}{hint}")
+        raise ConfigError(f"reward.functions {name}: {attribute} is not a function but {kind}{hint}")
     _check_signature(name, function)
     return function
 

@@ -1,8 +1,9 @@
 """Compares two answers mathematically with the package math-verify, in a child process.
 
-A policy may write 9^9^9^9, which takes forever and all memory inside one call of a C function. No thread can be
-stopped there, no signal handler runs, and the lock that the call holds stops its whole process. So the kernel ends the
-child process, and the next question starts another. Left out: which answers count as equal; math-verify decides that.
+A policy may write 9^9^9^9, whose computation never ends and takes all memory inside one call of a C function. During
+the call no thread can be stopped, no signal handler runs, and the lock that the call holds stops the whole process.
+Therefore the kernel ends the child process, and the next question starts another. Left out: which answers count as
+equal; math-verify decides that.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from rlx.config.errors import ConfigError
 from rlx.rewards.reward_model import Classifier, token_batches
 
 NEAR = tuple(offset for offset in range(-9, 10) if offset)
-"""distances of a generated wrong answer from the right one"""
+"""distances of a generated wrong answer from the correct one"""
 EVAL_TOKENS = 16_384
 """tokens of one forward pass without gradient"""
 
@@ -103,13 +103,13 @@ class Recipe:
     max_grad_norm: float = 1.0
 
     def steps(self, pairs: int) -> int:
-        """The number of optimizer steps on so many pairs; the last batch of an epoch may be smaller."""
+        """The number of optimizer steps on this number of pairs; the last batch of an epoch may be smaller."""
         return self.epochs * -(-pairs // self.batch)
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What training a reward model has reached."""
+    """The result of training a reward model."""
 
     accuracy_before: float  # on the held-out pairs
     accuracy_after: float

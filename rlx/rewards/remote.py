@@ -54,12 +54,12 @@ class RemoteReward:
             parts = urlsplit(self.url)
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
             requests.Request("POST", self.url).prepare()
-        except ValueError:  # the errors of requests about an address are ValueErrors too
+        except ValueError:  # the errors of the package requests about an address are ValueErrors too
             valid = False
         if not valid:  # the address is not shown: it may hold a password anywhere
             raise ConfigError("reward.url: expected an address like http://HOST:PORT/PATH or https://HOST/PATH")
         if self.key is not None and not re.fullmatch(r"[!-~]+", self.key):
-            raise ConfigError("reward.url_key_env: the key is empty, or has characters that no header can carry")
+            raise ConfigError("reward.url_key_env: the key is empty, or has characters that a header cannot contain")
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> RemoteReward:
@@ -89,7 +89,7 @@ class RemoteReward:
             return [score for scores in pool.map(self._batch_scores, batches) for score in scores]
 
     def _batch_scores(self, responses: Sequence[Response]) -> list[Any]:
-        """The scores of one request, which is repeated after failures that may pass."""
+        """The scores of one request, which is repeated after temporary failures."""
         request = {
             "prompts": [response.prompt.question for response in responses],
             "completions": [response.text for response in responses],
@@ -132,8 +132,8 @@ class RemoteReward:
     def _post(self, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer to one attempt.
 
-        The attempt runs in a thread that is abandoned at the deadline: a server that sends a byte now and then
-        satisfies every timeout of requests.
+        The attempt runs in a thread that is abandoned at the deadline: the timeouts of the package requests do not end
+        an answer that arrives very slowly.
         """
         answer: Future[tuple[int, bytes]] = Future()
 

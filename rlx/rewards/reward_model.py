@@ -113,7 +113,7 @@ def load_classifier(
         setting: where the path comes from, for the text of errors.
 
     Raises:
-        ConfigError: the model cannot be loaded, is no classifier, or has several labels.
+        ConfigError: the model cannot be loaded, is not a classifier, or has several labels.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -128,12 +128,12 @@ def load_classifier(
         raise ConfigError(f"{setting} {path}: {reason}") from None
     if loading_info["missing_keys"] and not new_head:
         raise ConfigError(
-            f"{setting} {path}: no sequence classifier, it lacks {', '.join(sorted(loading_info['missing_keys']))}"
+            f"{setting} {path}: not a sequence classifier, it lacks {', '.join(sorted(loading_info['missing_keys']))}"
         )
     if model.config.num_labels != 1:
         raise ConfigError(f"{setting} {path}: its classifier has {model.config.num_labels} labels, expected 1")
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    model.config.get_text_config().pad_token_id = pad  # decoders find the last token of a text by it
+    model.config.get_text_config().pad_token_id = pad  # decoders use it to find the last token of a text
     model.config.use_cache = False
     return Classifier(model.eval(), tokenizer)
 
@@ -157,7 +157,7 @@ class RewardModel:
 
         Args:
             model: Hugging Face folder or name.
-            batch_tokens: most tokens of one forward pass, padding included.
+            batch_tokens: maximum number of tokens of one forward pass, padding included.
             system: system message of the chats that are scored.
 
         Raises:

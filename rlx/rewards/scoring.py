@@ -94,7 +94,7 @@ def _checked(name: str, responses: Sequence[Response], returned: Any) -> list[fl
         )
     for response, value in zip(responses, scores, strict=True):
         if not _is_finite(value):
-            raise RewardError(f"reward {name}: {brief(value)} is no finite score, for {_named(response)}")
+            raise RewardError(f"reward {name}: {brief(value)} is not a finite score, for {_named(response)}")
     return [float(value) for value in scores]
 
 

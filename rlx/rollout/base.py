@@ -103,7 +103,7 @@ class EngineCall:
     prompts: list[int]  # indices into the prompts of the pending rollout
     version: int  # of the engine's weights at the time of the call
     deadline: float  # of `time.monotonic()`
-    tokens: int  # the most that it reads and generates: the load that it puts on the engine
+    tokens: int  # maximum number of tokens that it reads and generates: its load on the engine
 
 
 @dataclass
@@ -112,15 +112,15 @@ class PendingRollout:
 
     prompts: Sequence[Prompt]
     samplings: Sequence[Sampling]  # each prompt gets one completion by each
-    step: int  # in which it was begun
+    step: int  # at which it was begun
     groups: list[list[Completion] | None]  # the completions of each prompt; None: not finished
-    unassigned: list[int]  # prompts that no engine has been asked for, or whose engine was lost
+    unassigned: list[int]  # prompts that were not sent to an engine yet, or whose engine was lost
     calls: dict[Any, EngineCall] = field(default_factory=dict)  # by the reference of the call
     seconds: float = 0.0  # of the slowest engine call
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], samplings: Sequence[Sampling], step: int) -> PendingRollout:
-        """A rollout that no engine has been asked for."""
+        """A rollout of which no prompt was sent to an engine yet."""
         return cls(prompts, samplings, step, [None] * len(prompts), list(range(len(prompts))))
 
     @property
@@ -165,7 +165,7 @@ class Engines(Protocol):
         ...
 
     def wait(self, pending: PendingRollout, version: int) -> bool:
-        """Waits while there are engines to wait for; returns whether every rank has all its completions."""
+        """Waits until all completions have come or no engine is left; returns whether every rank has all of its own."""
         ...
 
     def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:

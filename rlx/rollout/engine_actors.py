@@ -1,7 +1,7 @@
 """Starts engines as Ray actors in a placement group. `ENGINES` has the kinds of engines that there are.
 
-Engines belong to the process that starts the run, not to rank 0, so they outlive a restart of the workers. What they
-are asked for is in engine_pool.py.
+Engines belong to the process that starts the run, not to rank 0, so they outlive a restart of the workers.
+engine_pool.py sends them requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EngineKind:
 
     actor: type[Engine]
     environment: dict[str, str]
-    cpu_environment: dict[str, str]  # in addition, where it has no GPU
+    cpu_environment: dict[str, str]  # additional variables if it has no GPU
 
 
 ENGINES = {

@@ -9,13 +9,13 @@ from typing import Any
 
 from rlx.config.sections import ALL_LAYERS, ModelConfig, RolloutConfig
 
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can reserve room for
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve memory
 
 
 def engine_args(rollout: RolloutConfig, model: ModelConfig, *, max_prompt_tokens: int, on_gpu: bool) -> dict[str, Any]:
     """vLLM's engine arguments for a run.
 
-    With `rollout.tensor_parallel` the model is split over as many processes on one node. With `model.lora_sync` adapter
+    The model is split over `rollout.tensor_parallel` processes on one node. With `model.lora_sync` adapter
     the engine takes adapters of at most `model.lora_rank`. On CPU the engine is always eager.
     """
     max_model_len = max_prompt_tokens + rollout.max_tokens

@@ -1,7 +1,7 @@
 """All engines together, as all ranks use them: completions from them, weights to them, and agreement on the lost ones.
 
-What one rank asks of one engine is in engine_pool.py; how weights travel is in weight_sync/. A lost engine is in use
-again once Ray has replaced its process and it has taken the weights.
+engine_pool.py has the requests of one rank to the engines, weight_sync/ the transport of weights. A lost engine is used
+again when Ray has replaced its process and it has received the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EngineGroup:
     weights: Callable[[], Sequence[ShardedWeight]]  # returns the policy's current weights; called on all ranks
     retries: int  # times that all engines may be lost in one rollout
     notify: Notify
-    _notified: set[int] = field(default_factory=set, init=False)  # lost engines that the user knows of
+    _notified: set[int] = field(default_factory=set, init=False)  # lost engines of which the user was told
 
     def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
         """Requests a completion of each of this replica's prompts by each sampling; does not wait."""
@@ -45,7 +45,7 @@ class EngineGroup:
             version: of the weights that the engines hold.
 
         Raises:
-            RolloutError: all engines failed, again and again; the text has the reason of each.
+            RolloutError: all engines failed `retries` + 1 times in a row; the text has the reason of each.
         """
         for attempt in range(self.retries + 1):
             if attempt:
@@ -57,7 +57,7 @@ class EngineGroup:
         raise RolloutError(f"all engines failed, {self.retries + 1} times in a row, at step {version}: {reasons}")
 
     def wait(self, pending: PendingRollout, version: int) -> bool:
-        """Waits while there are engines to wait for; returns whether every rank has all its completions."""
+        """Waits until all completions have come or no engine is left; returns whether every rank has all of its own."""
         self.pool.finish(pending, version)
         return self._all_complete(pending.is_complete)
 

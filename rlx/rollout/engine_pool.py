@@ -58,7 +58,7 @@ class EnginePool:
         return pending
 
     def finish(self, pending: PendingRollout, version: int) -> None:
-        """Waits for all completions; those that no engine is left for stay unassigned.
+        """Waits for all completions. If no engine is left, the missing ones stay unassigned.
 
         Args:
             version: of the weights that engines hold now; requests of a failed engine are repeated with them.
@@ -124,8 +124,8 @@ class EnginePool:
     def _returned(self, pending: PendingRollout, version: int) -> Iterator[tuple[EngineCall, list[Output] | None]]:
         """Waits for at least one call; removes those that have ended and yields their outputs, None if a call failed.
 
-        The engine of a failed call is lost, unless it has taken weights since and did not time out: then its process
-        may be a new one, and its next request will tell.
+        The engine of a failed call is lost, except if it received newer weights after the call and the call did not
+        time out: its process may then be a new one, and its next call shows whether it works.
         """
         first = min(call.deadline for call in pending.calls.values())
         ray.wait(list(pending.calls), timeout=max(0.0, first - time.monotonic()))

@@ -1,6 +1,6 @@
 """The thread that steps an inference engine, so that its blocking calls leave an async actor free to take requests.
 
-No engine in particular: vllm_engine.py has the one that is stepped.
+It works with any engine that can be stepped; vllm_engine.py has such an engine.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class EngineThread(Generic[E]):
         """Waits for the engine.
 
         Raises:
-            RuntimeError: it could not start; has the cause.
+            RuntimeError: it could not start; the error has the cause.
         """
         return await self._engine
 
     def submit(self, job: Callable[..., None], *args: Any) -> asyncio.Future[Any]:
-        """Has the thread call `job(engine, name, *args)`; the job or a later step reports its result by that name.
+        """Makes the thread call `job(engine, name, *args)`; the job or a later step reports its result by that name.
 
         Raises:
             RuntimeError: the engine has failed.
@@ -87,7 +87,7 @@ class EngineThread(Generic[E]):
             self._end_job(name, self._failure)
         self._loop.call_later(1.0, os._exit, 1)
 
-    # What follows runs on the thread.
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         try:
@@ -116,5 +116,5 @@ class EngineThread(Generic[E]):
 
 
 def _picklable(error: BaseException) -> RuntimeError:
-    """An engine's error may hold what cannot be pickled; its text can be."""
+    """The text of an engine's error as an error: the error itself may contain objects that cannot be pickled."""
     return RuntimeError(f"{type(error).__name__}: {error}")

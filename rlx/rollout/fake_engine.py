@@ -2,7 +2,7 @@
 
 `FakeEngine` has the methods of an engine's actor; `ray.remote(FakeEngine).remote()` is an actor like any other engine.
 `FakeEngines` has the interface that training uses, in this process. Completions depend on (seed, prompt) alone; a
-function can be given that answers each request, so that a test knows every token.
+test can give a function that answers each request, and so knows every token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Answer = Callable[[Request], Output]
 
 
 def uniform_output(request: Request, vocab_size: int = 32) -> Output:
-    """A completion whose tokens are drawn uniformly from `vocab_size` ids, each with log-probability -ln(vocab_size).
+    """A completion whose tokens are sampled uniformly from `vocab_size` ids, each with log-probability -ln(vocab_size).
 
     It ends with the first stop token, or at `max_tokens`. At temperature 0 it depends on the prompt alone.
     """
@@ -49,7 +49,7 @@ class FakeEngine:
         self._missing = 0  # tensors of the update that have not arrived
 
     def probe(self) -> EngineLocation:
-        """A place that no trainer shares, so that weights arrive by `receive`."""
+        """A location that no trainer shares, so that weights arrive by `receive`."""
         return EngineLocation("fake", (DeviceLocation("fake", ""),))
 
     def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
@@ -91,7 +91,7 @@ class FakeEngine:
         self.version, self.is_asleep = version, False
 
     def update(self, incoming: Any, version: int) -> None:
-        """A fake engine has no workers that could fetch weights.
+        """Refuses: a fake engine has no workers that could fetch weights.
 
         Raises:
             WeightSyncError: always.
@@ -104,7 +104,7 @@ class FakeEngine:
 
 
 class FakeEngines:
-    """`Engines` in this process. A completion is answered when it is waited for, with the version it was begun with."""
+    """`Engines` in this process. `finish` and `wait` generate the completions, with the version of their `begin`."""
 
     def __init__(self, answer: Answer = uniform_output, seed: int = 0) -> None:
         """Args: answer: completes one request; seed: the run's, from which each request's seed follows."""

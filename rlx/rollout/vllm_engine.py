@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 _SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
-# vLLM reads these when it is imported. One thread: two engines' spinning thread pools on the same cores are 20 x
-# slower. No compile: the one function that vLLM compiles in eager mode costs seconds and gains nothing on CPU. No
-# binding to cores: vLLM finds none for the processes of a split model, and two engines would get the same one.
+# vLLM reads these when it is imported.
+# One thread: the waiting threads of two engines on the same cores make both engines 20 x slower.
+# No compilation: vLLM compiles one function in eager mode, which takes seconds and gains nothing on CPU.
+# No binding to cores: vLLM finds no cores for the processes of a split model, and the same core for two engines.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -62,7 +63,8 @@ class WeightUpdate:
 class VLLMEngine:
     """An async Ray actor around one vLLM engine; see `Engine`.
 
-    If the engine fails, the process ends, so that Ray starts it again: with the model's own weights, of no version.
+    If the engine fails, the process ends, so that Ray starts it again: with the weights of the model folder, which have
+    no version.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -145,7 +147,7 @@ class VLLMEngine:
         from rlx.rollout.weight_sync.object_store import BucketQueue
 
         if self._update:
-            self._update.buckets.close()  # its sender has died, or gave up
+            self._update.buckets.close()  # its sender died or ended the update
         self.version = None
         self._update = WeightUpdate(name, keep, BucketQueue(tensors, timeout_s), incoming)
         self._update.buckets.loaded = self._thread.submit(SteppedVLLM.load, self._update)
@@ -220,7 +222,7 @@ class SteppedVLLM:
         """Loads the weights of an update; returns why they are not what was sent."""
         if update.incoming:
             errors = filter(None, self._llm.collective_rpc("rlx_receive", args=(update.incoming,)))
-            # Of several workers, the error of the one that is itself at fault.
+            # If several workers failed, the error of one that was not interrupted by another.
             return min(errors, key=lambda error: isinstance(error, UpdateInterruptedError), default=None)
         if self._adapter is None:
             self._llm.collective_rpc("rlx_load_weights", args=(update.buckets.tensors(),))
@@ -265,7 +267,7 @@ def _build(model: str, options: dict[str, Any]) -> Any:
 
     if 0 < ray.get_runtime_context().get_assigned_resources().get("GPU", 0) < 1:
         cache = _cache_bytes(model, options["gpu_memory_utilization"])
-        # Otherwise vLLM refuses to start unless its whole share is free, which others may use for a moment.
+        # Otherwise vLLM does not start unless its whole share is free, and other processes may use it for a moment.
         options = options | {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.01}
     arguments = EngineArgs(
         model=model,
@@ -277,16 +279,17 @@ def _build(model: str, options: dict[str, Any]) -> Any:
         seed=0,
         **options,
     )
-    # As LLM's engine it reads prompts by 8192 or 16384 tokens at a time, as the GPU has memory; unnamed by 2048.
+    # With this context, vLLM reads 8192 or 16384 prompt tokens at a time, by the memory of the GPU; without it, 2048.
     return with_newer_runner(lambda: LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS))
 
 
 def with_newer_runner(build: Callable[[], Any]) -> Any:
     """The engine that `build` makes: on a GPU with vLLM's newer model runner, unless vLLM refuses it for its settings.
 
-    The older runner draws each seeded sample in a call of its own, so many at once take longer. A vLLM that takes the
-    newer one for some models by name, such as 0.24, is told to take it for any; a later one chooses by itself.
-    VLLM_USE_V2_MODEL_RUNNER in the environment is respected: 0 where the newer one fails.
+    The older runner samples each token with a seed in a call of its own, which is slow for many requests. Versions of
+    vLLM that use the newer runner only for a list of models, such as 0.24, are told to use it for all models. Later
+    versions choose by themselves. If VLLM_USE_V2_MODEL_RUNNER is set, it decides: 0 is for models with which the newer
+    runner fails.
     """
     import torch
     from vllm.config import vllm as choice
@@ -306,7 +309,7 @@ def with_newer_runner(build: Callable[[], Any]) -> Any:
 def _cache_bytes(model: str, utilization: float) -> int:
     """The bytes of an engine's share of the GPU that are left for its KV cache beside twice the weights and 2 GiB.
 
-    Where others share the GPU vLLM cannot measure it, and fails if one of them frees memory meanwhile.
+    If other processes share the GPU, vLLM cannot measure this, and fails if one of them frees memory meanwhile.
     """
     import torch
 

@@ -239,7 +239,9 @@ def test_what_is_no_number_is_passed_on_for_the_prompt_to_be_named(
 ) -> None:
     server = faulty(scores(0.5, value))
     responses, reward = [response("a", 3), response("b", 4, "Why?")], config(server.url)
-    with pytest.raises(RewardError, match=re.escape(f"reward url: {shown} is no finite score, for prompt 4 ('Why?')")):
+    with pytest.raises(
+        RewardError, match=re.escape(f"reward url: {shown} is not a finite score, for prompt 4 ('Why?')")
+    ):
         scoring.score(responses, {"url": remote(server.url), "task": lambda rows: [0.0] * len(rows)}, reward)
     assert len(server.requests) == 1
 

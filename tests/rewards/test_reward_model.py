@@ -133,7 +133,7 @@ def test_the_system_message_counts(decoder: Path) -> None:
     ("name", "reason"),
     [
         ("nowhere", "no such folder, nor a model on the hub"),
-        ("tied", "no sequence classifier, it lacks score.weight"),
+        ("tied", "not a sequence classifier, it lacks score.weight"),
         ("three", "its classifier has 3 labels, expected 1"),
         ("empty", "Unrecognized model in "),
     ],
@@ -214,7 +214,7 @@ def test_a_failing_replica_is_named_with_the_reason(replicas: list[Any]) -> None
 
 @pytest.mark.slow
 def test_a_replica_that_cannot_start_or_is_gone_is_named(ray_cluster: None, decoder: Path, tiny_model: Path) -> None:
-    for model, reason in ((decoder, r".+"), (tiny_model, r".*reward\.model .*tied: no sequence classifier.*")):
+    for model, reason in ((decoder, r".+"), (tiny_model, r".*reward\.model .*tied: not a sequence classifier.*")):
         for actors in started(str(model), 1):
             reward = ModelReward(actors, PATIENCE)
             if model == decoder:

@@ -277,7 +277,7 @@ SOUND = "def helpful(prompts, completions, answers): return [0.0] * len(prompts)
     ("source", "function", "complaint"),
     [
         (SOUND, "helpfull", "{m} has no helpfull; nearest: helpful"),
-        (SOUND + "helpfuls = 3", "helpfuls", "helpfuls is no function but int; nearest: helpful"),
+        (SOUND + "helpfuls = 3", "helpfuls", "helpfuls is not a function but int; nearest: helpful"),
         (
             "def f(prompts, completion, answers): ...",
             "f",
@@ -482,7 +482,7 @@ def test_what_is_no_finite_number_names_function_prompt_and_value(value: Any) ->
         (None, "None for 2 responses, from prompt 0 ('What is 1 + 1?') on"),
         (0.5, "0.5 for 2 responses"),
         (np.zeros((1, 2)), "1 scores for 2 responses, from prompt 0 ('What is 1 + 1?') on: array([[0., 0.]])"),
-        ("10", "'1' is no finite score, for prompt 0"),
+        ("10", "'1' is not a finite score, for prompt 0"),
     ],
     ids=str,
 )

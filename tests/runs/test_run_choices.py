@@ -262,7 +262,7 @@ def test_a_score_that_is_missing_ends_the_run_and_names_its_prompt(
     adapted: Done, many_rewards: Callable[..., RunConfig], server: Faulty
 ) -> None:
     server.spoilt = True
-    with pytest.raises(RunError, match=r"reward url: None is no finite score, for prompt \d+"):
+    with pytest.raises(RunError, match=r"reward url: None is not a finite score, for prompt \d+"):
         train(many_rewards("spoilt"))
 
 

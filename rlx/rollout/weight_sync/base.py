@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OBJECT_STORE = "object_store"
 """the one transport that reaches an engine's actor, in calls of its own; all others reach an engine's workers"""
-_FAST_S, _SLOW_S = 1e-4, 0.02  # between two looks at what is waited for, and between two calls of `check`
+_FAST_S, _SLOW_S = 1e-4, 0.02  # between two calls of `is_done`, and between two calls of `check`
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Incoming:
     """What an engine needs to know of an update that its workers receive by themselves."""
 
     update: str  # a name that no other update has
-    engine: str  # the process that is meant
+    engine: str  # the process that is to receive it
     address: tuple[str, int]  # of the store in which sender and receivers leave notes
     group: str  # name of the process groups
     world: dict[str, int]  # size of each process group, by transport
@@ -91,7 +91,7 @@ class ReceivingEnd(Protocol):
 
 
 def interrupted_note(group: str) -> str:
-    """The key of the note that an update's process groups have been given up."""
+    """The key of the note that the process groups of an update are no longer used."""
     return f"{group}/interrupted"
 
 
@@ -107,7 +107,7 @@ def deadline(incoming: Incoming) -> float:
 
 
 def wait(is_done: Callable[[], bool], deadline: float, check: Callable[[], None]) -> None:
-    """Returns when `is_done` does; calls `check` now and then, which may raise.
+    """Returns when `is_done` returns true; calls `check` from time to time, which may raise.
 
     Raises:
         TimeoutError: it is not done at the deadline, a time of `time.monotonic()`.

@@ -1,6 +1,6 @@
-"""Buckets: several tensors one after the other in one run of bytes, with a checksum.
+"""Buckets: several tensors one after the other in one block of bytes, with a checksum.
 
-How a bucket gets from one process to another is the matter of the transports.
+Left out: sending a bucket to another process, which the transports do.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def byte_size(layout: Layout) -> int:
 
 def fill(memory: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> None:
     """Writes tensors of the layout's shapes and their checksum into `memory`, `[bytes]` uint8."""
-    # In one call: three hundred calls take longer than the GPU does.
+    # In one call: three hundred calls take longer than the copies on the GPU.
     torch._foreach_copy_([view for _, view in views(memory, layout)], list(tensors))
     memory[-_CHECKSUM:].view(torch.int64)[0] = _checksum(memory, layout)
 
@@ -105,8 +105,9 @@ def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 def _checksum(memory: Tensor, layout: Layout) -> Tensor:
     """A checksum `[]` int64 over names, dtypes, shapes and bytes: a sum of 8-byte words, each times a factor.
 
-    Rows and columns of words are summed first, so nothing as large as the bucket is made. The factor of a word is that
-    of its row, which is odd, plus that of its column, which is even: a change of any one word changes the sum.
+    Rows and columns of words are summed first, so no temporary tensor is as large as the bucket. The factor of a
+    word is that of its row, which is odd, plus that of its column, which is even: a change of any one word changes the
+    sum.
     """
     words = memory[:-_CHECKSUM].view(torch.int64)
     words, tail = words[: len(words) // _WIDTH * _WIDTH].view(-1, _WIDTH), words[len(words) // _WIDTH * _WIDTH :]

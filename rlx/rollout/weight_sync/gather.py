@@ -1,7 +1,7 @@
 """The full tensors of weights that FSDP2 has sharded: many weights in one all-gather.
 
-One all-gather for each of three hundred tensors takes longer to start than to run. Where the tensors are sent is not
-known here.
+One all-gather for each of three hundred tensors takes longer to start than to run. Left out: where the tensors are
+sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights by a process group of their own, NCCL or gloo: rank 0 of the trainers broadcasts, engine workers receive.
 
 Also the store of torch.distributed through which its members meet, and in which senders and receivers of all transports
-leave notes. A group is kept while the same engine processes are in it; when one dies or hangs, the group is given up.
+leave notes. A group is kept while the same engine processes are in it; if one dies or hangs, the group is closed.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class GroupSender:
             self.group = BroadcastGroup(
                 self._kind, next(iter(update.incoming.values())), 0, self._device, update.deadline(), check
             )
-        except (TimeoutError, RuntimeError):  # the calls of the engines tell who did not join
+        except (TimeoutError, RuntimeError):  # the calls of the engines show which one did not join
             self._give_up()
 
     def send(self, bucket: OutgoingBucket) -> None:
@@ -152,11 +152,11 @@ class GroupSender:
         assert bucket.memory is not None
         try:
             self._works[bucket.number] = self.group.broadcast(bucket.memory)
-        except RuntimeError:  # a member is gone: the calls of the engines tell which
+        except RuntimeError:  # a member is gone: the calls of the engines show which one
             self._give_up()
 
     def release(self, number: int) -> None:
-        """Returns when a buffer may be filled again; on a GPU, what is queued from here on waits for NCCL."""
+        """Returns when a buffer may be filled again; on a GPU, work that is queued after this call waits for NCCL."""
         work = self._works.pop(number, None)
         if work is None or not self.group:
             return
@@ -170,7 +170,7 @@ class GroupSender:
             self.release(number)
 
     def leave_out(self, engine: int) -> None:
-        """Gives up the group if the engine is in it, on any rank: the others in it wait for rank 0's broadcast."""
+        """Closes the group, on any rank, if the engine is in it: its other members wait for rank 0's broadcast."""
         if any(source.transport == self._kind for source in self._update.plan.sources[engine]):
             self._give_up()
 

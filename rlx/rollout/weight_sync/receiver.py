@@ -66,7 +66,7 @@ class WeightLoader:
 
 
 class Receiver:
-    """Receives updates by the transport that each names; keeps the connection from one update to the next."""
+    """Receives updates, each by the transport that it names; keeps the connection from one update to the next."""
 
     def __init__(self, device: torch.device, worker: int) -> None:
         self._device, self._worker = device, worker
@@ -76,7 +76,7 @@ class Receiver:
         self._end: ReceivingEnd | None = None
 
     def receive(self, incoming: Incoming, load: Loader, keeps: bool) -> WeightSyncError | None:
-        """Loads an update; returns the error rather than raise it, because the loader must come to its end.
+        """Loads an update. It returns an error and does not raise it, because the loader must not be interrupted.
 
         Args:
             load: vLLM's loader; it is called once.

@@ -1,6 +1,6 @@
 """One weight update as one rank sends it: its plan, its buckets, and which engines still take it.
 
-How bytes travel is the matter of the transports. Two buffers take turns: while one is sent or read, the next is filled.
+The transports move the bytes. Two buffers take turns: while one is sent or read, the other is filled.
 An engine that dies or hangs is left out; the others that shared a process group with it have to be sent to again.
 """
 
@@ -20,7 +20,7 @@ from rlx.rollout.weight_sync.base import OBJECT_STORE, Incoming, Source, wait
 from rlx.rollout.weight_sync.buckets import Layout, byte_size, fill
 
 _GRACE_S = 5.0  # in which engines answer that an update was interrupted
-_RECEIVER_PATIENCE = 3  # an engine waits so many times longer than the trainer, which may have to wait for others
+_RECEIVER_PATIENCE = 3  # an engine waits this many times longer than the trainer, which may wait for other engines
 
 Failures = dict[int, EngineLostError]
 """engines, and why they did not take the weights"""
@@ -104,7 +104,7 @@ class Transport(Protocol):
         ...
 
     def leave_out(self, engine: int) -> None:
-        """Does not wait for an engine any more; is called also if `prepare` returned False."""
+        """Stops waiting for an engine; is called also if `prepare` returned False."""
         ...
 
     def interrupt(self) -> None:

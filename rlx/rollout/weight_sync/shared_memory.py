@@ -22,7 +22,7 @@ from rlx.rollout.weight_sync.buckets import byte_size
 from rlx.rollout.weight_sync.sender import OutgoingBucket, OutgoingUpdate
 
 NAME = "shared_memory"
-_ALIVE_S = 1.0  # between two questions whether an engine's process is alive
+_ALIVE_S = 1.0  # between two checks whether an engine's process is alive
 
 
 def trainer_rank(
@@ -42,7 +42,7 @@ class SharedMemorySender:
         self._update: OutgoingUpdate
         self._readers: dict[int, list[int]] = {}  # the workers of each engine that read this rank's memory
         self._unread: list[int] = []  # the numbers of the buckets that were sent and not released
-        self._asked = 0.0  # when it was asked last whether an engine is alive
+        self._asked = 0.0  # time of the last check whether an engine is alive
 
     def prepare(self, update: OutgoingUpdate) -> bool:
         self._update, self._unread, self._asked = update, [], time.monotonic()
@@ -90,7 +90,7 @@ class SharedMemorySender:
         """Nothing is kept: the buffers belong to `SendBuffers`."""
 
     def _has_read(self, engine: int, number: int) -> bool:
-        """Whether all of an engine's workers have read a bucket, or it is not waited for any more."""
+        """Whether all of an engine's workers have read a bucket, or the engine is left out of the update."""
         if engine not in self._readers:
             return True
         plan = self._update.plan
@@ -190,7 +190,7 @@ def allocate_shared(nbytes: int, device: torch.device) -> tuple[Tensor, bytes]:
 
 
 def forget(handle: bytes) -> None:
-    """Lets no further process map memory of `allocate_shared`; it is freed when no process has it mapped."""
+    """Prevents more processes from mapping memory of `allocate_shared`; it is freed when no process maps it."""
     _, (path, *others) = decode_handle(handle)
     if not others:
         os.close(int(os.path.basename(path)))
@@ -208,7 +208,7 @@ def map_shared(handle: bytes, device: torch.device) -> Tensor:
 
 
 def encode_handle(nbytes: int, values: Sequence[Any]) -> bytes:
-    """A handle as JSON. It is not a pickle, because it lies in a store that all on the network can write to."""
+    """A handle as JSON. It is not a pickle, because every process on the network can write to the store."""
     plain = [{"hex": value.hex()} if isinstance(value, bytes) else value for value in values]
     return json.dumps([nbytes, plain]).encode()
 
@@ -230,5 +230,5 @@ def _read(update: str, bucket: int, engine: str, worker: int) -> str:
 
 
 def _failed(update: str, engine: str, worker: int) -> str:
-    """The key of the note that a worker reads no more of an update; the note is the reason."""
+    """The key under which a worker notes that it has stopped reading an update, and why."""
     return f"{update}/{engine}/{worker}/failed"

@@ -41,7 +41,7 @@ class WeightSync:
         transport: TransportName | None = "auto",
         bucket_bytes: int | None = None,
     ) -> None:
-        """Prepares nothing: connections are made by the first push.
+        """Makes no connection: the first push does.
 
         Args:
             engines: actor handles.
@@ -143,7 +143,7 @@ class WeightSync:
         return UpdatePlan(plan.name, address, group, sources, processes)
 
     def _is_connected(self, plan: UpdatePlan, before: UpdatePlan) -> bool:
-        """Whether the connections of an earlier plan serve this one: the same engine processes in the same groups."""
+        """Whether the connections of an earlier plan fit this one: the same engine processes in the same groups."""
         is_same = (before.direct, _processes(before)) == (plan.direct, _processes(plan))
         return is_same and all(self.transports[name].is_connected for name in plan.world)
 
@@ -163,7 +163,7 @@ def _processes(plan: UpdatePlan) -> dict[int, str]:
 
 
 def _of_all_ranks(update: OutgoingUpdate) -> tuple[Failures, Failures]:
-    """The failures that any rank has seen, and the engines to send to again that no rank has seen fail."""
+    """The failures on any rank, and the engines to send to again, which failed on no rank."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (update.failed, update.retry))
     failed = {index: error for mine, _ in reversed(ranks) for index, error in mine.items()}

@@ -19,7 +19,7 @@ from rlx.rollout.weight_sync.sender import Transport
 
 @dataclass(frozen=True)
 class TransportKind:
-    """A transport: whom it reaches, and how its two ends are made."""
+    """A transport: which workers it reaches, and how its two ends are made."""
 
     rank: Callable[[DeviceLocation, Sequence[DeviceLocation], Sequence[DeviceLocation]], int | None]
     """(worker, trainers, workers that take it already) -> the rank in the worker's `Source`; None: not reached"""
