@@ -24,7 +24,7 @@ from rlx.config.sections import TransportName
 from rlx.mesh import Mesh
 from rlx.models import loading, lora, policy
 from rlx.rollout.engine_pool import EnginePool
-from rlx.rollout.weight_sync import buckets, process_group, receiver, shared_memory, update
+from rlx.rollout.weight_sync import buckets, process_group, receiver, sender, shared_memory
 from rlx.rollout.weight_sync.base import Incoming, Source, UpdateInterruptedError
 from rlx.rollout.weight_sync.receiver import Receiver
 from rlx.rollout.weight_sync.sender import OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
@@ -131,7 +131,7 @@ def test_one_bit_that_changes_on_the_way_is_refused(pair: Pair, monkeypatch: pyt
         filled.append(bucket)
         bucket[1000] ^= 4 * (len(filled) == 3)
 
-    monkeypatch.setattr(update, "fill", damaged)
+    monkeypatch.setattr(sender, "fill", damaged)
     failed = pair.push()
     assert [f"engine {i} failed: the checksum" in failed[i] for i in (0, 1)] == [True, True]
     monkeypatch.undo()
