@@ -35,10 +35,10 @@ from rlx.runs.resources import Bundle
 from rlx.storage.filesystem import Storage
 from rlx.types import Notify, OnReport
 
-_ABORT_S = 30.0  # longest that a controller takes to abort before it is killed
-_START_S = 30.0  # longest that a controller takes to start
-_END_S = 60.0  # longest that the workers take after their last report
-_STOP_S = 10.0  # longest that a stopped run takes to end by itself
+_ABORT_S = 30.0  # longest wait for a controller to abort; then it is killed
+_START_S = 30.0  # longest wait for a controller to start
+_END_S = 60.0  # longest wait for the workers to end after their last report
+_STOP_S = 10.0  # longest wait for a stopped run to end by itself
 _ROOM_S = 60.0  # longest wait for room on the cluster
 _POLL_S = 0.1
 _STARTS = 10  # attempts to place the workers, a minute each, before the run fails
@@ -57,12 +57,12 @@ _STARTED_WITH = (
 
 
 class GroupState(enum.Enum):
-    """What an `ActorGroup` does now."""
+    """The state of an `ActorGroup`."""
 
     IDLE = enum.auto()  # it can take a job
     RUNNING = enum.auto()
     STOPPING = enum.auto()  # it was asked to end its job
-    CLOSED = enum.auto()  # for good: nothing of it is left
+    CLOSED = enum.auto()  # its processes have ended; it cannot be used again
 
 
 class ActorGroup:
@@ -123,7 +123,7 @@ class ActorGroup:
             self._start_workers(prepared, job.folder)
         self._jobs, self._reports_seen = self._jobs + 1, 0
         while ray_train.failure(self._mailbox, self._failures + 1):
-            self._failures += 1  # it came after the end of the run before
+            self._failures += 1  # it came after the end of the previous run
         job = replace(job, engines=self.engines, reward_models=self.reward_models)
         self._enter(GroupState.RUNNING)
         self._job = ray_train.post_job(self._mailbox, self._jobs, job)
@@ -198,7 +198,7 @@ class ActorGroup:
         return metrics
 
     def _await_end(self) -> None:
-        """Waits for what the workers do after the last report, above all their last records for MLflow.
+        """Waits until the workers have ended the job: after the last report they send their last records.
 
         Closes a group that takes too long.
         """
@@ -211,10 +211,10 @@ class ActorGroup:
                 return
 
     def _reports(self, max_failures: int, notify: Notify, until: float = math.inf) -> Iterator[StepReport]:
-        """Yields the job's reports as they come, until the last one or that time (of `time.monotonic`)."""
+        """Yields the job's reports as they come, until the last one or the time `until` (of `time.monotonic`)."""
         failures_before = self._failures
         while time.monotonic() < until:
-            ended = self._workers_ended.is_set()  # read first: what came before the end is still taken
+            ended = self._workers_ended.is_set()  # read before the reports, so that none is missed
             for message in ray_train.take_messages(self._job):
                 notify(message)
             if report := ray_train.take_report(self._job, self._reports_seen + 1):
@@ -238,7 +238,7 @@ class ActorGroup:
             self._workers_ended.wait(_POLL_S)
 
     def _start_workers(self, prepared: PreparedRun, folder: Storage) -> None:
-        """Has Ray Train start the workers, which wait for jobs; `folder`: where Train keeps its own records."""
+        """Makes Ray Train start the workers, which wait for jobs; `folder`: where Train keeps its own records."""
         trainer = _trainer(prepared, self._mailbox, folder)
         indices = prepared.resources.indices.workers
         trainer.run_config.callbacks = ray_train.callbacks(self._mailbox, self._placement, indices)
@@ -269,7 +269,7 @@ class ActorGroup:
 def engine_spec(
     rollout: RolloutConfig, model: ModelConfig, max_prompt_tokens: int, model_path: str, bundle: Bundle
 ) -> EngineSpec:
-    """Returns what the engines of a run are started with; `bundle`: the resources of each."""
+    """Returns the specification with which a run's engines start; `bundle`: the resources of each."""
     args = engine_args(rollout, model, max_prompt_tokens=max_prompt_tokens, on_gpu=bundle.get("GPU", 0) > 0)
     return EngineSpec(model_path, args, bundle, adapter_config(model))
 

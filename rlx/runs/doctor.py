@@ -77,7 +77,7 @@ def _round_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, f
 
 
 def sync_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, float]:
-    """How far the engines are from changed weights after these were sent, and how far they would be otherwise."""
+    """The gap between engines and changed weights after the weights were sent, and the gap without sending them."""
     with nudged(trainer):
         collector.push_weights(trainer.step)
         batch = generate(trainer, collector)
@@ -88,7 +88,7 @@ def sync_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, flo
 def generate(trainer: Trainer, collector: RolloutCollector, deferred: bool = False) -> LogprobBatch:
     """This rank's completions of the next prompts with the policy's log-probabilities; `deferred`: see `update`."""
     selection = collector.new_selection()
-    # Nothing runs ahead: the weights change between two calls.
+    # No generation runs ahead of this call: the weights change between two calls.
     for completions in collector.queue.next(trainer.step, trainer.step + 1):
         selection.add(collector.score_training(completions))
     collector.sleep_engines()
@@ -111,7 +111,7 @@ def weights_fingerprint(trainer: Trainer) -> list[float]:
 
 @contextmanager
 def nudged(trainer: Trainer) -> Iterator[None]:
-    """Within it all trained weights of the policy are changed."""
+    """Context in which all trained weights of the policy are changed."""
     shards = [cast(DTensor, p).to_local() for p in trainer.policy.parameters() if p.requires_grad]
     kept = [shard.clone() for shard in shards]
     with torch.no_grad():
@@ -148,7 +148,7 @@ def verdicts(figures: Mapping[str, float], dtype: str, has_reference: bool) -> l
 def _norm_verdict(name: str, figures: Mapping[str, float]) -> Verdict:
     """Judges a model's gradient norm.
 
-    If all scores of every prompt are equal, the policy has nothing to learn from, and a norm of 0 is no fault.
+    If all scores of every prompt are equal, the policy has nothing to learn from, and a norm of 0 is correct.
     """
     norm = figures[name]
     must_learn = figures["signal"] > 0 and name == "grad_norm/policy"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rlx.runs.doctor import Verdict
 
 
-# Read by a cluster that lives in this process: nobody preempts or scrapes it, so it needs no actors for that.
+# The environment of a cluster that this process starts: it needs no actors for preemption and for metrics of Ray.
 OWN_CLUSTER_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -49,16 +49,16 @@ OWN_CLUSTER_ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",
 }
 
-# Ray Train's list of the checkpoints that were reported to it. A resume deletes it: it only fits the same version of
-# Ray, and the checkpoint folders themselves say what there is to continue.
+# Ray Train's list of the checkpoints that were reported to it. A resume deletes it: only the same version of
+# Ray can read it, and the checkpoint folders themselves show which checkpoints there are.
 _TRAIN_RECORD = "checkpoint_manager_snapshot.json"
 _LOG = logging.getLogger("rlx")
-_PATIENCE_S = 10.0  # with MLflow, at the end of a run
+_PATIENCE_S = 10.0  # longest wait for the tracking service at the end of a run
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run leaves."""
+    """The result of a run."""
 
     name: str
     folder: str  # its path on the run's storage
@@ -100,7 +100,7 @@ class KeptGroup:
                 self.release()
 
     def stop(self) -> None:
-        """Ends the run that another thread does with the group, if any, with its current step."""
+        """Ends the run that another thread does with the group, if any, after its current step."""
         if self.group:
             self.group.stop()
 
@@ -178,10 +178,13 @@ def run(
 
 
 def examine(prepared: PreparedRun, keep: bool = False) -> list[Verdict]:
-    """Returns the doctor's verdicts on a config: from a few steps that change nothing and leave no run and no record.
+    """Runs a few steps that change nothing. No run folder and no MLflow record remain.
 
     Args:
         keep: whether engines and workers stay for a run of the same shape.
+
+    Returns:
+        The doctor's verdicts on the config, one for each property that it measures.
 
     Raises:
         ConfigError: the input cannot be used.

@@ -112,7 +112,7 @@ def check_rewards(reward: RewardConfig) -> None:
 
 
 def check_model(config: RunConfig, path: str) -> None:
-    """Raises ConfigError if the model cannot be loaded, split as configured, or is too short for the context."""
+    """Raises ConfigError if the model cannot be loaded or split as configured, or its context is too short."""
     if not _is_model_folder(path, "model.path"):
         return  # a name on the hub: the workers and engines look it up
     if config.parallel.tp > 1:
@@ -129,7 +129,7 @@ def check_model(config: RunConfig, path: str) -> None:
 
 
 def _model_shape(path: str) -> tuple[int | None, int | None]:
-    """Returns the positions and the attention heads in the model's config.json; None where it does not say."""
+    """Returns the positions and the attention heads in the model's config.json; None if it does not have them."""
     try:
         content = json.loads((Path(path) / "config.json").read_text())
         return content.get("max_position_embeddings"), content.get("num_attention_heads")

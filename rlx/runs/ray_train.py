@@ -30,7 +30,7 @@ from rlx.config.errors import one_line
 from rlx.storage.filesystem import Storage
 
 _POLL_S = 0.1
-_MESSAGE_LENGTH = 500  # an error's text is cut to so many characters
+_MESSAGE_LENGTH = 500  # an error's text is cut to this number of characters
 
 _FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
 
@@ -103,7 +103,7 @@ def report(
 
 
 def notify(mailbox: str, message: str) -> None:
-    """Has the driver show a message."""
+    """Makes the driver show a message."""
     _internal_kv_put(f"{mailbox}/messages/{time.time_ns():020d}".encode(), message.encode())
 
 
@@ -114,7 +114,7 @@ def is_to_stop(mailbox: str) -> bool:
 
 @contextmanager
 def fatal_errors_posted(mailbox: str, rank: int) -> Iterator[None]:
-    """Tells the driver of errors in the run's own code, which end the run.
+    """Posts errors in the run's own code, which end the run, to the driver.
 
     Train would restart the workers, and they would fail in the same way. Restarts are for processes that died, and for
     engines and servers that failed.
@@ -264,7 +264,7 @@ def fatal_error(job_mailbox: str) -> str | None:
 
 
 def failure(mailbox: str, number: int) -> str | None:
-    """Returns why the workers of a group were restarted for that time, from 1 on; None if they were not."""
+    """Returns why the workers of a group were restarted the `number`-th time, from 1; None if they were not."""
     message = _internal_kv_get(f"{mailbox}/failed/{number}".encode())
     return message.decode() if message else None
 
@@ -272,7 +272,7 @@ def failure(mailbox: str, number: int) -> str | None:
 def controller(mailbox: str, timeout_s: float) -> Any:
     """Returns the handle of the group's controller, None if there is none.
 
-    Waits for a controller that is still starting: otherwise it would go on without anybody knowing it.
+    Waits for a controller that is still starting: otherwise it would go on without a handle.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

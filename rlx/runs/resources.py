@@ -63,7 +63,7 @@ class ResourcePlan:
 
     @property
     def _order(self) -> list[int]:
-        """Largest part of a GPU first: in the order 0.4, 0.4, 0.6, 0.6 the bundles would not fit on two GPUs."""
+        """Largest part of a GPU first: in the order 0.4, 0.4, 0.6, 0.6 the bundles do not fit on two GPUs."""
         size = [(bundle.get("GPU", 0.0), bundle.get("CPU", 0.0)) for bundle in self._unordered]
         return sorted(range(len(size)), key=lambda i: size[i], reverse=True)
 

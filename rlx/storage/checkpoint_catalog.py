@@ -31,9 +31,9 @@ class DamagedError(ValueError):
 class CheckpointState(Enum):
     """What can be done with a checkpoint folder."""
 
-    COMPLETE = "complete"  # as far as names and sizes tell
+    COMPLETE = "complete"  # by the names and sizes of its files
     UNFINISHED = "unfinished"  # no manifest: the run was killed, or still writes
-    SET_ASIDE = "set aside"  # was damaged, and is not looked at again
+    SET_ASIDE = "set aside"  # was damaged, and is not read again
     DAMAGED = "damaged"
 
 
@@ -147,7 +147,7 @@ def _check_step_and_sizes(manifest: Manifest, step: int, sizes: dict[str, int]) 
 
 
 def _file_sizes(folder: Storage) -> dict[str, int]:
-    """Returns the bytes of each file in a folder; an empty dict if it is no folder."""
+    """Returns the bytes of each file in a folder; an empty dict if it is not a folder."""
     try:
         infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
     except NotADirectoryError:
@@ -204,7 +204,7 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
 
     Args:
         which: newest, best, the number of a step or the name of a folder.
-        metric: what "best" is judged by; `mode` as in `best_checkpoint`.
+        metric: the metric of "best"; `mode` as in `best_checkpoint`.
 
     Raises:
         StorageError: there is no such complete checkpoint; the text lists those that exist.

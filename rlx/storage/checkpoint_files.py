@@ -301,7 +301,7 @@ def _read_header(file: Storage, open_files: ExitStack) -> Iterator[tuple[str, _P
 def _counts(values: Any) -> tuple[int, ...]:
     """Returns a list of a header as sizes or offsets; raises ValueError if it has anything but integers >= 0."""
     if not isinstance(values, list) or not all(type(n) is int and n >= 0 for n in values):
-        raise ValueError(f"{values!r:.80} are no sizes or offsets")
+        raise ValueError(f"{values!r:.80} are not sizes or offsets")
     return tuple(values)
 
 

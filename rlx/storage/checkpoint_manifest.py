@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: everything in it that is not a tensor, as JSON with a checksum over itself.
 
-Left out: the files that the manifest names (checkpoint_files.py) and what a folder with a manifest is worth
-(checkpoint_catalog.py).
+Left out: the files that the manifest names (checkpoint_files.py) and which folders with a manifest are complete
+checkpoints (checkpoint_catalog.py).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 def _check_format(content: Mapping[str, Any]) -> None:
-    """Raises OtherFormatError for the formats of other versions, ValueError for what is no format at all."""
+    """Raises OtherFormatError for the formats of other versions, ValueError for anything else."""
     number = content.get("format")
     if type(number) is int and number != FORMAT and 0 < number < 1000:
         version = content.get("rlx")

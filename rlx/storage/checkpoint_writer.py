@@ -40,7 +40,7 @@ class FinishedCheckpoint:
 
 @dataclass(frozen=True)
 class _FileOutcome:
-    """What came of writing or reading one rank's part of a checkpoint; sent to the other ranks."""
+    """The result of writing or reading one rank's part of a checkpoint; sent to the other ranks."""
 
     name: str = ""
     record: FileRecord | None = None
@@ -70,14 +70,14 @@ class CheckpointWriter:
         _delete_leftovers()
 
     def save(self, shards: Mapping[str, Shard], manifest: Manifest) -> None:
-        """Waits for the checkpoint before, then begins to write this one and returns. Collective.
+        """Waits until the previous checkpoint is written, then begins to write this one and returns. Collective.
 
         Args:
             shards: this rank's tensors by key; nobody may write into them afterwards.
             manifest: without `files`; the one of rank 0 is written.
 
         Raises:
-            StorageError: the checkpoint before could not be written.
+            StorageError: the previous checkpoint could not be written.
         """
         self.wait()
         self._writing = self._thread.submit(self._write, shards, manifest)
@@ -114,13 +114,14 @@ class CheckpointWriter:
         self._ranks.close()
 
     def newest_checkpoint(self, notify: Notify) -> CheckpointEntry | None:
-        """Returns the newest checkpoint of the run whose every byte is right, None if there is none. Collective.
+        """Returns the newest undamaged checkpoint of the run, None if there is none. Collective.
 
-        Each rank verifies a share of the files. A damaged checkpoint is set aside, and `notify` is told on rank 0.
+        Each rank verifies the checksums of a share of the files. Damaged checkpoints are set aside, and rank 0 calls
+        `notify` for each.
 
         Raises:
-            StorageError: the storage cannot be read, or all checkpoints are damaged. To start from the beginning
-                would overwrite them.
+            StorageError: the storage cannot be read, or all checkpoints are damaged. A start from the first
+                step would overwrite them.
         """
         entries = self._ranks.on_first(
             partial(checkpoint_catalog.list_checkpoints, self.run), f"reading {self.run.path}"
@@ -135,7 +136,7 @@ class CheckpointWriter:
             damage = new_damage
             self._ranks.on_first(partial(checkpoint_catalog.set_aside, entry), f"setting {entry.name} aside")
             if self._ranks.rank == 0:
-                notify(f"{damage} - it is set aside, the checkpoint before it is used")
+                notify(f"{damage}; it is set aside, and the checkpoint before it is used")
         set_aside = [entry for entry in entries if entry.state is CheckpointState.SET_ASIDE]
         if set_aside and not damage:
             damage = f"checkpoint {set_aside[0].name}: {set_aside[0].problem}"
@@ -163,7 +164,7 @@ class CheckpointWriter:
         return self._ranks.on_first(read, f"reading {entry.folder.path}")
 
     def _find_damage(self, entry: CheckpointEntry) -> str:
-        """Returns what is wrong with the files of a checkpoint, the same text on all ranks; "" if they are right."""
+        """Returns the damage to the files of a checkpoint, the same text on all ranks; "" if there is none."""
         if not entry.manifest:
             return f"checkpoint {entry.name}: {entry.problem}"
         share = sorted(entry.manifest.files)[self._ranks.rank :: self._ranks.size]
@@ -184,7 +185,7 @@ class CheckpointWriter:
         started = time.monotonic()
         folder = self.run / checkpoint_catalog.checkpoint_name(manifest.step)
         what = f"writing checkpoint {folder.name} to {self.run.path}"
-        # An earlier checkpoint of this step stops being one before its files change.
+        # The manifest of an earlier checkpoint of this step is deleted before its files change.
         self._ranks.on_first((folder / MANIFEST).delete, what)
         outcomes = self._ranks.gather(_write_rank_file(shards, folder, self._ranks.rank, what))
         try:

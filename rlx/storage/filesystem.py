@@ -24,7 +24,7 @@ _ATTEMPTS = 6
 
 
 class StorageError(ValueError):
-    """Storage that cannot be used. The text is one line for the person who named the storage."""
+    """Storage that cannot be used. The text is one line for the person who chose the storage."""
 
     def __init__(self, text: str) -> None:
         super().__init__(" ".join(text.splitlines()))

@@ -1,4 +1,4 @@
-"""A sweep: many runs whose settings a search draws from a space, as trials of Ray Tune.
+"""A sweep: many runs whose settings a search chooses from a space, as trials of Ray Tune.
 
 `tuner` starts and resumes a sweep, `trial_source` hands trials to Tune, `trainable` does one trial as one run of
 rlx.runs, `searchers` and `schedulers` say which settings are tried and which trials stop early. `records` keeps, in the

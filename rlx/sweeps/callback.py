@@ -62,7 +62,7 @@ class SweepCallback(tune.Callback):
             _confirm_interrupts()
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.statuses[trial_name(trial)] = RunStatus.KILLED  # unless another end comes
+        self.statuses[trial_name(trial)] = RunStatus.KILLED  # until another end is recorded
         self._show(trial, {}, "running")
 
     def on_trial_result(
@@ -87,7 +87,7 @@ class SweepCallback(tune.Callback):
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
         """Ends the MLflow runs; all trials' processes are gone, also those of an interrupted sweep.
 
-        Of an interrupted sweep Tune reports nothing else.
+        Tune makes no other call for the trials of an interrupted sweep.
         """
         for trial in trials:
             if status := self.statuses.get(trial_name(trial)):
@@ -101,7 +101,7 @@ class SweepCallback(tune.Callback):
 
 
 class TrialLog:
-    """Writes down what trials report and how they end: in the sweep's folder and in MLflow."""
+    """Records what trials report and how they end: in the sweep's folder and in the tracking service."""
 
     def __init__(self, uri: str, folder: Storage) -> None:
         self.uri, self.folder, self.records = uri, folder, TrialRecords(folder)
@@ -144,7 +144,7 @@ class TrialLog:
 
 
 def _confirm_interrupts() -> None:
-    """Makes Ctrl-C answer with a message before it does what Tune has installed, which takes ten seconds."""
+    """Makes Ctrl-C print a message before Tune's own handler runs, which takes ten seconds."""
     on_interrupt = signal.getsignal(signal.SIGINT)
 
     def handle(number: int, frame: types.FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Ray Tune's schedulers by name: they stop bad trials early, or have a trial continue from a better one.
+"""Ray Tune's schedulers by name: they stop bad trials early, or make a trial continue from a better one.
 
 All of them judge a trial by its newest held-out accuracy at each step that it reports.
 Left out: which settings are tried (`searchers`).
@@ -93,7 +93,7 @@ SCHEDULERS: dict[SchedulerName, Callable[[Schedule], TrialScheduler]] = {
 PAUSING = ("hyperband", "pbt")
 """schedulers that pause trials, so that all trials must exist from the start; each gets its newest checkpoint"""
 REPLAYING = ("asha", "hyperband", "median")
-"""schedulers that are told again, on a resume, what trials had reported"""
+"""schedulers that get the earlier reports of the trials again when a sweep is resumed"""
 
 
 class _ResumablePopulation(PopulationBasedTraining):

@@ -1,4 +1,4 @@
-"""Ways to draw a sweep's settings from its search space, by name.
+"""Searches by name: they choose a sweep's settings from its search space.
 
 A search is a Searcher of Ray Tune: it suggests settings, and is told their accuracy.
 Left out: which trial runs when, and what is kept of it (`trial_source`).
@@ -21,7 +21,7 @@ from rlx.config.sections import DEFAULT_METRIC, SearchName
 from rlx.sweeps.space import MODE, SINGLE_VALUE, Space
 
 Points = Sequence[dict[str, Any]]
-"""settings to suggest first, in this order: those that a sweep had tried before a resume"""
+"""settings to suggest first, in this order: those that a sweep tried before a resume"""
 
 
 class ListSearch(Searcher):
@@ -39,7 +39,7 @@ class ListSearch(Searcher):
 
 
 def _random(space: Space, count: int, seed: int, points: Points) -> Searcher:
-    """Draws each setting from its domain independently; the same seed draws the same in every sweep."""
+    """Samples each setting from its domain independently; the same seed gives the same settings in every sweep."""
     state = np.random.RandomState(seed)
     return ListSearch([drawn for _ in range(count) for _, drawn in generate_variants(space, random_state=state)])
 
@@ -67,8 +67,8 @@ class GaussianProcessSearch(Searcher):
     """Suggests the maximum of the upper confidence bound of a Gaussian process, after ten random points.
 
     Ray's BayesOptSearch hangs once one of its first ten trials has failed, ends when the best point has been tried, and
-    fits one length scale to ranges of different widths. Here another point is drawn instead, and all ranges are scaled
-    to 0 to 1.
+    fits one length scale to ranges of different widths. Here another point is sampled instead, and all ranges are
+    scaled to 0 to 1.
     """
 
     _RANDOM_POINTS = 10
@@ -167,14 +167,14 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
         return SEARCHES[name](space, count, seed, points)
     varied = {key: domain for key, domain in space.items() if isinstance(domain, Domain)}
     if lists := [key for key, domain in space.items() if isinstance(domain, dict)]:
-        raise ConfigError(f"--search {name} draws by itself: use tune.choice for {lists[0]}, not tune.grid_search")
+        raise ConfigError(f"--search {name} does not try all values: {lists[0]} needs tune.choice, not grid_search")
     if not varied:
         raise ConfigError(f"--search {name} has nothing to vary: no setting of the space has a range or choices")
     for key, domain in varied.items():
         if isinstance(domain, Categorical) and not all(isinstance(value, SINGLE_VALUE) for value in domain.categories):
-            raise ConfigError(f"--search {name} takes single values alone as choices, which those of {key} are not")
+            raise ConfigError(f"--search {name}: the choices of {key} must be numbers, texts or booleans")
     tried = [{key: settings[key] for key in varied} for settings in points]
-    return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would draw the same again
+    return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would give the same settings again
 
 
 def _check_installed(package: str, extra: str) -> None:

@@ -1,8 +1,8 @@
 """Gives Ray Tune the trials of a sweep, and records each one before it starts.
 
-On a resume Tune begins afresh: it gets the same settings in the same order, and searches and schedulers are told again
-what the trials had reported. The records are all that this needs.
-Left out: how settings are drawn (`searchers`), and running the trials (`tuner`, `trainable`).
+On a resume Tune starts without state: it gets the same settings in the same order, and searches and schedulers get the
+earlier reports of the trials again. This needs nothing but the records.
+Left out: how settings are chosen (`searchers`), and running the trials (`tuner`, `trainable`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TrialOptions:
 
     count: int  # settings to try
     seeds: Sequence[int] = ()  # of the runs of each setting; none: the sweep does not set the seed
-    limit: int | None = None  # most trials at once, beside what the cluster has room for
-    replays: bool = False  # give Tune the trials that are over once more
+    limit: int | None = None  # maximum number of trials at once, beside the limit of the cluster
+    replays: bool = False  # give Tune again the trials that are over
     pausing: bool = False  # a trial may be paused, and continue in the process of another
 
 
@@ -61,7 +61,7 @@ class SeededSearch:
         return self._settings | ({} if seed is None else {"seed": seed})
 
     def tell(self, number: int, value: float | None) -> None:
-        """Takes a trial's accuracy, None if it failed; tells the search once all seeds of the setting are over."""
+        """Takes a trial's accuracy, None if it failed; gives the search the mean when all seeds are over."""
         setting = number // len(self._seeds)
         values = self._values.setdefault(setting, [])
         values.append(value)
@@ -84,8 +84,8 @@ class TrialSource(SearchAlgorithm):
     ) -> None:
         """
         Args:
-            space: what the search draws from.
-            known: records of the trials before a resume by name, if they are not as `records` has them.
+            space: the domains of the search.
+            known: records of the trials before a resume, by name; None: those in `records`.
         """
         self._search, self._records, self._options = SeededSearch(search, space, options), records, options
         self._known = records.all() if known is None else known
@@ -127,7 +127,7 @@ class TrialSource(SearchAlgorithm):
         self._search.tell(int(trial_id), None if error else (result or {}).get(DEFAULT_METRIC))
 
     def is_finished(self) -> bool:
-        """Returns whether no trial is to come. When it is true, Tune ends each process whose trial pauses."""
+        """Returns whether no more trial will come. When it is true, Tune ends each process whose trial pauses."""
         may_resume = self._options.pausing and any(not trial.is_finished() for trial in self._trials)
         return self._finished and not may_resume
 

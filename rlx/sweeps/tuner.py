@@ -36,7 +36,7 @@ from rlx.tracking.tracker import OutboxTracker, service_at
 
 _LOG = logging.getLogger("rlx")
 _PLAN_FILE = "sweep.json"
-_PATIENCE_S = 10.0  # with MLflow
+_PATIENCE_S = 10.0  # longest wait for the tracking service
 _TUNE_FOLDER = "tune"  # holds Tune's own records
 
 
@@ -158,7 +158,7 @@ def _plan_file(sweeps: Storage, name: str | None) -> Storage:
 
 
 def restart_failed(plan: SweepPlan, storage: Storage) -> list[str]:
-    """Has the failed trials run again from step 0 with the next resume; returns their names."""
+    """Makes the failed trials run again from step 0 at the next resume; returns their names."""
     folder = storage / "sweeps" / plan.name
     records = TrialRecords(folder)
     failed = {name: record for name, record in records.all().items() if record.state is TrialState.FAILED}
@@ -183,7 +183,7 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
     """
     status, folder = RunStatus.FAILED, storage / "sweeps" / plan.name
     tracker = OutboxTracker(plan.tracking_uri, folder, "driver")
-    on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it for good
+    on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `failures` says why trials failed
     if resume:
         tracker.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
@@ -203,7 +203,7 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
 
 
 def _fit(plan: SweepPlan, storage: Storage, watch: Watch) -> dict[str, TrialRecord]:
-    """Has Tune run the trials; raises KeyboardInterrupt if that did not run all of them to their ends."""
+    """Makes Tune run the trials; raises KeyboardInterrupt if not all of them ran to their ends."""
     folder = storage / "sweeps" / plan.name
     (folder / _TUNE_FOLDER).delete()
     SweepCallback.watch, SweepCallback.interrupted = watch, False
@@ -213,12 +213,12 @@ def _fit(plan: SweepPlan, storage: Storage, watch: Watch) -> dict[str, TrialReco
     (folder / _TUNE_FOLDER).delete()
     results = TrialRecords(folder).all()
     if len(results) < total_trials(plan) or not all(record.is_over for record in results.values()):
-        raise KeyboardInterrupt  # it came while no trial ran, so that no callback noticed it
+        raise KeyboardInterrupt  # the signal came while no trial ran, so that no callback noticed it
     return results
 
 
 def _send_pending(uri: str, folder: Storage) -> None:
-    """Sends MLflow what trials could not send, until it takes nothing more."""
+    """Sends the records that trials could not send, until the tracking service takes no more."""
     for attempt in (folder / "runs").names():
         if not launch.send_pending(uri, folder / "runs" / attempt, _LOG.warning):
             return

@@ -102,7 +102,7 @@ class Tracker(Protocol):
         """
 
     def flush(self, patience_s: float = 1.0) -> None:
-        """Returns once everything recorded so far is safe from the death of this process.
+        """Returns once everything recorded so far would survive the death of this process.
 
         Args:
             patience_s: how long to wait for the service before the records are written to the run's folder instead.
@@ -199,7 +199,7 @@ class TrackingService(Protocol):
         """Opens a run for writing."""
 
     def is_refusal(self, error: Exception) -> bool:
-        """Whether the service rejected a record for good, so that another attempt is useless."""
+        """Whether the service rejected a record, so that another attempt is useless."""
 
     def cause(self, error: Exception) -> str:
         """Why the client of the service failed, in a few words and without a password."""

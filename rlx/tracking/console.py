@@ -112,7 +112,7 @@ class RunProgress:
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.console = console or plain_console()
         self.steps = steps
-        self._first: tuple[int, float] | None = None  # the first step shown, and when
+        self._first: tuple[int, float] | None = None  # the first step shown, and its time
         self._live = Live(console=self.console, transient=True, refresh_per_second=4)
 
     def __enter__(self) -> RunProgress:
@@ -181,7 +181,7 @@ class SweepProgress:
         self._live.stop()
 
     def update(self, trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None:
-        """Takes news of a trial; its settings change when a scheduler replaces them."""
+        """Shows a change of a trial; its settings change when a scheduler replaces them."""
         before = self._rows.get(trial, _TrialRow())
         row = _TrialRow(settings, {**before.metrics, **metrics}, state)
         self._rows = self._rows | {trial: row}  # a new dict, because another thread draws the table
@@ -211,7 +211,7 @@ class SweepProgress:
         return [*over, *reversed(running)][: max(count, 0)]
 
     def _fitting_table(self, rows: Mapping[str, _TrialRow]) -> Table:
-        """The table without as many `_OPTIONAL` columns as it takes to fit the screen with no cell cut, if possible."""
+        """The table without the `_OPTIONAL` columns for which the screen is too narrow, so that no cell is cut."""
         optional = list(_OPTIONAL)
         table = self._table(rows, [*_LABELS, _TIME_LEFT])
         while self._width(table) > self.console.width - 2 and optional:  # 2: typed characters must not wrap a line

@@ -146,7 +146,7 @@ class MLflowService:
         return MLflowRun(self.uri, run_id)
 
     def is_refusal(self, error: Exception) -> bool:
-        """Whether MLflow rejected a record for good, so that another attempt is useless."""
+        """Whether MLflow rejected a record, so that another attempt is useless."""
         return is_refusal(error)
 
     def cause(self, error: Exception) -> str:
@@ -365,7 +365,7 @@ def shorten_requests() -> None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether MLflow rejected a request for good, so that another attempt is useless."""
+    """Whether MLflow rejected a request, so that another attempt is useless."""
     http_status = getattr(getattr(error, "response", None), "status_code", None)
     return getattr(error, "error_code", None) in _REFUSALS or http_status in _REFUSED_UPLOADS
 
@@ -378,5 +378,5 @@ def cause(error: Exception) -> str:
 
 
 def without_password(text: str) -> str:
-    """A text in which addresses have lost their user name and password."""
+    """A text without the user names and passwords of its addresses."""
     return re.sub(r"//[^/\s]*@", "//", text)

@@ -22,7 +22,7 @@ from rlx.storage.filesystem import Storage, StorageError, retry
 
 
 class EntryKind(StrEnum):
-    """What an entry asks for: `OPEN` creates the run, any other value is the `RunWriter` method to call."""
+    """The request of an entry: `OPEN` creates the run, any other value is the `RunWriter` method to call."""
 
     OPEN = "open"
     LOG = "log"

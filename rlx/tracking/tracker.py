@@ -43,7 +43,7 @@ def service_at(uri: str) -> TrackingService:
 class OutboxTracker:
     """Records one run from one process of it; neither waits for the tracking service nor fails with it.
 
-    Implements `Tracker`, where the methods are explained.
+    Implements `Tracker`, which explains the methods.
 
     Args:
         uri: address of the tracking service.

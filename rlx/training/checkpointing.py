@@ -41,12 +41,12 @@ class Checkpointer:
         return self.trainer.step > self._saved_step and (is_last or self.trainer.is_due(every))
 
     def copy_state(self) -> tuple[dict[str, Shard], float]:
-        """Copies of this rank's tensors in main memory, and the seconds that training stood still for them."""
+        """Copies of this rank's tensors in main memory, and the seconds for which training paused for them."""
         started = time.perf_counter()
         shards = checkpoint_files.copy_shards(self.trainer.models, self.trainer.ema)
         if self.trainer.mesh.is_tp_leader:  # tensor-parallel neighbours have the same completions
             shards |= self.queue.state()
-        self.writer.wait()  # for the checkpoint before this one
+        self.writer.wait()  # for the previous checkpoint
         return shards, time.perf_counter() - started
 
     def save(self, shards: Mapping[str, Shard], metrics: Mapping[str, float], run_id: str | None) -> None:
@@ -74,7 +74,7 @@ class Checkpointer:
         self.writer.close()
 
     def _manifest(self, metrics: Mapping[str, float], run_id: str | None) -> Manifest:
-        """All state beside tensors. Nothing on a rank draws from its global random state, so none is kept."""
+        """All state beside tensors. No code of a rank uses its global random state, so none is kept."""
         trainer = self.trainer
         return Manifest(
             rlx=__version__,

@@ -38,7 +38,7 @@ class Selection:
             wanted: groups that this replica trains on.
             samples: completions of a group.
             filtered: leave out groups whose scores are all equal.
-            greedy: each group ends with one more completion, the prompt's greedy one, whose score the others get.
+            greedy: each group has one more completion at its end, the greedy one. The others get its score.
             immediate: `take` gives groups as they come, instead of all at the end.
         """
         self.wanted, self.samples = wanted, samples
@@ -52,7 +52,7 @@ class Selection:
         self._taken = 0  # groups that `take` has given
 
     def add(self, scored: Sequence[ScoredCompletion]) -> None:
-        """Takes in the groups of a round of generation, or of a part of one."""
+        """Adds the groups of a round of generation, or of a part of one."""
         size = self.samples + self.greedy
         for start in range(0, len(scored), size):
             group = list(scored[start : start + self.samples])
@@ -72,8 +72,8 @@ class Selection:
     def take(self, last: bool = False) -> list[ScoredCompletion]:
         """The completions to train on that were not taken before.
 
-        Only the `last` call knows which groups are left out, so earlier calls give none, unless `immediate`. If too few
-        groups remain, groups that were left out fill the step up.
+        Which groups are left out is known at the `last` call only, so earlier calls return none, unless `immediate`. If
+        too few groups remain, the last call adds groups that were left out.
         """
         if not (self.immediate or last):
             return []
@@ -112,7 +112,7 @@ class CompletionScorer:
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """One rank's way from prompts to scored completions; every rank makes the same calls in the same order."""
+    """One rank's steps from prompts to scored completions; every rank makes the same calls in the same order."""
 
     engines: Engines
     queue: RolloutQueue
@@ -145,12 +145,12 @@ class RolloutCollector:
         return apply_length_penalty(self.score(completions), self.algorithm, self.rollout.max_tokens)
 
     def wait_for_pending(self, step: int) -> None:
-        """Waits for rollouts that run ahead, unless they may go on with the next weights."""
+        """Waits for rollouts that run ahead, unless they may continue with the next weights."""
         if not self.rollout.partial_rollouts:
             self.queue.wait(step)
 
     def sleep_engines(self) -> None:
-        """Has engines that share their GPU with a trainer free its memory until the next push."""
+        """Makes engines that share their GPU with a trainer free its memory until the next push."""
         if self.rollout.placement == "colocated":
             self.engines.sleep()
 

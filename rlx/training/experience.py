@@ -78,7 +78,7 @@ class RolloutBatch:
     def with_logprobs(self, columns: Mapping[str, Tensor]) -> LogprobBatch:
         """The same completions with `logprobs`, `ref_logprobs`, `values` and `entropy`, `[B, T]` each.
 
-        What was computed for them before is left out.
+        Columns that were computed before are left out.
         """
         completions = {field.name: getattr(self, field.name) for field in fields(RolloutBatch)}
         return LogprobBatch(**completions, **columns)
@@ -86,7 +86,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class LogprobBatch(RolloutBatch):
-    """Completions with what the models say of them before the update.
+    """Completions with the outputs of the models before the update.
 
     With a deferred first mini-batch (see `Trainer.defers_logprobs`) the rows of that mini-batch are zero until `update`
     gives back a batch that has them.
@@ -158,7 +158,7 @@ def _padded(rows: Sequence[Tensor], value: float) -> Tensor:
 
 
 def minibatches(batch: B, count: int) -> list[B]:
-    """`count` equal runs of a rank's completions; one optimizer step each.
+    """A rank's completions in `count` equal parts, in order; one optimizer step each.
 
     Raises:
         ValueError: the completions do not divide evenly.
@@ -180,8 +180,8 @@ def micro_batch_count(batch: RolloutBatch, token_budget: int) -> int:
 def micro_batches(batch: B, count: int) -> list[B]:
     """`count` micro-batches of completions of similar length, the longest first, each cut to its longest completion.
 
-    Every rank makes as many. The largest is as small as it can be, so micro-batches are nearly equal, on one rank and
-    over ranks.
+    Every rank makes `count` of them. The largest is as small as possible, so micro-batches are nearly equal, on one
+    rank and over ranks.
 
     Raises:
         ValueError: there are fewer completions than micro-batches.
@@ -203,7 +203,7 @@ def _lengths(batch: RolloutBatch) -> list[int]:
 
 
 def _packed(lengths: Sequence[int], budget: int, count: int = 1) -> list[slice]:
-    """Runs of descending lengths, as few as fit into the budget, padding included, but at least `count`."""
+    """Slices of descending lengths, as few as the budget allows, padding included, but at least `count`."""
     runs: list[slice] = []
     start = 0
     while start < len(lengths):
@@ -220,8 +220,9 @@ def _packed(lengths: Sequence[int], budget: int, count: int = 1) -> list[slice]:
 def balance_lengths(lengths: Tensor, count: int) -> Tensor:
     """The replica that trains on each completion: `[R, B]` from the lengths `[R, B]` that each replica holds.
 
-    Completions stay in their mini-batch (there are `count`). In each mini-batch the longest come first and are dealt to
-    and fro: to replicas 0, 1, 1, 0, 0, 1, ... of two. So all replicas get equally many completions of similar lengths.
+    Completions stay in their mini-batch (there are `count`). In each mini-batch they are assigned in order of length,
+    longest first, back and forth: to replicas 0, 1, 1, 0, 0, 1, ... of two. So all replicas get the same number of
+    completions, of similar lengths.
     """
     replicas, rows = lengths.shape
     by_minibatch = lengths.view(replicas, count, -1).transpose(0, 1).reshape(count, -1)
@@ -234,8 +235,8 @@ def balance_lengths(lengths: Tensor, count: int) -> Tensor:
 def balance_over_replicas(batch: B, count: int, mesh: Mesh) -> B:
     """Exchanges completions so that no replica waits for another that has longer ones; a collective call.
 
-    FSDP's collectives hold all ranks together: each micro-batch takes as long as the largest one on any replica. The
-    `count` mini-batches hold the same completions as before, over all replicas, and equally many on each.
+    Ranks wait for one another in FSDP's collectives: each micro-batch takes as long as the largest one on any replica.
+    The `count` mini-batches hold the same completions as before, over all replicas, and equally many on each.
     """
     if mesh.dp_size == 1:
         return batch

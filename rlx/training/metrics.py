@@ -1,4 +1,4 @@
-"""What a step says of itself: evaluation on held-out prompts, and the statistics of training over all ranks.
+"""The metrics of a step: evaluation on held-out prompts, and the statistics of training over all ranks.
 
 Names and meanings of the metrics are in rlx.tracking.metrics. A metric that does not apply to a run is left out.
 """
@@ -37,7 +37,7 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """Within it, time counts for a part."""
+        """Context whose time counts for a part."""
         started = time.perf_counter()
         yield
         spent = time.perf_counter() - started
@@ -119,7 +119,7 @@ def summarize(
     """The step's metrics over all ranks; also advances the KL controller and the token count. A collective call.
 
     Args:
-        queue: whose seconds of generation are read and set back to 0.
+        queue: whose seconds of generation are read and set to 0.
         batch: that the step trained on.
         sums: of `update` and `rollout_sums`.
         seconds: of the step's parts, by metric name.
@@ -132,7 +132,7 @@ def summarize(
         trainer.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
     generation, peak = trainer.max_over_ranks([queue.seconds, _peak_gib(trainer.device)])
     queue.seconds = 0.0
-    # A step that continues with a round from a checkpoint has generated nothing.
+    # A resumed step whose round comes from the checkpoint has generated nothing.
     ahead = trainer.config.rollout.max_staleness and generation
     return metrics | {
         "time/generation": generation,

@@ -1,6 +1,6 @@
-"""What training says to the outside: the Reporter protocol, and a reporter that keeps everything in memory.
+"""What training reports: the Reporter protocol, and a reporter that keeps everything in memory.
 
-Training knows neither MLflow nor Ray Train. Who starts it hands it a reporter (rlx.runs has the one for Ray workers).
+Training does not know MLflow and Ray Train. Its caller passes a reporter (rlx.runs has the one for Ray workers).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlx.storage.filesystem import Storage
 
 
 class Reporter(Protocol):
-    """Takes one rank's metrics, checkpoints and messages; every rank makes the same calls in the same order."""
+    """Receives one rank's metrics, checkpoints and messages; every rank makes the same calls in the same order."""
 
     @property
     def run_id(self) -> str | None:
@@ -44,7 +44,7 @@ class Reporter(Protocol):
         """Tells the person who watches."""
 
     def close(self) -> None:
-        """Sends what is still waiting, for a short time, and keeps the rest."""
+        """Sends the remaining records for a short time; those that are left stay in the run's folder."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Rounds of generation in the order in which they are trained on, begun up to so many steps ahead of training.
+"""Rounds of generation, in the order of training, which begin up to `max_staleness` steps ahead of training.
 
 With `max_staleness` 0 a round begins when it is needed, and its chunks are handed out while later ones are generated.
 Complete rounds go into checkpoints, so that a resumed run trains on the same completions. rlx.rollout decides which
@@ -42,7 +42,7 @@ class RolloutQueue:
     prompts: PromptStream
     samplings: Sequence[Sampling]  # each prompt gets one completion by each of them
     prompts_per_step: int  # of a round, over all replicas
-    num_chunks: int  # a round is handed out in so many chunks
+    num_chunks: int  # number of chunks in which a round is handed out
     max_staleness: int  # steps that a completion's weights may be older than the weights that train on it
     seconds: float = 0.0  # that the engines took for the rounds handed out since it was last set to 0
     _rounds: deque[QueuedRound] = field(default_factory=deque, init=False)
@@ -70,12 +70,15 @@ class RolloutQueue:
         self.seconds += max(chunk.seconds for chunk in current.chunks)
 
     def wait(self, step: int) -> None:
-        """Waits for all rounds in flight. What no engine is left for is generated later, with later weights."""
+        """Waits for all rounds that have begun.
+
+        If no engine is left, the missing completions are generated later, with newer weights.
+        """
         for queued in self._rounds:
             queued.is_complete = all([self.engines.wait(chunk, step) for chunk in queued.chunks])
 
     def position(self) -> int:
-        """The position of the prompt stream from which a run continues that has the complete rounds."""
+        """The position in the prompt stream at which a resumed run continues after the complete rounds."""
         return next((queued.position for queued in self._rounds if not queued.is_complete), self.prompts.position)
 
     def state(self) -> dict[str, Shard]:

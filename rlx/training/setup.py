@@ -1,7 +1,7 @@
 """Builds one rank's trainer, collector and checkpointer from the config, and restores them from a checkpoint.
 
-What needs Ray, vLLM or MLflow comes in alive (`TrainingInputs`), so this module runs in a plain process too. What the
-objects do is in trainer.py, collector.py and checkpointing.py.
+Objects that need Ray, vLLM or MLflow are passed in (`TrainingInputs`), so this module runs in a plain process, too. The
+objects that it builds are in trainer.py, collector.py and checkpointing.py.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOpti
     """The models whose gradients are reduced in each backward pass, so that no rank ever holds all of them.
 
     These are the models whose full float32 gradients would take more than a sixteenth of a worker's GPU memory while
-    micro-batches add up. There are none where no other rank could hold the rest.
+    micro-batches add up. There are none if no other rank could hold the other parts.
     """
     if not scaling.use_gpu or scaling.num_workers == tp:
         return frozenset()

@@ -1,6 +1,6 @@
 """One rank's models and optimizers, and the state of training that changes from step to step.
 
-The order in which a step uses them is loop.py's; losses and optimizer steps are in update.py. This module leaves out
+loop.py has the order in which a step uses them, update.py the losses and optimizer steps. This module leaves out
 engines and rewards (collector), checkpoints (checkpointing) and records (reporting).
 """
 
@@ -54,7 +54,7 @@ class SupervisedRows:
 
 @dataclass
 class Trainer:
-    """What a rank trains, and how far it is."""
+    """The models that a rank trains, and its progress."""
 
     config: RunConfig
     mesh: Mesh
@@ -112,7 +112,7 @@ class Trainer:
         return split
 
     def reshard(self) -> None:
-        """Frees what forward passes without a backward pass have left gathered of the models."""
+        """Frees the full weights that FSDP gathered for forward passes that no backward pass follows."""
         for model in (*(each.model for each in self.models.values()), self.reference):
             if model is not None:
                 fsdp.reshard(model)
@@ -140,7 +140,7 @@ class Trainer:
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Within it the policy has the averaged weights. The engines do not follow by themselves."""
+        """Context in which the policy has the averaged weights. The engines keep theirs until the next push."""
         weights = {name: p for name, p in self.policy.named_parameters() if name in self.ema}
         kept = {name: p.detach().clone() for name, p in weights.items()}
         with torch.no_grad():

@@ -225,7 +225,7 @@ def optimizer_step(trainer: Trainer, number: int) -> Sums:
 
 
 def check_norms(trainer: Trainer, sums: Sums) -> None:
-    """Checks all gradient norms of a step at once: to wait for each would leave the GPU idle between optimizer steps.
+    """Checks all gradient norms of a step at once. A wait for each would leave the GPU idle between optimizer steps.
 
     Raises:
         FloatingPointError: a norm is not finite. The weights are unusable then, and are neither sent nor saved.
@@ -233,8 +233,8 @@ def check_norms(trainer: Trainer, sums: Sums) -> None:
     for name in trainer.learning:
         if not math.isfinite(sums[f"grad_norm/{name}"]):  # the sum of all norms, none of which is negative
             raise FloatingPointError(
-                f"step {trainer.step + 1}: a gradient norm of the {name} is not finite; its weights are spoilt, and "
-                f"neither sent nor saved; a lower learning rate may help"
+                f"step {trainer.step + 1}: a gradient norm of the {name} is not finite; its weights are "
+                f"unusable, and neither sent nor saved; a lower learning rate may help"
             )
 
 
@@ -248,7 +248,7 @@ def scheduled_lr_scale(trainer: Trainer, name: str, number: int) -> float:
 
 
 def discard_gradients(trainer: Trainer) -> None:
-    """Forgets the gradients of an optimizer step that is not taken."""
+    """Drops the gradients of an optimizer step that is not taken."""
     for each in trainer.models.values():
         each.optimizer.zero_grad()
 

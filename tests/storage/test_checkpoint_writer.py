@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_named_once_and_never_chosen(ranks: int, on_rank
     for line, step, why in zip(messages, (5, 4, 3), ("is missing", "bytes, not", "its checksum differs"), strict=True):
         assert f"step_00000{step}" in line and shard in line and why in line and "\n" not in line
         assert line.startswith(f"checkpoint step_00000{step}: {shard} ")  # the checkpoint is named once
-        assert line.endswith(" - it is set aside, the checkpoint before it is used")
+        assert line.endswith("; it is set aside, and the checkpoint before it is used")
     assert on_ranks(ranks, find, where) == [(first, [])] * ranks
     assert [entry.name for entry in checkpoint_catalog.complete_checkpoints(folder)] == ["step_000001", "step_000002"]
 
@@ -224,8 +224,8 @@ def test_only_damaged_checkpoints_are_an_error_on_all_ranks(ranks: int, on_ranks
     (text, messages), *others = on_ranks(ranks, find_newest_error, where)
     why = "manifest.json is not a manifest"
     assert text == f"no checkpoint in {folder.path} is complete; the oldest: checkpoint step_000001: {why}"
-    aside = "it is set aside, the checkpoint before it is used"
-    assert messages == [f"checkpoint step_00000{step}: {why} - {aside}" for step in (2, 1)]
+    aside = "it is set aside, and the checkpoint before it is used"
+    assert messages == [f"checkpoint step_00000{step}: {why}; {aside}" for step in (2, 1)]
     assert others == [(text, [])] * (ranks - 1)
     assert all("manifest.json.damaged" in entry.folder.names() for entry in checkpoint_catalog.list_checkpoints(folder))
 

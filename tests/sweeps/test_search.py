@@ -256,14 +256,18 @@ def test_bayesopt_looks_at_a_logarithmic_range_by_its_logarithm() -> None:
     ("name", "space", "line"),
     [
         ("grid", RANGES, "--search grid needs a list of values for train.actor_lr: use tune.choice"),
-        ("optuna", {"seed": tune.grid_search([1])}, "--search optuna draws by itself: use tune.choice for seed"),
-        ("hyperopt", {"seed": tune.grid_search([1])}, "--search hyperopt draws by itself: use tune.choice for seed"),
-        ("bayesopt", {"seed": tune.grid_search([1])}, "--search bayesopt draws by itself: use tune.choice for seed"),
+        ("optuna", {"seed": tune.grid_search([1])}, "--search optuna does not try all values: seed needs tune.choice"),
+        ("hyperopt", {"seed": tune.grid_search([1])}, "--search hyperopt does not try all values: seed needs"),
+        ("bayesopt", {"seed": tune.grid_search([1])}, "--search bayesopt does not try all values: seed needs"),
         ("bayesopt", CHOICES, "--search bayesopt needs an unbroken range for train.ppo_epochs: use tune.uniform"),
         ("bayesopt", {"seed": tune.randint(0, 9)}, "--search bayesopt needs an unbroken range for seed"),
         ("bayesopt", {"seed": 3}, "--search bayesopt has nothing to vary"),
         ("optuna", {"seed": 3}, "--search optuna has nothing to vary"),
-        ("hyperopt", {"train.adam_betas": tune.choice([(0.8, 0.9)])}, "--search hyperopt takes single values alone"),
+        (
+            "hyperopt",
+            {"train.adam_betas": tune.choice([(0.8, 0.9)])},
+            "--search hyperopt: the choices of train.adam_betas",
+        ),
     ],
 )
 def test_a_space_that_is_not_for_the_search_is_refused(name: str, space: dict[str, Any], line: str) -> None:

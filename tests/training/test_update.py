@@ -415,7 +415,7 @@ def spoilt(rank: int, ranks: int, path: str) -> list[str]:
 
 def test_a_gradient_that_is_not_finite_ends_the_run(on_ranks: OnRanks, tiny_model: Path) -> None:
     (said,) = on_ranks(1, spoilt, str(tiny_model))
-    words = "step 1: a gradient norm of the {} is not finite; its weights are spoilt, and neither sent nor saved"
+    words = "step 1: a gradient norm of the {} is not finite; its weights are unusable, and neither sent nor saved"
     models = ("policy", "policy", "critic")
     assert [line.partition("; a lower")[0] for line in said] == [words.format(name) for name in models]
 
