@@ -43,7 +43,7 @@ class PromptRefusedError(RolloutError, ValueError):
 
 
 class EngineLostError(RolloutError):
-    """An engine died or failed: it gets no more requests until it has taken the weights again."""
+    """An engine died or failed: it gets no more requests until it has received the weights again."""
 
 
 class EngineTimeoutError(EngineLostError):
@@ -61,7 +61,7 @@ def is_alive(engine: Any) -> bool:
 
 
 def is_dead(engine: Any) -> bool:
-    """Whether an actor is gone for good: Ray does not replace one that could not start."""
+    """Whether an actor is dead and Ray will not replace it, such as one that could not start."""
     return _state(engine) == "DEAD"
 
 

@@ -278,7 +278,7 @@ class ScalingConfig(Section):
     use_gpu: bool = False
     """train on GPUs, one per worker unless resources_per_worker has another number"""
     resources_per_worker: Resources = Field(default_factory=lambda: {"CPU": 0.5})
-    """resources that Ray reserves for each worker; a worker on CPU uses as many threads, rounded, at least one"""
+    """resources that Ray reserves for each worker; a worker on CPU uses one thread per CPU, rounded, at least one"""
     accelerator_type: str | None = None
     """required GPU model by its name in Ray, e.g. H200"""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
@@ -289,7 +289,7 @@ class ScalingConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the workers split a model, beside FSDP."""
+    """How the workers split a model, in addition to FSDP."""
 
     tp: PositiveInt = 1
     """tensor parallelism: number of neighbouring workers that split each layer's matrices and train on the same

@@ -62,7 +62,7 @@ class Engine(Protocol):
         ...
 
     def start_update(self, update: str, tensors: int, timeout_s: float, keep: bool = False) -> ActorResult[None]:
-        """Opens a weight update of so many tensors under a name that no other update has; ends an earlier one.
+        """Opens an update of this number of tensors, under a name that no other update has; ends an earlier one.
 
         Args:
             timeout_s: the longest wait for each bucket.

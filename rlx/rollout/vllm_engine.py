@@ -57,7 +57,7 @@ class WeightUpdate:
     name: str
     keep: bool  # running requests continue with the new weights
     buckets: BucketQueue
-    incoming: Incoming | None  # how the workers receive it by themselves; None: it arrives in `buckets`
+    incoming: Incoming | None  # how the workers fetch it; None: it arrives in `buckets`
 
 
 class VLLMEngine:
@@ -307,7 +307,7 @@ def with_newer_runner(build: Callable[[], Any]) -> Any:
 
 
 def _cache_bytes(model: str, utilization: float) -> int:
-    """The bytes of an engine's share of the GPU that are left for its KV cache beside twice the weights and 2 GiB.
+    """The bytes for the KV cache: an engine's share of the GPU minus twice the weights and 2 GiB.
 
     If other processes share the GPU, vLLM cannot measure this, and fails if one of them frees memory meanwhile.
     """

@@ -43,7 +43,7 @@ _ROOM_S = 60.0  # longest wait for room on the cluster
 _POLL_S = 0.1
 _STARTS = 10  # attempts to place the workers, a minute each, before the run fails
 
-# Settings that a group is started with, beside the engines' arguments and the resources: it cannot change them later.
+# Settings that a group cannot change after its start, in addition to the engines' arguments and the resources.
 _STARTED_WITH = (
     "data.",
     "eval.source",

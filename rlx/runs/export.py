@@ -36,7 +36,7 @@ from rlx.types import Completion, Prompt, ScoredCompletion
 
 PROMPTS, TOKENS = 8, 8  # of the comparison: held-out prompts, and tokens after each
 _LIMITS = {"float32": 1e-4, "bfloat16": 0.2}
-"""largest accepted difference of a log-probability, by dtype: from the order of sums, or from weights of eight bits"""
+"""largest accepted difference of a log-probability, by dtype: from the order of sums, or from rounded weights"""
 
 
 class ExportError(RuntimeError):

@@ -150,7 +150,7 @@ def run(
         folder: where the run is kept; an existing run is continued if `resume`, and is an error otherwise.
         parent: what the run's MLflow run is nested in.
         on_report: called after each step, see `OnReport`.
-        notify: called with messages beside the metrics, e.g. that an engine died; they are also kept with the run.
+        notify: called with messages that are not metrics, e.g. that an engine died; they are also kept with the run.
         keep: whether engines and workers stay for the next run of this process, until `kept_group.release`; otherwise
             nothing is left running, whatever happens.
 

@@ -39,7 +39,7 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safeten
 
 
 class Manifest(_Record):
-    """What a checkpoint holds beside tensors."""
+    """All parts of a checkpoint that are not tensors."""
 
     format: Literal[2] = FORMAT
     rlx: str  # version that wrote the checkpoint

@@ -35,7 +35,7 @@ class FinishedCheckpoint:
     """A complete checkpoint on the storage."""
 
     folder: Storage
-    seconds: float  # that writing took, beside training
+    seconds: float  # that writing took, while training continued
 
 
 @dataclass(frozen=True)

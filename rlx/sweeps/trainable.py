@@ -90,7 +90,7 @@ def _shared_tables(plan: SweepPlan) -> Any:
 
 
 def _run_trial(plan: SweepPlan, storage: Storage, settings: dict[str, Any], tables: Any) -> None:
-    """Does a trial's run, or the rest of it, in the trial's own process."""
+    """Does a trial's run, or its remaining steps, in the trial's own process."""
     name, folder = tune.get_context().get_trial_name(), storage / "sweeps" / plan.name
     record = TrialRecords(folder).read(name)
     if plan.scheduler in REPLAYING:

@@ -28,7 +28,7 @@ class TrialOptions:
 
     count: int  # settings to try
     seeds: Sequence[int] = ()  # of the runs of each setting; none: the sweep does not set the seed
-    limit: int | None = None  # maximum number of trials at once, beside the limit of the cluster
+    limit: int | None = None  # maximum number of trials at once, in addition to the limit of the cluster
     replays: bool = False  # give Tune again the trials that are over
     pausing: bool = False  # a trial may be paused, and continue in the process of another
 

@@ -174,7 +174,7 @@ def restart_failed(plan: SweepPlan, storage: Storage) -> list[str]:
 
 
 def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch: Watch) -> dict[str, TrialRecord]:
-    """Runs a recorded sweep, or the rest of it, to the end; returns the record of each trial by name.
+    """Runs a recorded sweep, or its remaining trials, to the end; returns the record of each trial by name.
 
     The cluster must be connected. Ends the sweep's MLflow run.
 

@@ -51,7 +51,7 @@ METRICS = {
     "time/sync": "seconds of sending weights to the engines",
     "time/eval": "seconds of evaluation",
     "time/checkpoint": "seconds for which a checkpoint paused training",
-    "time/checkpoint_write": "seconds of writing the previous checkpoint, beside training",
+    "time/checkpoint_write": "seconds of writing the previous checkpoint, while training continued",
     "time/step": "seconds of the whole step",
     "tokens/rollout_per_s": "response tokens per second of time/rollout, or of time/generation if prefetched",
     "tokens/update_per_s": "prompt and response tokens trained on per second of time/update",

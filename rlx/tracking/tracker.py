@@ -1,5 +1,4 @@
-"""The tracker of real runs: records are sent to a tracking service beside training, and wait in the run's folder while
-the service is away.
+"""The tracker of real runs. It sends records to a tracking service while training continues.
 
 Each process of a run that records something has an `OutboxTracker` with a writer name of its own. Records that the
 service does not take wait in memory, and after `flush` in <run>/outbox/<writer>; the next tracker of the same writer

@@ -50,7 +50,7 @@ class Checkpointer:
         return shards, time.perf_counter() - started
 
     def save(self, shards: Mapping[str, Shard], metrics: Mapping[str, float], run_id: str | None) -> None:
-        """Begins to write the current step's checkpoint beside training."""
+        """Begins to write the current step's checkpoint; training continues meanwhile."""
         self.writer.save(shards, self._manifest(metrics, run_id))
         self._saved_step = self.trainer.step
 
@@ -74,7 +74,7 @@ class Checkpointer:
         self.writer.close()
 
     def _manifest(self, metrics: Mapping[str, float], run_id: str | None) -> Manifest:
-        """All state beside tensors. No code of a rank uses its global random state, so none is kept."""
+        """All state that is not a tensor. No code of a rank uses its global random state, so none is kept."""
         trainer = self.trainer
         return Manifest(
             rlx=__version__,

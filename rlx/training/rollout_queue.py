@@ -127,7 +127,7 @@ class RolloutQueue:
         return QueuedRound(position, [self.engines.begin(chunk, self.samplings, step) for chunk in chunks])
 
     def _request(self) -> Tensor:
-        """What decides a round's completions beside weights and prompts, as numbers `[1 + 4 S]` of S samplings."""
+        """The settings that a round's completions depend on, as numbers `[1 + 4 S]` of S samplings."""
         each = [(one.temperature, one.top_p, float(one.top_k), float(one.max_tokens)) for one in self.samplings]
         return torch.tensor([float(self.prompts_per_step), *itertools.chain.from_iterable(each)], dtype=torch.float64)
 

@@ -33,7 +33,7 @@ Sums = dict[str, float | Tensor]
 
 @dataclass(frozen=True)
 class SupervisedRows:
-    """Answers of a data set that the policy learns beside the reward (algorithm.ptx_coef)."""
+    """Answers of a data set that the policy learns in addition to the reward (algorithm.ptx_coef)."""
 
     stream: PromptStream
     tokenizer: Any

@@ -85,7 +85,7 @@ def denominators(trainer: Trainer, parts: Sequence[Experience]) -> list[LossDeno
 def accumulate(
     trainer: Trainer, micro_batches: Sequence[Experience], size: LossDenominators, number: int, first_pass: bool
 ) -> tuple[list[Experience], Sums]:
-    """Gradients of one optimizer step: of its micro-batches, and of the supervised rows beside them.
+    """Gradients of one optimizer step: of its micro-batches and of its supervised rows.
 
     Args:
         micro_batches: of the optimizer step's mini-batch.

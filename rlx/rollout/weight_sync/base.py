@@ -49,7 +49,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """What an engine needs to know of an update that its workers receive by themselves."""
+    """What an engine needs to know of an update that its workers fetch."""
 
     update: str  # a name that no other update has
     engine: str  # the process that is to receive it

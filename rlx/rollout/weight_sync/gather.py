@@ -38,7 +38,7 @@ def gather_full(weights: Sequence[ShardedWeight], dtype: torch.dtype) -> list[Te
 
 
 def _full(parts: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
-    """Each tensor in full; the tensors that are gathered together are cast to the dtype beside them."""
+    """Each tensor in full; tensors that are gathered together are first cast to the dtype of their pair."""
     meshes = [_sharding_mesh(part) for part, _ in parts]
     mesh = next(filter(None, meshes), None)
     together = [i for i, other in enumerate(meshes) if other is not None and other == mesh]

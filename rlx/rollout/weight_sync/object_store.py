@@ -110,8 +110,8 @@ class BucketQueue:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of the buckets, of their layouts' shapes, checked, as they arrive. Runs on the thread.
 
-        Ends early at an error and keeps it in `error`: vLLM cannot give up a load half-way, and its next load would
-        fuse the tensors that this one has left behind with its own, without an error.
+        Ends early at an error and keeps the error in `error`. It does not raise, because vLLM cannot interrupt a load:
+        the next load would fuse tensors of this one with its own.
         """
         try:
             while self._missing > 0:

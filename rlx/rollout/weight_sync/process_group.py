@@ -67,7 +67,7 @@ def gloo_rank(worker: DeviceLocation, trainers: Sequence[DeviceLocation], joined
 
 
 class BroadcastGroup:
-    """A process group beside the default one: rank 0 sends, all others receive. NCCL or gloo."""
+    """A process group in addition to the default one: rank 0 sends, all others receive. NCCL or gloo."""
 
     def __init__(
         self, kind: str, incoming: Incoming, rank: int, device: torch.device, deadline: float, check: Callable[[], None]

@@ -44,7 +44,7 @@ class UpdatePlan:
 
     @property
     def direct(self) -> dict[int, tuple[Source, ...]]:
-        """The engines whose workers receive by themselves."""
+        """The engines whose workers fetch the update."""
         return {i: sources for i, sources in self.sources.items() if sources[0].transport != OBJECT_STORE}
 
 

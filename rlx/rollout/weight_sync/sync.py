@@ -75,7 +75,7 @@ class WeightSync:
             keep: running requests continue with these weights; otherwise they finish first, with the old ones.
 
         Returns:
-            On rank 0: the engines that did not take the weights, or not as they were sent, and why.
+            On rank 0: the engines that did not receive the weights, or received changed ones, and why.
         """
         failed: Failures = {}
         limit = self.bucket_bytes or BUCKET_BYTES[weights[0].parts[0].device.type]
