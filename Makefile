@@ -5,6 +5,7 @@
 #   make measure           the measures of the source and their limits; ARGS=--list names the places
 #   make bench             the benchmarks
 SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 ACCELERATOR ?= cpu
 BIN := .venv/bin
@@ -14,14 +15,14 @@ PINNED := $(if $(filter cpu,$(ACCELERATOR)),--constraint constraints.txt)
 # Without cached bytecode every one of the dozen processes of a run compiles its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test test-all lint style types tests measure bench clean
+.PHONY: sweep test test-all lint style types tests-on-ray tests-without-ray measure bench clean
 
 sweep: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python experiments/ppo_sweep.py $(ARGS)
 
-# mypy runs beside the tests, which often wait: together they take less time than one after the other.
+# The three run at once, because each often waits: for processes to start, and for each other.
 test: style
-	@$(MAKE) --no-print-directory --jobs 2 types tests
+	@$(MAKE) --no-print-directory --jobs 3 types tests-on-ray tests-without-ray
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
@@ -35,8 +36,12 @@ style: .venv/ready-$(ACCELERATOR)
 types: .venv/ready-$(ACCELERATOR)
 	$(BIN)/mypy
 
-tests: .venv/ready-$(ACCELERATOR)
-	$(BIN)/python -m pytest $(ARGS)
+# 5: no test was chosen, which ARGS can mean for one of the two
+tests-on-ray: .venv/ready-$(ACCELERATOR)
+	$(BIN)/python -m pytest -m "ray and not slow and not gpu" $(ARGS) 2>&1 | sed -u 's/^/on ray: /' || test $$? = 5
+
+tests-without-ray: .venv/ready-$(ACCELERATOR)
+	$(BIN)/python -m pytest -m "not ray and not slow and not gpu" $(ARGS) 2>&1 | sed -u 's/^/without ray: /' || test $$? = 5
 
 measure: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python tests/house_measures.py $(ARGS)

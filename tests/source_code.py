@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -65,6 +65,24 @@ def imported_names(node: ast.AST) -> Iterator[str]:
         elif isinstance(statement, ast.ImportFrom):
             assert statement.level == 0, f"line {statement.lineno}: relative import"
             yield from (f"{statement.module}.{alias.name}" for alias in statement.names)
+
+
+class _AtLoad(ast.NodeTransformer):
+    """Removes what does not run when a module is loaded: functions, and what is for type checkers alone."""
+
+    def visit_FunctionDef(self, node: ast.AST) -> ast.Pass:
+        return ast.Pass()
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        return ast.Pass() if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def at_load(module: Module) -> Module:
+    """The part of a module that runs when it is loaded."""
+    tree = ast.fix_missing_locations(_AtLoad().visit(ast.parse(module.text)))
+    return replace(module, text=ast.unparse(tree))
 
 
 def imported_modules(module: Module, modules: Mapping[str, Module]) -> set[str]:

@@ -14,6 +14,7 @@ from house_measures import FLOORS, MAX_FILE, MAX_LINES, SAME_FLOOR, Measure
 from source_code import (
     ROOT,
     Module,
+    at_load,
     circles,
     defined_names,
     depth,
@@ -101,6 +102,16 @@ def test_settings_need_neither_torch_nor_ray(library: str) -> None:
 )
 def test_what_runs_without_ray_does_not_import_it(module: str) -> None:
     assert {name for name in importers("ray") if name.startswith(f"rlx.{module}")} == set()
+
+
+def test_loading_training_loads_neither_ray_nor_mlflow_nor_vllm() -> None:
+    """Whatever a module of rlx.training imports, directly or not, when it is loaded."""
+    loaded = {name: at_load(module) for name, module in MODULES.items()}
+    graph = import_graph(loaded)
+    start = {name for name in graph if package_of(name) == "training"}
+    names = start | {target for name in start for target in reachable(graph, name)}
+    libraries = {library for name in names for library in roots(loaded[name].imports)}
+    assert "torch" in libraries and libraries & {"ray", "mlflow", "vllm"} == set()
 
 
 def test_tensor_functions_never_see_a_config() -> None:

@@ -53,10 +53,6 @@ def test_importing_rlx_imports_no_library() -> None:
     assert imported("import rlx; rlx.load_config(None, {'train.steps': 3})") & (HEAVY - {"pydantic"}) == set()
 
 
-def test_training_imports_neither_ray_nor_mlflow_nor_vllm() -> None:
-    assert imported("import rlx.training.setup, rlx.training.loop") & {"ray", "mlflow", "vllm"} == set()
-
-
 def test_load_config_reads_a_file_and_overrides(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train:\n  steps: 7\n")

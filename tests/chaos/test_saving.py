@@ -171,7 +171,9 @@ except OSError as error:
 """
 
 
-@pytest.mark.parametrize("size", ["64k", "2m", "3900k"])
+@pytest.mark.parametrize(
+    "size", ["2m", pytest.param("64k", marks=pytest.mark.slow), pytest.param("3900k", marks=pytest.mark.slow)]
+)
 def test_a_disk_that_is_full_is_an_error_and_no_crash(size: str, tmp_path: Path) -> None:
     """A library that maps the file into memory would be killed by SIGBUS here."""
     with s3.small_disk(tmp_path / "disk", size) as disk:

@@ -156,7 +156,11 @@ def config(tiny_model: Path, tmp_path: Path, empty_database: Path) -> dict[str, 
     ("text", "line"),
     [
         ('{"question": "1 + 1 =", "answer": "2"}\n{"question": \n', "{path}:2: malformed JSON"),
-        ('{"question": "%s", "answer": "2"}\n' % ("1 + " * 40) * 3, "no prompt is left: 2 of 2 prompts are longer"),
+        pytest.param(
+            '{"question": "%s", "answer": "2"}\n' % ("1 + " * 40) * 3,
+            "no prompt is left: 2 of 2 prompts are longer",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["malformed", "too long"],
 )

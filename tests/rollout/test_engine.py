@@ -211,7 +211,10 @@ def test_the_engine_agrees_with_the_trainer_before_and_after_an_update(side: Sid
     assert side.gap(side.generate(sampling), temperature) < CLOSE
 
 
-@pytest.mark.parametrize("kind", ["merged", "adapted"])
+@pytest.mark.parametrize(
+    "kind",
+    ["merged", pytest.param("adapted", marks=pytest.mark.slow)],  # it takes an engine of its own
+)
 def test_the_engine_agrees_with_a_policy_with_adapters(kind: str, request: pytest.FixtureRequest) -> None:
     side: Side = request.getfixturevalue(kind)
     for _ in range(2):
@@ -224,11 +227,11 @@ def test_the_engine_agrees_with_a_policy_with_adapters(kind: str, request: pytes
         assert side.gap(side.generate()) > FAR
 
 
-def test_adapters_alone_are_little_to_send(adapted: Side) -> None:
+def test_adapters_alone_are_little_to_send(merged: Side) -> None:
     kinds = (lora.adapter_weights, lora.engine_weights)
-    alone, whole = (sum(math.prod(weight.shape) for weight in kind(adapted.policy)) for kind in kinds)
+    alone, whole = (sum(math.prod(weight.shape) for weight in kind(merged.policy)) for kind in kinds)
     assert alone * 10 < whole
-    assert {weight.name.partition(".lora_")[2] for weight in lora.adapter_weights(adapted.policy)} == {
+    assert {weight.name.partition(".lora_")[2] for weight in lora.adapter_weights(merged.policy)} == {
         "A.weight",
         "B.weight",
     }

@@ -235,6 +235,7 @@ def test_adapters_alone_are_what_peft_loads(
     torch.testing.assert_close({n: p.detach() for n, p in written.items()}, one.adapters, atol=0, rtol=0)
 
 
+@pytest.mark.slow  # it takes an engine of its own
 def test_vllm_loads_it(ray_cluster: None, made: Make, tmp_path: Path) -> None:
     one = made("merged")
     folder = exported(one, tmp_path / "out")
