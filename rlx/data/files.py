@@ -1,6 +1,6 @@
 """Prompt files: .jsonl, .parquet and .csv files with a question and an answer in each row.
 
-Left out: which suffix belongs to which parser (sources.py) and generated prompts (reasoning_gym.py).
+A new file format is a parser and a row in `PARSERS`. Left out: generated prompts (reasoning_gym.py).
 """
 
 from __future__ import annotations
@@ -168,6 +168,10 @@ def parse_csv(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
 def parse_parquet(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
     """Yields the rows of a Parquet file."""
     return _table_rows(pa.parquet.ParquetFile(pa.BufferReader(content)).read(), columns)
+
+
+PARSERS: dict[str, Parser] = {".jsonl": parse_jsonl, ".parquet": parse_parquet, ".csv": parse_csv}
+"""the parser for each suffix of a prompt file"""
 
 
 def _parse_object(line: bytes, where: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The kinds of prompt sources that `data.source`, `eval.source` and `data.ptx_source` may name, in one table.
 
-A new kind is a class with the methods of `PromptSource` and a row in `SOURCES`; a new file format is a parser and a row
-(docs/extending.md). Left out: chat templates and tokens (prompts.py), and which settings go together (rlx.config).
+A new kind is a class with the methods of `PromptSource` and a row in `SOURCES`; a new file format is part of files.py. Left out: chat templates and tokens (prompts.py), and which settings go together (rlx.config).
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ class PromptSource(Protocol):
 
 SOURCES: dict[str, PromptSource] = {
     GENERATED: ReasoningGymSource(),
-    ".jsonl": FileSource(files.parse_jsonl),
-    ".parquet": FileSource(files.parse_parquet),
-    ".csv": FileSource(files.parse_csv),
+    **{suffix: FileSource(parse) for suffix, parse in files.PARSERS.items()},
 }
 """kinds of sources by what their addresses begin with (NAME:) or end in (.SUFFIX)"""
 
