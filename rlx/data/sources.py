@@ -1,6 +1,7 @@
 """The kinds of prompt sources that `data.source`, `eval.source` and `data.ptx_source` may name, in one table.
 
-A new kind is a class with the methods of `PromptSource` and a row in `SOURCES`; a new file format is part of files.py. Left out: chat templates and tokens (prompts.py), and which settings go together (rlx.config).
+A new kind is a class with the methods of `PromptSource` and a row in `SOURCES`; a new file format is part of files.py.
+Left out: chat templates and tokens (prompts.py), and which settings go together (rlx.config).
 """
 
 from __future__ import annotations
