@@ -5,7 +5,6 @@
 #   make measure           the measures of the source and their limits; ARGS=--list names the places
 #   make bench             the benchmarks
 SHELL := bash
-.SHELLFLAGS := -o pipefail -c
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 ACCELERATOR ?= cpu
 BIN := .venv/bin
@@ -15,33 +14,21 @@ PINNED := $(if $(filter cpu,$(ACCELERATOR)),--constraint constraints.txt)
 # Without cached bytecode every one of the dozen processes of a run compiles its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test test-all lint style types tests-on-ray tests-without-ray measure bench clean
+.PHONY: sweep test test-all lint measure bench clean
 
 sweep: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python experiments/ppo_sweep.py $(ARGS)
 
-# The three run at once, because each often waits: for processes to start, and for each other.
-test: style
-	@$(MAKE) --no-print-directory --jobs 3 types tests-on-ray tests-without-ray
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
-lint: style types
-
-style: .venv/ready-$(ACCELERATOR)
+lint: .venv/ready-$(ACCELERATOR)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-
-types: .venv/ready-$(ACCELERATOR)
 	$(BIN)/mypy
-
-# 5: no test was chosen, which ARGS can mean for one of the two
-tests-on-ray: .venv/ready-$(ACCELERATOR)
-	$(BIN)/python -m pytest -m "ray and not slow and not gpu" $(ARGS) 2>&1 | sed -u 's/^/on ray: /' || test $$? = 5
-
-tests-without-ray: .venv/ready-$(ACCELERATOR)
-	$(BIN)/python -m pytest -m "not ray and not slow and not gpu" $(ARGS) 2>&1 | sed -u 's/^/without ray: /' || test $$? = 5
 
 measure: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python tests/house_measures.py $(ARGS)

@@ -296,13 +296,3 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
     if request.param == "folder":
         return str(tmp_path / "run"), {}
     return request.getfixturevalue("bucket"), s3.environment(request.getfixturevalue("s3_server"))
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m chooses tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of every file of which `make test` runs a test on the Ray cluster as `ray`."""
-    chosen = [item for item in items if not item.get_closest_marker("slow")]
-    files = {item.path for item in chosen if "ray_cluster" in getattr(item, "fixturenames", ())}
-    for item in items:
-        if item.path in files:
-            item.add_marker("ray")
