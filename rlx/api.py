@@ -120,7 +120,7 @@ def _newest_checkpoint(run: Storage, path: str) -> str | None:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What came of one trial of a sweep."""
+    """The result of one trial of a sweep."""
 
     name: str
     config: dict[str, Any]  # the settings that the sweep varies, by dotted key

@@ -54,7 +54,7 @@ def _argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scheduler", choices=get_args(SchedulerName), default="none", help="which trials are stopped early"
     )
-    parser.add_argument("--max-concurrent", metavar="N", type=int, help="most trials at once")
+    parser.add_argument("--max-concurrent", metavar="N", type=int, help="run at most N trials at once")
     parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
     parser.add_argument(
         "--restart-errored", action="store_true", help="with --resume: failed trials run again from the start"
