@@ -28,6 +28,7 @@ from rlx.tracking.base import RunStatus
 from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
+_KILLED = re.compile(r"ray\.exceptions\.Actor|worker process has died")  # in what Ray says of a lost actor
 
 Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
 """(trial, its settings, its newest metrics, "running" or its `TrialState`), called whenever one of them changes"""
@@ -160,6 +161,6 @@ def _error_message(trial: Trial) -> str:
     """Returns why a trial failed, in one line."""
     file = Path(trial.error_file or "")
     lines = file.read_text().strip().splitlines() if file.is_file() else []
-    if not lines or ("RunError" not in lines[-1] and "ray.exceptions.Actor" in "".join(lines)):
+    if not lines or ("RunError" not in lines[-1] and _KILLED.search("".join(lines))):
         return "its process was killed"
     return re.sub(r"^rlx[\w.]*: ", "", lines[-1])[:500]

@@ -19,7 +19,7 @@ from test_exact import Place, finish
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 Start = Callable[..., Script]
 
-ENGINE, WORKER = "ray::Engine", "ray::RayTrainWorker"
+ENGINE, WORKER = "ray::VLLMEngine", "ray::RayTrainWorker"
 TWO = ["--rollout.num-engines", "2", "--rollout.max-tokens", "16"]
 
 
