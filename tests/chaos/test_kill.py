@@ -95,7 +95,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tiny_model: Path, tmp_path: Path, sc
     run = script("ppo.py", *words(tmp_path, tiny_model, "stopped", 500), *slow)
     run.wait_for("step 1/500")
     run.interrupt()
-    run.wait_for("again ends it at once")
+    run.wait_for("interrupt again to end at once")
     run.interrupt()
     assert run.process.wait(20) == 130, run.output.read_text()
     assert_all_end(run, 5)

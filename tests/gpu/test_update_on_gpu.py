@@ -37,7 +37,7 @@ def homes(rank: int, ranks: int, path: str, way: dict[str, Any]) -> tuple[int, s
     """GPU memory that a run's models take, and where the critic's weights and its optimizer's state are."""
     gc.collect()  # what there was before refers to itself
     before = torch.cuda.memory_allocated()
-    critic = (run := trainer_of(path, way, 60, "cuda")).trained["critic"].model
+    critic = (run := trainer_of(path, way, 60, "cuda")).models["critic"].model
     optimizer = torch.optim.AdamW(critic.parameters(), fused=True)
     for parameter in critic.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -64,7 +64,7 @@ def peak(chunk: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[Tensor]
     targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    chosen, spread = token_logprobs(head, vocabulary, states, targets, 0.7, entropy=True)
+    chosen, spread = token_logprobs(head, states, targets, 0.7, entropy=True)
     assert spread is not None and states.grad is None
     (chosen + spread).sum().backward()
     assert states.grad is not None
