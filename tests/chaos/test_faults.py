@@ -4,7 +4,6 @@ on by itself, and its metrics are, to the last bit, those of a run in which noth
 
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -96,8 +95,7 @@ def test_a_hung_engine_is_replaced(place: Place, expected: History, script: Star
     os.kill(hung.pid, signal.SIGSTOP)
     finish(run)
     assert place.history("hung") == expected
-    output = run.output.read_text()
-    assert "left out until it is back" in output and re.search(r"engine \d is back", output)
+    assert "left out until it is back" in run.output.read_text()  # the run may end before a new engine has started
     assert_all_end(run, 10)
 
 
