@@ -5,33 +5,24 @@ Left out: the checks themselves (rlx.runs.doctor).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from rlx.cli.options import add_settings, exit_code, parse
+from rlx.cli.options import exit_code, parse, settings_parser
 from rlx.cli.train import new_config
 from rlx.config.run import RunConfig
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = _argument_parser()
+    parser = settings_parser(
+        "Checks that trainer and engines agree, in a few steps that change nothing and leave no run.",
+        "[--config FILE] [--SECTION.SETTING VALUE ...]",
+    )
 
     def examine() -> int:
         args, given = parse(parser, argv)
         return check(new_config(args.config, given))  # bad settings are refused before anything slow is imported
 
     return exit_code(examine)
-
-
-def _argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Checks that trainer and engines agree, in a few steps that change nothing and leave no run.",
-        usage="%(prog)s [--config FILE] [--SECTION.SETTING VALUE ...]",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
-    add_settings(parser)
-    return parser
 
 
 def check(config: RunConfig) -> int:

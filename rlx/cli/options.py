@@ -61,6 +61,14 @@ def end_on_sigterm() -> None:
 # Settings as options
 
 
+def settings_parser(description: str, usage: str) -> argparse.ArgumentParser:
+    """A parser with `--config FILE` and one option per setting; `usage`: its options, as --help shows them."""
+    parser = argparse.ArgumentParser(description=description, usage=f"%(prog)s {usage}", allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
+    add_settings(parser)
+    return parser
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Adds one option per setting, e.g. --algorithm.kl-coef, in groups by section, with its meaning and default."""
     groups = {name: parser.add_argument_group(name or "run") for name in ("", *sections())}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlx.cli.options import add_settings, end_on_sigterm, exit_code, parse
+from rlx.cli.options import end_on_sigterm, exit_code, parse, settings_parser
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
@@ -33,12 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="PPO on a language model. Every setting has a default that runs on a 2-core machine.",
-        usage="%(prog)s [--config FILE] [--resume NAME | --from CHECKPOINT] [--SECTION.SETTING VALUE ...]",
-        allow_abbrev=False,
+    parser = settings_parser(
+        "PPO on a language model. Every setting has a default that runs on a 2-core machine.",
+        "[--config FILE] [--resume NAME | --from CHECKPOINT] [--SECTION.SETTING VALUE ...]",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
     parser.add_argument("--resume", metavar="NAME", help="continue the run of this name from its newest checkpoint")
     parser.add_argument(
         "--from",
@@ -47,7 +45,6 @@ def _argument_parser() -> argparse.ArgumentParser:
         help="start a new run from the weights of a checkpoint (from all of its state with --checkpoint.init-state "
         "all), and from its settings unless --config gives others: NAME, NAME@10, NAME@best, or a folder or address",
     )
-    add_settings(parser)
     return parser
 
 
