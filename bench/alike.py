@@ -76,14 +76,13 @@ def texts(tokenizer: Any, prompts: Prompts) -> list[str]:
 
 def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
     """Response tokens per second on policy, and one step ahead where engine and worker can work at the same time."""
-    from rlx.runs.launch import kept_group
 
     now = workload.counted_steps(config, tables, "k0")
     figures = {f"rlx{_RATE}": tokens_per_s(config, now)}
     if config.rollout.placement == "separate":
         ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
         figures[f"rlx with k = 1{_RATE}"] = tokens_per_s(config, ahead)
-    kept_group.release()
+    workload.processes().close()
     figures["mean response, tokens"] = workload.median(now, "response/length_mean")
     workload.say(", ".join(f"{name} {value:,.0f}" for name, value in figures.items()))
     return figures

@@ -35,12 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
             from rlx.runs import preflight
-            from rlx.runs.launch import kept_group
 
             tables = preflight.prompt_tables(ready, path)
             before = alone(ready, path, tables)
             steps = workload.counted_steps(ready, tables)
-            kept_group.release()
+            workload.processes().close()
             figures = compared(steps, before, alone(ready, path, tables))
             table.finish("rollout", figures, ready, args.out, load, described(ready))
         return 0
@@ -105,7 +104,7 @@ def requests(
 
     from rlx.data import prompts
     from rlx.rollout.base import request_seed
-    from rlx.runs.actor_group import engine_spec
+    from rlx.runs.processes import engine_spec
     from rlx.runs.resources import plan_resources
     from rlx.types import Sampling
 

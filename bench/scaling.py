@@ -94,10 +94,9 @@ def updated(config: RunConfig, path: str) -> float:
 def stepped(config: RunConfig, path: str) -> float:
     """Response tokens per second and rank over whole steps."""
     from rlx.runs import preflight
-    from rlx.runs.launch import kept_group
 
     steps = workload.counted_steps(config, preflight.prompt_tables(config, path), f"ranks-{config.scaling.num_workers}")
-    kept_group.release()
+    workload.processes().close()
     drawn = config.train.prompts_per_step * config.train.samples_per_prompt / config.scaling.num_workers
     return drawn * statistics.median(step["response/length_mean"] / step["time/step"] for step in steps)
 

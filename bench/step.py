@@ -68,7 +68,6 @@ def ahead(config: RunConfig) -> RunConfig:
 def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str, float]:
     """The runs, one after the other with the same crew, and bare vLLM before and after them."""
     from rlx.runs import preflight
-    from rlx.runs.launch import kept_group
 
     tables = preflight.prompt_tables(config, path)
     before = rollout.alone(config, path, tables) if bare else []
@@ -76,7 +75,7 @@ def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str
     figures = parts(now)
     if overlap:
         figures |= compared(now, workload.counted_steps(ahead(config), tables, "k1")[:-1])
-    kept_group.release()
+    workload.processes().close()
     return figures | (rollout.compared(now, before, rollout.alone(config, path, tables)) if bare else {})
 
 

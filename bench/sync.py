@@ -41,7 +41,7 @@ from rlx.rollout.weight_sync.base import Incoming, Source
 from rlx.rollout.weight_sync.process_group import BroadcastGroup, create_store
 from rlx.rollout.weight_sync.shared_memory import allocate_shared
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.runs.actor_group import engine_spec
+from rlx.runs.processes import engine_spec
 
 _WARM, _ROUNDS = 2, 10
 

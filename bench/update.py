@@ -105,13 +105,14 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from rlx.runs import preflight, ray_train
+    from rlx.runs import mailbox, preflight, train_run
+    from rlx.runs.mailbox import Box
     from rlx.storage.addresses import open_storage
 
     scaling = config.scaling
     folder = open_storage(config.storage) / "update"
-    spec = ray_train.WorkerSpec(config.model_dump(), path, folder, "", True, mailbox=ray_train.new_mailbox())
-    job = {"spec": spec, "loop": loop, "profile": profile}
+    spec = train_run.WorkerSpec(config.model_dump(), path, folder, tracking=None, examine=True)
+    job = {"spec": spec, "box": Box.new(mailbox.start()), "loop": loop, "profile": profile}
     trainer = TorchTrainer(
         rank,
         train_loop_config=job,
@@ -128,7 +129,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     try:
         trainer.fit()
     except Exception as error:
-        raise ray_train.RunError(ray_train.error_message(error)) from None
+        raise train_run.RunError(train_run.error_message(error)) from None
     return dict(json.loads(_result(config).read_text()))
 
 
@@ -149,7 +150,7 @@ def rank(job: dict[str, Any]) -> None:
     from rlx.training.loop import compute_advantages, compute_logprobs
     from rlx.training.update import update
 
-    inputs = worker.inputs_of(job["spec"])
+    inputs = worker.inputs_of(worker.Job(job["spec"], job["box"], 1, job["spec"].folder))
     run, collector, checkpointer = setup.build(inputs)
     deferred, mesh = run.defers_logprobs, run.mesh
     memory = Memory(run.device)

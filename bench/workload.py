@@ -8,6 +8,7 @@ run, and the bare baseline beside it, has completions of the same lengths.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import tempfile
@@ -154,6 +155,14 @@ def gpu_shares(count: int, colocated: bool = False, engines: bool = True) -> dic
     return {"rollout.resources_per_engine": one, "scaling.resources_per_worker": one} | memory
 
 
+@functools.cache
+def processes() -> Any:
+    """The engines and workers of this process, which stay from one run to the next until they are closed."""
+    from rlx.runs.processes import RunProcesses
+
+    return RunProcesses("workers")
+
+
 @contextmanager
 def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     """The config with a temporary storage, and the model's folder, Ray being up until the end.
@@ -164,7 +173,6 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     import ray
 
     from rlx.runs import launch, preflight
-    from rlx.runs.launch import kept_group
     from rlx.runs.resources import plan_resources
 
     with tempfile.TemporaryDirectory() as folder:
@@ -173,11 +181,11 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
         path = model_folder(config)
         preflight.check_model(config, path)
         config = config.model_copy(update={"storage": folder, "model": config.model.model_copy(update={"path": path})})
-        launch.connect(config.ray_address, plan_resources(config))
+        launch.connect(config, plan_resources(config))
         try:
             yield config, path
         finally:
-            kept_group.release()
+            processes().close()
             ray.shutdown()
 
 
@@ -233,7 +241,7 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
 
     config = config.model_copy(update={"name": name})
     place = open_storage(config.storage) / name
-    launch.run(preflight.prepare(config, tables=tables), place, on_report=report, keep=True)
+    launch.run(preflight.prepare(config, tables=tables), place, on_report=report, processes=processes())
     return [metrics for metrics in steps if metrics["step"] > WARM]
 
 

@@ -4,7 +4,8 @@ The public names:
     load_config   the settings of a YAML file, or the defaults, with changes
     train         trains one run to its last step
     resume        continues a run from its newest checkpoint
-    tuner         prepares a sweep over a search space; `tuner(...).fit()` runs it
+    tuner         prepares a sweep over a search space, as a ray.tune.Tuner; `tuner(...).fit()` runs it
+    load_model    loads the policy of a checkpoint as a model of transformers
     load_sweep    reads a sweep back from MLflow
     RunConfig     all settings of a run
     ConfigError   the error of a setting that cannot be used
@@ -26,17 +27,27 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlx.api import load_config, load_sweep, resume, train, tuner
+    from rlx.api import load_config, load_model, load_sweep, resume, train, tuner
     from rlx.config.errors import ConfigError
     from rlx.config.run import RunConfig
 
 __version__ = "0.3.0"
-__all__ = ["ConfigError", "RunConfig", "__version__", "load_config", "load_sweep", "resume", "train", "tuner"]
+__all__ = [
+    "ConfigError",
+    "RunConfig",
+    "__version__",
+    "load_config",
+    "load_model",
+    "load_sweep",
+    "resume",
+    "train",
+    "tuner",
+]
 
 _MODULES = {
     "ConfigError": "rlx.config.errors",
     "RunConfig": "rlx.config.run",
-    **dict.fromkeys(("load_config", "load_sweep", "resume", "train", "tuner"), "rlx.api"),
+    **dict.fromkeys(("load_config", "load_model", "load_sweep", "resume", "train", "tuner"), "rlx.api"),
 }
 
 # torch and Ray read these when they are imported, so they are set before any module of rlx imports them.

@@ -11,7 +11,9 @@ import time
 from typing import Any
 
 import ray
-from ray._private import state
+
+_PROBE_S = 0.5
+"""Ray answers for an actor that has ended at once; one that is busy or hangs does not"""
 
 
 class CallError(RuntimeError):
@@ -55,18 +57,22 @@ class EngineTimeoutError(EngineLostError):
         return cls(f"engine {engine} did not answer in time")
 
 
-def is_alive(engine: Any) -> bool:
-    """Whether Ray reports an actor as running, not as dead or restarting."""
-    return _state(engine) == "ALIVE"
-
-
 def is_dead(engine: Any) -> bool:
-    """Whether an actor is dead and Ray will not replace it, such as one that could not start."""
-    return _state(engine) == "DEAD"
+    """Whether an engine is dead and Ray will not replace it, such as one that could not start."""
+    return isinstance(_probe_error(engine), ray.exceptions.ActorDiedError)
 
 
-def _state(engine: Any) -> Any:
-    return state.actors(engine._actor_id.hex()).get("State")
+def is_gone(engine: Any) -> bool:
+    """Whether the process of an engine has ended; Ray may be replacing it. One that does not answer may be alive."""
+    return isinstance(_probe_error(engine), ray.exceptions.RayActorError)
+
+
+def _probe_error(engine: Any) -> BaseException | None:
+    try:
+        ray.get(engine.probe.remote(), timeout=_PROBE_S)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        return error
+    return None
 
 
 def is_done(call: Any, deadline: float) -> bool:

@@ -6,7 +6,7 @@ Left out: screens and exit codes, which are in `rlx.cli`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC, SchedulerName, SearchName
+from rlx.config.sections import ReuseName, SchedulerName, SearchName
 from rlx.types import OnReport
 
 if TYPE_CHECKING:
+    import ray.train
+    from ray import tune
+
     from rlx.analysis.loading import Sweep
     from rlx.storage.filesystem import Storage
-    from rlx.sweeps.records import SweepPlan, TrialRecord
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -35,6 +37,7 @@ class TrainResult:
     path: str  # the address of its folder
     metrics: dict[str, Any]  # of the last step
     checkpoint: str | None  # the address of its newest complete checkpoint; None if it wrote none
+    train: ray.train.Result | None = None  # Ray Train's own result; None if the run had been finished before
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
@@ -93,16 +96,16 @@ def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnRepor
     from rlx.runs import launch, preflight
 
     prepared = preflight.prepare(config)
-    launch.connect(config.ray_address, prepared.resources)
+    launch.connect(config, prepared.resources)
     result = launch.run(prepared, folder, resume=resume, on_report=on_report)
-    return _result(config.storage, result.name, result.metrics)
+    return _result(config.storage, result.name, result.metrics, result.train)
 
 
-def _result(storage: str, name: str, metrics: dict[str, Any]) -> TrainResult:
+def _result(storage: str, name: str, metrics: dict[str, Any], train: ray.train.Result | None = None) -> TrainResult:
     from rlx.storage.addresses import join_address, open_storage
 
     path = join_address(storage, "runs", name)
-    return TrainResult(name, path, metrics, _newest_checkpoint(open_storage(storage) / "runs" / name, path))
+    return TrainResult(name, path, metrics, _newest_checkpoint(open_storage(storage) / "runs" / name, path), train)
 
 
 def _newest_checkpoint(run: Storage, path: str) -> str | None:
@@ -118,81 +121,6 @@ def _newest_checkpoint(run: Storage, path: str) -> str | None:
 # A sweep
 
 
-@dataclass(frozen=True)
-class TrialResult:
-    """The result of one trial of a sweep."""
-
-    name: str
-    config: dict[str, Any]  # the settings that the sweep varies, by dotted key
-    metrics: dict[str, Any]  # of its last step; of a trial that was stopped early, the step and the held-out accuracy
-    path: str  # the address of the folder of its last run
-    checkpoint: str | None  # the address of that run's newest complete checkpoint; None if it wrote none
-    error: str | None  # why it failed; None if it did not
-
-
-class SweepResults:
-    """The trials of a finished sweep, in their order: `len`, an index, iteration, and the best one."""
-
-    def __init__(self, name: str, trials: Sequence[TrialResult]) -> None:
-        self.name, self.trials = name, list(trials)
-
-    def __len__(self) -> int:
-        return len(self.trials)
-
-    def __getitem__(self, index: int) -> TrialResult:
-        return self.trials[index]
-
-    def __iter__(self) -> Iterator[TrialResult]:
-        return iter(self.trials)
-
-    @property
-    def errors(self) -> list[str]:
-        """Why trials failed, a line for each."""
-        return [f"{trial.name}: {trial.error}" for trial in self if trial.error]
-
-    def get_best_result(self, metric: str = DEFAULT_METRIC, mode: str = "max") -> TrialResult:
-        """The trial whose last value of a metric is the largest, or with mode "min" the smallest.
-
-        Raises:
-            ValueError: the mode is neither, or no trial has the metric.
-        """
-        if mode not in ("max", "min"):
-            raise ValueError(f"mode {mode!r}: expected max or min")
-        known = [trial for trial in self if metric in trial.metrics and not trial.error]
-        if not known:
-            raise ValueError(f"no trial of sweep {self.name} has the metric {metric}")
-        return (max if mode == "max" else min)(known, key=lambda trial: float(trial.metrics[metric]))
-
-
-class SweepTuner:
-    """A sweep that is checked and ready to run.
-
-    `fit` runs it through `rlx.sweeps.tuner` and keeps the records of `rlx sweep`: `rlx sweep --resume NAME` continues
-    it and `rlx.load_sweep(NAME)` reads it back.
-    """
-
-    def __init__(self, plan: SweepPlan) -> None:
-        self.plan = plan
-
-    def fit(self) -> SweepResults:
-        """Runs every trial to its end.
-
-        Raises:
-            ConfigError: the cluster has no room for a trial, or the name of the sweep is taken.
-        """
-        from rlx.runs import launch, preflight
-        from rlx.storage.addresses import open_storage
-        from rlx.sweeps import tuner
-
-        config = self.plan.config
-        storage = open_storage(config.storage)
-        prepared = preflight.prepare(config)
-        launch.connect(config.ray_address, prepared.resources)
-        plan = tuner.create_sweep(self.plan, storage)
-        records = tuner.run_sweep(plan, storage, watch=lambda trial, settings, metrics, state: None)
-        return sweep_results(plan, records)
-
-
 def tuner(
     config: RunConfig,
     *,
@@ -202,8 +130,13 @@ def tuner(
     search: SearchName = "random",
     scheduler: SchedulerName = "none",
     max_concurrent: int | None = None,
-) -> SweepTuner:
-    """A sweep over a search space, checked but not started; `config.name` names it.
+    reuse: ReuseName = "engines",
+) -> tune.Tuner:
+    """A sweep over a search space as Ray's Tuner, ready for `fit`; `config.name` names it.
+
+    Joins or starts a Ray cluster if this process has none. The sweep is recorded as `rlx sweep` records it: `rlx sweep
+    --resume NAME` continues it, `rlx.load_sweep(NAME)` reads it back. In its ResultGrid, the checkpoint of a result is
+    a folder with the address of the trial's newest complete checkpoint; `rlx.load_model` loads what it points to.
 
     Args:
         config: the settings that all trials share.
@@ -213,25 +146,51 @@ def tuner(
         search: how settings are chosen, as `rlx sweep --search`.
         scheduler: which trials are stopped early, as `rlx sweep --scheduler`.
         max_concurrent: at most so many trials at once; None: as many as the cluster has room for.
+        reuse: what stays for the next trial: "engines", "engines and workers" as "workers", or "none".
 
     Raises:
-        ConfigError: the space, the search, the scheduler and the seeds do not go together.
+        ConfigError: the space, the search, the scheduler and the seeds do not go together, the name of the sweep is
+            taken, or the cluster has no room for a trial.
     """
-    from rlx.runs import preflight
+    from rlx.runs import launch, preflight
     from rlx.storage.addresses import local_folder, open_storage
     from rlx.storage.filesystem import free_name
     from rlx.sweeps.records import SweepPlan
     from rlx.sweeps.space import write_space
-    from rlx.sweeps.tuner import check_sweep
+    from rlx.sweeps.tuner import create_sweep, make_tuner
 
     _check_choices(search, scheduler, {"trials": trials, "seeds": seeds, "max_concurrent": max_concurrent})
     tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config))
     name = tree.pop("name", None) or free_name(open_storage(config.storage) / "sweeps", "sweep")
     if isinstance(space, Mapping):
         space = write_space(space, name, local_folder(config.storage) / "search_spaces")
-    plan = SweepPlan(name, tree, str(Path(space).resolve()), trials, search, scheduler, seeds, max_concurrent)
-    check_sweep(plan)
-    return SweepTuner(plan)
+    plan = SweepPlan(name, tree, str(Path(space).resolve()), trials, search, scheduler, seeds, max_concurrent, reuse)
+    launch.connect(config, preflight.prepare(plan.config).resources)
+    storage = open_storage(config.storage)
+    return make_tuner(create_sweep(plan, storage), storage)
+
+
+def load_model(
+    checkpoint: str | Path | ray.train.Checkpoint | tune.Checkpoint, *, storage: str | None = None
+) -> tuple[Any, Any]:
+    """The policy in a checkpoint as a model of transformers, in float32, and its tokenizer.
+
+    Args:
+        checkpoint: a folder or address, or NAME, NAME@STEP or NAME@best of a run; or a checkpoint of Ray, as
+            `Result.checkpoint` has it, of a run or of a trial.
+        storage: the address of the storage of a run that is named; None: the default of the setting `storage`.
+
+    Raises:
+        ConfigError, StorageError: there is no such complete checkpoint.
+    """
+    from rlx.runs import export, run_folder
+    from rlx.storage.filesystem import Storage
+
+    if isinstance(checkpoint, str | Path):
+        _, entry = run_folder.checkpoint_of(str(checkpoint), storage or RunConfig().storage)
+    else:
+        entry = run_folder.pointed_checkpoint(Storage(checkpoint.filesystem, checkpoint.path))
+    return export.load_model(entry)
 
 
 def load_sweep(
@@ -276,30 +235,3 @@ def _check_choices(search: SearchName, scheduler: SchedulerName, counts: Mapping
     for option, count in counts.items():
         if count is not None and count < 1:
             raise ConfigError(f"{option} {count}: at least 1")
-
-
-def sweep_results(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> SweepResults:
-    """The results of a sweep, from the records of its trials and what their last runs left in their folders."""
-    from rlx.storage.addresses import open_storage
-
-    sweep = open_storage(plan.config.storage) / "sweeps" / plan.name
-    return SweepResults(plan.name, [_trial_result(plan, sweep, *entry) for entry in sorted(records.items())])
-
-
-def _trial_result(plan: SweepPlan, sweep: Storage, name: str, record: TrialRecord) -> TrialResult:
-    from rlx.storage.addresses import join_address
-    from rlx.sweeps.records import TrialState
-    from rlx.sweeps.trainable import newest_attempt
-
-    attempt = newest_attempt(sweep, name)
-    run, path = sweep / "runs" / attempt, join_address(plan.config.storage, "sweeps", plan.name, "runs", attempt)
-    file = run / "result.json"
-    reported = {"step": record.step, DEFAULT_METRIC: record.reports[-1][1]} if record.reports else {}
-    return TrialResult(
-        name,
-        record.settings,
-        metrics=file.read_json() if file.exists() else reported,
-        path=path,
-        checkpoint=_newest_checkpoint(run, path),
-        error=record.message if record.state is TrialState.FAILED else None,
-    )

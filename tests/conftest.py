@@ -1,6 +1,5 @@
 """Fixtures that several test files share."""
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -19,8 +18,8 @@ import ray
 import s3
 import torch
 import torch.distributed as dist
-from ray._private import state
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.state import list_actors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlx.config.sections import ModelConfig, RolloutConfig
@@ -28,7 +27,7 @@ from rlx.models.tiny import WarmStart, make_tiny_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import engine_args
 from rlx.runs import launch
-from rlx.runs.launch import kept_group
+from rlx.runs.processes import RunProcesses
 from rlx.tracking import mlflow
 
 SHORT_RECIPE = WarmStart(
@@ -36,14 +35,17 @@ SHORT_RECIPE = WarmStart(
 )
 
 
+KEPT = RunProcesses("workers")
+"""engines and workers that one run leaves for the next of the same shape: starting them takes most of a run's time"""
+
+
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server: str) -> Iterator[None]:
     """One Ray cluster for the whole session: starting one takes ten seconds. Its workers have the keys for S3."""
     launch.quiet_environment()
-    os.environ.update(launch.OWN_CLUSTER_ENVIRONMENT)
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    launch.start_cluster(num_cpus=4)
     yield
-    kept_group.release()
+    KEPT.close()
     ray.shutdown()
 
 
@@ -76,17 +78,17 @@ def start_engine(model: Path, adapter: dict[str, Any] | None = None, tensor_para
     chosen = ModelConfig(lora_rank=adapter["r"], lora_sync="adapter") if adapter else ModelConfig()
     args = engine_args(rollout, chosen, max_prompt_tokens=128, on_gpu=False)
     (engine,) = start_engines(EngineSpec(str(model), args, {"CPU": 0.5}, adapter), group, [0])
-    _groups[engine._actor_id.hex()] = group
+    _groups[engine] = group
     return engine
 
 
 def stop_engine(engine: Any) -> None:
     """Ends an engine and gives back what was reserved for it: later runs need the room."""
     ray.kill(engine)
-    remove_placement_group(_groups.pop(engine._actor_id.hex()))
+    remove_placement_group(_groups.pop(engine))
 
 
-_groups: dict[str, Any] = {}  # by id of the engine
+_groups: dict[Any, Any] = {}  # by engine
 
 
 @pytest.fixture(scope="session")
@@ -167,7 +169,8 @@ def nothing_left(ray_cluster: None) -> NothingLeft:
 
 def _alive() -> dict[str, str]:
     """Actors and placement groups by id; Ray Data keeps a few actors of its own, with an underscore."""
-    actors = {key: str(row["ActorClassName"]) for key, row in state.actors().items() if row["State"] != "DEAD"}
+    listed = list_actors(filters=[("state", "!=", "DEAD")], limit=1000)
+    actors = {actor.actor_id: actor.class_name for actor in listed}
     groups = {key: "placement group" for key, row in placement_group_table().items() if row["state"] != "REMOVED"}
     return {key: name for key, name in actors.items() if not name.startswith("_")} | groups
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conftest import History, mlflow_history
+from conftest import KEPT, History, mlflow_history
 
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
@@ -49,7 +49,7 @@ def train(
     """
     storage = records or Path(config.storage)
     prepared = preflight.prepare(config)
-    launch.connect(config.ray_address, prepared.resources)
+    launch.connect(config, prepared.resources)
     reports: list[tuple[dict[str, Any], str | None]] = []
     folder = open_storage(config.storage) / "runs" / str(config.name)
 
@@ -58,7 +58,9 @@ def train(
         if on_report:
             on_report(metrics, checkpoint)
 
-    result = launch.run(prepared, folder, resume=resume, on_report=record, notify=notify, keep=keep)
+    result = launch.run(
+        prepared, folder, resume=resume, on_report=record, notify=notify, processes=KEPT if keep else None
+    )
     return Done(config, result, reports, mlflow_history(storage, result.mlflow_run), storage)
 
 

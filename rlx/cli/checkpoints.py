@@ -7,9 +7,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from rlx.cli import listing
 from rlx.cli.options import exit_code
 from rlx.config.run import RunConfig
-from rlx.runs import listing
 from rlx.storage.addresses import resolve_address
 
 

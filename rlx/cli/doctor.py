@@ -33,7 +33,7 @@ def check(config: RunConfig) -> int:
     with console.RunProgress(1) as progress:
         prepared = preflight.prepare(config, progress.warm_start)
         progress.status("a few steps at learning rate 0")
-        launch.connect(config.ray_address, prepared.resources)
+        launch.connect(config, prepared.resources)
         verdicts = launch.examine(prepared)
     for line in verdicts:
         print(f"{'passed' if line.passed else 'FAILED'}  {line.what}: {line.figure:.3g} ({line.demand})")

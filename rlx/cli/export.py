@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlx.cli import listing
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.runs import listing
 from rlx.runs.preflight import tracking_uri
 from rlx.runs.run_folder import checkpoint_of
 from rlx.storage import checkpoint_catalog

@@ -15,13 +15,15 @@ from rlx.cli.options import add_settings, end_on_sigterm, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import SchedulerName, SearchName
+from rlx.config.sections import ReuseName, SchedulerName, SearchName
 
 if TYPE_CHECKING:
     from rlx.runs.preflight import PreparedRun
     from rlx.storage.filesystem import Storage
     from rlx.sweeps.records import SweepPlan
 
+_OF_THE_CLUSTER = ("storage", "ray_address", "tracking.uri")
+"""settings that may differ where a sweep is resumed"""
 _DEFAULTS = Path(__file__).parent / "defaults"
 DEFAULT_SETTINGS, DEFAULT_SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_options(parser, args, given)
         tree = with_overrides(read_yaml(args.config), given)
         config = from_tree(tree, args.config)  # bad settings are refused before anything slow is imported
-        return start_sweep(args, tree, config)
+        return start_sweep(args, tree, config, given)
 
     return exit_code(script, "interrupted: --resume continues the sweep")
 
@@ -55,9 +57,20 @@ def _argument_parser() -> argparse.ArgumentParser:
         "--scheduler", choices=get_args(SchedulerName), default="none", help="which trials are stopped early"
     )
     parser.add_argument("--max-concurrent", metavar="N", type=int, help="run at most N trials at once")
+    parser.add_argument(
+        "--reuse",
+        choices=get_args(ReuseName),
+        default="engines",
+        help="what stays for the next trial: engines, engines and workers (short trials), or none",
+    )
     parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
     parser.add_argument(
-        "--restart-errored", action="store_true", help="with --resume: failed trials run again from the start"
+        "--restart-errored",
+        action="store_true",
+        help="with --resume: failed trials go on from their newest checkpoints",
+    )
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="with --restart-errored: they run again from the first step"
     )
     add_settings(parser)
     return parser
@@ -67,16 +80,19 @@ def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, gi
     """Raises ConfigError for options that exclude each other, and for counts below 1."""
     if args.restart_errored and args.resume is None:
         raise ConfigError("--restart-errored needs --resume")
-    kept = ("config", "space", "trials", "seeds", "search", "scheduler", "max_concurrent")  # in a sweep's plan
+    if args.from_scratch and not args.restart_errored:
+        raise ConfigError("--from-scratch needs --restart-errored")
+    kept = ("config", "space", "trials", "seeds", "search", "scheduler", "max_concurrent", "reuse")  # in a sweep's plan
     changed = any(getattr(args, option) != parser.get_default(option) for option in kept)
-    if args.resume is not None and (set(given) - {"storage"} or changed):
-        raise ConfigError("--resume uses the sweep's own settings: only --storage and --restart-errored go with it")
+    if args.resume is not None and (set(given) - set(_OF_THE_CLUSTER) or changed):
+        allowed = ", ".join(f"--{key.replace('_', '-')}" for key in _OF_THE_CLUSTER)
+        raise ConfigError(f"--resume uses the sweep's own settings: only {allowed} and --restart-errored go with it")
     for option in ("trials", "seeds", "max_concurrent"):
         if (value := getattr(args, option)) is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
 
 
-def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfig) -> int:
+def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfig, given: Mapping[str, Any]) -> int:
     """Starts or resumes a sweep, shows it, and writes its analysis; returns 1 if a trial failed."""
     from rlx.runs import preflight
     from rlx.storage.addresses import open_storage
@@ -86,7 +102,7 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfi
     started, is_resume = time.monotonic(), args.resume is not None
     tree = with_overrides(tree, preflight.absolute_paths(config))
     storage = open_storage(tree["storage"])
-    plan, restarted = resumed_plan(args, storage, tree["storage"]) if is_resume else (new_plan(args, tree, storage), [])
+    plan, restarted = resumed_plan(args, storage, tree, given) if is_resume else (new_plan(args, tree, storage), [])
     with console.SweepProgress(plan.config.train.steps) as progress:
         with console.RunProgress(plan.config.train.steps, progress.console) as preparing:
             prepared = preflight.prepare(plan.config, preparing.warm_start)
@@ -108,7 +124,7 @@ def connect_cluster(prepared: PreparedRun) -> None:
     """Connects to the cluster; from then on SIGTERM interrupts the sweep."""
     from rlx.runs import launch
 
-    launch.connect(prepared.config.ray_address, prepared.resources)
+    launch.connect(prepared.config, prepared.resources)
     end_on_sigterm()
 
 
@@ -126,24 +142,27 @@ def new_plan(args: argparse.Namespace, tree: dict[str, Any], storage: Storage) -
         scheduler=args.scheduler,
         seeds=args.seeds,
         max_concurrent=args.max_concurrent,
+        reuse=args.reuse,
     )
 
 
-def resumed_plan(args: argparse.Namespace, storage: Storage, address: str) -> tuple[SweepPlan, list[str]]:
-    """Returns the saved plan, with the storage's address of today, and the failed trials that run again."""
+def resumed_plan(
+    args: argparse.Namespace, storage: Storage, tree: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[SweepPlan, list[str]]:
+    """Returns the saved plan, with the addresses of today, and the failed trials that run again."""
     from rlx.sweeps import tuner
 
     plan = tuner.saved_sweep(storage, args.resume or None)
-    plan = replace(plan, tree=plan.tree | {"storage": address})  # it may have been moved since
-    return plan, tuner.restart_failed(plan, storage) if args.restart_errored else []
+    today = {key: given[key] for key in _OF_THE_CLUSTER if key in given} | {"storage": tree["storage"]}
+    plan = replace(plan, tree=with_overrides(plan.tree, today))  # the storage may have been moved since
+    return plan, tuner.restart_failed(plan, storage, from_scratch=args.from_scratch) if args.restart_errored else []
 
 
 def tracking_lines(plan: SweepPlan, storage: Storage) -> list[str]:
     """Returns where a sweep is in its tracking service."""
     from rlx.tracking import outbox
-    from rlx.tracking.tracker import service_at
 
-    service, run_id = service_at(plan.tracking_uri), outbox.run_id(storage / "sweeps" / plan.name)
+    service, run_id = plan.tracking, outbox.run_id(storage / "sweeps" / plan.name)
     return [f"in {service.title}: {service.browse_command()}", f"at: {service.run_page(run_id)}"]
 
 

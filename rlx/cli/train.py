@@ -109,7 +109,7 @@ def resume(name: str, given: Mapping[str, Any]) -> int:
     config, folder = run_folder.saved_run(name, given.get("storage") or RunConfig().storage, given)
     if last := run_folder.finished_metrics(folder, config.train.steps):
         print(f"run {name} is finished: {config.train.steps} steps, {console.metrics_line(last)}")
-        launch.send_pending(preflight.tracking_uri(config.tracking, config.storage), folder, print)
+        launch.send_pending(preflight.tracking_service(config.tracking, config.storage), folder, print)
         return 0
     return train(config, folder, resume=True)
 
@@ -118,7 +118,6 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
     """Runs the steps that are left and shows them."""
     from rlx.runs import launch, preflight
     from rlx.tracking import console
-    from rlx.tracking.tracker import service_at
 
     started, first = time.monotonic(), dict[str, Any]()
     with console.RunProgress(config.train.steps) as progress:
@@ -130,11 +129,11 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
         progress.console.print(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
         prepared = preflight.prepare(config, progress.warm_start)
         progress.status("starting")
-        launch.connect(config.ray_address, prepared.resources)
+        launch.connect(config, prepared.resources, progress.message)
         end_on_sigterm()
         result = launch.run(prepared, folder, resume=resume, on_report=on_report, notify=progress.message)
     print(summary(prepared.name, first, result.metrics, time.monotonic() - started))
-    print(f"curves: {service_at(prepared.tracking_uri).browse_command()}")
+    print(f"curves: {prepared.tracking.browse_command()}")
     return 0
 
 

@@ -10,7 +10,7 @@ import typing
 from typing import Literal, Self
 
 import pydantic
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from pydantic.fields import FieldInfo
 
 from rlx.config import rules
@@ -41,7 +41,9 @@ class RunConfig(Section):
     storage: str = "storage"
     """folder, NFS mount or s3:// address of the runs"""
     ray_address: str | None = None
-    """Ray cluster to join, e.g. auto; unset: start one on this machine"""
+    """Ray cluster to join, e.g. auto; unset: that in RAY_ADDRESS, or start one on this machine"""
+    wait_for_resources: NonNegativeFloat = 900.0
+    """seconds to wait until a cluster that was joined has room, e.g. until its autoscaler has started nodes"""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()

@@ -29,6 +29,7 @@ DEFAULT_METRIC = "eval/accuracy"
 """metric that ranks checkpoints, runs and trials when nothing else is chosen"""
 SearchName = Literal["random", "grid", "optuna", "bayesopt", "hyperopt"]
 SchedulerName = Literal["none", "asha", "hyperband", "median", "pbt"]
+ReuseName = Literal["none", "engines", "workers"]
 TransportName = Literal["auto", "object_store", "gloo"]
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3 as text
 
@@ -141,6 +142,8 @@ class RewardConfig(Section):
     """number of actors that run the reward model"""
     resources_per_model: Resources = Field(default_factory=lambda: {"CPU": 0.5})
     """resources that Ray reserves for each of these actors, e.g. {GPU: 0.2}"""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """labels that the nodes of these actors must have; see scaling.label_selector"""
     model_batch_tokens: PositiveInt = 16_384
     """maximum number of tokens, padding included, in one forward pass of a reward model"""
     url: str | None = None
@@ -229,6 +232,8 @@ class RolloutConfig(Section):
     """number of vLLM engines, each in its own actor"""
     resources_per_engine: Resources = Field(default_factory=lambda: {"CPU": 0.5})
     """resources that Ray reserves for each engine, e.g. {CPU: 1, GPU: 1}"""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """labels that the nodes of the engines must have; see scaling.label_selector"""
     tensor_parallel: PositiveInt = 1
     """GPUs that each engine's model is split over; resources_per_engine.GPU must be the same number"""
     transport: TransportName = "auto"
@@ -280,12 +285,19 @@ class ScalingConfig(Section):
     resources_per_worker: Resources = Field(default_factory=lambda: {"CPU": 0.5})
     """resources that Ray reserves for each worker; a worker on CPU uses one thread per CPU, rounded, at least one"""
     accelerator_type: str | None = None
-    """required GPU model by its name in Ray, e.g. H200"""
+    """required GPU model of workers and engines by its name in Ray, e.g. H200"""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """labels that the nodes of the workers must have, e.g. {market-type: "!spot"}, as Ray writes them"""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """how Ray distributes the workers over nodes"""
     max_failures: int = Field(default=3, ge=-1)
     """restarts of the workers from the newest checkpoint before the run fails and waits for --resume; -1: no limit. An
-    error that would repeat, such as a bad setting, fails at once"""
+    error that would repeat, such as a bad setting, fails at once. A trial whose own process is lost starts again as
+    often"""
+    max_preemption_failures: int = Field(default=-1, ge=-1)
+    """restarts because the cloud took a node away, which do not count as failures; -1: no limit"""
+    preemption_grace_s: NonNegativeFloat = 0.0
+    """how long workers on other nodes may go on after a node was taken away, e.g. to finish a checkpoint"""
 
 
 class ParallelConfig(Section):

@@ -1,6 +1,7 @@
 """Starts engines as Ray actors in a placement group. `ENGINES` has the kinds of engines that there are.
 
-Engines belong to the process that starts the run, not to rank 0, so they outlive a restart of the workers.
+Engines belong to the process that starts the run, not to rank 0, so they outlive a restart of the workers. Those that
+share a worker's GPU belong to the worker.
 engine_pool.py sends them requests.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlx.rollout import vllm_engine
 from rlx.rollout.base import Engine
@@ -55,16 +56,32 @@ def start_engines(spec: EngineSpec, group: PlacementGroup, bundles: Sequence[int
     Returns:
         The actors' handles, whose methods are those of `Engine`.
     """
-    options = dict(
-        num_cpus=spec.resources.get("CPU", 0),
-        num_gpus=spec.resources.get("GPU", 0),
-        max_concurrency=1000,
-        max_restarts=-1,  # it restarts with the model's own weights, and is in use again after the next push
-        runtime_env={"env_vars": spec.environment},
-    )
-    actor = ray.remote(ENGINES[spec.kind].actor)
+    resources = {"num_cpus": spec.resources.get("CPU", 0), "num_gpus": spec.resources.get("GPU", 0)}
     strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
-    return [
-        actor.options(scheduling_strategy=strategy, **options).remote(spec.model, spec.args, spec.adapter)
-        for strategy in strategies
-    ]
+    return [_start(spec, spec.environment, scheduling_strategy=strategy, **resources) for strategy in strategies]
+
+
+def start_engine_here(spec: EngineSpec) -> Any:
+    """Starts an engine on the node and the GPU of this process, which holds them for both; does not wait for it.
+
+    The engine ends with this process.
+    """
+    context = ray.get_runtime_context()
+    gpus = ",".join(context.get_accelerator_ids()["GPU"])
+    # Ray gives an actor without GPUs of its own no device, unless it is told to leave the variable alone.
+    device = {"CUDA_VISIBLE_DEVICES": gpus, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
+    return _start(spec, spec.environment | device, scheduling_strategy=here, num_cpus=0, num_gpus=0)
+
+
+def _start(spec: EngineSpec, environment: dict[str, str], **options: Any) -> Any:
+    return (
+        ray.remote(ENGINES[spec.kind].actor)
+        .options(
+            max_concurrency=1000,
+            max_restarts=-1,  # it restarts with the model's own weights, and is in use again after the next push
+            runtime_env={"env_vars": environment},
+            **options,
+        )
+        .remote(spec.model, spec.args, spec.adapter)
+    )

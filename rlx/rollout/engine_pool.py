@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from rlx.actors import EngineLostError, EngineTimeoutError, RolloutError, get_result, is_alive, is_done
+from rlx.actors import EngineLostError, EngineTimeoutError, RolloutError, get_result, is_done
 from rlx.rollout.base import EngineCall, Output, PendingRollout
 from rlx.rollout.weight_sync.base import EngineLocation
 from rlx.types import Prompt, Sampling
@@ -38,7 +38,8 @@ class EnginePool:
     timeout_s: float = 600.0  # longest wait for completions
     hang_s: float = 120.0  # an engine whose process runs but answers no probe for longer is replaced
     lost: dict[int, str] = field(default_factory=dict)  # engines that failed, and the reason
-    _unanswered: dict[int, float] = field(default_factory=dict, init=False)  # engines, and the first failed probe
+    _unanswered: dict[int, float] = field(default_factory=dict, init=False)  # engines, and the first lost probe
+    _known: set[int] = field(default_factory=set, init=False)  # engines that have answered: they have started
     _loads: Counter[int] = field(default_factory=Counter, init=False)  # tokens that each engine has been asked for
 
     @property
@@ -95,14 +96,16 @@ class EnginePool:
         locations: dict[int, EngineLocation] = {}
         for index, call in enumerate(calls):
             if call not in returned:
-                self._mark_unanswered(index, EngineLostError(f"engine {index} is gone"))
+                self._mark_unanswered(index)
                 continue
             try:
                 locations[index] = get_result(call, index, math.inf)
                 self.lost.pop(index, None)
                 self._unanswered.pop(index, None)
-            except EngineLostError as error:
-                self._mark_unanswered(index, error)
+                self._known.add(index)
+            except EngineLostError as error:  # Ray says that its process is being replaced
+                self.mark_lost(index, error)
+                self._unanswered.pop(index, None)
         return locations
 
     def mark_lost(self, index: int, error: RolloutError) -> None:
@@ -113,11 +116,14 @@ class EnginePool:
         if isinstance(error, EngineTimeoutError):
             ray.kill(self.engines[index], no_restart=False)
 
-    def _mark_unanswered(self, index: int, error: EngineLostError) -> None:
-        """Marks an engine as lost; Ray replaces its process if it runs but has not answered for too long."""
-        self.mark_lost(index, error)
+    def _mark_unanswered(self, index: int) -> None:
+        """Marks an engine as lost; Ray replaces its process if it has not answered for too long.
+
+        An engine that never answered may still be starting, and gets as long as for completions.
+        """
+        self.mark_lost(index, EngineLostError(f"engine {index} is gone"))
         since = self._unanswered.setdefault(index, time.monotonic())
-        if time.monotonic() - since > self.hang_s and is_alive(self.engines[index]):
+        if time.monotonic() - since > (self.hang_s if index in self._known else self.timeout_s):
             ray.kill(self.engines[index], no_restart=False)
             del self._unanswered[index]
 

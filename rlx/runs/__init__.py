@@ -13,7 +13,7 @@ Example:
     from rlx.storage.addresses import open_storage
 
     prepared = preflight.prepare(from_tree({"name": "first", "train": {"steps": 3}}))
-    launch.connect(prepared.config.ray_address, prepared.resources)
+    launch.connect(prepared.config, prepared.resources)
     folder = open_storage(prepared.config.storage) / "runs" / "first"
     result = launch.run(prepared, folder)
     print(result.metrics["eval/accuracy"])

@@ -7,6 +7,7 @@ Left out: critics, value heads and optimizers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlx.config.errors import ConfigError, one_line
+from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.config.sections import ALL_LAYERS, DataConfig, ModelConfig
 from rlx.data import prompts, sources
@@ -27,13 +29,14 @@ from rlx.models import loading, lora
 from rlx.models.policy import Policy
 from rlx.models.tiny import atomic_folder, no_progress_bars
 from rlx.rollout.weight_sync import gather
-from rlx.runs import preflight
+from rlx.runs import preflight, run_folder
 from rlx.storage import checkpoint_catalog, checkpoint_files, checkpoint_keys
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import retry
 from rlx.training import experience, setup
 from rlx.types import Completion, Prompt, ScoredCompletion
 
+_LOG = logging.getLogger("rlx")
 PROMPTS, TOKENS = 8, 8  # of the comparison: held-out prompts, and tokens after each
 _LIMITS = {"float32": 1e-4, "bfloat16": 0.2}
 """largest accepted difference of a log-probability, by dtype: from the order of sums, or from rounded weights"""
@@ -85,6 +88,25 @@ def export(checkpoint: CheckpointEntry, options: Export, folder: Path) -> float:
             _write(policy, tokenizer, options, path, unfinished)
             written = _written_logprobs(unfinished, options, path, completions)
             return _checked_difference(trained, written, _LIMITS[config.model.dtype])
+
+
+def load_model(checkpoint: CheckpointEntry) -> tuple[Any, Any]:
+    """Returns a checkpoint's policy as a model of transformers, in float32, adapters merged in, and its tokenizer.
+
+    Settings of the checkpoint that could execute code count as unset: it may come from someone else.
+
+    Raises:
+        ConfigError, DamagedError, CheckpointError, StorageError, OSError: as `export`.
+    """
+    assert checkpoint.manifest
+    config = from_tree(run_folder.inherited_settings(checkpoint, _LOG.warning))
+    reading = f"reading checkpoint {checkpoint.name}"
+    retry(partial(checkpoint_catalog.verify, checkpoint, checkpoint.manifest.files), reading)
+    with no_progress_bars():
+        policy, tokenizer = _load(config.model, config.seed, preflight.model_folder(config.model.path, config.storage))
+    retry(partial(_fill, policy, checkpoint, average=False), reading)
+    _merge_adapters(policy)
+    return policy.lm, tokenizer
 
 
 def _checked_difference(trained: Tensor, written: Tensor, limit: float) -> float:

@@ -2,7 +2,7 @@
 
 The same function runs from the command line and inside a Tune trial. A run's folder on the storage is its identity:
 a resume continues what is in the folder.
-Left out: the checks before a run (`preflight`) and the processes (`actor_group`).
+Left out: the checks before a run (`preflight`) and the processes (`processes`, `train_run`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import tempfile
 import time
 import warnings
@@ -23,17 +24,19 @@ import ray.train
 import yaml
 
 from rlx.config.errors import ConfigError, one_line
+from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
-from rlx.runs.actor_group import ActorGroup
+from rlx.runs import nodes
 from rlx.runs.preflight import PreparedRun, prompt_tables
-from rlx.runs.ray_train import RunStopped, WorkerSpec
-from rlx.runs.resources import ResourcePlan, check_room
+from rlx.runs.processes import RunProcesses
+from rlx.runs.resources import ResourcePlan, wait_for_room
 from rlx.runs.run_folder import check_new, check_start, write
+from rlx.runs.train_run import CHECKPOINT_PATH, RunStopped, WorkerSpec
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.tracking import outbox, tracker
-from rlx.tracking.base import RunStatus
+from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.tracker import OutboxTracker
 from rlx.types import Notify, OnReport
 
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from rlx.runs.doctor import Verdict
 
 
-# The environment of a cluster that this process starts: it needs no actors for preemption and for metrics of Ray.
+# The environment of a cluster that this process starts: it needs no actors for preemption and for metrics of Ray Train.
 OWN_CLUSTER_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -52,6 +55,8 @@ OWN_CLUSTER_ENVIRONMENT = {
 # Ray Train's list of the checkpoints that were reported to it. A resume deletes it: only the same version of
 # Ray can read it, and the checkpoint folders themselves show which checkpoints there are.
 _TRAIN_RECORD = "checkpoint_manager_snapshot.json"
+RAY_KEYS = ("done", CHECKPOINT_PATH)
+"""keys of a report that are for Ray, and not metrics of the step"""
 _LOG = logging.getLogger("rlx")
 _PATIENCE_S = 10.0  # longest wait for the tracking service at the end of a run
 
@@ -64,6 +69,7 @@ class RunResult:
     folder: str  # its path on the run's storage
     metrics: dict[str, Any]  # of the last step
     mlflow_run: str | None  # None: MLflow has not answered yet
+    train: ray.train.Result | None  # Ray Train's own result; None while the workers are kept
 
 
 @dataclass(frozen=True)
@@ -74,64 +80,40 @@ class Parent:
     tags: Mapping[str, str] = field(default_factory=dict)  # of the nested run
 
 
-class KeptGroup:
-    """The actor group of a process, kept from one run to the next."""
+def connect(config: RunConfig, needed: ResourcePlan, notify: Notify | None = None) -> None:
+    """Joins the Ray cluster at `ray_address` or RAY_ADDRESS, or starts one in this process, unless that was done.
 
-    def __init__(self) -> None:
-        self.group: ActorGroup | None = None
-
-    @contextmanager
-    def lease(self, prepared: PreparedRun, keep: bool = False) -> Iterator[ActorGroup]:
-        """Gives the kept group if it can do the run, otherwise a new one.
-
-        Args:
-            keep: whether the group stays for the next run; otherwise it is closed at the end of the block.
-
-        Raises:
-            ConfigError: there is no room for a new group.
-        """
-        if not self.group or not self.group.suits(prepared):
-            self.release()
-            self.group = ActorGroup(prepared)
-        try:
-            yield self.group
-        finally:
-            if not keep:
-                self.release()
-
-    def stop(self) -> None:
-        """Ends the run that another thread does with the group, if any, after its current step."""
-        if self.group:
-            self.group.stop()
-
-    def release(self) -> None:
-        """Closes the kept group."""
-        if self.group:
-            self.group.close()
-        self.group = None
-
-
-kept_group = KeptGroup()
-"""the group of this process"""
-
-
-def connect(ray_address: str | None, needed: ResourcePlan) -> None:
-    """Joins the Ray cluster, or starts one in this process, unless that is done already.
+    A cluster that was joined may still grow: there, a plan that does not fit waits as long as the config says.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or can never hold what a run needs.
+        ConfigError: the cluster cannot be reached, or cannot hold what a run needs.
     """
+    address = config.ray_address or os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
         quiet_environment()
-        options = {}
-        if ray_address is None:
-            options = {"num_cpus": os.cpu_count(), "include_dashboard": False}
-            os.environ.update(OWN_CLUSTER_ENVIRONMENT)
         try:
-            ray.init(address=ray_address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
+            _join(address) if address else start_cluster()
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"ray_address {ray_address}: {one_line(error, 500)}") from None
-    check_room(needed)
+            raise ConfigError(f"ray_address {address}: {one_line(error, 500)}") from None
+    wait_for_room(needed, config.wait_for_resources if address else 0.0, notify or _LOG.warning)
+
+
+def _join(address: str) -> None:
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def start_cluster(**options: Any) -> None:
+    """Starts a Ray cluster of one node in this process.
+
+    It has a dashboard, on a free port of this machine: Ray Train's cleaner of placement groups asks it who is alive.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # With two clusters on a machine, Ray would not know which dashboard is meant.
+    os.environ.update(OWN_CLUSTER_ENVIRONMENT | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}"})
+    dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+    ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **dashboard, **options)
 
 
 def run(
@@ -142,7 +124,7 @@ def run(
     parent: Parent | None = None,
     on_report: OnReport | None = None,
     notify: Notify | None = None,
-    keep: bool = False,
+    processes: RunProcesses | None = None,
 ) -> RunResult:
     """Trains to the last step.
 
@@ -151,37 +133,58 @@ def run(
         parent: what the run's MLflow run is nested in.
         on_report: called after each step, see `OnReport`.
         notify: called with messages that are not metrics, e.g. that an engine died; they are also kept with the run.
-        keep: whether engines and workers stay for the next run of this process, until `kept_group.release`; otherwise
-            nothing is left running, whatever happens.
+        processes: engines and workers of an earlier run of this process; they do this run, too, as far as they suit.
+            None: nothing is left running, whatever happens.
 
     Raises:
         ConfigError: the input cannot be used.
         RunError: training failed.
-        RunStopped: `kept_group.stop` was called meanwhile.
+        RunStopped: `processes.stop` was called meanwhile.
     """
     config, notify = prepared.config, notify or _LOG.warning
     check_writable(folder)
     if config.checkpoint.init_from and not (resume and checkpoint_catalog.complete_checkpoints(folder)):
         check_start(config)
     if not resume and parent is None:  # a resume and a trial keep their records until the server answers
-        tracker.service_at(prepared.tracking_uri).check()
-    with kept_group.lease(prepared, keep) as group:
+        prepared.tracking.check()
+    bring_folders(prepared)
+    tracking = nodes.reachable(prepared.tracking)  # kept here: an actor ends with its last handle
+    with (processes or RunProcesses()).lease(prepared) as leased:
         # Before the run exists: a run without prompts leaves no trace.
         prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))
         record = _open_record(prepared, folder, resume, parent, notify)
         with _closing(record, prepared.name, folder, notify):
-            job = WorkerSpec(config.model_dump(), prepared.model_path, folder, record.uri)
+            job = WorkerSpec(config.model_dump(), prepared.model_path, folder, tracking)
             events = _EventLog(record, notify)
-            metrics = group.run(prepared, job, on_report or _ignore, events, config.checkpoint.grace_s)
+            reported = leased.run(prepared, job, on_report or _ignore, events, config.checkpoint.grace_s)
+            metrics = {key: value for key, value in reported.items() if key not in RAY_KEYS}
             write(folder / "result.json", json.dumps(metrics))
-        return RunResult(prepared.name, folder.path, metrics, record.run_id)
+        return RunResult(prepared.name, folder.path, metrics, record.run_id, leased.result and _pruned(leased.result))
 
 
-def examine(prepared: PreparedRun, keep: bool = False) -> list[Verdict]:
+def bring_folders(prepared: PreparedRun) -> None:
+    """Copies the models that only this node has to the other nodes.
+
+    Raises:
+        ConfigError: one of them is too large.
+    """
+    nodes.bring_folder(prepared.model_path, "model.path")
+    if prepared.config.reward.model:
+        nodes.bring_folder(prepared.config.reward.model, "reward.model")
+
+
+def _pruned(result: ray.train.Result) -> ray.train.Result:
+    """Returns Ray Train's result without the checkpoints that rlx has deleted since they were reported."""
+    listed = result.best_checkpoints or []
+    kept = [entry for entry in listed if Storage(entry[0].filesystem, entry[0].path).exists()]
+    return replace(result, best_checkpoints=kept)
+
+
+def examine(prepared: PreparedRun, processes: RunProcesses | None = None) -> list[Verdict]:
     """Runs a few steps that change nothing. No run folder and no MLflow record remain.
 
     Args:
-        keep: whether engines and workers stay for a run of the same shape.
+        processes: as for `run`.
 
     Returns:
         The doctor's verdicts on the config, one for each property that it measures.
@@ -193,25 +196,25 @@ def examine(prepared: PreparedRun, keep: bool = False) -> list[Verdict]:
     from rlx.runs import doctor
 
     config = prepared.config
-    with kept_group.lease(prepared, keep) as group, tempfile.TemporaryDirectory(prefix="rlx-check-") as temporary:
+    lease = (processes or RunProcesses()).lease(prepared)
+    with lease as leased, tempfile.TemporaryDirectory(prefix="rlx-check-") as temporary:
         prepared = replace(prepared, tables=prompt_tables(config, prepared.model_path))
         folder = open_storage(f"{temporary}/check")
         tree = doctor.with_no_learning(config).model_dump()
-        job = WorkerSpec(tree, prepared.model_path, folder, tracking_uri="", examine=True)
-        figures = group.run(prepared, job, _ignore, lambda message: None)
+        job = WorkerSpec(tree, prepared.model_path, folder, tracking=None, examine=True)
+        figures = leased.run(prepared, job, _ignore, lambda message: None)
     return doctor.verdicts(figures, config.model.dtype, config.resolved_reference != "none")
 
 
-def send_pending(uri: str, folder: Storage, notify: Notify) -> bool:
+def send_pending(service: TrackingService, folder: Storage, notify: Notify) -> bool:
     """Sends the records of a finished run that still wait; returns False if the tracking service still takes none."""
     if not outbox.pending(folder):
         return True
-    title = tracker.service_at(uri).title
-    left = tracker.send_pending(uri, folder, notify)
+    left = tracker.send_pending(service, folder, notify)
     notify(
-        f"{left} records for {title} still wait in {folder.path}/outbox"
+        f"{left} records for {service.title} still wait in {folder.path}/outbox"
         if left
-        else f"the records that waited for {title} are sent"
+        else f"the records that waited for {service.title} are sent"
     )
     return not left
 
@@ -249,7 +252,7 @@ def _open_record(
     # Also on a resume: settings that were changed for it hold for later resumes.
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write(folder / "config.yaml", text)
-    record = OutboxTracker(prepared.tracking_uri, folder, "driver", notify)
+    record = OutboxTracker(prepared.tracking, folder, "driver", notify)
     record.open(
         config.tracking.experiment,
         prepared.name,
@@ -281,12 +284,12 @@ def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) 
 
 def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> None:
     """Sends what the driver and the workers have not sent yet; says how many records are left."""
-    title = tracker.service_at(record.uri).title
+    title = record.service.title
     where = f"{folder.path}/outbox: --resume {name} sends them"
     all_sent = record.close(_PATIENCE_S) == 0
     try:
         if all_sent:
-            tracker.send_pending(record.uri, folder, notify, _PATIENCE_S)
+            tracker.send_pending(record.service, folder, notify, _PATIENCE_S)
         if left := outbox.pending(folder):
             notify(f"{left} records for {title} wait in {where}")
     except (StorageError, OSError) as error:  # the run itself is over

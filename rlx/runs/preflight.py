@@ -22,6 +22,8 @@ from rlx.rewards import remote, scoring
 from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.addresses import local_folder, resolve_address
 from rlx.tracking import mlflow
+from rlx.tracking.base import TrackingService
+from rlx.tracking.tracker import service_at
 
 if TYPE_CHECKING:
     from rlx.models.tiny import Progress
@@ -37,18 +39,23 @@ class PreparedRun:
     model_path: str  # the model's folder, or its name on the hub
     resources: ResourcePlan
     tables: Mapping[str, Any] | None = None  # prompts as Ray datasets; None: `launch.run` makes them
+    tracking_service: TrackingService | None = None  # None: the one at the address in the config
 
     @property
     def name(self) -> str:
         return self.config.name or "run"
 
     @property
-    def tracking_uri(self) -> str:
-        return tracking_uri(self.config.tracking, self.config.storage)
+    def tracking(self) -> TrackingService:
+        """Where the run's records go."""
+        return self.tracking_service or tracking_service(self.config.tracking, self.config.storage)
 
 
 def prepare(
-    config: RunConfig, progress: Progress | None = None, tables: Mapping[str, Any] | None = None
+    config: RunConfig,
+    progress: Progress | None = None,
+    tables: Mapping[str, Any] | None = None,
+    model_path: str | None = None,
 ) -> PreparedRun:
     """Checks all that can be checked without a cluster, and makes rlx's tiny model if the config asks for it.
 
@@ -56,6 +63,7 @@ def prepare(
         progress: called while the tiny model is made.
         tables: prompt tables that `prompt_tables` made for this config. The prompt files need not be on this machine
             then.
+        model_path: the model's folder or name, if it is known already.
 
     Raises:
         ConfigError: a prompt file, a reward function, the model or the resources cannot be used.
@@ -64,7 +72,7 @@ def prepare(
     if not tables:
         check_files(config.data, config.eval)
     check_rewards(config.reward)
-    path = model_folder(config.model.path, config.storage, progress)
+    path = model_path or model_folder(config.model.path, config.storage, progress)
     check_model(config, path)
     return PreparedRun(config, path, plan_resources(config), tables)
 
@@ -84,6 +92,11 @@ def absolute_paths(config: RunConfig) -> dict[str, str]:
 def tracking_uri(tracking: TrackingConfig, storage: str) -> str:
     """Returns the address of the MLflow store that runs report to; makes the folder of a local one."""
     return tracking.uri or mlflow.default_uri(local_folder(storage))
+
+
+def tracking_service(tracking: TrackingConfig, storage: str) -> TrackingService:
+    """Returns the tracking service that runs report to; makes the folder of a local one."""
+    return service_at(tracking_uri(tracking, storage))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

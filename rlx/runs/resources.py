@@ -1,65 +1,86 @@
-"""What a run needs of the cluster: one bundle per worker, engine and reward model, reserved all together or not at all.
+"""What a run needs of the cluster: one bundle per worker, engine and reward model, in two placement groups.
 
 `ResourcePlan.fits` predicts how many runs a cluster holds, with the rules by which Ray places bundles on nodes.
-Left out: the reservation, which `actor_group` and Ray Tune make.
+Left out: the reservations, which `processes`, Ray Train and Ray Tune make.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import ray
+from ray.autoscaler.sdk import request_resources
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
+from rlx.types import Notify
 
 Bundle = dict[str, float]
 """amounts by resource name, e.g. {"CPU": 1.0, "GPU": 0.5}; on one node"""
 _TOLERANCE = 1e-6  # Ray counts in 1/10000
+_LOOK_S = 2.0  # between two looks at the nodes
+_LABELS = "labels {}"  # a made-up resource of the nodes that meet a label selector
 
 
 class BundleIndices(NamedTuple):
-    """Which bundles of a placement group belong to the workers, the engines and the reward models."""
+    """Which bundles of a run's own placement group belong to the engines and the reward models."""
 
-    workers: list[int]
     engines: list[int]
     reward_models: list[int]
 
 
+class RoleLabels(NamedTuple):
+    """The labels that nodes must have, by what is to run there, as Ray's label selectors."""
+
+    workers: Mapping[str, str] = {}
+    engines: Mapping[str, str] = {}
+    reward_models: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True)
 class ResourcePlan:
-    """The bundles of one run, by what uses them."""
+    """The bundles of one run, by what uses them.
+
+    Engines and reward models are in one placement group, `bundles`: that of the Tune trial, or one of the run's own.
+    Ray Train reserves the workers in a second group. A colocated engine is in none: it uses the GPU of its worker.
+    """
 
     workers: list[Bundle]
     engines: list[Bundle]
     reward_models: list[Bundle] = field(default_factory=list)
     strategy: str = "PACK"  # of Ray's placement groups
-    colocated: bool = False  # each engine shares the bundle and the GPU of a worker
+    labels: RoleLabels = field(default_factory=RoleLabels)
+    colocated: bool = False  # each engine runs beside a worker, on its GPU
 
     @property
     def bundles(self) -> list[Bundle]:
-        """All bundles in the order in which they are reserved."""
+        """The bundles of engines and reward models in the order in which they are reserved."""
         return [self._unordered[i] for i in self._order]
+
+    @property
+    def selectors(self) -> list[dict[str, str]]:
+        """The label selector of each of `bundles`."""
+        engines = [] if self.colocated else [self.labels.engines] * len(self.engines)
+        unordered = [*engines, *[self.labels.reward_models] * len(self.reward_models)]
+        return [dict(unordered[i]) for i in self._order]
 
     @property
     def indices(self) -> BundleIndices:
         """Indices in `bundles`."""
         index = {i: position for position, i in enumerate(self._order)}
-        first_engine = len(self.workers)
-        first_model = first_engine + (0 if self.colocated else len(self.engines))
-        ranges = range(first_engine), range(first_engine, first_model), range(first_model, len(self._unordered))
-        workers, engines, models = ([index[i] for i in unordered] for unordered in ranges)
-        return BundleIndices(workers, workers if self.colocated else engines, models)
+        first_model = len(self._unordered) - len(self.reward_models)
+        ranges = range(first_model), range(first_model, len(self._unordered))
+        return BundleIndices(*([index[i] for i in unordered] for unordered in ranges))
 
     @property
     def _unordered(self) -> list[Bundle]:
-        if self.colocated:
-            pairs = zip(self.workers, self.engines, strict=True)
-            return [*(_total(pair) for pair in pairs), *self.reward_models]
-        return [*self.workers, *self.engines, *self.reward_models]
+        return [*([] if self.colocated else self.engines), *self.reward_models]
 
     @property
     def _order(self) -> list[int]:
@@ -69,35 +90,73 @@ class ResourcePlan:
 
     def total(self) -> Bundle:
         """Returns the sum of all bundles, e.g. {"CPU": 2.0}."""
-        return _total(self._unordered)
+        return _total([*self.workers, *self._unordered])
 
     def __str__(self) -> str:
         counts = {"worker": len(self.workers), "engine": len(self.engines), "reward model": len(self.reward_models)}
         return " and ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n)
 
-    def fits(self, nodes: Sequence[Mapping[str, float]], most: int = 10_000) -> int:
-        """Returns how many such runs the empty nodes hold at once, as Ray places them one after another."""
-        free, count = [_Node(node) for node in nodes], 0
-        while count < most and self._place(free):
+    def fits(self, nodes: Sequence[Node], most: int = 10_000) -> int:
+        """Returns how many such runs the empty nodes hold at once, as Ray places their groups.
+
+        Both groups of each run find room when runs start one after another, and when the engines of all of them start
+        before the workers of the first.
+        """
+        free, count = [_FreeNode(node) for node in nodes], 0
+        while count < most and self._place_first(free) and self._place_second(free):
             count += 1
+        while count and not self._fits_engines_first(nodes, count):
+            count -= 1
         return count
 
-    def _place(self, nodes: Sequence[_Node]) -> bool:
-        """Takes one run's bundles from the nodes.
+    def _fits_engines_first(self, nodes: Sequence[Node], count: int) -> bool:
+        free = [_FreeNode(node) for node in nodes]
+        engines = all(self._place_first(free) for _ in range(count))
+        return engines and all(self._place_second(free) for _ in range(count))
+
+    def _place_first(self, nodes: Sequence[_FreeNode]) -> bool:
+        return self._place(nodes, self.bundles, self.selectors)
+
+    def _place_second(self, nodes: Sequence[_FreeNode]) -> bool:
+        return self._place(nodes, self.workers, [dict(self.labels.workers)] * len(self.workers))
+
+    def _place(
+        self, nodes: Sequence[_FreeNode], bundles: Sequence[Bundle], selectors: Sequence[Mapping[str, str]]
+    ) -> bool:
+        """Takes the bundles of a group from the nodes.
 
         Ray picks nodes by total free resources and does not retry if a node cannot fit the fractional GPUs, so it may
         place fewer runs than would fit.
         """
-        chosen = _CHOICES[self.strategy](self.bundles, [dict(node.free) for node in nodes])
-        return chosen is not None and all(nodes[i].take(b) for i, b in zip(chosen, self.bundles, strict=True))
+        able = [node.offer(selectors) for node in nodes]
+        chosen = _CHOICES[self.strategy](_labelled(bundles, selectors), able)
+        return chosen is not None and all(nodes[i].take(b) for i, b in zip(chosen, bundles, strict=True))
 
 
-class _Node:
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster: what it has in all, and its labels."""
+
+    resources: Bundle
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def _labelled(bundles: Sequence[Bundle], selectors: Sequence[Mapping[str, str]]) -> list[Bundle]:
+    """The bundles with a resource for each label selector, which only nodes with these labels have; see `offer`."""
+    return [b | ({_LABELS.format(dict(s)): 1e-9} if s else {}) for b, s in zip(bundles, selectors, strict=True)]
+
+
+class _FreeNode:
     """The free resources of a node."""
 
-    def __init__(self, resources: Mapping[str, float]) -> None:
-        self.free = dict(resources)
-        self.gpus = [1.0] * int(resources.get("GPU", 0))
+    def __init__(self, node: Node) -> None:
+        self.labels, self.free = node.labels, dict(node.resources)
+        self.gpus = [1.0] * int(node.resources.get("GPU", 0))
+
+    def offer(self, selectors: Sequence[Mapping[str, str]]) -> Bundle:
+        """What is free, with one more resource for each label selector that the node meets."""
+        met = [dict(selector) for selector in selectors if selector and _meets(self.labels, selector)]
+        return self.free | {_LABELS.format(selector): 1.0 for selector in met}
 
     def take(self, bundle: Bundle) -> bool:
         """Takes a bundle if it fits; returns whether it did."""
@@ -172,6 +231,18 @@ def _best_node(bundle: Bundle, free: Sequence[Bundle], candidates: Iterable[int]
     return max(able, key=lambda i: -sum(bundle[name] / free[i][name] for name in names), default=None)
 
 
+def _meets(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node's labels meet a selector: a value, !value, in(a,b) or !in(a,b) for each label."""
+    return all(_matches(labels.get(name), wanted) for name, wanted in selector.items())
+
+
+def _matches(value: str | None, wanted: str) -> bool:
+    if wanted.startswith("!"):
+        return not _matches(value, wanted[1:])
+    inside = re.fullmatch(r"in\((.*)\)", wanted)
+    return value in ([each.strip() for each in inside[1].split(",")] if inside else [wanted])
+
+
 def _contains(free: Mapping[str, float], bundle: Bundle) -> bool:
     return all(free.get(name, 0.0) + _TOLERANCE >= amount for name, amount in bundle.items())
 
@@ -200,8 +271,11 @@ def plan_resources(config: RunConfig) -> ResourcePlan:
     if config.scaling.use_gpu:
         worker.setdefault("GPU", 1.0)
     engine = dict(config.rollout.resources_per_engine)
+    if kind := config.scaling.accelerator_type:  # Ray Train adds it to the workers' bundles itself
+        engine |= {f"accelerator_type:{kind}": 0.001} if engine.get("GPU") else {}
     if colocated := config.rollout.placement == "colocated":
-        worker["GPU"] = engine["GPU"] = 0.5  # Ray counts half of the shared GPU for each of the two
+        engine["GPU"] = worker["GPU"]  # the same one: the worker reserves it for both
+        worker["CPU"] = worker.get("CPU", 0.0) + engine.get("CPU", 0.0)
     model = dict(config.reward.resources_per_model)
     _check_whole_gpus("scaling.resources_per_worker", worker)
     _check_whole_gpus("rollout.resources_per_engine", engine)
@@ -211,6 +285,7 @@ def plan_resources(config: RunConfig) -> ResourcePlan:
         [engine] * config.rollout.num_engines,
         [model] * (config.reward.model_replicas if config.reward.model else 0),
         config.scaling.placement_strategy,
+        RoleLabels(config.scaling.label_selector, config.rollout.label_selector, config.reward.label_selector),
         colocated,
     )
 
@@ -220,28 +295,64 @@ def _check_whole_gpus(key: str, bundle: Bundle) -> None:
         raise ConfigError(f"{key}: {count:g} GPUs are neither a whole number nor a part of one")
 
 
-def cluster_nodes() -> list[Bundle]:
-    """Returns the total resources of each live node of the cluster."""
-    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+def cluster_nodes() -> list[Node]:
+    """Returns the live nodes of the cluster."""
+    return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
 
 
 def check_room(needed: ResourcePlan) -> None:
     """Raises ConfigError, with the numbers, if even the empty cluster could not hold a plan."""
     nodes = cluster_nodes()
+    if not needed.fits(nodes, 1):
+        raise ConfigError(f"scaling: {needed} need {_lack(needed, nodes)}")
+
+
+def wait_for_room(needed: ResourcePlan, patience_s: float, notify: Notify) -> None:
+    """Returns when the cluster, if it were empty, could hold a plan; asks the autoscaler for what is missing.
+
+    Raises:
+        ConfigError: it could not after `patience_s`; the text has the numbers.
+    """
+    nodes, deadline = cluster_nodes(), time.monotonic() + patience_s
     if needed.fits(nodes, 1):
         return
-    total, cluster = needed.total(), ray.cluster_resources()
+    bundles = [*needed.workers, *needed.bundles]
+    notify(f"waiting for nodes, {patience_s:.0f} s at most: {needed} need {_lack(needed, nodes)}")
+    request_resources(bundles=bundles)
+    try:
+        while not needed.fits(cluster_nodes(), 1):
+            if time.monotonic() > deadline:
+                check_room(needed)
+            time.sleep(_LOOK_S)
+    finally:
+        request_resources(bundles=[])  # from here on placement groups ask for themselves
+
+
+def _lack(needed: ResourcePlan, nodes: Sequence[Node]) -> str:
+    """What a plan needs, and what the nodes have instead."""
+    total, cluster = needed.total(), _total([node.resources for node in nodes])
     lacking = [name for name, amount in total.items() if amount > cluster.get(name, 0.0) + _TOLERANCE]
     numbers = ", ".join(f"{total[name]:g} {name} but the cluster has {cluster.get(name, 0.0):g}" for name in lacking)
     if not numbers:
-        bundles = ", ".join(_text(bundle) for bundle in needed.bundles)
+        bundles = ", ".join(_text(bundle) for bundle in [*needed.workers, *needed.bundles])
         numbers = f"{bundles}, which cannot be placed together on {len(nodes)} nodes with {_node_texts(nodes)}"
-    raise ConfigError(f"scaling: {needed} need {numbers}")
+    return numbers
 
 
 def _text(bundle: Mapping[str, float]) -> str:
     return " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()) if amount)
 
 
-def _node_texts(nodes: Sequence[Bundle]) -> str:
-    return " and ".join(_text({name: node.get(name, 0.0) for name in ("CPU", "GPU")}) for node in nodes)
+def _node_texts(nodes: Sequence[Node]) -> str:
+    return " and ".join(_text({name: node.resources.get(name, 0.0) for name in ("CPU", "GPU")}) for node in nodes)
+
+
+def remove_groups(bundle: Bundle) -> None:
+    """Removes the placement groups whose every bundle has as much memory as this one.
+
+    Ray Train's group stays, with all that it reserves, when its controller is killed before the group is registered.
+    """
+    for key, row in placement_group_table().items():
+        same = all(reserved.get("memory") == bundle["memory"] for reserved in row["bundles"].values())
+        if same and row["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(key)))

@@ -21,6 +21,8 @@ from rlx.storage.filesystem import Storage, free_name, retry
 from rlx.types import Notify
 
 T = TypeVar("T")
+POINTER = "pointer.json"
+"""file of a checkpoint of Ray that only names the path of another one, on the same storage"""
 
 # Settings that a new run never inherits from a checkpoint: they could execute code or send data elsewhere.
 _NOT_INHERITED = ("model.trust_remote_code", "reward.url", "reward.url_key_env", "tracking.uri", "ray_address")
@@ -201,6 +203,17 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
     best_by = settings.best_by or DEFAULT_METRIC
     entry = checkpoint_catalog.find_checkpoint(folder, step or "newest", best_by, settings.best_mode)
     return join_address(address, entry.name), entry
+
+
+def pointed_checkpoint(folder: Storage) -> CheckpointEntry:
+    """Returns the complete checkpoint in a folder, or the one that the folder's pointer names.
+
+    Raises:
+        ConfigError, StorageError: there is none.
+    """
+    if (pointer := folder / POINTER).exists():
+        folder = Storage(folder.filesystem, _read(pointer, lambda: str(pointer.read_json()["path"])))
+    return _complete(checkpoint_catalog.read_checkpoint(folder))
 
 
 def inherited_settings(checkpoint: CheckpointEntry, notify: Notify) -> dict[str, Any]:

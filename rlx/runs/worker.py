@@ -1,14 +1,18 @@
 """What a Ray Train worker does with one job: it connects training to Ray, vLLM and the tracker, and trains.
 
-This is the only place where training meets Ray. Which jobs there are, and how messages reach the driver, is in
-ray_train.py.
+This is the only place where training meets Ray. Which jobs there are, and what the driver makes of reports and
+messages, is in train_run.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +20,7 @@ import ray.train
 import ray.train.torch
 import ray.util
 import torch
+import torch.distributed as dist
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
@@ -23,11 +28,15 @@ from rlx.config.sections import RewardConfig
 from rlx.mesh import Mesh
 from rlx.rewards import reward_model
 from rlx.rewards.remote import RemoteReward
+from rlx.rollout.engine_actors import EngineSpec, start_engine_here
 from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.runs import doctor, ray_train
-from rlx.runs.ray_train import WorkerSpec
+from rlx.runs import doctor
+from rlx.runs.mailbox import Box
+from rlx.runs.run_folder import POINTER
+from rlx.runs.train_run import CHECKPOINT_PATH, Message, WorkerSpec
+from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import Tracker
 from rlx.tracking.memory import NullTracker
@@ -40,11 +49,25 @@ _CLOSE_S = 5.0  # longest wait for the tracker at the end of a run
 
 
 @dataclass(frozen=True)
+class Job:
+    """A job as its workers know it."""
+
+    spec: WorkerSpec
+    box: Box
+    number: int
+    train_folder: Storage  # of the Ray Train run: that of the job's own run, unless the workers did another one before
+
+    def notify(self, message: str) -> None:
+        """Makes the driver show a message."""
+        self.box.send(Message(message))
+
+
+@dataclass(frozen=True)
 class RayReporter:
     """Reports to the run's driver through Ray Train, and to the tracker; see `training.reporting.Reporter`."""
 
     tracker: Tracker
-    mailbox: str
+    job: Job
     rank: int
 
     @property
@@ -60,57 +83,91 @@ class RayReporter:
     def flush(self) -> None:
         self.tracker.flush()
 
-    def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoint: Storage | None) -> None:
-        reported = None
-        if checkpoint and self.rank == 0:
-            reported = ray.train.Checkpoint(checkpoint.path, checkpoint.filesystem)
-        ray_train.report(self.mailbox, metrics, is_last, reported)
+    def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoints: Sequence[FinishedCheckpoint]) -> None:
+        """Gives Ray Train each checkpoint with the metrics of its own step, and then the step."""
+        step = {**metrics, "done": is_last}
+        earlier = [checkpoint for checkpoint in checkpoints if checkpoint.metrics["step"] != metrics["step"]]
+        for checkpoint in earlier:
+            self._report(checkpoint.metrics, checkpoint)
+        own = [checkpoint for checkpoint in checkpoints if checkpoint not in earlier]
+        self._report(step, own[0] if own else None)
+
+    def _report(self, metrics: Mapping[str, Any], checkpoint: FinishedCheckpoint | None) -> None:
+        if checkpoint is None:
+            ray.train.report(dict(metrics))
+            return
+        folder = checkpoint.folder
+        metrics = {**metrics, CHECKPOINT_PATH: folder.path}
+        is_own = folder.path.startswith(f"{self.job.train_folder.path}/")
+        whole = ray.train.Checkpoint(folder.path, folder.filesystem)
+        with whole_or_pointer(whole, is_own) as reported:
+            mode = ray.train.CheckpointUploadMode
+            ray.train.report(
+                metrics,
+                checkpoint=reported if self.rank == 0 else None,
+                checkpoint_upload_mode=mode.NO_UPLOAD if is_own else mode.SYNC,
+            )
 
     def should_stop(self) -> bool:
-        return self.rank == 0 and ray_train.is_to_stop(self.mailbox)
+        return self.rank == 0 and self.job.box.is_stopped(self.job.number)
+
+    def should_checkpoint(self) -> bool:
+        return ray.train.get_preemption_info() is not None
 
     def notify(self, message: str) -> None:
-        ray_train.notify(self.mailbox, message)
+        self.job.notify(message)
 
     def close(self) -> None:
         self.tracker.close(_CLOSE_S)
 
 
-def run_job(spec: WorkerSpec) -> None:
+@contextmanager
+def whole_or_pointer(checkpoint: ray.train.Checkpoint, is_whole: bool) -> Iterator[ray.train.Checkpoint]:
+    """Gives the checkpoint itself, or a small one with its address: Ray Train takes no folder of another run."""
+    if is_whole:
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, POINTER).write_text(json.dumps({"path": checkpoint.path}))
+        yield ray.train.Checkpoint.from_directory(folder)
+
+
+def run_job(spec: WorkerSpec, box: Box, number: int, train_folder: Storage) -> None:
     """Trains, or examines with the doctor, as the job says; every rank calls it."""
-    inputs = inputs_of(spec)
+    inputs = inputs_of(Job(spec, box, number, train_folder))
     trainer, collector, checkpointer = setup.build(inputs)
     if spec.examine:
         figures = doctor.examine(trainer, collector)
-        inputs.reporter.report(figures, is_last=True, checkpoint=None)
+        inputs.reporter.report(figures | {"step": 0}, is_last=True, checkpoints=[])
     else:
         loop.train(trainer, collector, checkpointer, inputs.reporter)
     setup.close(trainer, collector, checkpointer, inputs.reporter)
 
 
-def inputs_of(spec: WorkerSpec) -> TrainingInputs:
+def inputs_of(job: Job) -> TrainingInputs:
     """What training needs, connected to this worker's Ray cluster.
 
     Raises:
         ConfigError: this worker's node does not see the run's folder.
     """
+    spec = job.spec
     config = RunConfig.model_validate(spec.config)
     if not spec.examine:
         _check_folder(spec.folder)
     rank = ray.train.get_context().get_world_rank()
     device = ray.train.torch.get_device()
     names = ["train", "held_out", *(["ptx"] if config.data.ptx_source else [])]
-    notify = partial(ray_train.notify, spec.mailbox)
-    is_recorded = rank == 0 and not spec.examine
-    tracker = OutboxTracker(spec.tracking_uri, spec.folder, "rank_0", notify) if is_recorded else NullTracker()
+    tracker: Tracker = NullTracker()
+    if rank == 0 and spec.tracking:
+        tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify)
     return TrainingInputs(
         config=config,
         model_path=spec.model_path,
         device=device,
         tables={name: prompt_table(name) for name in names},
         folder=spec.folder,
-        reporter=RayReporter(tracker, spec.mailbox, rank),
-        connect_engines=partial(_connect_engines, config, spec, device),
+        reporter=RayReporter(tracker, job, rank),
+        connect_engines=partial(_connect_engines, config, job, device),
         connect_scorers=partial(_connect_scorers, config.reward, config.rollout.timeout_s, spec.reward_models),
     )
 
@@ -130,9 +187,10 @@ def _check_folder(folder: Storage) -> None:
 
 
 def _connect_engines(
-    config: RunConfig, spec: WorkerSpec, device: torch.device, mesh: Mesh, weights: WeightSource
+    config: RunConfig, job: Job, device: torch.device, mesh: Mesh, weights: WeightSource
 ) -> EngineGroup:
-    rollout, engines, dtype = config.rollout, spec.engines, getattr(torch, config.model.dtype)
+    rollout, dtype = config.rollout, getattr(torch, config.model.dtype)
+    engines = _engines_beside(job.spec.engine_spec) if job.spec.engine_spec else job.spec.engines
     # An engine's own process takes adapters and writes them to a file for vLLM; they have no direct way.
     adapters_only = config.model.lora_sync == "adapter"
     return EngineGroup(
@@ -140,9 +198,16 @@ def _connect_engines(
         mesh=mesh,
         sync=WeightSync(engines, mesh, device, dtype, None if adapters_only else rollout.transport),
         retries=rollout.retries,
-        notify=partial(ray_train.notify, spec.mailbox),
+        notify=job.notify,
         weights=weights,
     )
+
+
+def _engines_beside(spec: EngineSpec) -> list[Any]:
+    """Starts an engine on the GPU of each rank; returns those of all ranks, in their order. A collective call."""
+    engines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(engines, start_engine_here(spec))
+    return engines
 
 
 def _connect_scorers(

@@ -36,6 +36,7 @@ class FinishedCheckpoint:
 
     folder: Storage
     seconds: float  # that writing took, while training continued
+    metrics: Mapping[str, float]  # of its own step, with the newest evaluation and "step"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class CheckpointWriter:
     """One rank's part in writing the checkpoints of a run.
 
     The constructor, `save`, `newest_checkpoint`, `verified_checkpoint` and `close` are collective: every rank calls
-    them in the same order. `wait` and `finished_checkpoint` look at this rank's thread alone.
+    them in the same order. `wait`, `has_finished` and `finished_checkpoint` look at this rank's thread alone.
     """
 
     def __init__(self, run: Storage, retention: Retention) -> None:
@@ -66,7 +67,7 @@ class CheckpointWriter:
         self._ranks = RankGroup()
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")
         self._writing: Future[FinishedCheckpoint] | None = None
-        self._finished: FinishedCheckpoint | None = None
+        self._finished: list[FinishedCheckpoint] = []  # not taken yet, oldest first
         _delete_leftovers()
 
     def save(self, shards: Mapping[str, Shard], manifest: Manifest) -> None:
@@ -91,22 +92,25 @@ class CheckpointWriter:
         if self._writing:
             writing, self._writing = self._writing, None
             try:
-                self._finished = writing.result(_WRITE_TIMEOUT_S)
+                self._finished.append(writing.result(_WRITE_TIMEOUT_S))
             except TimeoutError:
                 raise StorageError(
                     f"{self.run.path}: a checkpoint is not written after {_WRITE_TIMEOUT_S:.0f} s"
                 ) from None
 
+    def has_finished(self) -> bool:
+        """Whether `finished_checkpoint` has something to return or to raise."""
+        return bool(self._finished) or (self._writing is not None and self._writing.done())
+
     def finished_checkpoint(self) -> FinishedCheckpoint | None:
-        """Returns the checkpoint that has been completed since the last call, None if there is none.
+        """Returns the oldest checkpoint that has been completed and not returned yet, None if there is none.
 
         Raises:
             StorageError: it could not be written.
         """
         if self._writing and self._writing.done():
             self.wait()
-        finished, self._finished = self._finished, None
-        return finished
+        return self._finished.pop(0) if self._finished else None
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written, then ends the thread and the process group. Collective."""
@@ -198,7 +202,8 @@ class CheckpointWriter:
             self._ranks.on_first(prune, f"pruning {self.run.path}")
         except StorageError as error:
             raise StorageError(str(error) + self._discard(folder)) from error
-        return FinishedCheckpoint(folder, time.monotonic() - started)
+        metrics = {**manifest.metrics, **manifest.evaluation, "step": manifest.step}
+        return FinishedCheckpoint(folder, time.monotonic() - started, metrics)
 
     def _discard(self, folder: Storage) -> str:
         """Deletes a half-written checkpoint; returns the end of an error's text: which checkpoint is the newest."""

@@ -17,7 +17,7 @@ Example:
     from rlx.sweeps.records import SweepPlan
 
     storage = open_storage("storage")
-    launch.connect(None, plan_resources(RunConfig()))
+    launch.connect(RunConfig(), plan_resources(RunConfig()))
     plan = tuner.create_sweep(SweepPlan("s", {"train": {"steps": 4}}, "my_space.py", trials=2), storage)
     records = tuner.run_sweep(plan, storage, watch=lambda trial, settings, metrics, state: print(trial, state))
     print({name: record.state for name, record in records.items()})

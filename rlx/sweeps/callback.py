@@ -11,8 +11,8 @@ import re
 import signal
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from ray.tune.experiment import Trial
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, trial_name
+from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState
 from rlx.sweeps.trainable import newest_attempt
-from rlx.tracking.base import RunStatus
+from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
@@ -54,16 +54,16 @@ class SweepCallback(tune.Callback):
     watch: Watch = staticmethod(lambda trial, settings, metrics, state: None)
     interrupted = False
 
-    def __init__(self, plan: SweepPlan, folder: Storage) -> None:
+    def __init__(self, plan: SweepPlan, log: TrialLog) -> None:
         self.statuses: dict[str, RunStatus] = {}  # by trial, the status with which its MLflow run is to end
-        self.steps, self.log = plan.config.train.steps, TrialLog(plan.tracking_uri, folder)
+        self.steps, self.log = plan.config.train.steps, log
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         if iteration == 0:  # Tune has installed its signal handler by now
             _confirm_interrupts()
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.statuses[trial_name(trial)] = RunStatus.KILLED  # until another end is recorded
+        self.statuses[str(trial)] = RunStatus.KILLED  # until another end is recorded
         self._show(trial, {}, "running")
 
     def on_trial_result(
@@ -73,14 +73,14 @@ class SweepCallback(tune.Callback):
         self._show(trial, result, "running")
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.statuses[trial_name(trial)] = RunStatus.FINISHED
+        self.statuses[str(trial)] = RunStatus.FINISHED
         is_done = trial.last_result.get("step", 0) >= self.steps
         state = TrialState.FINISHED if is_done else TrialState.STOPPED
         self.log.end_trial(trial, state)
         self._show(trial, trial.last_result, state)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.statuses[trial_name(trial)] = RunStatus.FAILED
+        self.statuses[str(trial)] = RunStatus.FAILED
         self.log.end_trial(trial, TrialState.FAILED, _error_message(trial))
         self.log.end_mlflow_run(trial, RunStatus.FAILED)
         self._show(trial, trial.last_result, TrialState.FAILED)
@@ -91,57 +91,70 @@ class SweepCallback(tune.Callback):
         Tune makes no other call for the trials of an interrupted sweep.
         """
         for trial in trials:
-            if status := self.statuses.get(trial_name(trial)):
+            if status := self.statuses.get(str(trial)):
                 self.log.end_mlflow_run(trial, status)
+        self.log.flush()
         waiting = any(trial.status in (Trial.PENDING, Trial.PAUSED) for trial in trials)
         SweepCallback.interrupted = waiting or RunStatus.KILLED in self.statuses.values()
 
     @_harmless
     def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
-        SweepCallback.watch(trial_name(trial), trial.config, metrics, state)
+        SweepCallback.watch(str(trial), trial.config, metrics, state)
 
 
 class TrialLog:
-    """Records what trials report and how they end: in the sweep's folder and in the tracking service."""
+    """Records what trials report and how they end: in the sweep's folder and in the tracking service.
 
-    def __init__(self, uri: str, folder: Storage) -> None:
-        self.uri, self.folder, self.records = uri, folder, TrialRecords(folder)
+    Writing to either may take seconds, so threads do it.
+    """
+
+    def __init__(self, tracking: TrackingService, folder: Storage, records: TrialRecords) -> None:
+        self.tracking, self.folder, self.records = tracking, folder, records
+        self._thread = ThreadPoolExecutor(1, "trial-log")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_thread"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     @_harmless
     def add_report(self, trial: Trial, result: Mapping[str, Any]) -> None:
         """Records the accuracy of a report that comes with an evaluation."""
         if "time/eval" not in result:
             return
-        record = self.records.read(trial_name(trial))
+        record = self.records.read(str(trial))
         earlier = [report for report in record.reports if report[0] < result["step"]]
         new = {"settings": dict(trial.config), "reports": [*earlier, (result["step"], result[DEFAULT_METRIC])]}
-        self.records.write(trial_name(trial), record.model_copy(update=new))
+        self.records.write(str(trial), record.model_copy(update=new))
 
     @_harmless
     def end_trial(self, trial: Trial, state: TrialState, message: str = "") -> None:
         """Records how a trial ended, unless that is known already."""
-        record = self.records.read(trial_name(trial))
+        record = self.records.read(str(trial))
         if not record.is_over:
             if state is TrialState.STOPPED:
-                with self._tracker(trial, "sweep") as tracker:
-                    tracker.set_tags({"rlx.stopped": str(trial.last_result.get("step", 0))})
-            self.records.write(trial_name(trial), record.model_copy(update={"state": state, "message": message}))
+                self._later(trial, "sweep", lambda log: log.set_tags({"rlx.stopped": str(trial.last_result["step"])}))
+            self.records.write(str(trial), record.model_copy(update={"state": state, "message": message}))
 
-    @_harmless
     def end_mlflow_run(self, trial: Trial, status: RunStatus) -> None:
         """Ends the MLflow run of a trial's newest run, and sends what the trial's process has not sent."""
-        if run_folder.exists(self._newest_run(trial)):
-            with self._tracker(trial, "driver") as tracker:
-                tracker.end(status)
+        self._later(trial, "driver", lambda log: log.end(status))
 
-    def _newest_run(self, trial: Trial) -> Storage:
-        return self.folder / "runs" / newest_attempt(self.folder, trial_name(trial))
+    def flush(self) -> None:
+        """Waits until everything is written or sent."""
+        self._thread.submit(self.records.flush).result()
 
-    @contextmanager
-    def _tracker(self, trial: Trial, writer: str) -> Iterator[OutboxTracker]:
-        tracker = OutboxTracker(self.uri, self._newest_run(trial), writer)
-        yield tracker
-        tracker.close(1)
+    def _later(self, trial: Trial, writer: str, what: Callable[[OutboxTracker], None]) -> None:
+        self._thread.submit(self._write, str(trial), writer, what)
+
+    @_harmless
+    def _write(self, name: str, writer: str, what: Callable[[OutboxTracker], None]) -> None:
+        run = self.folder / "runs" / newest_attempt(self.folder, name)
+        if run_folder.exists(run):
+            tracker = OutboxTracker(self.tracking, run, writer)
+            what(tracker)
+            tracker.close(1)
 
 
 def _confirm_interrupts() -> None:

@@ -5,21 +5,24 @@ A resume reads nothing else. Left out: the runs of the trials, which have folder
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from ray.tune.experiment import Trial
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.config.sections import SchedulerName, SearchName
+from rlx.config.sections import ReuseName, SchedulerName, SearchName
 from rlx.runs import preflight
 from rlx.runs.resources import ResourcePlan, plan_resources
-from rlx.storage.filesystem import Storage, retry
+from rlx.storage.filesystem import Storage, StorageError, retry
+from rlx.tracking.base import TrackingService
+from rlx.tracking.tracker import service_at
 
 
 class TrialState(StrEnum):
@@ -43,6 +46,7 @@ class SweepPlan:
     scheduler: SchedulerName = "none"
     seeds: int = 1  # runs of each setting
     max_concurrent: int | None = None
+    reuse: ReuseName = "engines"  # what stays in a trial's process for the next trial
     space_fingerprint: str = ""
 
     @cached_property
@@ -57,6 +61,11 @@ class SweepPlan:
     @property
     def tracking_uri(self) -> str:
         return preflight.tracking_uri(self.config.tracking, self.config.storage)
+
+    @property
+    def tracking(self) -> TrackingService:
+        """Where the sweep's records go, from this process."""
+        return service_at(self.tracking_uri)
 
 
 class TrialRecord(BaseModel):
@@ -80,10 +89,22 @@ class TrialRecord(BaseModel):
 
 
 class TrialRecords:
-    """The records of a sweep's trials, one file each. Only the driver writes them."""
+    """The records of a sweep's trials, one file each. Only the driver writes them.
+
+    A thread writes the files, so that a slow storage does not hold up the sweep; `flush` waits for it.
+    """
 
     def __init__(self, sweep: Storage) -> None:
         self.folder = sweep / "trials"
+        self._written: dict[str, TrialRecord] = {}  # by this process, the newest of each trial
+        self._waiting: dict[str, TrialRecord] = {}  # for the thread
+        self._lock, self._thread = threading.Lock(), ThreadPoolExecutor(1, "trial-records")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder}  # Tune pickles what refers to the records; a copy reads the files
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["folder"].parent)  # type: ignore[misc]
 
     def read(self, name: str) -> TrialRecord:
         """Returns a trial's record.
@@ -91,22 +112,51 @@ class TrialRecords:
         Raises:
             ConfigError: the file is not what rlx wrote.
         """
+        if name in self._written:
+            return self._written[name]
         file = self.folder / f"{name}.json"
         try:
             return TrialRecord.model_validate_json(retry(file.read_text, f"reading {file.path}"))
         except ValueError:  # pydantic's errors are among them, and bytes that are not text
             raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
 
+    def find(self, name: str) -> TrialRecord | None:
+        """Returns a trial's record; None if it was not written yet."""
+        return self.read(name) if name in self._written or (self.folder / f"{name}.json").exists() else None
+
     def write(self, name: str, record: TrialRecord) -> None:
-        file = self.folder / f"{name}.json"
-        retry(partial(file.write_text, record.model_dump_json()), f"writing {file.path}")
+        """Replaces a record; its file follows."""
+        with self._lock:
+            self._written[name] = self._waiting[name] = record
+        self._thread.submit(self._write_waiting)
+
+    def flush(self) -> None:
+        """Waits until the files are written.
+
+        Raises:
+            StorageError: the storage keeps failing.
+        """
+        self._thread.submit(self._write_waiting).result()
 
     def all(self) -> dict[str, TrialRecord]:
         """Returns the records of all trials by name."""
+        self.flush()
         names = [name.removesuffix(".json") for name in self.folder.names() if name.endswith(".json")]
         return {name: self.read(name) for name in names}
 
+    def _write_waiting(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for name, record in waiting.items():
+            file = self.folder / f"{name}.json"
+            try:
+                retry(partial(file.write_text, record.model_dump_json()), f"writing {file.path}")
+            except StorageError:
+                with self._lock:
+                    self._waiting = {name: record} | self._waiting
+                raise
 
-def trial_name(trial: Trial) -> str:
-    """Returns trial_00003 and the like: the trial's number in the sweep, whenever and wherever it runs."""
-    return f"trial_{trial.trial_id}"
+
+def trial_name(number: int) -> str:
+    """Returns the name of a trial: trial_00003."""
+    return f"trial_{number:05d}"

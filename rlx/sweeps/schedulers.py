@@ -35,7 +35,7 @@ class Schedule:
     steps: int  # of each trial
     eval_every: int  # steps between evaluations; 0: only after the last step
     space: Space
-    steps_done: Mapping[str, int] = field(default_factory=dict)  # by trial id, before a resume
+    steps_done: Mapping[str, int] = field(default_factory=dict)  # by trial name, before a resume
 
     @property
     def first_rung(self) -> int:
@@ -97,19 +97,15 @@ REPLAYING = ("asha", "hyperband", "median")
 
 
 class _ResumablePopulation(PopulationBasedTraining):
-    """Ray's scheduler, but a resume does not delay a trial's next change, and finished trials are left alone."""
+    """Ray's scheduler, but it looks at evaluations alone, once each, and leaves finished trials as they are."""
 
     def __init__(self, schedule: Schedule, **options: Any) -> None:
         super().__init__(**options)
-        self.steps, self.steps_done = schedule.steps, schedule.steps_done
-
-    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
-        super().on_trial_add(tune_controller, trial)
-        done = self.steps_done.get(trial.trial_id, 0)
-        self._trial_state[trial].last_perturbation_time = done - done % self._perturbation_interval
+        self.schedule = schedule
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
-        if result[_TIME] >= self.steps:
+        step, seen = result[_TIME], (0, self.schedule.steps_done.get(str(trial)))
+        if step % self.schedule.first_rung or step in seen or step >= self.schedule.steps:
             return TrialScheduler.CONTINUE
         return str(super().on_trial_result(tune_controller, trial, result))
 

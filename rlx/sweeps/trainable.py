@@ -1,37 +1,42 @@
-"""A trial of a sweep in its own process: a function trainable that does one run and passes its reports on to Tune.
+"""`Trial`: a trial of a sweep as Ray Tune knows it, which does one run of rlx.runs in its own process.
 
-The process stays for the next trial, and the run's engines and workers with it.
+The process stays for the next trial (`reuse_actors`), and the engines with it. A trial reports each step of its run;
+its checkpoint is a pointer: a small folder with the address of the run's newest complete checkpoint.
 Left out: which trials there are (`trial_source`) and when they stop (`schedulers`).
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray import tune
-from ray.tune.trainable.function_trainable import wrap_function
 
+from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
-from rlx.runs.run_folder import exists, saved_config
+from rlx.runs.processes import RunProcesses
+from rlx.runs.resources import ResourcePlan
+from rlx.runs.run_folder import POINTER, exists, saved_config, write
+from rlx.runs.train_run import CHECKPOINT_PATH, NoRoomError, RunError, RunStopped
 from rlx.storage.addresses import join_address
 from rlx.storage.filesystem import Storage
-from rlx.sweeps import space
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
-from rlx.sweeps.schedulers import PAUSING, REPLAYING
+from rlx.sweeps.schedulers import REPLAYING
+from rlx.tracking.base import TrackingService
+from rlx.types import OnReport
 
-_POINTER = "pointer.json"
+_FAILURE = "failed.txt"
 _START = ("checkpoint.init_from", "checkpoint.init_state")
+_END_S = 120.0  # longest wait for the end of a run that has reported its last step, or was stopped
 
 
 @dataclass(frozen=True)
@@ -51,85 +56,199 @@ class Attempt:
         return self.name == self.trial
 
 
-def trainable(plan: SweepPlan, storage: Storage) -> Any:
-    """Returns a trial in the form that Tune asks for; Tune reserves all that the trial's run needs at once."""
-    tables = _shared_tables(plan)
+@dataclass(frozen=True)
+class SharedInputs:
+    """What the driver has made once for all trials of a sweep."""
 
-    def trial(settings: dict[str, Any]) -> None:
-        _run_trial(plan, storage, settings, ray.get(tables) if tables else None)
-
-    class Trainable(wrap_function(trial, name="trial")):  # type: ignore[misc]
-        # Tune pickles the class by value: imports inside the methods are those of the trial's process.
-        def reset_config(self, new_config: dict[str, Any]) -> bool:  # another trial follows in this process
-            from rlx.runs.launch import kept_group
-
-            kept_group.stop()
-            os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
-            return bool(super().reset_config(new_config))
-
-        def cleanup(self) -> None:  # no other trial follows
-            from rlx.runs.launch import kept_group
-
-            kept_group.stop()
-            kept_group.release()
-            super().cleanup()
-
-    Trainable.__name__ = "trial"
-    needed = plan.resources
-    bundles = tune.PlacementGroupFactory([{}, *needed.bundles], strategy=needed.strategy)  # {}: the trial's own process
-    return tune.with_resources(Trainable, bundles)
+    tracking: TrackingService
+    model_path: str | None = None  # the model's folder or name; None if it differs from trial to trial
+    tables: Mapping[str, Any] | None = None  # the prompts; None if they differ
 
 
-def _shared_tables(plan: SweepPlan) -> Any:
-    """Puts the prompt tables into the object store, once for all trials; None if the trials' prompts differ."""
-    decisive = ("data.", "eval.", "model.")
-    if any(key.startswith(decisive) for key in space.load_space(plan.space, plan.tree)):
-        return None
-    config = plan.config
-    return ray.put(preflight.prompt_tables(config, preflight.model_folder(config.model.path, config.storage)))
+# ---------------------------------------------------------------------------------------------------------------------
+# Ray Tune's class
 
 
-def _run_trial(plan: SweepPlan, storage: Storage, settings: dict[str, Any], tables: Any) -> None:
-    """Does a trial's run, or its remaining steps, in the trial's own process."""
-    name, folder = tune.get_context().get_trial_name(), storage / "sweeps" / plan.name
-    record = TrialRecords(folder).read(name)
-    if plan.scheduler in REPLAYING:
-        for step, accuracy in record.reports:
-            tune.report({"step": step, DEFAULT_METRIC: accuracy})
-    if record.is_over:
-        return
-    attempt = _current_attempt(plan, folder, name, record.model_copy(update={"settings": settings}))
-    overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
-    prepared = preflight.prepare(from_tree(with_overrides(plan.tree, overrides)), tables=tables)
-    launch.connect(prepared.config.ray_address, prepared.resources)
-    runs = folder / "runs"
-    launch.run(
-        prepared,
-        runs / attempt.name,
-        resume=exists(runs / attempt.name),
-        parent=Parent(folder if attempt.is_first else runs / name, _tags(plan.name, attempt)),
-        on_report=functools.partial(_report_to_tune, plan.scheduler in PAUSING),
-        keep=True,
+class Trial(tune.Trainable):
+    """One trial; `tune.with_parameters` gives it the sweep's plan."""
+
+    thread: RunThread | None  # of the run that it does now
+    start: str  # path of the checkpoint that it starts from, "" if it begins or continues by itself
+    checkpoint: str  # path of its newest complete one, "" if there is none
+
+    def setup(self, config: dict[str, Any], plan: SweepPlan, storage: Storage, shared: SharedInputs) -> None:
+        """
+        Args:
+            config: the settings that the search has chosen.
+        """
+        self.plan, self.storage, self.shared = plan, storage, shared
+        self.processes = RunProcesses(plan.reuse)
+        self._begin()
+
+    def step(self) -> dict[str, Any]:
+        """Waits for the next step of the run; the last one is `done`."""
+        if self.replayed:
+            return self.replayed.pop(0)
+        self.thread = self.thread or RunThread(partial(self._run, dict(self.config), self.start))
+        report = self.thread.next_report()
+        self.checkpoint = report.get(CHECKPOINT_PATH, self.checkpoint)
+        return report | {"should_checkpoint": CHECKPOINT_PATH in report}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, POINTER).write_text(json.dumps({"path": self.checkpoint}))
+
+    def load_checkpoint(self, checkpoint: str) -> None:
+        """Continues from a checkpoint, of this trial or of another one, from now on."""
+        self._end()
+        self.start = self.checkpoint = str(json.loads(Path(checkpoint, POINTER).read_text())["path"])
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Another trial follows in this process, or this one with other settings."""
+        self._end()
+        self.config = new_config
+        self._begin()
+        return True
+
+    def cleanup(self) -> None:
+        self._end()
+        self.processes.close()
+
+    def _begin(self) -> None:
+        self.thread, self.start, self.checkpoint = None, "", ""
+        self.record = self._records().find(self.trial_name) or TrialRecord(settings=self.config)
+        reports = self.record.reports if self.plan.scheduler in REPLAYING else []
+        self.replayed: list[dict[str, Any]] = [{"step": step, DEFAULT_METRIC: value} for step, value in reports]
+        if self.record.is_over:
+            self.replayed = [*self.replayed[:-1], {"step": self.record.step, **dict(*self.replayed[-1:]), "done": True}]
+
+    def _end(self) -> None:
+        if self.thread:
+            self.thread.end(self.processes.stop)
+        self.thread = None
+
+    def _records(self) -> TrialRecords:
+        return TrialRecords(self.storage / "sweeps" / self.plan.name)
+
+    def _run(self, settings: dict[str, Any], start: str, on_report: OnReport) -> None:
+        """Does the trial's run, or its remaining steps; in a thread."""
+        record = self.record.model_copy(update={"settings": settings})
+        attempt = current_attempt(self.plan, self.storage, self.trial_name, record, start)
+        run_trial(self.plan, self.storage, settings, attempt, self.shared, self.processes, on_report)
+
+
+class RunThread:
+    """A run in a thread of its own, whose reports wait to be taken."""
+
+    def __init__(self, run: Callable[[OnReport], None]) -> None:
+        self._items: queue.Queue[dict[str, Any] | Exception] = queue.Queue()
+        self._run, self._is_done = run, False
+        self._thread = threading.Thread(target=self._work, daemon=True, name="run")
+        self._thread.start()
+
+    def next_report(self) -> dict[str, Any]:
+        """Waits for the metrics of the next step.
+
+        Raises:
+            RunError: the run has failed.
+        """
+        item = self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        self._is_done = bool(item.get("done"))
+        return item
+
+    def end(self, stop: Callable[[], None]) -> None:
+        """Returns when the run has ended; one that has not reported its last step is stopped first."""
+        if not self._is_done:
+            stop()
+        self._thread.join(_END_S)
+
+    def _work(self) -> None:
+        try:
+            self._run(lambda metrics, checkpoint: self._items.put(metrics))
+        except Exception as error:
+            self._items.put(RunError(one_line(error, 500)))
+
+
+def trainable(plan: SweepPlan, storage: Storage, shared: SharedInputs) -> Any:
+    """Returns a trial in the form that Tune asks for, with what its engines and reward models reserve."""
+    made = tune.with_parameters(Trial, plan=plan, storage=storage, shared=shared)
+    return tune.with_resources(made, trial_resources(plan.resources))
+
+
+def trial_resources(needed: ResourcePlan) -> tune.PlacementGroupFactory:
+    """Returns the placement group of a trial. Its first bundle is that of the trial's own process, which needs none."""
+    if not needed.bundles:
+        return tune.PlacementGroupFactory([{"memory": 1.0}])  # Tune takes no empty group
+    return tune.PlacementGroupFactory(
+        [{}, *needed.bundles], strategy=needed.strategy, bundle_label_selector=needed.selectors
     )
 
 
-def _report_to_tune(with_checkpoint: bool, metrics: dict[str, Any], checkpoint: str | None) -> None:
-    if checkpoint is None or not with_checkpoint:
-        tune.report(metrics)
-        return
-    with tempfile.TemporaryDirectory() as pointer:  # Tune's checkpoint holds the name of ours
-        Path(pointer, _POINTER).write_text(json.dumps(checkpoint.split("/")[-2:]))
-        tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(pointer))
+# ---------------------------------------------------------------------------------------------------------------------
+# A trial's runs
 
 
-def _current_attempt(plan: SweepPlan, folder: Storage, name: str, record: TrialRecord) -> Attempt:
-    """Returns the run that a trial continues or begins; `record` has the settings that Tune gives it now."""
-    newest, start = newest_attempt(folder, name), _start_from_other(plan, name)
+def run_trial(
+    plan: SweepPlan,
+    storage: Storage,
+    settings: Mapping[str, Any],
+    attempt: Attempt,
+    shared: SharedInputs,
+    processes: RunProcesses,
+    on_report: OnReport,
+) -> None:
+    """Does one run of a trial, or its remaining steps; a run that failed by itself fails again.
+
+    Raises:
+        RunError: it failed.
+        RunStopped: the trial was stopped.
+    """
+    sweep, runs = storage / "sweeps" / plan.name, storage / "sweeps" / plan.name / "runs"
+    folder = runs / attempt.name
+    if message := failure_of(folder):
+        raise RunError(message)
+    overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
+    config = from_tree(with_overrides(plan.tree, overrides))
+    prepared = preflight.prepare(config, tables=shared.tables, model_path=shared.model_path)
+    prepared = replace(prepared, tracking_service=shared.tracking)
+    launch.connect(prepared.config, prepared.resources)
+    parent = Parent(sweep if attempt.is_first else runs / attempt.trial, _tags(plan.name, attempt))
+    try:
+        launch.run(prepared, folder, resume=exists(folder), parent=parent, on_report=on_report, processes=processes)
+    except RunStopped:
+        pass
+    except (RunError, ConfigError) as error:
+        if not isinstance(error, NoRoomError):
+            write(folder / _FAILURE, str(error))  # Tune tries a trial again: its process may have been lost
+        raise
+
+
+def failure_of(folder: Storage) -> str | None:
+    """Returns why a run failed by itself, as it would again; None if it did not."""
+    file = folder / _FAILURE
+    return file.read_text() if file.exists() else None
+
+
+def forgive(folder: Storage) -> None:
+    """Lets a run that has failed be tried again."""
+    (folder / _FAILURE).delete()
+
+
+def current_attempt(plan: SweepPlan, storage: Storage, name: str, record: TrialRecord, start: str) -> Attempt:
+    """Returns the run that a trial continues or begins.
+
+    Args:
+        record: with the settings that Tune gives the trial now.
+        start: path of the checkpoint that Tune has given it, "" if none.
+    """
+    folder = storage / "sweeps" / plan.name
+    newest, settings = newest_attempt(folder, name), _start_from_other(plan, name, start)
     saved_folder = folder / "runs" / newest
-    if start:
+    if settings:
         saved = saved_config(saved_folder)
-        is_same = with_overrides(saved, {**record.settings, **start}) == saved
-        return Attempt(name, newest if is_same else f"{name}.{attempt_number(newest) + 1}", start)
+        is_same = with_overrides(saved, {**record.settings, **settings}) == saved
+        return Attempt(name, newest if is_same else f"{name}.{attempt_number(newest) + 1}", settings)
     if attempt_number(newest) >= record.attempts and exists(saved_folder):
         saved = flatten(from_tree(saved_config(saved_folder)))
         return Attempt(name, newest, {key: saved[key] for key in (*record.settings, *_START)})  # as it began
@@ -138,9 +257,10 @@ def _current_attempt(plan: SweepPlan, folder: Storage, name: str, record: TrialR
 
 def newest_attempt(folder: Storage, trial: str) -> str:
     """Returns the name of a trial's last run so far; of its first one if there is none yet."""
-    runs = folder / "runs"
-    attempts = [name for name in runs.names() if name.partition(".")[0] == trial and exists(runs / name)]
-    return max(attempts, key=attempt_number, default=trial)
+    number = 1
+    while exists(folder / "runs" / f"{trial}.{number + 1}"):
+        number += 1
+    return trial if number == 1 else f"{trial}.{number}"
 
 
 def attempt_number(attempt: str) -> int:
@@ -148,16 +268,11 @@ def attempt_number(attempt: str) -> int:
     return int(attempt.partition(".")[2] or 1)
 
 
-def _start_from_other(plan: SweepPlan, name: str) -> dict[str, Any]:
-    """Returns the settings by which a run starts from another trial's checkpoint, if Tune has given the trial one."""
-    handed_over = tune.get_checkpoint()
-    if handed_over is None:
+def _start_from_other(plan: SweepPlan, name: str, start: str) -> dict[str, Any]:
+    """Returns the settings by which a run starts from another trial's checkpoint; none if it is the trial's own."""
+    if not start or start.split("/")[-2].partition(".")[0] == name:
         return {}
-    with handed_over.as_directory() as pointer:
-        attempt, step = json.loads(Path(pointer, _POINTER).read_text())
-    if attempt.partition(".")[0] == name:
-        return {}
-    address = join_address(plan.config.storage, "sweeps", plan.name, "runs", attempt, step)
+    address = join_address(plan.config.storage, "sweeps", plan.name, "runs", *start.split("/")[-2:])
     return dict(zip(_START, (address, "all"), strict=True))
 
 

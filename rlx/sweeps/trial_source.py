@@ -7,19 +7,16 @@ Left out: how settings are chosen (`searchers`), and running the trials (`tuner`
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.tune.experiment import Experiment, Trial
-from ray.tune.experiment.config_parser import _create_trial_from_spec, _make_parser
+from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
-from ray.tune.search.search_algorithm import SearchAlgorithm
 
 from rlx.config.sections import DEFAULT_METRIC
-from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState
-from rlx.sweeps.space import Space, complete_settings
+from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState, trial_name
+from rlx.sweeps.space import MODE, Space, complete_settings
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class TrialOptions:
 
     count: int  # settings to try
     seeds: Sequence[int] = ()  # of the runs of each setting; none: the sweep does not set the seed
-    limit: int | None = None  # maximum number of trials at once, in addition to the limit of the cluster
+    limit: Callable[[], int] | None = None  # how many trials may run at once, now; None: Tune decides
     replays: bool = False  # give Tune again the trials that are over
     pausing: bool = False  # a trial may be paused, and continue in the process of another
 
@@ -71,7 +68,7 @@ class SeededSearch:
             self._search.on_trial_complete(str(setting), result, error=not known)
 
 
-class TrialSource(SearchAlgorithm):
+class TrialSource(Searcher):
     """The trials of a sweep as Tune asks for them: settings in the order of the search, each with all seeds."""
 
     def __init__(
@@ -87,61 +84,45 @@ class TrialSource(SearchAlgorithm):
             space: the domains of the search.
             known: records of the trials before a resume, by name; None: those in `records`.
         """
-        self._search, self._records, self._options = SeededSearch(search, space, options), records, options
-        self._known = records.all() if known is None else known
-        self._trials: list[Trial] = []  # given to Tune so far
+        super().__init__(DEFAULT_METRIC, MODE)
+        self._seeded, self._records, self._options = SeededSearch(search, space, options), records, options
+        self._known = dict(records.all() if known is None else known)
+        self._numbers: dict[str, int] = {}  # by Tune's id of each trial that it was given
+        self._live: set[str] = set()  # ids of those that are not over
         self._next_number = 0
-        self._finished = False
 
-    @property
-    def total_samples(self) -> int:
-        return len(self._trials)
+    def name_of(self, trial: Trial) -> str:
+        """Returns trial_00003 and the like: a trial's number in the sweep, whenever and wherever it runs."""
+        return trial_name(self._numbers[trial.trial_id])
 
-    def add_configurations(self, experiments: Any) -> None:
-        self._experiment: Experiment = experiments[0] if isinstance(experiments, list) else experiments
-
-    def next_trial(self) -> Trial | None:
-        """Returns the next trial that is to run; None if there is none now."""
-        live = sum(trial.status in (Trial.PENDING, Trial.RUNNING) for trial in self._trials)
-        if self._finished or (self._options.limit and live >= self._options.limit):
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        """Returns the settings of the next trial that is to run; None if there is none now."""
+        if self._options.limit and len(self._live) >= self._options.limit():
             return None
-        while (settings := self._search.settings_of(self._next_number)) is not None:
+        while (settings := self._seeded.settings_of(self._next_number)) is not None:
             number, self._next_number = self._next_number, self._next_number + 1
-            name = f"trial_{number:05d}"
-            record = self._known.get(name)
+            record = self._known.get(trial_name(number))
             if record and record.is_over and (not self._options.replays or record.state is TrialState.FAILED):
                 failed = record.state is TrialState.FAILED or not record.reports
-                self._search.tell(number, None if failed else record.reports[-1][1])
+                self._seeded.tell(number, None if failed else record.reports[-1][1])
                 continue
             if record is None:
-                self._records.write(name, record := TrialRecord(settings=settings))
-            self._trials.append(self._make_trial(f"{number:05d}", record.settings))
-            return self._trials[-1]
-        self._finished = self._search.is_exhausted
-        return None
-
-    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        pass
+                self._records.write(trial_name(number), record := TrialRecord(settings=settings))
+            self._numbers[trial_id] = number
+            self._live.add(trial_id)
+            return dict(record.settings)
+        return Searcher.FINISHED if self._has_ended() else None
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        self._search.tell(int(trial_id), None if error else (result or {}).get(DEFAULT_METRIC))
+        self._live.discard(trial_id)
+        self._seeded.tell(self._numbers[trial_id], None if error else (result or {}).get(DEFAULT_METRIC))
 
-    def is_finished(self) -> bool:
-        """Returns whether no more trial will come. When it is true, Tune ends each process whose trial pauses."""
-        may_resume = self._options.pausing and any(not trial.is_finished() for trial in self._trials)
-        return self._finished and not may_resume
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: a resume needs the records only."""
 
-    def set_finished(self) -> None:
-        self._finished = True
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing, as `save`."""
 
-    def save_to_dir(self, dirpath: str, session_str: str) -> None:
-        pass  # a resume needs the records only
-
-    def has_checkpoint(self, dirpath: str) -> bool:
-        return False
-
-    def _make_trial(self, trial_id: str, settings: dict[str, Any]) -> Trial:
-        spec = copy.deepcopy(self._experiment.spec) | {"config": dict(settings)}
-        return _create_trial_from_spec(
-            spec, _make_parser(), evaluated_params=settings, trial_id=trial_id, experiment_tag=trial_id
-        )
+    def _has_ended(self) -> bool:
+        """Whether no more trial will come. When it is true, Tune ends each process whose trial pauses."""
+        return self._seeded.is_exhausted and not (self._options.pausing and self._live)

@@ -10,8 +10,9 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ray import tune
@@ -19,25 +20,25 @@ from ray import tune
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import DEFAULT_METRIC, flatten
-from rlx.runs import launch, run_folder
+from rlx.runs import launch, nodes, preflight, run_folder
 from rlx.runs.resources import cluster_nodes
 from rlx.runs.run_folder import exists, saved_config
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import searchers
-from rlx.sweeps.callback import SweepCallback, Watch
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, trial_name
+from rlx.sweeps.callback import SweepCallback, TrialLog, Watch
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, Schedule
-from rlx.sweeps.searchers import ADAPTIVE
 from rlx.sweeps.space import MODE, Space, complete_settings, load_space, space_fingerprint
-from rlx.sweeps.trainable import attempt_number, newest_attempt, trainable
+from rlx.sweeps.trainable import SharedInputs, attempt_number, forgive, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
-from rlx.tracking.base import RunStatus
-from rlx.tracking.tracker import OutboxTracker, service_at
+from rlx.tracking.base import RunStatus, TrackingService
+from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
 _PLAN_FILE = "sweep.json"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
 _TUNE_FOLDER = "tune"  # holds Tune's own records
+_COUNT_NODES_S = 5.0  # between two looks at the nodes of the cluster
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,10 +90,10 @@ def concurrency(plan: SweepPlan) -> int:
 
 def describe(plan: SweepPlan) -> str:
     """Returns what a sweep is going to do, in one line."""
-    nodes = len(cluster_nodes())
+    count = len(cluster_nodes())
     trials = f"{plan.trials} settings x {plan.seeds} seeds" if plan.seeds > 1 else f"{plan.trials} trials"
     return (
-        f"sweep {plan.name}: {trials}, {concurrency(plan)} at once on {nodes} {'node' if nodes == 1 else 'nodes'} "
+        f"sweep {plan.name}: {trials}, {concurrency(plan)} at once on {count} {'node' if count == 1 else 'nodes'} "
         f"({plan.resources} each), {plan.config.train.steps} steps, search {plan.search}, scheduler {plan.scheduler}"
     )
 
@@ -110,7 +111,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
     folder, plan = storage / "sweeps" / plan.name, check_sweep(plan)
     if (folder / _PLAN_FILE).exists():
         raise ConfigError(f"sweep {plan.name!r} exists in {folder.path}: --resume {plan.name} continues it")
-    service_at(plan.tracking_uri).check()
+    plan.tracking.check()
     _create_mlflow_run(plan, folder)
     plan = replace(plan, space_fingerprint=space_fingerprint(plan.space))
     (folder / _PLAN_FILE).write_text(json.dumps(asdict(plan), indent=1))
@@ -120,7 +121,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
 def _create_mlflow_run(plan: SweepPlan, folder: Storage) -> None:
     varied = [*load_space(plan.space, plan.tree), *(["seed"] if plan.seeds > 1 else [])]
     options = {"search": plan.search, "scheduler": plan.scheduler, "seeds": plan.seeds}
-    tracker = OutboxTracker(plan.tracking_uri, folder, "driver")
+    tracker = OutboxTracker(plan.tracking, folder, "driver")
     tracker.open(
         plan.config.tracking.experiment,
         plan.name,
@@ -157,15 +158,24 @@ def _plan_file(sweeps: Storage, name: str | None) -> Storage:
     return sweeps / (name or newest) / _PLAN_FILE
 
 
-def restart_failed(plan: SweepPlan, storage: Storage) -> list[str]:
-    """Makes the failed trials run again from step 0 at the next resume; returns their names."""
+def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = False) -> list[str]:
+    """Makes the failed trials run again at the next resume; returns their names.
+
+    Args:
+        from_scratch: from step 0, as new runs; otherwise from their newest complete checkpoints.
+    """
     folder = storage / "sweeps" / plan.name
     records = TrialRecords(folder)
     failed = {name: record for name, record in records.all().items() if record.state is TrialState.FAILED}
     for name, record in failed.items():
         newest = newest_attempt(folder, name)
-        attempts = attempt_number(newest) + exists(folder / "runs" / newest)
-        records.write(name, TrialRecord(settings=record.settings, attempts=attempts))
+        forgive(folder / "runs" / newest)
+        if from_scratch:
+            attempts = attempt_number(newest) + exists(folder / "runs" / newest)
+            records.write(name, TrialRecord(settings=record.settings, attempts=attempts))
+        else:
+            records.write(name, record.model_copy(update={"state": TrialState.OPEN, "message": ""}))
+    records.flush()
     return list(failed)
 
 
@@ -182,14 +192,16 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
         KeyboardInterrupt: the sweep was interrupted; a resume continues it.
     """
     status, folder = RunStatus.FAILED, storage / "sweeps" / plan.name
-    tracker = OutboxTracker(plan.tracking_uri, folder, "driver")
+    tracker = OutboxTracker(plan.tracking, folder, "driver")
     on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `failures` says why trials failed
     if resume:
         tracker.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
     try:
-        results = _fit(plan, storage, watch)
-        _send_pending(plan.tracking_uri, folder)
+        SweepCallback.watch, SweepCallback.interrupted = watch, False
+        make_tuner(plan, storage).fit()
+        results = _results(plan, folder)
+        _send_pending(plan.tracking, folder)
         if any(record.state is not TrialState.FAILED for record in results.values()):
             status = RunStatus.FINISHED
         return results
@@ -202,25 +214,20 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
         tracker.close(_PATIENCE_S)
 
 
-def _fit(plan: SweepPlan, storage: Storage, watch: Watch) -> dict[str, TrialRecord]:
-    """Makes Tune run the trials; raises KeyboardInterrupt if not all of them ran to their ends."""
-    folder = storage / "sweeps" / plan.name
-    (folder / _TUNE_FOLDER).delete()
-    SweepCallback.watch, SweepCallback.interrupted = watch, False
-    _tuner(plan, storage).fit()
+def _results(plan: SweepPlan, folder: Storage) -> dict[str, TrialRecord]:
+    """Returns the trials' records; raises KeyboardInterrupt if not all of them ran to their ends."""
     if SweepCallback.interrupted:
         raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns normally
-    (folder / _TUNE_FOLDER).delete()
     results = TrialRecords(folder).all()
     if len(results) < total_trials(plan) or not all(record.is_over for record in results.values()):
         raise KeyboardInterrupt  # the signal came while no trial ran, so that no callback noticed it
     return results
 
 
-def _send_pending(uri: str, folder: Storage) -> None:
+def _send_pending(service: TrackingService, folder: Storage) -> None:
     """Sends the records that trials could not send, until the tracking service takes no more."""
     for attempt in (folder / "runs").names():
-        if not launch.send_pending(uri, folder / "runs" / attempt, _LOG.warning):
+        if not launch.send_pending(service, folder / "runs" / attempt, _LOG.warning):
             return
 
 
@@ -229,32 +236,54 @@ def failures(results: Mapping[str, TrialRecord]) -> list[str]:
     return [f"{name}: {record.message}" for name, record in results.items() if record.state is TrialState.FAILED]
 
 
-def _tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
+def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
+    """Returns the Tuner of a recorded sweep, or of its remaining trials. The cluster must be connected."""
     folder, space = storage / "sweeps" / plan.name, load_space(plan.space, plan.tree)
-    known = {name: _with_newest_settings(folder, name, record) for name, record in TrialRecords(folder).all().items()}
-    # How many trials Tune starts side by side. Schedulers that pause trials need all of them from the start.
-    pending = total_trials(plan) if plan.scheduler in PAUSING else concurrency(plan)
-    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(pending)
+    records = TrialRecords(folder)
+    known = {name: _with_newest_settings(folder, name, record) for name, record in records.all().items()}
+    shared = shared_inputs(plan, space)
+    source = _trial_source(plan, records, space, known, Room(plan, shared.model_path))
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(max(200, total_trials(plan)))  # `concurrency` is the limit
+    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # nobody reads Tune's CSV, JSON and TensorBoard files
     return tune.Tuner(
-        trainable(plan, storage),
+        trainable(plan, storage, shared),
         tune_config=tune.TuneConfig(
             metric=DEFAULT_METRIC,
             mode=MODE,
             num_samples=-1,
             scheduler=SCHEDULERS[plan.scheduler](_schedule(plan, space, known)),
-            search_alg=_trial_source(plan, folder, space, known),
-            reuse_actors=True,
-            trial_name_creator=trial_name,
-            trial_dirname_creator=trial_name,
+            search_alg=source,
+            reuse_actors=plan.reuse != "none",
+            trial_name_creator=source.name_of,
+            trial_dirname_creator=source.name_of,
         ),
         run_config=tune.RunConfig(
-            name=_TUNE_FOLDER,
+            name=_tune_folder(folder),
             storage_path=folder.path,
             storage_filesystem=storage.filesystem,
-            callbacks=[SweepCallback(plan, folder)],
+            callbacks=[SweepCallback(plan, TrialLog(plan.tracking, folder, records))],
+            failure_config=tune.FailureConfig(max_failures=plan.config.scaling.max_failures),
             verbose=0,
         ),
     )
+
+
+def _tune_folder(folder: Storage) -> str:
+    """Returns the name of the folder for Tune's own records, which a resume begins anew: tune, tune-2, ..."""
+    count = sum(name.partition("-")[0] == _TUNE_FOLDER for name in folder.names())
+    return f"{_TUNE_FOLDER}-{count + 1}" if count else _TUNE_FOLDER
+
+
+def shared_inputs(plan: SweepPlan, space: Space) -> SharedInputs:
+    """Returns what is made here once for all trials: the prompts and the model, unless the space varies them."""
+    config, tracking = plan.config, nodes.reachable(plan.tracking)
+    if any(key.startswith("model.") for key in space):
+        return SharedInputs(tracking)
+    path = preflight.model_folder(config.model.path, config.storage)
+    nodes.bring_folder(path, "model.path")
+    if any(key.startswith(("data.", "eval.")) for key in space):
+        return SharedInputs(tracking, path)
+    return SharedInputs(tracking, path, preflight.prompt_tables(config, path))
 
 
 def _schedule(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] | None = None) -> Schedule:
@@ -262,18 +291,39 @@ def _schedule(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] | 
     return Schedule(plan.config.train.steps, plan.config.eval.every, space, steps_done)
 
 
-def _trial_source(plan: SweepPlan, folder: Storage, space: Space, known: Mapping[str, TrialRecord]) -> TrialSource:
+def _trial_source(
+    plan: SweepPlan, records: TrialRecords, space: Space, known: Mapping[str, TrialRecord], room: Room
+) -> TrialSource:
     seed = plan.config.seed
     first_of_each_setting = [known[name].settings for name in sorted(known)][:: plan.seeds]
     options = TrialOptions(
         count=plan.trials,
         seeds=[seed + i for i in range(plan.seeds)] if plan.seeds > 1 else [],
-        limit=concurrency(plan) if plan.search in ADAPTIVE else plan.max_concurrent,
+        limit=None if plan.scheduler in PAUSING else room.trials,
         replays=plan.scheduler in REPLAYING,
         pausing=plan.scheduler in PAUSING,
     )
     search = searchers.searcher(plan.search, space, plan.trials, seed, first_of_each_setting)
-    return TrialSource(search, space, TrialRecords(folder), options, known)
+    return TrialSource(search, space, records, options, known)
+
+
+@dataclass
+class Room:
+    """How many trials of a sweep may run at once, as nodes come and go."""
+
+    plan: SweepPlan
+    model_path: str | None = None  # the folder that each new node needs
+    _count: int = 1
+    _nodes: int = 0
+    _until: float = 0.0  # of `time.monotonic()`, when the nodes are counted again
+
+    def trials(self) -> int:
+        if time.monotonic() >= self._until:
+            self._count, self._until = concurrency(self.plan), time.monotonic() + _COUNT_NODES_S
+            if self.model_path and (count := len(cluster_nodes())) != self._nodes:
+                nodes.bring_folder(self.model_path, "model.path")
+                self._nodes = count
+        return self._count
 
 
 def _with_newest_settings(folder: Storage, name: str, record: TrialRecord) -> TrialRecord:

@@ -31,7 +31,8 @@ _ONE_SHORT_ATTEMPT = {  # for requests to a server: delivery.py repeats them
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
 # Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
-_REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST"}
+# Nor RESOURCE_DOES_NOT_EXIST: a run whose id is known has been created, so another store answers than the right one.
+_REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"}
 _REFUSED_UPLOADS = {400, 413}  # HTTP status of a refused artifact
 _CAUSE = re.compile(
     r"connection refused|timed out|connection reset|remote end closed|too many \d+ error responses"
@@ -128,7 +129,7 @@ class MLflowService:
         try:
             run = mlflow.get_run(run_id)
         except Exception as error:
-            if is_refusal(error):
+            if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
         if run.info.lifecycle_stage != "active":

@@ -45,7 +45,7 @@ class OutboxTracker:
     Implements `Tracker`, which explains the methods.
 
     Args:
-        uri: address of the tracking service.
+        service: where the records go.
         folder: the run's folder.
         writer: name of this process in the run, e.g. "rank_0". Two live processes must not have the same name.
         notify: called from another thread with messages for a person, see `Delivery`.
@@ -54,9 +54,8 @@ class OutboxTracker:
         StorageError: the records of an earlier tracker cannot be read.
     """
 
-    def __init__(self, uri: str, folder: Storage, writer: str, notify: Notify = _LOG.warning) -> None:
-        self.uri, self.folder = uri, folder
-        service = service_at(uri)
+    def __init__(self, service: TrackingService, folder: Storage, writer: str, notify: Notify = _LOG.warning) -> None:
+        self.service, self.folder = service, folder
         self._queue = OutboxQueue(folder / "outbox" / writer)
         for file in self._queue.load():
             notify(f"{file.path} is damaged: it is not sent to {service.title}")
@@ -129,7 +128,9 @@ class OutboxTracker:
         return len(self._queue)
 
 
-def send_pending(uri: str, folder: Storage, notify: Notify = _LOG.warning, patience_s: float = 30.0) -> int:
+def send_pending(
+    service: TrackingService, folder: Storage, notify: Notify = _LOG.warning, patience_s: float = 30.0
+) -> int:
     """Sends the records that the processes of a run have left in its outbox; returns how many are still left.
 
     Args:
@@ -144,7 +145,7 @@ def send_pending(uri: str, folder: Storage, notify: Notify = _LOG.warning, patie
     trackers: list[OutboxTracker] = []
     try:
         for writer in unfinished:  # all at once: one may wait until another has created the run
-            trackers.append(OutboxTracker(uri, folder, writer, notify))
+            trackers.append(OutboxTracker(service, folder, writer, notify))
     finally:
         left = sum(tracker.close(max(deadline - time.monotonic(), 0.0)) for tracker in trackers)
     return left

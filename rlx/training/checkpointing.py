@@ -54,11 +54,17 @@ class Checkpointer:
         self.writer.save(shards, self._manifest(metrics, run_id))
         self._saved_step = self.trainer.step
 
-    def finished(self, wait: bool = False) -> FinishedCheckpoint | None:
-        """A checkpoint that has become complete since the last call; with `wait`, once nothing is being written."""
-        if wait:
-            self.writer.wait()
-        return self.writer.finished_checkpoint()
+    def has_finished(self) -> bool:
+        """Whether this rank knows of a checkpoint that has become complete and was not taken yet."""
+        return self.writer.has_finished()
+
+    def finished(self, every: bool) -> list[FinishedCheckpoint]:
+        """The oldest checkpoint that was not taken yet, or `every` one, oldest first, once nothing is being written."""
+        self.writer.wait()
+        taken: list[FinishedCheckpoint] = []
+        while (not taken or every) and (checkpoint := self.writer.finished_checkpoint()):
+            taken.append(checkpoint)
+        return taken
 
     def restore(self) -> None:
         """Continues from the run's newest complete checkpoint; without one, starts where the config says."""

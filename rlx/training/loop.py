@@ -167,12 +167,12 @@ def report(
 
     A checkpoint is reported with the first step after it has become complete.
     """
-    is_last = stops_here(trainer, reporter)
-    finished = checkpointer.finished()
+    is_last, is_asked, has_finished = agree(trainer, checkpointer, reporter)
+    finished = checkpointer.finished(every=False) if has_finished else []
     if finished:
-        metrics = metrics | {"time/checkpoint_write": finished.seconds}
+        metrics = metrics | {"time/checkpoint_write": finished[0].seconds}
     trainer.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
-    is_due = checkpointer.is_due(is_last)
+    is_due = checkpointer.is_due(is_last or is_asked)
     shards, seconds = checkpointer.copy_state() if is_due else ({}, 0.0)
     if is_due:
         metrics = metrics | {"time/checkpoint": seconds}
@@ -183,16 +183,23 @@ def report(
         reporter.flush()
         checkpointer.save(shards, metrics, reporter.run_id)
     if is_last or not trainer.config.checkpoint.async_save:
-        finished = checkpointer.finished(wait=True) or finished
+        finished += checkpointer.finished(every=True)
     reporter.report(
         metrics | trainer.evaluation | {"step": trainer.step},
         is_last=is_last,
-        checkpoint=finished.folder if finished else None,
+        checkpoints=finished,
     )
     return is_last
 
 
-def stops_here(trainer: Trainer, reporter: Reporter) -> bool:
-    """Whether the current step is the last: all steps are done, or rank 0 was asked to stop; a collective call."""
-    asked = trainer.max_over_ranks([float(reporter.should_stop())])[0] > 0
-    return trainer.step >= trainer.config.train.steps or asked
+def agree(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter) -> tuple[bool, bool, bool]:
+    """What all ranks do at the end of a step; a collective call.
+
+    Returns:
+        Whether the step is the last, because all are done or rank 0 was asked to stop; whether it needs a checkpoint,
+        because a machine is about to be taken away; whether rank 0 has a finished checkpoint to report.
+    """
+    finished = trainer.mesh.rank == 0 and checkpointer.has_finished()
+    mine = [reporter.should_stop(), reporter.should_checkpoint(), finished]
+    asked, needed, finished = (value > 0 for value in trainer.max_over_ranks([float(each) for each in mine]))
+    return trainer.step >= trainer.config.train.steps or asked, needed, finished

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlx.storage.filesystem import Storage
+from rlx.storage.checkpoint_writer import FinishedCheckpoint
 
 
 class Reporter(Protocol):
@@ -28,17 +28,20 @@ class Reporter(Protocol):
     def flush(self) -> None:
         """Returns once everything recorded so far outlives this process."""
 
-    def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoint: Storage | None) -> None:
+    def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoints: Sequence[FinishedCheckpoint]) -> None:
         """Passes a step to whoever started training; a collective call.
 
         Args:
             metrics: of the step, with the newest evaluation and "step".
             is_last: training ends with this step.
-            checkpoint: the folder of a checkpoint that has become complete since the last report.
+            checkpoints: those that have become complete since the last report, oldest first.
         """
 
     def should_stop(self) -> bool:
         """Whether this rank was asked to end training with the current step."""
+
+    def should_checkpoint(self) -> bool:
+        """Whether this rank was told that its machine will be taken away soon."""
 
     def notify(self, message: str) -> None:
         """Tells the person who watches."""
@@ -52,6 +55,7 @@ class MemoryReporter:
     """A reporter for a plain process: it keeps everything in lists."""
 
     stopping: bool = False  # set it to end training with the current step
+    preempted: bool = False  # set it to make the current step's checkpoint due
     run_id: str | None = None
     metrics: list[dict[str, float]] = field(default_factory=list)  # as logged, with "step"
     samples: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
@@ -69,13 +73,15 @@ class MemoryReporter:
     def flush(self) -> None:
         pass
 
-    def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoint: Storage | None) -> None:
+    def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoints: Sequence[FinishedCheckpoint]) -> None:
         self.reports.append(dict(metrics))
-        if checkpoint:
-            self.checkpoints.append(checkpoint.path)
+        self.checkpoints += [checkpoint.folder.path for checkpoint in checkpoints]
 
     def should_stop(self) -> bool:
         return self.stopping
+
+    def should_checkpoint(self) -> bool:
+        return self.preempted
 
     def notify(self, message: str) -> None:
         self.messages.append(message)

@@ -15,14 +15,13 @@ import psutil
 import pytest
 import ray
 import yaml
-from conftest import NothingLeft
+from conftest import KEPT, NothingLeft
 from run_cases import STEPS, Done, artifact, comparable, sample_rows, small, train
 
 import rlx
 from rlx.config.loading import from_tree
 from rlx.config.sections import flatten
-from rlx.runs import actor_group, run_folder
-from rlx.runs.launch import kept_group
+from rlx.runs import launch, run_folder, train_run
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.tracking import metrics, mlflow
@@ -80,8 +79,7 @@ def newest_process(name: str) -> psutil.Process:
 
 def kill_an_engine_that_generates() -> None:
     """At another moment it would be sent weights, and its loss be told in other words."""
-    assert kept_group.group
-    engine = kept_group.group.engines[0]
+    engine = KEPT.engines[0]
     while True:
         pid, generates = ray.get(
             engine.__ray_call__.remote(lambda one: (os.getpid(), bool(one._thread._engine.result()._running)))
@@ -100,7 +98,7 @@ def test_engines_and_trainers_agree_at_every_step(run: Done) -> None:
 def test_every_metric_is_reported_by_its_name(run: Done) -> None:
     default = {name.replace("NAME", "task") for name in metrics.METRICS} - ONLY_WHEN_ASKED_FOR
     assert set(run.history) == default
-    assert {key for metrics, _ in run.reports for key in metrics} == default | {"step"}
+    assert {key for metrics, _ in run.reports for key in metrics} == default | {"step", *launch.RAY_KEYS}
 
 
 def test_the_first_step_is_on_policy(run: Done) -> None:
@@ -133,7 +131,9 @@ def test_mlflow_holds_the_config_and_the_samples(run: Done) -> None:
 
 def test_the_result_is_the_last_report(run: Done) -> None:
     assert [metrics["step"] for metrics, _ in run.reports] == [0, 1, 2, 3, 4]
-    assert run.result.metrics == run.reports[-1][0]
+    last = run.reports[-1][0]
+    assert run.result.metrics == {key: value for key, value in last.items() if key not in launch.RAY_KEYS}
+    assert last["done"] and last["checkpoint_path"] == run.reports[-1][1]
     assert run.result.metrics["reward/mean"] == run.history["reward/mean"][STEPS][0]
     assert run_folder.finished_metrics(open_storage(run.result.folder), STEPS) == run.result.metrics
 
@@ -175,7 +175,7 @@ def test_a_run_whose_parts_die_is_the_undisturbed_one(run: Done, hurt: tuple[Don
 def test_a_run_whose_worker_hangs_after_the_last_report_is_over_all_the_same(
     run: Done, nothing_left: NothingLeft, tiny_model: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_group, "_END_S", 2.0)
+    monkeypatch.setattr(train_run, "_LAST_RECORDS_S", 2.0)
 
     def hang(metrics: dict[str, Any], checkpoint: str | None) -> None:
         if metrics["step"] == 1:
@@ -183,5 +183,5 @@ def test_a_run_whose_worker_hangs_after_the_last_report_is_over_all_the_same(
 
     done = train(small(tiny_model, storage, "hangs", train__steps=1), on_report=hang)
     assert done.result.metrics["step"] == 1
-    kept_group.release()
+    KEPT.close()
     nothing_left(15)

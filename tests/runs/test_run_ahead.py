@@ -8,7 +8,7 @@ from conftest import NothingLeft
 from run_cases import STEPS, Done, comparable, small, train
 
 from rlx.config.run import RunConfig
-from rlx.runs.ray_train import RunStopped
+from rlx.runs.train_run import RunStopped
 
 AHEAD = {"rollout__max_staleness": 1}
 

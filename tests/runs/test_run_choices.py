@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NothingLeft
+from conftest import KEPT, NothingLeft
 from run_cases import STEPS, Done, comparable, small, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
-from rlx.runs.ray_train import RunError
+from rlx.runs.train_run import RunError
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
 
@@ -252,7 +252,7 @@ def test_the_doctor_finds_a_sound_setup_sound(
     before = sorted(storage.rglob("*"))
     every = {"algorithm__filter_groups": False, "algorithm__filter_rounds": 8}  # their defaults: all groups are kept
     config = many_rewards("check", algorithm__advantage="gae", **every)
-    lines = launch.examine(preflight.prepare(config), keep=True)
+    lines = launch.examine(preflight.prepare(config), KEPT)
     assert [line.what for line in lines if not line.passed] == []
     assert len(lines) == 8  # the critic is a head here
     assert sorted(storage.rglob("*")) == before  # it leaves no run

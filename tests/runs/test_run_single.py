@@ -18,7 +18,7 @@ from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow, outbox
-from rlx.tracking.tracker import OutboxTracker
+from rlx.tracking.tracker import OutboxTracker, service_at
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def head(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
 
 def leave(folder: Storage) -> None:
     """A record, as a process leaves it that has ended before MLflow took it."""
-    process = OutboxTracker(f"http://127.0.0.1:{s3.free_port()}", folder, "ended")
+    process = OutboxTracker(service_at(f"http://127.0.0.1:{s3.free_port()}"), folder, "ended")
     process.log_text("late.txt", "at last")
     assert process.close(0) == 1
 

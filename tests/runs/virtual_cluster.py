@@ -19,22 +19,32 @@ NODES = ({"num_cpus": 4, "num_gpus": 2}, {"num_cpus": 3, "num_gpus": 2}, {"num_c
 MiB = 2**20
 
 
-def placed(plans: list[dict[str, Any]]) -> list[int]:
-    """How many of each plan's bundles Ray places, counted up to one more than the plan says that it would."""
-    return [_placed(plan["bundles"], plan["strategy"], plan["fits"] + 1) for plan in plans]
+def placed(plans: list[dict[str, Any]]) -> list[bool]:
+    """Whether Ray places as many of each plan as it says would fit, in both orders, and not one more in both."""
+    return [_is_right(plan["groups"], plan["strategy"], plan["fits"]) for plan in plans]
 
 
-def _placed(bundles: list[dict[str, float]], strategy: str, most: int) -> int:
+def _is_right(pair: list[list[dict[str, float]]], strategy: str, count: int) -> bool:
+    more = count + 1
+    return (
+        _are_placed(pair * count, strategy)
+        and _are_placed([pair[0]] * count + [pair[1]] * count, strategy)
+        and not (_are_placed(pair * more, strategy) and _are_placed([pair[0]] * more + [pair[1]] * more, strategy))
+    )
+
+
+def _are_placed(bundles: list[list[dict[str, float]]], strategy: str) -> bool:
+    """Whether Ray places all of these groups, one after the other."""
     groups: list[PlacementGroup] = []
-    while len(groups) < most:
-        groups.append(placement_group(bundles, strategy))
-        if not _is_ready(groups[-1], patient=len(groups) < most):
+    for each in bundles:
+        groups.append(placement_group(each, strategy))
+        if not _is_ready(groups[-1], patient=len(groups) < len(bundles)):
             break
     count = sum(placement_group_table(group)["state"] == "CREATED" for group in groups)
     for group in groups:
         remove_placement_group(group)
     _wait_until_empty()
-    return count
+    return count == len(bundles)
 
 
 def _is_ready(group: PlacementGroup, patient: bool) -> bool:

@@ -112,7 +112,7 @@ def prepared(model: Path, folder: Path, space: str, **options: Any) -> tuple[Swe
     tree = small_tree(model, folder)
     storage = open_storage(tree["storage"])
     config = from_tree(tree)
-    launch.connect(config.ray_address, plan_resources(config))
+    launch.connect(config, plan_resources(config))
     return tuner.create_sweep(SweepPlan("s", tree, space_file(folder, space), **options), storage), storage
 
 

@@ -1,18 +1,19 @@
 """Trials of a sweep as Tune is given them: numbers, seeds, records, and what a resumed sweep does with those."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from ray.tune.experiment import Experiment, Trial
 from ray.tune.search import Searcher
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState, trial_name
+from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
@@ -46,33 +47,60 @@ def folder(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "sweep"))
 
 
-def trials(folder: Storage, search: Searcher | None = None, **options: Any) -> TrialSource:
+@dataclass(frozen=True)
+class Given:
+    """A trial as Tune makes it of a suggestion."""
+
+    trial_id: str
+    name: str
+    config: dict[str, Any]
+
+
+class Asked:
+    """A sweep's trials, asked for as Tune does."""
+
+    def __init__(self, source: TrialSource, records: TrialRecords) -> None:
+        self.source, self.records, self.count, self.is_finished = source, records, 0, False
+
+    def next_trial(self) -> Given | None:
+        trial_id = f"id{self.count}"
+        settings = self.source.suggest(trial_id)
+        self.records.flush()
+        self.is_finished = settings == Searcher.FINISHED
+        if not isinstance(settings, dict):
+            return None
+        self.count += 1
+        return Given(trial_id, self.source.name_of(SimpleNamespace(trial_id=trial_id)), settings)
+
+
+def trials(folder: Storage, search: Searcher | None = None, **options: Any) -> Asked:
     """Of a sweep over SETTINGS, as Tune has them before the first."""
-    space = options.pop("space", {})
-    made = TrialSource(
-        search or ListSearch(SETTINGS), space, TrialRecords(folder), TrialOptions(**{"count": 3} | options)
-    )
-    made.add_configurations([Experiment("s", lambda config: None, storage_path=str(folder.path))])
-    return made
+    space, records = options.pop("space", {}), TrialRecords(folder)
+    chosen = TrialOptions(**{"count": 3} | options)
+    return Asked(TrialSource(search or ListSearch(SETTINGS), space, records, chosen), records)
 
 
-def all_of(some: TrialSource) -> list[Trial]:
+def all_of(some: Asked) -> list[Given]:
     given = []
     while trial := some.next_trial():
         given.append(trial)
     return given
 
 
-def named(given: list[Trial]) -> dict[str, dict[str, Any]]:
-    return {trial_name(trial): trial.config for trial in given}
+def named(given: list[Given]) -> dict[str, dict[str, Any]]:
+    return {trial.name: trial.config for trial in given}
 
 
-def ends(some: TrialSource, trial: Trial, value: float | None) -> None:
+def ends(some: Asked, trial: Given, value: float | None) -> None:
     """As Tune tells it; no value: it failed."""
-    trial.set_status(Trial.ERROR if value is None else Trial.TERMINATED)
-    some.on_trial_complete(
-        trial.trial_id, None if value is None else {DEFAULT_METRIC: value, "step": 9}, error=value is None
-    )
+    result = None if value is None else {DEFAULT_METRIC: value, "step": 9}
+    some.source.on_trial_complete(trial.trial_id, result, error=value is None)
+
+
+def write(folder: Storage, name: str, record: TrialRecord) -> None:
+    records = TrialRecords(folder)
+    records.write(name, record)
+    records.flush()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,8 +120,8 @@ def test_a_record_is_read_as_it_was_written(folder: Storage) -> None:
         message="é: out of memory",
         attempts=3,
     )
-    TrialRecords(folder).write("trial_00001", record)
-    TrialRecords(folder).write("trial_00000", TrialRecord(settings={}))
+    write(folder, "trial_00001", record)
+    write(folder, "trial_00000", TrialRecord(settings={}))
     assert TrialRecords(folder).all() == {"trial_00000": TrialRecord(settings={}), "trial_00001": record}
     assert (record.is_over, record.step) == (True, 4)
     assert (TrialRecord(settings={}).is_over, TrialRecord(settings={}).step) == (False, 0)
@@ -105,7 +133,7 @@ def test_a_sweep_without_trials_has_no_records(folder: Storage) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "open"}', '{"settings": {}, "state": "lost"}', '{"x": 1}'])
 def test_a_damaged_record_is_named(text: str, folder: Storage) -> None:
-    TrialRecords(folder).write("trial_00000", TrialRecord(settings={}))
+    write(folder, "trial_00000", TrialRecord(settings={}))
     (folder / "trials" / "trial_00001.json").write_text(text)
     with pytest.raises(ConfigError, match=r"trials/trial_00001\.json is damaged: it is not what rlx wrote"):
         TrialRecords(folder).all()
@@ -120,13 +148,13 @@ def test_trials_are_numbered_in_the_order_of_the_search_and_recorded_before_they
     first = new.next_trial()
     assert first and named([first]) == {"trial_00000": {"rollout.max_tokens": 8, "train.ppo_epochs": 1}}
     assert TrialRecords(folder).all() == {"trial_00000": TrialRecord(settings=first.config)}
-    assert not new.is_finished()
+    assert not new.is_finished
     rest = all_of(new)
     assert {name: each["train.ppo_epochs"] for name, each in named(rest).items()} == {
         "trial_00001": 2,
         "trial_00002": 3,
     }
-    assert new.is_finished() and new.total_samples == 3
+    assert new.is_finished
 
 
 def test_a_search_without_an_end_gives_as_many_settings_as_asked_for(folder: Storage) -> None:
@@ -144,25 +172,36 @@ def test_each_setting_runs_with_all_seeds_before_the_next(folder: Storage) -> No
     assert [(trial.config["train.ppo_epochs"], trial.config["seed"]) for trial in given] == [
         (epochs, seed) for epochs in (1, 2) for seed in (7, 8, 9)
     ]
-    assert [trial_name(trial) for trial in given] == [f"trial_{i:05d}" for i in range(6)]
+    assert [trial.name for trial in given] == [f"trial_{i:05d}" for i in range(6)]
 
 
 def test_no_more_are_given_than_may_be_there_at_once(folder: Storage) -> None:
-    new = trials(folder, limit=2)
+    room = [2]
+    new = trials(folder, limit=lambda: room[0])
     first, second = all_of(new)
-    first.set_status(Trial.RUNNING)
-    assert new.next_trial() is None and not new.is_finished()
+    assert not new.is_finished
     ends(new, first, 0.5)
     assert named(all_of(new)) == {"trial_00002": {"train.ppo_epochs": 3}}
-    assert not new.is_finished()
+    assert not new.is_finished
     ends(new, second, None)
-    assert new.next_trial() is None and new.is_finished()
+    assert new.next_trial() is None and new.is_finished
 
 
-def test_trials_of_a_sweep_that_was_told_to_end_do_not_start(folder: Storage) -> None:
-    new = trials(folder)
-    new.set_finished()
-    assert new.next_trial() is None and TrialRecords(folder).all() == {}
+def test_a_node_that_joins_is_used_at_once(folder: Storage) -> None:
+    room = [1]
+    new = trials(folder, limit=lambda: room[0])
+    assert len(all_of(new)) == 1
+    room[0] = 3
+    assert len(all_of(new)) == 2
+
+
+def test_processes_stay_while_a_paused_trial_may_need_one(folder: Storage) -> None:
+    new = trials(folder, pausing=True)
+    given = all_of(new)
+    assert not new.is_finished
+    for trial in given:
+        ends(new, trial, 0.5)
+    assert new.next_trial() is None and new.is_finished
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,9 +234,9 @@ def test_a_setting_of_which_all_seeds_failed_has_failed(folder: Storage) -> None
 def test_a_search_that_waits_for_results_is_asked_again(folder: Storage) -> None:
     new = trials(folder, Recording(waits=True), count=2)
     (first,) = all_of(new)
-    assert new.next_trial() is None and not new.is_finished()
+    assert new.next_trial() is None and not new.is_finished
     ends(new, first, 0.1)
-    assert [trial.trial_id for trial in all_of(new)] == ["00001"]
+    assert [trial.name for trial in all_of(new)] == ["trial_00001"]
 
 
 def test_numbers_of_numpy_become_pythons(folder: Storage) -> None:
@@ -216,7 +255,7 @@ def after(folder: Storage, **changes: dict[str, Any]) -> None:
     """Leaves a sweep of three trials, of which some have changed since."""
     all_of(trials(folder))
     for name, change in changes.items():
-        TrialRecords(folder).write(name, TrialRecords(folder).read(name).model_copy(update=change))
+        write(folder, name, TrialRecords(folder).read(name).model_copy(update=change))
 
 
 FINISHED = {"state": TrialState.FINISHED, "reports": [(5, 0.25), (10, 0.5)]}
@@ -260,13 +299,13 @@ def test_a_search_is_told_of_what_is_over_in_its_order(folder: Storage) -> None:
     after(folder, trial_00000=FINISHED, trial_00001=FAILED)
     search = Recording(waits=True)
     (open_one,) = all_of(trials(folder, search))
-    assert trial_name(open_one) == "trial_00002"
+    assert open_one.name == "trial_00002"
     assert search.told == {"0": 0.5, "1": None}
 
 
 def test_a_search_is_told_the_mean_over_seeds_of_both_parts_of_a_sweep(folder: Storage) -> None:
     all_of(trials(folder, count=1, seeds=[0, 1]))
-    TrialRecords(folder).write("trial_00000", TrialRecord(settings={"train.ppo_epochs": 1, "seed": 0}, **FINISHED))
+    write(folder, "trial_00000", TrialRecord(settings={"train.ppo_epochs": 1, "seed": 0}, **FINISHED))
     search = Recording()
     resumed = trials(folder, search, count=1, seeds=[0, 1])
     (second,) = all_of(resumed)
@@ -278,4 +317,4 @@ def test_a_search_is_told_the_mean_over_seeds_of_both_parts_of_a_sweep(folder: S
 def test_a_sweep_that_is_over_has_nothing_to_give(folder: Storage) -> None:
     after(folder, trial_00000=FINISHED, trial_00001=FAILED, trial_00002=STOPPED)
     over = trials(folder)
-    assert over.next_trial() is None and over.is_finished() and over.total_samples == 0
+    assert over.next_trial() is None and over.is_finished

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx.actors import EngineLostError, EngineTimeoutError, is_alive
+from rlx.actors import EngineLostError, EngineTimeoutError, is_gone
 from rlx.rollout.weight_sync.base import DeviceLocation, Incoming, Source, deadline, wait
 from rlx.rollout.weight_sync.buckets import byte_size
 from rlx.rollout.weight_sync.sender import OutgoingBucket, OutgoingUpdate
@@ -108,7 +108,7 @@ class SharedMemorySender:
                 raise EngineLostError(f"engine {engine} failed: {store.get(key).decode()}")
         if time.monotonic() - self._asked > _ALIVE_S:
             self._asked = time.monotonic()
-            if not is_alive(self._update.sender.engines[engine]):
+            if is_gone(self._update.sender.engines[engine]):
                 raise EngineLostError(f"engine {engine} died: its process ended")
 
 

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from rlx import __version__
+from rlx.cli import listing
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.runs import listing, run_folder
+from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_manifest import Manifest

@@ -1,0 +1,176 @@
+"""Carries jobs to the workers of a run, and what they report to the process that started it: one asyncio actor.
+
+The driver has one mailbox actor. A *box* in it belongs to one Ray Train run: jobs go in, events come out, in order.
+Callers wait inside the actor, so nobody polls. The actor moves bytes and never looks into them.
+Left out: what a job or an event means (`train_run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_NAME = "rlx_mailbox"
+
+
+@dataclass
+class _Content:
+    """What one box holds."""
+
+    events: dict[int, bytes] = field(default_factory=dict)  # by number, until the receiver has seen them
+    sent: int = 0  # number of the newest event
+    job: bytes = b""  # the newest
+    jobs: int = 0  # its number
+    ended: int = 0  # the newest job that is over, so that restarted workers do not begin it again
+    is_last: bool = False  # no job follows the newest
+    stopped: int = 0  # the newest job that is to end
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self) -> None:
+        """Lets everyone look again who waits for a change."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class MailboxActor:
+    """The boxes of all runs of a driver. Calls for a box that is closed change nothing and wait for nothing."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[str, _Content] = {}
+
+    async def open(self, box: str) -> None:
+        self._boxes[box] = _Content()
+
+    async def close(self, box: str) -> None:
+        if content := self._boxes.pop(box, None):
+            content.wake()
+
+    async def send(self, box: str, event: bytes) -> None:
+        if content := self._boxes.get(box):
+            content.sent += 1
+            content.events[content.sent] = event
+            content.wake()
+
+    async def receive(self, box: str, after: int, timeout_s: float) -> list[bytes]:
+        """Returns the events with larger numbers than `after`; waits for one, at most `timeout_s`.
+
+        The events up to `after` are deleted. So a receiver that was interrupted misses none.
+        """
+        content = self._boxes.get(box)
+        if content and content.sent <= after:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(content.changed.wait(), timeout_s)
+        if content is None:
+            return []
+        content.events = {number: event for number, event in content.events.items() if number > after}
+        return list(content.events.values())
+
+    async def post(self, box: str, job: bytes, is_last: bool) -> int:
+        """Makes a job the newest and returns its number, from 1."""
+        content = self._boxes[box]
+        content.job, content.jobs, content.is_last = job, content.jobs + 1, is_last
+        content.wake()
+        return content.jobs
+
+    async def end_job(self, box: str, is_last: bool) -> None:
+        """Notes that the newest job is over; with `is_last` no other follows."""
+        if content := self._boxes.get(box):
+            content.ended, content.is_last = content.jobs, content.is_last or is_last
+            content.wake()
+
+    async def next_job(self, box: str, done: int) -> int | None:
+        """Waits for a job after the one with the number `done` and returns its number; None if none will come."""
+        while content := self._boxes.get(box):
+            if content.jobs > max(done, content.ended):
+                return content.jobs
+            if content.is_last:
+                return None
+            await content.changed.wait()
+        return None
+
+    async def read_job(self, box: str, number: int) -> bytes | None:
+        content = self._boxes.get(box)
+        return content.job if content and content.jobs == number else None
+
+    async def stop(self, box: str) -> None:
+        """Asks the newest job to end."""
+        if content := self._boxes.get(box):
+            content.stopped = content.jobs
+
+    async def is_stopped(self, box: str, job: int) -> bool:
+        content = self._boxes.get(box)
+        return content is None or content.stopped >= job
+
+
+def start() -> Any:
+    """Returns the mailbox actor of this driver; starts it on this node if there is none.
+
+    It ends when the handle that started it is gone.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options = {"name": _NAME, "get_if_exists": True, "num_cpus": 0, "max_concurrency": 10_000}
+    return ray.remote(MailboxActor).options(**options, scheduling_strategy=here).remote()
+
+
+@dataclass(frozen=True)
+class Box:
+    """One box of a mailbox actor, as the driver and the workers use it. It can be sent to other processes."""
+
+    actor: Any
+    name: str
+
+    @classmethod
+    def new(cls, actor: Any) -> Box:
+        """Opens an unused box; `close` it in the end."""
+        box = cls(actor, uuid.uuid4().hex)
+        ray.get(actor.open.remote(box.name))
+        return box
+
+    def close(self) -> None:
+        """Deletes the content; workers that wait for a job get none."""
+        self.actor.close.remote(self.name)
+
+    def send(self, event: Any) -> None:
+        """Passes an event to the driver; does not wait. The events of one process stay in their order."""
+        self.actor.send.remote(self.name, cloudpickle.dumps(event))
+
+    def receive(self, after: int, timeout_s: float) -> list[Any]:
+        """Returns the events after the first `after` of them, which are deleted; waits for one, at most `timeout_s`."""
+        return [cloudpickle.loads(event) for event in ray.get(self.actor.receive.remote(self.name, after, timeout_s))]
+
+    def post(self, job: Any, is_last: bool) -> int:
+        """Gives the workers their next job; returns its number. `is_last`: they end after it."""
+        return int(ray.get(self.actor.post.remote(self.name, cloudpickle.dumps(job), is_last)))
+
+    def end_job(self, is_last: bool = False) -> None:
+        """Notes that the newest job is over, so that restarted workers do not begin it again.
+
+        Args:
+            is_last: no other job follows; the workers end.
+        """
+        ray.get(self.actor.end_job.remote(self.name, is_last))
+
+    def next_job(self, done: int) -> int | None:
+        """Waits for a job after the one with the number `done` and returns its number; None at the end."""
+        number: int | None = ray.get(self.actor.next_job.remote(self.name, done))
+        return number
+
+    def read_job(self, number: int) -> Any:
+        """Returns the job with a number; None if another one has taken its place."""
+        content = ray.get(self.actor.read_job.remote(self.name, number))
+        return None if content is None else cloudpickle.loads(content)
+
+    def stop(self) -> None:
+        """Asks the newest job to end with its current step."""
+        ray.get(self.actor.stop.remote(self.name))
+
+    def is_stopped(self, job: int) -> bool:
+        """Whether a job was asked to end."""
+        return bool(ray.get(self.actor.is_stopped.remote(self.name, job)))

@@ -1,0 +1,221 @@
+"""`RunProcesses`: the engines, reward models and workers of runs, and what of them stays for the next run.
+
+Engines start in the placement group of the Tune trial around them, or in one of their own. Workers are those of a Ray
+Train run (`train_run`), which makes a second group. Starting everything takes half a minute, mostly imports.
+Left out: the run's folder and records (`launch`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import ray
+import ray.train
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from rlx.config.errors import ConfigError
+from rlx.config.sections import ModelConfig, ReuseName, RolloutConfig, flatten
+from rlx.rewards import reward_model
+from rlx.rollout.engine_actors import EngineSpec, start_engines
+from rlx.rollout.engine_args import adapter_config, engine_args
+from rlx.runs import mailbox
+from rlx.runs.preflight import PreparedRun
+from rlx.runs.resources import Bundle, ResourcePlan
+from rlx.runs.train_run import END_S, RunStopped, TrainRun, WorkerSpec
+from rlx.types import Notify, OnReport
+
+_ROOM_S = 60.0  # longest wait for room on the cluster
+
+# Settings that engines and reward models cannot change after their start, in addition to their arguments and resources.
+_ENGINES_STARTED_WITH = ("reward.model", "model.trust_remote_code", "data.system_prompt")
+# Settings that workers cannot change.
+_WORKERS_STARTED_WITH = ("data.", "eval.source", "eval.num_prompts", "eval.seed", "scaling.", "model.offload")
+
+
+class EngineHost:
+    """The engines and reward models of a run, in a placement group of their own or in that of the Tune trial."""
+
+    def __init__(self, prepared: PreparedRun) -> None:
+        """Reserves room and starts the actors; does not wait until they are ready.
+
+        Raises:
+            ConfigError: there is no room within a minute.
+        """
+        needed, outer = prepared.resources, ray.util.get_current_placement_group()
+        self.started_with = _started_with(prepared)
+        self.engines: list[Any] = []
+        self.reward_models: list[Any] = []
+        self._owned = None if outer or not needed.bundles else _reserve(needed)
+        self._placement = outer or self._owned
+        try:
+            if self._placement and not self._placement.wait(_ROOM_S):
+                raise ConfigError(f"no room for {needed} within {_ROOM_S:.0f} s: {needed.bundles} are not free")
+            if not needed.colocated:  # then each worker starts its own, where it is
+                self.engines = start_engines(engine_spec_of(prepared), self._placement, needed.indices.engines)
+            self.reward_models = _start_reward_models(prepared, self._placement)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the actors and frees what they had reserved."""
+        for actor in [*self.engines, *self.reward_models]:
+            ray.kill(actor)
+        if self._owned:
+            remove_placement_group(self._owned)
+
+
+class RunProcesses:
+    """What one process has started for its runs. One run at a time."""
+
+    def __init__(self, reuse: ReuseName = "none") -> None:
+        """
+        Args:
+            reuse: what stays for the next run of the same shape: the engines, the engines and the workers, or nothing.
+        """
+        self.reuse = reuse
+        self._mailbox: Any = None
+        self._host: EngineHost | None = None
+        self._train: TrainRun | None = None
+        self._train_started_with: list[Any] = []
+        self._is_stopping, self._lock = False, threading.Lock()
+
+    @contextmanager
+    def lease(self, prepared: PreparedRun) -> Iterator[RunProcesses]:
+        """Engines that suit the run are there inside the block. What is not to stay ends with it.
+
+        Raises:
+            ConfigError: there is no room for them.
+        """
+        self._is_stopping = False
+        try:
+            if self._host and self._host.started_with != _started_with(prepared):
+                self.close()
+            self._mailbox = self._mailbox or mailbox.start()
+            self._host = self._host or EngineHost(prepared)
+            yield self
+        except RunStopped:
+            self._end_what_is_not_kept()
+            raise
+        except BaseException:
+            self.close(patience_s=0.0)
+            raise
+        else:
+            self._end_what_is_not_kept()
+
+    def run(
+        self, prepared: PreparedRun, job: WorkerSpec, on_report: OnReport, notify: Notify, grace_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Does a job with workers, and returns its last metrics; see `TrainRun.do`.
+
+        Args:
+            job: what the workers are told, without the engines and reward models.
+
+        Raises:
+            RunError: the run failed.
+            RunStopped: `stop` was called meanwhile.
+        """
+        assert self._host
+        is_last = self.reuse != "workers"
+        with self._lock:
+            if self._is_stopping:
+                raise RunStopped("the run was stopped")
+            self._train = self._suitable_workers(prepared) or TrainRun(prepared, job.folder, self._mailbox)
+            self._train.renew()
+            self._train_started_with = _workers_started_with(prepared)
+        beside = engine_spec_of(prepared) if prepared.resources.colocated else None
+        job = replace(job, engines=self._host.engines, engine_spec=beside, reward_models=self._host.reward_models)
+        return self._train.do(job, is_last, on_report, notify, grace_s)
+
+    @property
+    def engines(self) -> list[Any]:
+        """Handles of the engines that run."""
+        return self._host.engines if self._host else []
+
+    @property
+    def result(self) -> ray.train.Result | None:
+        """Ray Train's result of the last run; None while its workers are kept."""
+        return self._train.result if self._train else None
+
+    def stop(self) -> None:
+        """Ends the run that another thread does, if any, after its current step."""
+        with self._lock:
+            self._is_stopping = True
+        if self._train and not self._train.has_ended:
+            self._train.stop()
+
+    def close(self, patience_s: float = END_S) -> None:
+        """Ends every process that was started here. Workers get `patience_s` to end by themselves."""
+        self._end_workers(patience_s)
+        if self._host:
+            self._host.close()
+        self._host = None
+
+    def _suitable_workers(self, prepared: PreparedRun) -> TrainRun | None:
+        """The kept workers if they can do the run; otherwise they are ended."""
+        if self._train and not self._train.has_ended and self._train_started_with == _workers_started_with(prepared):
+            return self._train
+        self._end_workers()
+        return None
+
+    def _end_what_is_not_kept(self) -> None:
+        if self.reuse != "workers":
+            self._end_workers()
+        if self.reuse == "none":
+            self.close()
+
+    def _end_workers(self, patience_s: float = END_S) -> None:
+        if self._train:
+            self._train.close(patience_s)
+
+
+def _reserve(needed: ResourcePlan) -> PlacementGroup:
+    return placement_group(needed.bundles, needed.strategy, bundle_label_selector=needed.selectors)
+
+
+def engine_spec(
+    rollout: RolloutConfig, model: ModelConfig, max_prompt_tokens: int, model_path: str, bundle: Bundle
+) -> EngineSpec:
+    """Returns the specification with which a run's engines start; `bundle`: the resources of each."""
+    args = engine_args(rollout, model, max_prompt_tokens=max_prompt_tokens, on_gpu=bundle.get("GPU", 0) > 0)
+    return EngineSpec(model_path, args, bundle, adapter_config(model))
+
+
+def engine_spec_of(prepared: PreparedRun) -> EngineSpec:
+    """Returns the specification of a prepared run's engines."""
+    config = prepared.config
+    longest, bundle = config.data.max_prompt_tokens, prepared.resources.engines[0]
+    return engine_spec(config.rollout, config.model, longest, prepared.model_path, bundle)
+
+
+def _start_reward_models(prepared: PreparedRun, placement: Any) -> list[Any]:
+    needed, reward = prepared.resources, prepared.config.reward
+    if not needed.reward_models:
+        return []
+    return reward_model.start_reward_models(
+        str(reward.model),
+        system=prepared.config.data.system_prompt,
+        batch_tokens=reward.model_batch_tokens,
+        resources=needed.reward_models[0],
+        group=placement,
+        bundles=needed.indices.reward_models,
+        trust_remote_code=prepared.config.model.trust_remote_code,
+    )
+
+
+def _started_with(prepared: PreparedRun) -> list[Any]:
+    """Returns what must be the same in all runs that share engines and reward models."""
+    return [prepared.resources, engine_spec_of(prepared), _settings(prepared, _ENGINES_STARTED_WITH)]
+
+
+def _workers_started_with(prepared: PreparedRun) -> list[Any]:
+    """Returns what must be the same in all runs that share workers."""
+    return [prepared.resources, prepared.model_path, _settings(prepared, _WORKERS_STARTED_WITH)]
+
+
+def _settings(prepared: PreparedRun, keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in flatten(prepared.config).items() if key.startswith(keys)}

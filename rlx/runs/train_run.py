@@ -1,0 +1,433 @@
+"""`TrainRun`: one `TorchTrainer.fit()`, whose workers do one job, or one job after another.
+
+`make_trainer` builds Ray's trainer and its configs from rlx's config, in one place. The workers take jobs from the
+run's mailbox box; steps, messages and failures come back through it.
+Left out: what the workers do with a job (`worker`), engines (`engine_host`), the run's folder and records (`launch`).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.collective
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from rlx import actors
+from rlx.config.errors import one_line
+from rlx.config.sections import ScalingConfig
+from rlx.rollout.engine_actors import EngineSpec
+from rlx.runs.mailbox import Box
+from rlx.runs.preflight import PreparedRun
+from rlx.runs.resources import Bundle, remove_groups
+from rlx.storage.filesystem import Storage
+from rlx.tracking.base import TrackingService
+from rlx.types import Notify, OnReport
+
+_LAST_RECORDS_S = 60.0  # longest wait for the workers to end after their last report
+END_S = 10.0
+"""longest wait for workers that were told to end"""
+_STARTS = 10  # attempts to place the workers, a minute each, before the run fails
+_WAIT_S = 5.0  # for one answer of the mailbox
+CHECKPOINT_PATH = "checkpoint_path"
+"""the key of a report's metrics that names the checkpoint that was reported with it, as Ray's own callback calls it"""
+_MESSAGE_LENGTH = 500  # an error's text is cut to this number of characters
+_FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
+
+
+class RunError(RuntimeError):
+    """A run failed; the text says why in one line."""
+
+
+class NoRoomError(RunError):
+    """The workers could not be placed: the cluster had no room for them."""
+
+
+class RunStopped(RuntimeError):
+    """A run was ended from outside, e.g. because a scheduler stopped its trial."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A job: what the driver tells the workers of a run."""
+
+    config: Mapping[str, Any]  # the settings, as a tree
+    model_path: str  # Hugging Face folder or name
+    folder: Storage  # of the run
+    tracking: TrackingService | None  # None: nothing is recorded
+    examine: bool = False  # run the doctor instead of training
+    engines: Sequence[Any] = ()  # actor handles
+    engine_spec: EngineSpec | None = None  # of the engine that each worker starts beside itself
+    reward_models: Sequence[Any] = ()  # actor handles
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Events: what comes back through the mailbox
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step that all workers have reported to Ray Train."""
+
+    metrics: dict[str, Any]
+    is_last: bool  # of its job
+    checkpoint: str | None  # path of the checkpoint that was reported with it
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message for the person who watches."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class WorkersFailed:
+    """Workers raised an error or died; Ray Train restarts all of them unless the error is fatal."""
+
+    text: str
+    is_fatal: bool  # it would come again
+
+
+@dataclass(frozen=True)
+class ControllerStarted:
+    """Ray Train's controller; killing it ends its workers when nothing else does."""
+
+    handle: Any
+
+
+@dataclass(frozen=True)
+class WorkersStarted:
+    """All workers run, and ask for a job."""
+
+
+@dataclass(frozen=True)
+class JobEnded:
+    """All workers have finished a job and closed what they held."""
+
+
+@dataclass(frozen=True)
+class TrainEnded:
+    """`fit()` has returned or raised."""
+
+    error: str  # "" if it returned
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ray's trainer
+
+
+def make_trainer(prepared: PreparedRun, folder: Storage, box: Box) -> TorchTrainer:
+    """Returns the trainer of a run; its own folder is that of the run, so that its checkpoints are Ray Train's too."""
+    config, (parent, _, name) = prepared.config, folder.path.rpartition("/")
+    return TorchTrainer(
+        work,
+        train_loop_config={"box": box, "folder": folder},
+        torch_config=TorchConfig(backend=_backend(config.scaling, config.model.offload)),
+        datasets=dict(prepared.tables or {}),
+        dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # each rank selects its own rows, see data.stream
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.scaling.num_workers,
+            use_gpu=config.scaling.use_gpu,
+            resources_per_worker=marked(prepared.resources.workers[0], folder),
+            placement_strategy=config.scaling.placement_strategy,
+            accelerator_type=config.scaling.accelerator_type,
+            label_selector=config.scaling.label_selector or None,
+        ),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=parent,
+            storage_filesystem=folder.filesystem,
+            callbacks=[_Relay(box)],
+            # The newest, and the best by another rule than Ray's, stay: `checkpoint_catalog.prune` deletes the others.
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=None),
+            failure_config=ray.train.FailureConfig(
+                max_failures=config.scaling.max_failures,
+                controller_failure_limit=_STARTS,
+                max_preemption_failures=config.scaling.max_preemption_failures,
+                preemption_grace_s=config.scaling.preemption_grace_s,
+            ),
+        ),
+    )
+
+
+def marked(bundle: Bundle, folder: Storage) -> Bundle:
+    """Returns a worker's bundle with some bytes of memory that only this run asks for.
+
+    By them `resources.remove_groups` finds the workers' placement group when Ray Train's controller was killed.
+    """
+    return bundle | {"memory": bundle.get("memory", 0.0) + 1 + zlib.crc32(folder.path.encode()) % 2**24}
+
+
+def _backend(scaling: ScalingConfig, offload: tuple[str, ...]) -> str:
+    """Returns the backend of the workers' collectives.
+
+    Gradients in host memory are clipped there over all ranks, which NCCL cannot do.
+    """
+    if not scaling.use_gpu:
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if "critic" in offload else "nccl"
+
+
+class _Relay(ray.train.UserCallback):
+    """Runs in Ray Train's controller: passes reports and failures on, and ends a run whose error would come again."""
+
+    def __init__(self, box: Box) -> None:
+        self._box, self._is_known, self._checkpoint = box, False, ""
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        self._introduce()
+        first = metrics[0]
+        path = first.get(CHECKPOINT_PATH) or self._checkpoint
+        if "done" in first:
+            step = first | ({CHECKPOINT_PATH: path} if path else {})
+            self._box.send(StepReport(step, bool(first["done"]), path or None))
+        self._checkpoint = "" if "done" in first else path  # one of an earlier step goes with the next step
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        self._introduce()
+        fatal = {rank: error for rank, error in worker_exceptions.items() if isinstance(_cause(error), _FATAL)}
+        text = _first_error(fatal or worker_exceptions)
+        self._box.send(WorkersFailed(text, bool(fatal)))
+        if fatal:
+            raise RuntimeError(text)  # restarted workers would fail in the same way: Ray Train ends the run
+
+    def _introduce(self) -> None:
+        if not self._is_known:
+            self._box.send(ControllerStarted(ray.get_runtime_context().current_actor))
+            self._is_known = True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a worker
+
+
+def work(setup: dict[str, Any]) -> None:
+    """Does one job after another; Ray Train runs it on each worker."""
+    # Imported here, so that Ray Train's controller need not import torch and transformers.
+    import torch
+
+    from rlx.runs.worker import run_job
+
+    box: Box = setup["box"]
+    for number, job in _jobs(box):
+        run_job(job, box, number, setup["folder"])
+        gc.collect()  # the models and optimizers of a run have reference cycles
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the engines may be on the same GPU
+
+
+def _jobs(box: Box) -> Iterator[tuple[int, WorkerSpec]]:
+    """Yields one job after another with its number, the same on all ranks, until the driver says that no more come."""
+    is_first, done = ray.train.get_context().get_world_rank() == 0, 0
+    if is_first:
+        box.send(WorkersStarted())
+    while True:
+        number = ray.train.collective.broadcast_from_rank_zero(box.next_job(done) if is_first else None)
+        if number is None:
+            return
+        job = box.read_job(number)
+        if job is not None:
+            yield number, job
+        ray.train.collective.barrier()  # other ranks may still be closing what they hold
+        if is_first:
+            box.send(JobEnded())
+        done = number
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the driver
+
+
+class TrainRun:
+    """One Ray Train run, as the process that started it sees it. `close` ends it."""
+
+    def __init__(self, prepared: PreparedRun, folder: Storage, mailbox: Any) -> None:
+        """Starts Ray's trainer in a thread; does not wait for the workers.
+
+        Args:
+            folder: of the run, or of the first run if the workers stay for others.
+        """
+        self._box, self._mark = Box.new(mailbox), marked(prepared.resources.workers[0], folder)
+        self._seen = 0  # events
+        self._is_stopping, self._is_idle, self._ended = False, threading.Event(), threading.Event()
+        self._is_idle.set()
+        self._controller: Any = None
+        self._has_started = False  # the workers have been placed
+        self.result: ray.train.Result | None = None  # Ray's, once it has ended well
+        remove_groups(self._mark)  # of an attempt that was killed
+        trainer = make_trainer(prepared, folder, self._box)
+        threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="ray-train").start()
+
+    def renew(self) -> None:
+        """Forgets that the job before was stopped."""
+        self._is_stopping = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it can do no more jobs."""
+        return self._ended.is_set()
+
+    def do(
+        self,
+        job: WorkerSpec,
+        is_last: bool,
+        on_report: OnReport,
+        notify: Notify,
+        grace_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """Makes the workers do a job, and returns its last metrics.
+
+        After an interrupt (KeyboardInterrupt, once it trains) the workers first end their step, and then the interrupt
+        is raised; a second interrupt, or `grace_s` seconds, ends the wait.
+
+        Args:
+            is_last: the workers end after it, and Ray Train finishes.
+
+        Raises:
+            RunError: the run failed.
+            RunStopped: `stop` was called meanwhile.
+        """
+        self._is_idle.clear()
+        self._box.post(job, is_last)
+        if self._is_stopping:  # `stop` came before there was a job
+            self._box.stop()
+        try:
+            metrics = self._relay(job.engines, on_report, notify, grace_s)
+            self._await_end(is_last)
+            if self._is_stopping:
+                raise RunStopped("the run was stopped")
+            return metrics
+        except RunStopped:  # `on_report` may raise it, too
+            self._box.stop()
+            self._await_end(is_last)
+            raise
+        finally:
+            self._box.end_job(is_last)
+            self._is_idle.set()
+
+    def stop(self, patience_s: float = END_S) -> None:
+        """Ends the current job, if any, with its step and a checkpoint; can be called from any thread.
+
+        Workers whose step takes longer than `patience_s` are ended without one.
+        """
+        self._is_stopping = True
+        self._box.stop()
+        if not self._is_idle.wait(patience_s):
+            self.kill()
+
+    def close(self, patience_s: float = END_S) -> None:
+        """Ends the workers. They get `patience_s` to end by themselves."""
+        self._box.end_job(is_last=True)
+        if not self._ended.wait(patience_s):
+            self.kill()
+        self._box.close()
+
+    def kill(self) -> None:
+        """Ends the workers at once. If they are still starting, they end when they ask for their job."""
+        self._box.end_job(is_last=True)
+        if self._controller and not self.has_ended:
+            ray.kill(self._controller)
+            self._ended.wait(END_S)
+            remove_groups(self._mark)
+
+    def _fit(self, trainer: TorchTrainer) -> None:
+        error = ""
+        try:
+            self.result = trainer.fit()
+        except BaseException as raised:
+            error = error_message(raised)
+        if error:
+            remove_groups(self._mark)  # of a controller that was killed
+        self._ended.set()
+        self._box.send(TrainEnded(error))
+
+    def _relay(self, engines: Sequence[Any], on_report: OnReport, notify: Notify, grace_s: float) -> dict[str, Any]:
+        """Passes on the job's reports as they come; returns the metrics of the last one."""
+        metrics: dict[str, Any] = {}
+        try:
+            for report in self._reports(engines, notify):
+                metrics = report.metrics
+                on_report(metrics, report.checkpoint)
+        except KeyboardInterrupt:
+            if metrics and grace_s:
+                notify(
+                    f"interrupted: finishing the step and a checkpoint, {grace_s:.0f} s at most; "
+                    f"interrupt again to end at once"
+                )
+                self._box.stop()
+                for report in self._reports(engines, notify, time.monotonic() + grace_s):
+                    on_report(report.metrics, report.checkpoint)
+            raise
+        return metrics
+
+    def _reports(self, engines: Sequence[Any], notify: Notify, until: float = math.inf) -> Iterator[StepReport]:
+        """Yields the job's reports as they come, until the last one or the time `until` (of `time.monotonic`)."""
+        failure = ""
+        for event in self._events(until):
+            match event:
+                case StepReport():
+                    yield event
+                    if event.is_last:
+                        return
+                case Message(text):
+                    notify(text)
+                case WorkersFailed(text, is_fatal):
+                    failure = text
+                    if any(actors.is_dead(engine) for engine in engines[:1]) and all(map(actors.is_dead, engines)):
+                        raise RunError(text)
+                    if not is_fatal:
+                        notify(f"{text} - the workers are restarted")
+                case TrainEnded(error):
+                    if self._is_stopping:
+                        raise RunStopped("the run was stopped")
+                    if not self._has_started:
+                        raise NoRoomError(f"no room for the workers: {error}")
+                    raise RunError(failure or error or "the workers ended")
+
+    def _events(self, until: float = math.inf) -> Iterator[Any]:
+        """Yields events as they come."""
+        while (left := until - time.monotonic()) > 0:
+            for event in self._box.receive(self._seen, min(_WAIT_S, left)):
+                self._seen += 1
+                self._has_started |= isinstance(event, WorkersStarted)
+                if isinstance(event, ControllerStarted):
+                    self._controller = event.handle
+                yield event
+
+    def _await_end(self, is_last: bool) -> None:
+        """Waits until the workers have ended the job: after the last report they send their last records.
+
+        Workers that take too long are ended.
+        """
+        wanted = TrainEnded if is_last else (JobEnded, TrainEnded)
+        if self.has_ended:
+            return
+        for event in self._events(time.monotonic() + _LAST_RECORDS_S):
+            if isinstance(event, wanted):
+                return
+        self.kill()
+
+
+def error_message(error: BaseException) -> str:
+    """Returns an error of Ray Train as one line: the first worker's own error if there is one."""
+    failures = getattr(error, "worker_failures", None) or {}
+    return _first_error(failures) if failures else f"{type(error).__name__}: {one_line(error, _MESSAGE_LENGTH)}"
+
+
+def _first_error(failures: Mapping[int, Exception]) -> str:
+    rank = min(failures)
+    cause = _cause(failures[rank])
+    return f"worker {rank}: {type(cause).__name__}: {one_line(cause, _MESSAGE_LENGTH)}"
+
+
+def _cause(error: Exception) -> BaseException:
+    return getattr(error, "cause", None) or error
