@@ -157,7 +157,7 @@ def tuner(
     from rlx.storage.filesystem import free_name
     from rlx.sweeps.records import SweepPlan
     from rlx.sweeps.space import write_space
-    from rlx.sweeps.tuner import create_sweep, make_tuner
+    from rlx.sweeps.tuner import check_sweep, create_sweep, make_tuner
 
     _check_choices(search, scheduler, {"trials": trials, "seeds": seeds, "max_concurrent": max_concurrent})
     tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config))
@@ -165,7 +165,8 @@ def tuner(
     if isinstance(space, Mapping):
         space = write_space(space, name, local_folder(config.storage) / "search_spaces")
     plan = SweepPlan(name, tree, str(Path(space).resolve()), trials, search, scheduler, seeds, max_concurrent, reuse)
-    launch.connect(config, preflight.prepare(plan.config).resources)
+    prepared = preflight.prepare(check_sweep(plan).config)
+    launch.connect(prepared.config, prepared.resources)
     storage = open_storage(config.storage)
     return make_tuner(create_sweep(plan, storage), storage)
 

@@ -12,18 +12,24 @@ import pytest
 from ray import tune
 
 import rlx
-from rlx.api import SweepResults, TrialResult, sweep_results
 from rlx.cli.main import COMMANDS, main
-from rlx.config.loading import from_tree
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_manifest import MANIFEST, Manifest
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import TrialRecord, TrialState
-from rlx.sweeps.space import load_space
 
 ROOT = Path(__file__).resolve().parent.parent
-FACE = ["ConfigError", "RunConfig", "__version__", "load_config", "load_sweep", "resume", "train", "tuner"]
+FACE = [
+    "ConfigError",
+    "RunConfig",
+    "__version__",
+    "load_config",
+    "load_model",
+    "load_sweep",
+    "resume",
+    "train",
+    "tuner",
+]
 HEAVY = {"torch", "ray", "vllm", "mlflow", "transformers", "pandas", "pyarrow", "pydantic"}
 
 
@@ -121,22 +127,6 @@ def config_at(storage: Path, **overrides: Any) -> rlx.RunConfig:
     return rlx.load_config(None, {"storage": str(storage), "train.steps": 3} | overrides)
 
 
-def test_a_tuner_has_a_plan_that_a_resume_could_read(tmp_path: Path) -> None:
-    tuner = rlx.tuner(config_at(tmp_path, name="mine"), space=SPACE, trials=3, seeds=2, search="optuna")
-    plan = tuner.plan
-    assert (plan.name, plan.trials, plan.seeds, plan.search, plan.scheduler) == ("mine", 3, 2, "optuna", "none")
-    assert plan.config == from_tree({"storage": str(tmp_path), "train": {"steps": 3}})
-    space = load_space(plan.space, plan.tree)
-    assert space["train.ppo_epochs"].categories == [1, 2]
-    assert (space["train.actor_lr"].lower, space["train.actor_lr"].upper) == (1e-6, 1e-4)
-
-
-def test_a_tuner_takes_a_file_and_a_grid(tmp_path: Path) -> None:
-    assert rlx.tuner(config_at(tmp_path), space=ROOT / "search_spaces" / "ppo.py").plan.name.startswith("sweep")
-    grid = {"train.ppo_epochs": tune.grid_search([1, 2])}
-    assert rlx.tuner(config_at(tmp_path), space=grid, search="grid").plan.space.endswith(".py")
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -154,41 +144,12 @@ def test_a_tuner_refuses_what_cannot_run(options: dict[str, Any], line: str, tmp
     assert line in str(error.value)
 
 
-def test_results_are_read_from_records_and_folders(tmp_path: Path) -> None:
-    """A finished trial has all metrics of its last step, a stopped one its last report, a failed one its reason."""
-    plan = rlx.tuner(config_at(tmp_path, name="mine"), space=SPACE).plan
-    finished = open_storage(str(tmp_path)) / "sweeps" / "mine" / "runs" / "trial_00000.2"
-    (finished / "run.json").write_text("{}")
-    last = {"step": 3, "eval/accuracy": 0.5, "kl/ref": 0.1}
-    (finished / "result.json").write_text(json.dumps(last))
-    for step in (1, 2, 3):
-        checkpoint(finished, step, finished=step < 3)
-    records = {
-        "trial_00002": TrialRecord(settings={"seed": 2}, state=TrialState.FAILED, message="died"),
-        "trial_00001": TrialRecord(settings={"seed": 1}, state=TrialState.STOPPED, reports=[(1, 0.1), (2, 0.25)]),
-        "trial_00000": TrialRecord(settings={"seed": 0}, state=TrialState.FINISHED, reports=[(3, 0.5)]),
-    }
-    runs, kept = f"{tmp_path}/sweeps/mine/runs", finished / "step_000002"
-    assert list(sweep_results(plan, records)) == [
-        TrialResult("trial_00000", {"seed": 0}, last, f"{runs}/trial_00000.2", kept.path, None),
-        TrialResult("trial_00001", {"seed": 1}, {"step": 2, "eval/accuracy": 0.25}, f"{runs}/trial_00001", None, None),
-        TrialResult("trial_00002", {"seed": 2}, {}, f"{runs}/trial_00002", None, "died"),
-    ]
-
-
-def test_the_best_trial_is_chosen_by_its_last_metric() -> None:
-    def trial(name: str, accuracy: float | None, error: str | None = None) -> TrialResult:
-        return TrialResult(name, {}, {} if accuracy is None else {"eval/accuracy": accuracy}, "", None, error)
-
-    results = SweepResults("s", [trial("a", 0.2), trial("b", 0.5), trial("c", 0.9, "died"), trial("d", None)])
-    assert (len(results), results[0].name, [each.name for each in results]) == (4, "a", ["a", "b", "c", "d"])
-    assert results.get_best_result().name == "b"
-    assert results.get_best_result(mode="min").name == "a"
-    assert results.errors == ["c: died"]
-    with pytest.raises(ValueError, match="no trial of sweep s has the metric kl/ref"):
-        results.get_best_result("kl/ref")
-    with pytest.raises(ValueError, match="expected max or min"):
-        results.get_best_result(mode="best")
+def test_a_checkpoint_of_ray_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(rlx.ConfigError, match="is not complete"):
+        rlx.load_model(tune.Checkpoint(str(tmp_path)))
+    (tmp_path / "pointer.json").write_text("{}")
+    with pytest.raises(rlx.ConfigError, match="is damaged"):
+        rlx.load_model(tune.Checkpoint(str(tmp_path)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ class TrainRun:
         self._is_stopping, self._is_idle, self._ended = False, threading.Event(), threading.Event()
         self._is_idle.set()
         self._controller: Any = None
-        self._has_started = False  # the workers have been placed
+        self._has_started = self._is_job_over = False  # the workers have been placed; they have finished the job
         self.result: ray.train.Result | None = None  # Ray's, once it has ended well
         remove_groups(self._mark)  # of an attempt that was killed
         trainer = make_trainer(prepared, folder, self._box)
@@ -297,6 +297,7 @@ class TrainRun:
             RunStopped: `stop` was called meanwhile.
         """
         self._is_idle.clear()
+        self._is_job_over = False
         self._box.post(job, is_last)
         if self._is_stopping:  # `stop` came before there was a job
             self._box.stop()
@@ -399,6 +400,7 @@ class TrainRun:
             for event in self._box.receive(self._seen, min(_WAIT_S, left)):
                 self._seen += 1
                 self._has_started |= isinstance(event, WorkersStarted)
+                self._is_job_over |= isinstance(event, JobEnded)  # it may come before the last report
                 if isinstance(event, ControllerStarted):
                     self._controller = event.handle
                 yield event
@@ -408,13 +410,12 @@ class TrainRun:
 
         Workers that take too long are ended.
         """
-        wanted = TrainEnded if is_last else (JobEnded, TrainEnded)
-        if self.has_ended:
-            return
-        for event in self._events(time.monotonic() + _LAST_RECORDS_S):
-            if isinstance(event, wanted):
+        deadline = time.monotonic() + _LAST_RECORDS_S
+        events = self._events(deadline)
+        while not (self.has_ended or (self._is_job_over and not is_last)):
+            if next(events, None) is None:
+                self.kill()
                 return
-        self.kill()
 
 
 def error_message(error: BaseException) -> str:

@@ -93,9 +93,12 @@ class SweepCallback(tune.Callback):
         for trial in trials:
             if status := self.statuses.get(str(trial)):
                 self.log.end_mlflow_run(trial, status)
-        self.log.flush()
         waiting = any(trial.status in (Trial.PENDING, Trial.PAUSED) for trial in trials)
         SweepCallback.interrupted = waiting or RunStatus.KILLED in self.statuses.values()
+        all_failed = set(self.statuses.values()) == {RunStatus.FAILED}
+        ended = RunStatus.FAILED if all_failed else RunStatus.FINISHED
+        self.log.end_sweep(RunStatus.KILLED if SweepCallback.interrupted else ended)
+        self.log.flush()
 
     @_harmless
     def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
@@ -141,16 +144,23 @@ class TrialLog:
         """Ends the MLflow run of a trial's newest run, and sends what the trial's process has not sent."""
         self._later(trial, "driver", lambda log: log.end(status))
 
+    def end_sweep(self, status: RunStatus) -> None:
+        """Ends the MLflow run of the sweep."""
+        self._thread.submit(self._write, self.folder, "driver", lambda log: log.end(status))
+
     def flush(self) -> None:
         """Waits until everything is written or sent."""
         self._thread.submit(self.records.flush).result()
 
     def _later(self, trial: Trial, writer: str, what: Callable[[OutboxTracker], None]) -> None:
-        self._thread.submit(self._write, str(trial), writer, what)
+        name = str(trial)
+        self._thread.submit(lambda: self._write(self._newest_run(name), writer, what))
+
+    def _newest_run(self, name: str) -> Storage:
+        return self.folder / "runs" / newest_attempt(self.folder, name)
 
     @_harmless
-    def _write(self, name: str, writer: str, what: Callable[[OutboxTracker], None]) -> None:
-        run = self.folder / "runs" / newest_attempt(self.folder, name)
+    def _write(self, run: Storage, writer: str, what: Callable[[OutboxTracker], None]) -> None:
         if run_folder.exists(run):
             tracker = OutboxTracker(self.tracking, run, writer)
             what(tracker)

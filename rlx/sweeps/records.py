@@ -47,7 +47,6 @@ class SweepPlan:
     seeds: int = 1  # runs of each setting
     max_concurrent: int | None = None
     reuse: ReuseName = "engines"  # what stays in a trial's process for the next trial
-    space_fingerprint: str = ""
 
     @cached_property
     def config(self) -> RunConfig:

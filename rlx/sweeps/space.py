@@ -6,7 +6,6 @@ Left out: how settings are suggested from a space (searchers).
 from __future__ import annotations
 
 import base64
-import hashlib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,11 +81,6 @@ def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.py").write_text("\n".join(lines))
     return folder / f"{name}.py"
-
-
-def space_fingerprint(path: str) -> str:
-    """A hash of the file's content."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 
 from rlx.config.errors import ConfigError, one_line
@@ -35,6 +36,7 @@ from rlx.tracking.base import TrackingService
 from rlx.types import OnReport
 
 _FAILURE = "failed.txt"
+_NODE_ID = "ray.io/node-id"  # Ray's label of every node
 _START = ("checkpoint.init_from", "checkpoint.init_state")
 _END_S = 120.0  # longest wait for the end of a run that has reported its last step, or was stopped
 
@@ -170,19 +172,29 @@ class RunThread:
             self._items.put(RunError(one_line(error, 500)))
 
 
-def trainable(plan: SweepPlan, storage: Storage, shared: SharedInputs) -> Any:
-    """Returns a trial in the form that Tune asks for, with what its engines and reward models reserve."""
+def trainable(plan: SweepPlan, storage: Storage, shared: SharedInputs, most: int | None) -> Any:
+    """Returns a trial in the form that Tune asks for, with what its engines and reward models reserve.
+
+    Args:
+        most: how many trials Tune may run at once; None: as many as it is given and the cluster has room for.
+    """
     made = tune.with_parameters(Trial, plan=plan, storage=storage, shared=shared)
-    return tune.with_resources(made, trial_resources(plan.resources))
+    return tune.with_resources(made, trial_resources(plan.resources, most))
 
 
-def trial_resources(needed: ResourcePlan) -> tune.PlacementGroupFactory:
-    """Returns the placement group of a trial. Its first bundle is that of the trial's own process, which needs none."""
-    if not needed.bundles:
-        return tune.PlacementGroupFactory([{"memory": 1.0}])  # Tune takes no empty group
-    return tune.PlacementGroupFactory(
-        [{}, *needed.bundles], strategy=needed.strategy, bundle_label_selector=needed.selectors
-    )
+def trial_resources(needed: ResourcePlan, most: int | None) -> tune.PlacementGroupFactory:
+    """Returns the placement group of a trial. Its first bundle is that of the trial's own process, which needs none.
+
+    A group has no room for the workers, which are in one of Ray Train's. So that no more trials start than there is
+    room for workers, too, each may take a part of this node's memory of which there are `most`.
+    """
+    bundles, selectors = list(needed.bundles), list(needed.selectors)
+    if most or not bundles:  # Tune takes no empty group
+        here = ray.get_runtime_context().get_node_id()
+        memory = next(node["Resources"]["memory"] for node in ray.nodes() if node["NodeID"] == here)
+        bundles.append({"memory": memory // (most + 0.5) if most else 1.0})
+        selectors.append({_NODE_ID: here})
+    return tune.PlacementGroupFactory([{}, *bundles], strategy=needed.strategy, bundle_label_selector=selectors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

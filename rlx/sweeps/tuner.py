@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -28,14 +29,14 @@ from rlx.sweeps import searchers
 from rlx.sweeps.callback import SweepCallback, TrialLog, Watch
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, Schedule
-from rlx.sweeps.space import MODE, Space, complete_settings, load_space, space_fingerprint
+from rlx.sweeps.space import MODE, Space, complete_settings, load_space
 from rlx.sweeps.trainable import SharedInputs, attempt_number, forgive, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
-_PLAN_FILE = "sweep.json"
+_PLAN_FILE, _SPACE_FILE = "sweep.json", "space.py"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
 _TUNE_FOLDER = "tune"  # holds Tune's own records
 _COUNT_NODES_S = 5.0  # between two looks at the nodes of the cluster
@@ -113,7 +114,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
         raise ConfigError(f"sweep {plan.name!r} exists in {folder.path}: --resume {plan.name} continues it")
     plan.tracking.check()
     _create_mlflow_run(plan, folder)
-    plan = replace(plan, space_fingerprint=space_fingerprint(plan.space))
+    (folder / _SPACE_FILE).write_text(Path(plan.space).read_text())
     (folder / _PLAN_FILE).write_text(json.dumps(asdict(plan), indent=1))
     return plan
 
@@ -136,18 +137,17 @@ def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
     """Returns the plan of a sweep by name, or of the newest one.
 
     Raises:
-        ConfigError: there is no such sweep, its record is damaged, or its search space has changed.
+        ConfigError: there is no such sweep, or its record is damaged.
     """
     file = _plan_file(storage / "sweeps", name)
     try:
         plan = SweepPlan(**file.read_json())
-    except (TypeError, ValueError):
-        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
-    if not Path(plan.space).is_file():
-        raise ConfigError(f"the search space {plan.space} of sweep {plan.name} does not exist: restore it to resume")
-    if space_fingerprint(plan.space) != plan.space_fingerprint:
-        raise ConfigError(f"the search space {plan.space} has changed since sweep {plan.name} began")
-    return plan
+        space = (file.parent / _SPACE_FILE).read_text()
+    except (TypeError, ValueError, FileNotFoundError):
+        raise ConfigError(f"{file.parent.path} is damaged: it is not what rlx wrote") from None
+    copy = Path(tempfile.mkdtemp(prefix="rlx-space-"), Path(plan.space).name)  # the original may be on another machine
+    copy.write_text(space)
+    return replace(plan, space=str(copy))
 
 
 def _plan_file(sweeps: Storage, name: str | None) -> Storage:
@@ -246,7 +246,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(max(200, total_trials(plan)))  # `concurrency` is the limit
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # nobody reads Tune's CSV, JSON and TensorBoard files
     return tune.Tuner(
-        trainable(plan, storage, shared),
+        trainable(plan, storage, shared, _most(plan)),
         tune_config=tune.TuneConfig(
             metric=DEFAULT_METRIC,
             mode=MODE,
@@ -266,6 +266,23 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
             verbose=0,
         ),
     )
+
+
+def _most(plan: SweepPlan) -> int | None:
+    """Returns how many trials Tune may run at once where it starts all of them at first; None: that is not needed.
+
+    Raises:
+        ConfigError: the placement strategy does not allow that.
+    """
+    count = concurrency(plan)
+    if plan.scheduler not in PAUSING or count >= total_trials(plan):
+        return None
+    if plan.resources.strategy.startswith("STRICT"):
+        raise ConfigError(
+            f"--scheduler {plan.scheduler} with {total_trials(plan)} trials, {count} at once, needs "
+            f"scaling.placement_strategy PACK or SPREAD"
+        )
+    return count
 
 
 def _tune_folder(folder: Storage) -> str:

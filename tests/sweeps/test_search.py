@@ -17,7 +17,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.sections import DEFAULT_METRIC, SchedulerName, SearchName
 from rlx.sweeps.schedulers import SCHEDULERS
 from rlx.sweeps.searchers import ADAPTIVE, SEARCHES, ListSearch, searcher
-from rlx.sweeps.space import complete_settings, extremes, load_space, space_fingerprint
+from rlx.sweeps.space import complete_settings, extremes, load_space
 
 SHIPPED = Path(__file__).resolve().parents[2] / "search_spaces"
 RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.gae_lambda": tune.uniform(0.0, 1.0)}
@@ -141,13 +141,6 @@ def test_a_trials_settings_are_what_was_drawn_to_four_digits_and_the_constants()
         "train.actor_lr": 0.0001235,
         "algorithm.gae_lambda": 0.98765,
     }
-
-
-def test_a_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
-    path = space_file(tmp_path, "{'train.ppo_epochs': 1}")
-    before = space_fingerprint(path)
-    assert space_fingerprint(space_file(tmp_path, "{'train.ppo_epochs': 1}")) == before
-    assert space_fingerprint(space_file(tmp_path, "{'train.ppo_epochs': 2}")) != before
 
 
 # ---------------------------------------------------------------------------------------------------------------------

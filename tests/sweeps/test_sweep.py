@@ -5,16 +5,20 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import History, NothingLeft, Script, mlflow_history
+from ray import tune
+from safetensors import safe_open
 
 import rlx
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
+from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import launch, run_folder
 from rlx.runs.resources import plan_resources
 from rlx.runs.run_folder import mlflow_run, saved_config
@@ -22,6 +26,8 @@ from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import tuner
 from rlx.sweeps.records import SweepPlan, TrialRecords
+from rlx.sweeps.space import load_space
+from rlx.sweeps.trainable import Trial
 from rlx.tracking import mlflow
 
 
@@ -52,13 +58,13 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], line: str
     assert line.format(space=space) in str(error.value)
 
 
-def test_a_resume_wants_the_search_space_as_it_was(tmp_path: Path) -> None:
+def test_a_resume_uses_the_search_space_as_it_was(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     made = tuner.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
-    assert tuner.saved_sweep(storage, None) == made
-    space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 3])}")
-    with pytest.raises(ConfigError, match=r"space\.py has changed since sweep s began"):
-        tuner.saved_sweep(storage, "s")
+    Path(space).unlink()  # it may be on another machine
+    saved = tuner.saved_sweep(storage, None)
+    assert replace(saved, space=made.space) == made
+    assert load_space(saved.space, saved.tree)["train.ppo_epochs"].categories == [1, 2]
 
 
 def space_file(folder: Path, body: str) -> str:
@@ -107,9 +113,11 @@ def small_tree(model: Path, folder: Path, answer: str = "") -> dict[str, Any]:
     }
 
 
-def prepared(model: Path, folder: Path, space: str, **options: Any) -> tuple[SweepPlan, Storage]:
+def prepared(
+    model: Path, folder: Path, space: str, settings: Mapping[str, Any] = {}, **options: Any
+) -> tuple[SweepPlan, Storage]:
     """A sweep with these settings, ready to run."""
-    tree = small_tree(model, folder)
+    tree = {**small_tree(model, folder), **settings}
     storage = open_storage(tree["storage"])
     config = from_tree(tree)
     launch.connect(config, plan_resources(config))
@@ -158,7 +166,7 @@ def test_a_sweep_stops_bad_trials_and_leaves_nothing(tiny_model: Path, place: Pa
         assert max(history(plan, storage, name)["reward/mean"]) >= results[name].step >= 2
     processes = {name: {metrics["pid"] for metrics in told if "pid" in metrics} for name, told in news.metrics.items()}
     assert len(set().union(*processes.values())) == 1  # all ran where the first did, also after one was stopped
-    assert (storage / "sweeps" / "s").names() == ["run.json", "runs", "sweep.json", "trials"]
+    assert (storage / "sweeps" / "s").names() == ["run.json", "runs", "space.py", "sweep.json", "trials", "tune"]
 
 
 # Metrics of a step that its update has no part in, nor what was measured after it.
@@ -198,50 +206,95 @@ def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
         assert own["policy/grad_norm"][step] == source["policy/grad_norm"][step]
 
 
-@pytest.mark.slow
-def test_trials_that_failed_run_again_when_that_is_asked_for(
+def test_whoever_knows_ray_alone_finds_what_they_expect(
     tiny_model: Path, place: Path, nothing_left: NothingLeft
+) -> None:
+    config = from_tree({"name": "s", **small_tree(tiny_model, place)})
+    space = {"reward.answer_pattern": tune.grid_search(["()", "(?!)"]), "train.actor_lr": 1e-4}
+    tuner = rlx.tuner(config, space=space, search="grid", max_concurrent=1)
+    assert isinstance(tuner, tune.Tuner)
+    grid = tuner.fit()
+    assert not grid.errors and len(grid) == 2
+    best = grid.get_best_result()
+    assert (best.metrics["step"], best.metrics["eval/accuracy"]) == (10, 1.0)
+    assert best.config == {"reward.answer_pattern": "()", "train.actor_lr": 1e-4}
+    run = place / "storage" / "sweeps" / "s" / "runs" / "trial_00000"
+    assert best.metrics["checkpoint_path"] == f"{run}/step_000010"
+
+    model, tokenizer = rlx.load_model(best.checkpoint)
+    weight = model.get_input_embeddings().weight
+    with safe_open(run / "step_000010" / "rank_00000.safetensors", "pt") as file:
+        names = list(file.keys())
+        (name,) = (each for each in names if each.endswith("embed_tokens.weight") and each.startswith("policy"))
+        assert torch.equal(weight, file.get_tensor(name))
+    assert tokenizer.decode(model.generate(**tokenizer("1 + 1 =", return_tensors="pt"), max_new_tokens=2)[0])
+
+    again = tune.Tuner.restore(str(place / "storage" / "sweeps" / "s" / "tune"), Trial).get_results()
+    assert again.get_best_result(DEFAULT_METRIC, "max").metrics == best.metrics
+    nothing_left(15)
+    plan, storage = saved_sweep(place)
+    assert status_of(plan, storage) == "FINISHED"
+
+
+def saved_sweep(place: Path) -> tuple[SweepPlan, Storage]:
+    storage = open_storage(str(place / "storage"))
+    return tuner.saved_sweep(storage, "s"), storage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_trials_that_failed_run_again_when_that_is_asked_for(
+    tiny_model: Path, place: Path, nothing_left: NothingLeft, from_scratch: bool
 ) -> None:
     flag = place / "broken"
     flag.touch()
     space = "{'reward.functions': tune.choice([{'tests.my_rewards:fragile': 1.0}, {'exact_match': 1.0}])}"
     config = from_tree({"name": "s", **small_tree(tiny_model, place, answer=str(flag))})
-    done = rlx.tuner(config, space=space_file(place, space), search="grid").fit()
+    grid = rlx.tuner(config, space=space_file(place, space), search="grid").fit()
     words = "worker 0: RewardError: reward tests.my_rewards:fragile: raised ValueError('no luck')"
-    assert done.errors == [f"trial_00000: {words}"]
-    best = done.get_best_result()
-    assert (best.name, best.metrics["step"], best.checkpoint) == ("trial_00001", 10, f"{best.path}/step_000010")
+    assert len(grid.errors) == 1 and words in str(grid.errors[0])
 
-    storage = open_storage(config.storage)
-    plan, results = tuner.saved_sweep(storage, "s"), TrialRecords(storage / "sweeps" / "s").all()
+    plan, storage = saved_sweep(place)
+    results = TrialRecords(storage / "sweeps" / "s").all()
     assert [record.state for _, record in sorted(results.items())] == ["failed", "finished"]
-    assert tuner.failures(results) == done.errors
+    assert tuner.failures(results) == [f"trial_00000: {words}"]
     before = {name: history(plan, storage, name) for name in sorted(results)}
     assert tuner.run_sweep(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
     flag.unlink()
-    assert tuner.restart_failed(plan, storage) == ["trial_00000"]
+    assert tuner.restart_failed(plan, storage, from_scratch=from_scratch) == ["trial_00000"]
     again = tuner.run_sweep(plan, storage, resume=True, watch=News().watch)
     nothing_left(15)
     assert {record.state for record in again.values()} == {"finished"}
-    assert {name: history(plan, storage, name) for name in sorted(results)} == before
-    assert sorted(history(plan, storage, "trial_00000.2")["reward/mean"]) == list(range(1, 11))
+    newest = "trial_00000.2" if from_scratch else "trial_00000"
+    if from_scratch:
+        assert {name: history(plan, storage, name) for name in sorted(results)} == before
+    assert sorted(history(plan, storage, newest)["reward/mean"]) == list(range(1, 11))
 
 
 @pytest.mark.slow
-def test_a_killed_trial_leaves_nothing(tiny_model: Path, place: Path, nothing_left: NothingLeft) -> None:
-    plan, storage = prepared(tiny_model, place, "{'reward.answer_pattern': '()'}", trials=1)
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_killed_trial_goes_on_or_leaves_nothing(
+    retries: int, tiny_model: Path, place: Path, nothing_left: NothingLeft
+) -> None:
+    again = {"scaling": {"max_failures": retries}}
+    plan, storage = prepared(tiny_model, place, "{'reward.answer_pattern': '()'}", again, trials=1)
     news = News()
+    killed: list[int] = []
 
     def kill_at_step_2(trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], what: str) -> None:
         news.watch(trial, settings, metrics, what)
-        if what == "running" and metrics.get("step") == 2:
+        if what == "running" and metrics.get("step") == 3 and not killed:
+            killed.append(metrics["pid"])
             os.kill(metrics["pid"], signal.SIGKILL)
 
     results = tuner.run_sweep(plan, storage, watch=kill_at_step_2)
     nothing_left(15)
-    assert news.states == {"trial_00000": "failed"} == {name: record.state for name, record in results.items()}
-    assert tuner.failures(results) == ["trial_00000: its process was killed"]
-    assert [run.info.status for run in children(plan, storage).values()] == ["FAILED"]
+    state = "finished" if retries else "failed"
+    assert news.states == {"trial_00000": state} == {name: record.state for name, record in results.items()}
+    assert tuner.failures(results) == ([] if retries else ["trial_00000: its process was killed"])
+    assert [run.info.status for run in children(plan, storage).values()] == ["FINISHED" if retries else "FAILED"]
+    steps = [metrics["step"] for metrics in news.metrics["trial_00000"] if "step" in metrics]
+    assert 0 in steps and steps.count(0) == 1  # it went on from a checkpoint
 
 
 @pytest.mark.slow
