@@ -111,8 +111,8 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
 
     scaling = config.scaling
     folder = open_storage(config.storage) / "update"
-    spec = train_run.WorkerSpec(config.model_dump(), path, folder, tracking=None, examine=True)
-    job = {"spec": spec, "box": Box.new(mailbox.start()), "loop": loop, "profile": profile}
+    spec = mailbox.WorkerSpec(config.model_dump(), path, folder, tracking=None, examine=True)
+    job = {"spec": spec, "box": Box.new(mailbox.start_mailbox()), "loop": loop, "profile": profile}
     trainer = TorchTrainer(
         rank,
         train_loop_config=job,

@@ -191,7 +191,7 @@ def load_model(
         _, entry = run_folder.checkpoint_of(str(checkpoint), storage or RunConfig().storage)
     else:
         entry = run_folder.pointed_checkpoint(Storage(checkpoint.filesystem, checkpoint.path))
-    return export.load_model(entry)
+    return export.exported_model(entry)
 
 
 def load_sweep(

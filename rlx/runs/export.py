@@ -90,7 +90,7 @@ def export(checkpoint: CheckpointEntry, options: Export, folder: Path) -> float:
             return _checked_difference(trained, written, _LIMITS[config.model.dtype])
 
 
-def load_model(checkpoint: CheckpointEntry) -> tuple[Any, Any]:
+def exported_model(checkpoint: CheckpointEntry) -> tuple[Any, Any]:
     """Returns a checkpoint's policy as a model of transformers, in float32, adapters merged in, and its tokenizer.
 
     Settings of the checkpoint that could execute code count as unset: it may come from someone else.

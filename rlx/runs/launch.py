@@ -27,11 +27,12 @@ from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
 from rlx.config.sections import flatten
 from rlx.runs import nodes
+from rlx.runs.mailbox import CHECKPOINT_PATH, WorkerSpec
 from rlx.runs.preflight import PreparedRun, prompt_tables
 from rlx.runs.processes import RunProcesses
 from rlx.runs.resources import ResourcePlan, wait_for_room
 from rlx.runs.run_folder import check_new, check_start, write
-from rlx.runs.train_run import CHECKPOINT_PATH, RunStopped, WorkerSpec
+from rlx.runs.train_run import RunStopped
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable

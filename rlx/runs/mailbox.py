@@ -2,22 +2,102 @@
 
 The driver has one mailbox actor. A *box* in it belongs to one Ray Train run: jobs go in, events come out, in order.
 Callers wait inside the actor, so nobody polls. The actor moves bytes and never looks into them.
-Left out: what a job or an event means (`train_run`).
+Left out: what the workers do with a job (`worker`), and the driver with an event (`train_run`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+if TYPE_CHECKING:  # the actor's process imports nothing slow
+    from rlx.rollout.engine_actors import EngineSpec
+    from rlx.storage.filesystem import Storage
+    from rlx.tracking.base import TrackingService
+
 _NAME = "rlx_mailbox"
+
+
+CHECKPOINT_PATH = "checkpoint_path"
+"""the key of a report's metrics that names the checkpoint that was reported with it, as Ray's own callback calls it"""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jobs and events
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A job: what the driver tells the workers of a run."""
+
+    config: Mapping[str, Any]  # the settings, as a tree
+    model_path: str  # Hugging Face folder or name
+    folder: Storage  # of the run
+    tracking: TrackingService | None  # None: nothing is recorded
+    examine: bool = False  # run the doctor instead of training
+    engines: Sequence[Any] = ()  # actor handles
+    engine_spec: EngineSpec | None = None  # of the engine that each worker starts beside itself
+    reward_models: Sequence[Any] = ()  # actor handles
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step that all workers have reported to Ray Train."""
+
+    metrics: dict[str, Any]
+    is_last: bool  # of its job
+    checkpoint: str | None  # path of the checkpoint that was reported with it
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message for the person who watches."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class WorkersFailed:
+    """Workers raised an error or died; Ray Train restarts all of them unless the error is fatal."""
+
+    text: str
+    is_fatal: bool  # it would come again
+
+
+@dataclass(frozen=True)
+class ControllerStarted:
+    """Ray Train's controller; killing it ends its workers when nothing else does."""
+
+    handle: Any
+
+
+@dataclass(frozen=True)
+class WorkersStarted:
+    """All workers run, and ask for a job."""
+
+
+@dataclass(frozen=True)
+class JobEnded:
+    """All workers have finished a job and closed what they held."""
+
+
+@dataclass(frozen=True)
+class TrainEnded:
+    """`fit()` has returned or raised."""
+
+    error: str  # "" if it returned
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The actor
 
 
 @dataclass
@@ -109,7 +189,7 @@ class MailboxActor:
         return content is None or content.stopped >= job
 
 
-def start() -> Any:
+def start_mailbox() -> Any:
     """Returns the mailbox actor of this driver; starts it on this node if there is none.
 
     It ends when the handle that started it is gone.
@@ -117,6 +197,10 @@ def start() -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"name": _NAME, "get_if_exists": True, "num_cpus": 0, "max_concurrency": 10_000}
     return ray.remote(MailboxActor).options(**options, scheduling_strategy=here).remote()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The driver's and the workers' side
 
 
 @dataclass(frozen=True)

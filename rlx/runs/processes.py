@@ -23,9 +23,10 @@ from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
 from rlx.runs import mailbox
+from rlx.runs.mailbox import WorkerSpec
 from rlx.runs.preflight import PreparedRun
 from rlx.runs.resources import Bundle, ResourcePlan
-from rlx.runs.train_run import END_S, RunStopped, TrainRun, WorkerSpec
+from rlx.runs.train_run import END_S, RunStopped, TrainRun
 from rlx.types import Notify, OnReport
 
 _ROOM_S = 60.0  # longest wait for room on the cluster
@@ -95,7 +96,7 @@ class RunProcesses:
         try:
             if self._host and self._host.started_with != _started_with(prepared):
                 self.close()
-            self._mailbox = self._mailbox or mailbox.start()
+            self._mailbox = self._mailbox or mailbox.start_mailbox()
             self._host = self._host or EngineHost(prepared)
             yield self
         except RunStopped:

@@ -13,7 +13,6 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,12 +23,21 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from rlx import actors
 from rlx.config.errors import one_line
 from rlx.config.sections import ScalingConfig
-from rlx.rollout.engine_actors import EngineSpec
-from rlx.runs.mailbox import Box
+from rlx.runs.mailbox import (
+    CHECKPOINT_PATH,
+    Box,
+    ControllerStarted,
+    JobEnded,
+    Message,
+    StepReport,
+    TrainEnded,
+    WorkersFailed,
+    WorkerSpec,
+    WorkersStarted,
+)
 from rlx.runs.preflight import PreparedRun
 from rlx.runs.resources import Bundle, remove_groups
 from rlx.storage.filesystem import Storage
-from rlx.tracking.base import TrackingService
 from rlx.types import Notify, OnReport
 
 _LAST_RECORDS_S = 60.0  # longest wait for the workers to end after their last report
@@ -37,8 +45,6 @@ END_S = 10.0
 """longest wait for workers that were told to end"""
 _STARTS = 10  # attempts to place the workers, a minute each, before the run fails
 _WAIT_S = 5.0  # for one answer of the mailbox
-CHECKPOINT_PATH = "checkpoint_path"
-"""the key of a report's metrics that names the checkpoint that was reported with it, as Ray's own callback calls it"""
 _MESSAGE_LENGTH = 500  # an error's text is cut to this number of characters
 _FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
 
@@ -53,72 +59,6 @@ class NoRoomError(RunError):
 
 class RunStopped(RuntimeError):
     """A run was ended from outside, e.g. because a scheduler stopped its trial."""
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """A job: what the driver tells the workers of a run."""
-
-    config: Mapping[str, Any]  # the settings, as a tree
-    model_path: str  # Hugging Face folder or name
-    folder: Storage  # of the run
-    tracking: TrackingService | None  # None: nothing is recorded
-    examine: bool = False  # run the doctor instead of training
-    engines: Sequence[Any] = ()  # actor handles
-    engine_spec: EngineSpec | None = None  # of the engine that each worker starts beside itself
-    reward_models: Sequence[Any] = ()  # actor handles
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Events: what comes back through the mailbox
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """A step that all workers have reported to Ray Train."""
-
-    metrics: dict[str, Any]
-    is_last: bool  # of its job
-    checkpoint: str | None  # path of the checkpoint that was reported with it
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message for the person who watches."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class WorkersFailed:
-    """Workers raised an error or died; Ray Train restarts all of them unless the error is fatal."""
-
-    text: str
-    is_fatal: bool  # it would come again
-
-
-@dataclass(frozen=True)
-class ControllerStarted:
-    """Ray Train's controller; killing it ends its workers when nothing else does."""
-
-    handle: Any
-
-
-@dataclass(frozen=True)
-class WorkersStarted:
-    """All workers run, and ask for a job."""
-
-
-@dataclass(frozen=True)
-class JobEnded:
-    """All workers have finished a job and closed what they held."""
-
-
-@dataclass(frozen=True)
-class TrainEnded:
-    """`fit()` has returned or raised."""
-
-    error: str  # "" if it returned
 
 
 # ---------------------------------------------------------------------------------------------------------------------

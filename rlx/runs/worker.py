@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ import torch.distributed as dist
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.config.sections import RewardConfig
 from rlx.mesh import Mesh
 from rlx.rewards import reward_model
 from rlx.rewards.remote import RemoteReward
@@ -33,9 +31,8 @@ from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import doctor
-from rlx.runs.mailbox import Box
+from rlx.runs.mailbox import CHECKPOINT_PATH, Box, Message, WorkerSpec
 from rlx.runs.run_folder import POINTER
-from rlx.runs.train_run import CHECKPOINT_PATH, Message, WorkerSpec
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import Tracker
@@ -160,6 +157,7 @@ def inputs_of(job: Job) -> TrainingInputs:
     tracker: Tracker = NullTracker()
     if rank == 0 and spec.tracking:
         tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify)
+    connections = Connections(config, job, device)
     return TrainingInputs(
         config=config,
         model_path=spec.model_path,
@@ -167,8 +165,8 @@ def inputs_of(job: Job) -> TrainingInputs:
         tables={name: prompt_table(name) for name in names},
         folder=spec.folder,
         reporter=RayReporter(tracker, job, rank),
-        connect_engines=partial(_connect_engines, config, job, device),
-        connect_scorers=partial(_connect_scorers, config.reward, config.rollout.timeout_s, spec.reward_models),
+        connect_engines=connections.engines,
+        connect_scorers=connections.scorers,
     )
 
 
@@ -186,21 +184,42 @@ def _check_folder(folder: Storage) -> None:
         )
 
 
-def _connect_engines(
-    config: RunConfig, job: Job, device: torch.device, mesh: Mesh, weights: WeightSource
-) -> EngineGroup:
-    rollout, dtype = config.rollout, getattr(torch, config.model.dtype)
-    engines = _engines_beside(job.spec.engine_spec) if job.spec.engine_spec else job.spec.engines
-    # An engine's own process takes adapters and writes them to a file for vLLM; they have no direct way.
-    adapters_only = config.model.lora_sync == "adapter"
-    return EngineGroup(
-        pool=EnginePool(engines, config.seed, mesh.dp_rank, rollout.timeout_s, rollout.sync_timeout_s),
-        mesh=mesh,
-        sync=WeightSync(engines, mesh, device, dtype, None if adapters_only else rollout.transport),
-        retries=rollout.retries,
-        notify=job.notify,
-        weights=weights,
-    )
+@dataclass(frozen=True)
+class Connections:
+    """A worker's ways to the engines, reward models and reward servers of its run."""
+
+    config: RunConfig
+    job: Job
+    device: torch.device
+
+    def engines(self, mesh: Mesh, weights: WeightSource) -> EngineGroup:
+        """The engines, which may still be starting; a collective call if they run beside the workers."""
+        config, spec, dtype = self.config, self.job.spec, getattr(torch, self.config.model.dtype)
+        rollout, engines = config.rollout, spec.engines
+        if spec.engine_spec:
+            engines = _engines_beside(spec.engine_spec)
+        # An engine's own process takes adapters and writes them to a file for vLLM; they have no direct way.
+        adapters_only = config.model.lora_sync == "adapter"
+        return EngineGroup(
+            pool=EnginePool(engines, config.seed, mesh.dp_rank, rollout.timeout_s, rollout.sync_timeout_s),
+            mesh=mesh,
+            sync=WeightSync(engines, mesh, self.device, dtype, None if adapters_only else rollout.transport),
+            retries=rollout.retries,
+            notify=self.job.notify,
+            weights=weights,
+        )
+
+    def scorers(self, mesh: Mesh) -> dict[str, Scorer]:
+        """The scorers that are not functions of this process, once reward models are loaded."""
+        reward, remote = self.config.reward, dict[str, Scorer]()
+        if reward.model:
+            models = self.job.spec.reward_models
+            starting = reward_model.ModelReward(models, self.config.rollout.timeout_s, mesh.dp_rank)
+            starting([])  # waits until they are loaded
+            remote["model"] = replace(starting, timeout_s=reward.timeout_s)
+        if reward.url:
+            remote["url"] = RemoteReward.from_config(reward)
+        return remote
 
 
 def _engines_beside(spec: EngineSpec) -> list[Any]:
@@ -208,16 +227,3 @@ def _engines_beside(spec: EngineSpec) -> list[Any]:
     engines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(engines, start_engine_here(spec))
     return engines
-
-
-def _connect_scorers(
-    reward: RewardConfig, start_timeout_s: float, models: Sequence[Any], mesh: Mesh
-) -> dict[str, Scorer]:
-    remote: dict[str, Scorer] = {}
-    if reward.model:
-        starting = reward_model.ModelReward(models, start_timeout_s, mesh.dp_rank)
-        starting([])  # waits until they are loaded
-        remote["model"] = replace(starting, timeout_s=reward.timeout_s)
-    if reward.url:
-        remote["url"] = RemoteReward.from_config(reward)
-    return remote

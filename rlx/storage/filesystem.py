@@ -46,10 +46,6 @@ class Storage:
         return Storage(self.filesystem, f"{self.path}/{name}")
 
     @property
-    def parent(self) -> Storage:
-        return Storage(self.filesystem, self.path.rpartition("/")[0])
-
-    @property
     def is_local(self) -> bool:
         return isinstance(self.filesystem, fs.LocalFileSystem)
 

@@ -94,16 +94,16 @@ class TrialRecords:
     """
 
     def __init__(self, sweep: Storage) -> None:
-        self.folder = sweep / "trials"
+        self.sweep, self.folder = sweep, sweep / "trials"
         self._written: dict[str, TrialRecord] = {}  # by this process, the newest of each trial
         self._waiting: dict[str, TrialRecord] = {}  # for the thread
         self._lock, self._thread = threading.Lock(), ThreadPoolExecutor(1, "trial-records")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}  # Tune pickles what refers to the records; a copy reads the files
+        return {"sweep": self.sweep}  # Tune pickles what refers to the records; a copy reads the files
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"].parent)  # type: ignore[misc]
+        self.__init__(state["sweep"])  # type: ignore[misc]
 
     def read(self, name: str) -> TrialRecord:
         """Returns a trial's record.

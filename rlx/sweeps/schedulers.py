@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from ray.tune.experiment import Trial
@@ -102,6 +103,10 @@ class _ResumablePopulation(PopulationBasedTraining):
     def __init__(self, schedule: Schedule, **options: Any) -> None:
         super().__init__(**options)
         self.schedule = schedule
+
+    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
+        """Ray refuses searches beside this scheduler, as it chooses settings itself; ours only lists the first ones."""
+        super().on_trial_add(SimpleNamespace(search_alg=None), trial)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         step, seen = result[_TIME], (0, self.schedule.steps_done.get(str(trial)))

@@ -1,4 +1,4 @@
-"""`Trial`: a trial of a sweep as Ray Tune knows it, which does one run of rlx.runs in its own process.
+"""`PPOTrial`: a trial of a sweep as Ray Tune knows it, which does one run of rlx.runs in its own process.
 
 The process stays for the next trial (`reuse_actors`), and the engines with it. A trial reports each step of its run;
 its checkpoint is a pointer: a small folder with the address of the run's newest complete checkpoint.
@@ -24,10 +24,11 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
+from rlx.runs.mailbox import CHECKPOINT_PATH
 from rlx.runs.processes import RunProcesses
 from rlx.runs.resources import ResourcePlan
 from rlx.runs.run_folder import POINTER, exists, saved_config, write
-from rlx.runs.train_run import CHECKPOINT_PATH, NoRoomError, RunError, RunStopped
+from rlx.runs.train_run import NoRoomError, RunError, RunStopped
 from rlx.storage.addresses import join_address
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
@@ -71,7 +72,7 @@ class SharedInputs:
 # Ray Tune's class
 
 
-class Trial(tune.Trainable):
+class PPOTrial(tune.Trainable):
     """One trial; `tune.with_parameters` gives it the sweep's plan."""
 
     thread: RunThread | None  # of the run that it does now
@@ -178,7 +179,7 @@ def trainable(plan: SweepPlan, storage: Storage, shared: SharedInputs, most: int
     Args:
         most: how many trials Tune may run at once; None: as many as it is given and the cluster has room for.
     """
-    made = tune.with_parameters(Trial, plan=plan, storage=storage, shared=shared)
+    made = tune.with_parameters(PPOTrial, plan=plan, storage=storage, shared=shared)
     return tune.with_resources(made, trial_resources(plan.resources, most))
 
 

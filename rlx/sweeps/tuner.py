@@ -139,23 +139,24 @@ def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
     Raises:
         ConfigError: there is no such sweep, or its record is damaged.
     """
-    file = _plan_file(storage / "sweeps", name)
+    folder = _find(storage / "sweeps", name)
     try:
-        plan = SweepPlan(**file.read_json())
-        space = (file.parent / _SPACE_FILE).read_text()
+        plan = SweepPlan(**(folder / _PLAN_FILE).read_json())
+        space = (folder / _SPACE_FILE).read_text()
     except (TypeError, ValueError, FileNotFoundError):
-        raise ConfigError(f"{file.parent.path} is damaged: it is not what rlx wrote") from None
+        raise ConfigError(f"sweep {folder.path} is damaged: it is not what rlx wrote") from None
     copy = Path(tempfile.mkdtemp(prefix="rlx-space-"), Path(plan.space).name)  # the original may be on another machine
     copy.write_text(space)
     return replace(plan, space=str(copy))
 
 
-def _plan_file(sweeps: Storage, name: str | None) -> Storage:
+def _find(sweeps: Storage, name: str | None) -> Storage:
+    """Returns the folder of a sweep, or of the newest one."""
     names = [each for each in sweeps.names() if (sweeps / each / _PLAN_FILE).exists()]
     if not names or (name and name not in names):
         raise ConfigError(f"no sweep {name or ''} in {sweeps.path}{nearest(name or '', names)}")
     newest = max(names, key=lambda each: sweeps.filesystem.get_file_info((sweeps / each / _PLAN_FILE).path).mtime)
-    return sweeps / (name or newest) / _PLAN_FILE
+    return sweeps / (name or newest)
 
 
 def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = False) -> list[str]:

@@ -31,7 +31,7 @@ def trainable() -> Any:
     """Reports the same accuracy at each step, and a line that tells which trials did the steps behind it."""
 
     def report_steps(settings: dict[str, Any]) -> None:  # by value: Ray's workers do not find this file
-        letter = chr(65 + int(tune.get_context().get_trial_id()))
+        letter = chr(65 + int(tune.get_context().get_trial_name().rpartition("_")[2]))
         step, line, starts = settings["begun"], "", 1
         if handed := tune.get_checkpoint():
             with handed.as_directory() as folder:
@@ -61,7 +61,7 @@ def run(
     listed = [common | {"accuracy": value} for value in accuracies]
     options = TrialOptions(count=len(listed), replays=name in REPLAYING)
     trials = TrialSource(ListSearch(listed), {}, TrialRecords(open_storage(str(folder))), options)
-    steps_done = {f"{i:05d}": begun for i in range(len(listed))}
+    steps_done = {trial_name(i): begun for i in range(len(listed))}
     results = tune.Tuner(
         trainable(),
         tune_config=tune.TuneConfig(
@@ -71,12 +71,13 @@ def run(
             scheduler=SCHEDULERS[name](replace(schedule, steps_done=steps_done)),
             search_alg=trials,
             reuse_actors=True,
-            trial_dirname_creator=trial_name,
+            trial_name_creator=trials.name_of,
+            trial_dirname_creator=trials.name_of,
         ),
         run_config=tune.RunConfig(name="tune", storage_path=str(folder), verbose=0),
     ).fit()
     assert not results.errors
-    return sorted((result.metrics for result in results), key=lambda metrics: metrics["trial_id"])
+    return [result.metrics for result in sorted(results, key=lambda result: Path(result.path).name)]
 
 
 def steps(reports: Sequence[Mapping[str, Any]]) -> list[int]:

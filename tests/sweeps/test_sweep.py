@@ -27,7 +27,7 @@ from rlx.storage.filesystem import Storage
 from rlx.sweeps import tuner
 from rlx.sweeps.records import SweepPlan, TrialRecords
 from rlx.sweeps.space import load_space
-from rlx.sweeps.trainable import Trial
+from rlx.sweeps.trainable import PPOTrial
 from rlx.tracking import mlflow
 
 
@@ -229,7 +229,7 @@ def test_whoever_knows_ray_alone_finds_what_they_expect(
         assert torch.equal(weight, file.get_tensor(name))
     assert tokenizer.decode(model.generate(**tokenizer("1 + 1 =", return_tensors="pt"), max_new_tokens=2)[0])
 
-    again = tune.Tuner.restore(str(place / "storage" / "sweeps" / "s" / "tune"), Trial).get_results()
+    again = tune.Tuner.restore(str(place / "storage" / "sweeps" / "s" / "tune"), PPOTrial).get_results()
     assert again.get_best_result(DEFAULT_METRIC, "max").metrics == best.metrics
     nothing_left(15)
     plan, storage = saved_sweep(place)

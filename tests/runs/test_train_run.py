@@ -1,0 +1,98 @@
+"""Ray's own configs as rlx makes them, and what Ray Train is given by real runs of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import KEPT, NothingLeft
+from run_cases import small
+
+from rlx.runs import launch, preflight, train_run
+from rlx.runs.mailbox import CHECKPOINT_PATH, Box, ControllerStarted, StepReport, WorkersFailed
+from rlx.runs.resources import plan_resources
+from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import Storage
+
+
+class Sent:
+    """Stands for a mailbox: keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def send(self, event: Any) -> None:
+        if not isinstance(event, ControllerStarted):
+            self.events.append(event)
+
+
+@pytest.fixture
+def relay(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    sent = Sent()
+    made = train_run._Relay(sent)  # type: ignore[arg-type]
+    made._is_known = True  # here is no controller
+    return made, sent.events
+
+
+def test_the_configs_are_rays_with_the_values_of_rlx(tiny_model: Path, tmp_path: Path) -> None:
+    given = {
+        "scaling__label_selector": {"market": "!spot"}, "scaling__max_failures": 7, "scaling__preemption_grace_s": 9.0,
+        "scaling__max_preemption_failures": 2, "scaling__placement_strategy": "SPREAD",
+        "scaling__accelerator_type": "H200",
+    }  # fmt: skip
+    config = small(tiny_model, tmp_path, "configs", **given)
+    prepared = preflight.PreparedRun(config, str(tiny_model), plan_resources(config))
+    made = train_run.make_trainer(prepared, Storage.local(tmp_path / "runs" / "configs"), Box(None, "box"))
+    scaling, run = made.scaling_config, made.run_config
+    assert (scaling.num_workers, scaling.use_gpu, scaling.placement_strategy) == (2, False, "SPREAD")
+    assert (scaling.label_selector, scaling.accelerator_type) == ({"market": "!spot"}, "H200")
+    assert scaling.resources_per_worker["CPU"] == 0.5 and 0 < scaling.resources_per_worker["memory"] <= 2**24
+    assert (run.name, run.storage_path) == ("configs", str(tmp_path / "runs"))
+    failures = run.failure_config
+    assert (failures.max_failures, failures.max_preemption_failures, failures.preemption_grace_s) == (7, 2, 9.0)
+
+
+def test_a_checkpoint_of_an_earlier_step_goes_with_the_next_step(relay: tuple[Any, list[Any]]) -> None:
+    made, events = relay
+    made.after_report(None, [{"step": 3, "done": False}], None)
+    made.after_report(None, [{"step": 2, CHECKPOINT_PATH: "/run/step_000002"}], None)
+    made.after_report(None, [{"step": 4, "done": True, CHECKPOINT_PATH: "/run/step_000004"}], None)
+    assert events[0] == StepReport({"step": 3, "done": False}, False, None)
+    assert [(event.metrics["step"], event.checkpoint) for event in events[1:]] == [(4, "/run/step_000004")]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fatal"), [(ValueError("no such setting"), True), (RuntimeError("engine 0 died"), False)]
+)
+def test_only_an_error_that_would_come_again_ends_the_run(
+    error: Exception, is_fatal: bool, relay: tuple[Any, list[Any]]
+) -> None:
+    made, events = relay
+    text = f"worker 1: {type(error).__name__}: {error}"
+    if is_fatal:
+        with pytest.raises(RuntimeError, match="no such setting"):
+            made.after_exception(None, {1: error})
+    else:
+        made.after_exception(None, {1: error})
+    assert events == [WorkersFailed(text, is_fatal)]
+
+
+def test_ray_train_is_given_every_checkpoint_with_the_metrics_of_its_own_step(
+    tiny_model: Path, tmp_path: Path, nothing_left: NothingLeft
+) -> None:
+    KEPT.close()
+    config = small(tiny_model, tmp_path, "ordinary", checkpoint__keep_last=None, eval__every=1)
+    prepared = preflight.prepare(config)
+    folder = open_storage(str(tmp_path)) / "runs" / "ordinary"
+    reports: list[dict[str, Any]] = []
+    done = launch.run(prepared, folder, on_report=lambda metrics, _: reports.append(metrics))
+    assert done.train and done.train.error is None
+    given = {Path(checkpoint.path).name: metrics for checkpoint, metrics in done.train.best_checkpoints}
+    assert list(given) == ["step_000002", "step_000004"]
+    for name, metrics in given.items():
+        own = next(report for report in reports if report["step"] == int(name.rpartition("_")[2]))
+        assert {key: metrics[key] for key in own if key.startswith(("reward/", "eval/", "kl/"))} == {
+            key: value for key, value in own.items() if key.startswith(("reward/", "eval/", "kl/"))
+        }
+    assert launch._TRAIN_RECORD in folder.names()  # Ray Train's own record, which a resume deletes
+    assert (done.train.checkpoint.path, done.train.metrics["step"]) == (f"{folder.path}/step_000004", 4)
+    nothing_left(15)
