@@ -265,7 +265,8 @@ def _build(model: str, options: dict[str, Any]) -> Any:
 
     from rlx.rollout.weight_sync.receiver import WeightLoader
 
-    if 0 < ray.get_runtime_context().get_assigned_resources().get("GPU", 0) < 1:
+    share = ray.get_runtime_context().get_assigned_resources().get("GPU", 0)
+    if 0 < share < 1 or options.get("enable_sleep_mode"):  # beside a worker, which holds the GPU for both
         cache = _cache_bytes(model, options["gpu_memory_utilization"])
         # Otherwise vLLM does not start unless its whole share is free, and other processes may use it for a moment.
         options = options | {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.01}

@@ -6,6 +6,7 @@ messages, is in train_run.py.
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ import ray.train.torch
 import ray.util
 import torch
 import torch.distributed as dist
+from ray.util.metrics import Gauge
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
@@ -66,6 +68,7 @@ class RayReporter:
     tracker: Tracker
     job: Job
     rank: int
+    gauge: Gauge | None = None  # the newest value of each metric, for Prometheus
 
     @property
     def run_id(self) -> str | None:
@@ -73,6 +76,9 @@ class RayReporter:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self.tracker.log(metrics, step)
+        if self.gauge:
+            for name, value in metrics.items():
+                self.gauge.set(value, {"name": name, "run": self.job.spec.folder.name})
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         self.tracker.log_samples(rows, step)
@@ -154,9 +160,10 @@ def inputs_of(job: Job) -> TrainingInputs:
     rank = ray.train.get_context().get_world_rank()
     device = ray.train.torch.get_device()
     names = ["train", "held_out", *(["ptx"] if config.data.ptx_source else [])]
-    tracker: Tracker = NullTracker()
+    reporter = RayReporter(NullTracker(), job, rank)
     if rank == 0 and spec.tracking:
         tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify)
+        reporter = RayReporter(tracker, job, rank, step_gauge())
     connections = Connections(config, job, device)
     return TrainingInputs(
         config=config,
@@ -164,7 +171,7 @@ def inputs_of(job: Job) -> TrainingInputs:
         device=device,
         tables={name: prompt_table(name) for name in names},
         folder=spec.folder,
-        reporter=RayReporter(tracker, job, rank),
+        reporter=reporter,
         connect_engines=connections.engines,
         connect_scorers=connections.scorers,
     )
@@ -182,6 +189,12 @@ def _check_folder(folder: Storage) -> None:
         raise ConfigError(
             f"storage: {folder.path} is not there on node {node}: name a folder that all nodes have mounted, or s3"
         )
+
+
+@functools.cache
+def step_gauge() -> Gauge:
+    """The metrics of the newest step, as each Ray node serves them to Prometheus."""
+    return Gauge("rlx_step", "Metrics of the newest step of a run, by their names in MLflow.", ("run", "name"))
 
 
 @dataclass(frozen=True)
