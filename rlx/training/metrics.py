@@ -356,7 +356,7 @@ def over_ranks(trainer: Trainer, updates: Updates) -> dict[str, float]:
 def reduced_states(trainer: Trainer, metrics: Iterable[Metric]) -> dict[int, Tensor]:
     """By id of each state of the metrics, of any shape: its sum or maximum over ranks, on the CPU.
 
-    torchmetrics by itself makes two collective calls for each state. Here all sums travel in one call and all maxima in
+    torchmetrics by itself makes two or three calls for each state. Here all sums travel in one call and all maxima in
     another, so a step can afford dozens of metrics.
     """
     sums: list[Tensor] = []
