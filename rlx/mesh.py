@@ -75,6 +75,11 @@ class Mesh:
         dist.all_reduce(tensor)
         return tensor
 
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """The maximum of a tensor of any shape over all processes, in place; a collective call."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
     def close(self) -> None:
         """Destroys the process groups that were made for the mesh."""
         for name in self.mesh.mesh_dim_names or ():

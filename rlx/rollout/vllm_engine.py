@@ -259,9 +259,8 @@ class SteppedVLLM:
 
 def _build(model: str, options: dict[str, Any]) -> Any:
     warnings.filterwarnings("ignore")
-    from vllm import EngineArgs
+    from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     from rlx.rollout.weight_sync.receiver import WeightLoader
 

@@ -20,7 +20,7 @@ from rlx.models.policy import PolicyOutput
 from rlx.training.checkpointing import Checkpointer
 from rlx.training.collector import RolloutCollector, Selection
 from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, concat
-from rlx.training.metrics import StepTimer, evaluate, rollout_sums, summarize
+from rlx.training.metrics import StepTimer, evaluate, summarize
 from rlx.training.reporting import Reporter
 from rlx.training.trainer import Trainer
 from rlx.training.update import update
@@ -51,8 +51,8 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         with timer("sync"):
             collector.push_weights(trainer.step)  # 8
         metrics, samples = evaluate(trainer, collector) if trainer.is_due(config.eval.every) else ({}, [])
-        sums |= {"kl": kl} | rollout_sums(trainer, experience, selection)
-        metrics |= summarize(trainer, collector.queue, experience, sums, timer.metrics())  # 9
+        sums |= {"kl": kl}
+        metrics |= summarize(trainer, collector.queue, selection, experience, sums, timer.metrics())  # 9
 
 
 def collect(

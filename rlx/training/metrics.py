@@ -1,10 +1,12 @@
 """The metrics of a step: evaluation on held-out prompts, and the statistics of training over all ranks.
 
-Names and meanings of the metrics are in rlx.tracking.metrics. A metric that does not apply to a run is left out.
+Each is stated once: its name, how it is aggregated over ranks, this rank's values; the last part has the kinds of
+aggregation. Names and meanings are in rlx.tracking.metrics. A metric that does not apply to a run is left out.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import resource
 import time
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 
 from rlx.algorithms import kl, masking
 from rlx.algorithms.importance_sampling import importance_weights
@@ -65,11 +67,11 @@ def evaluate(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str, f
     """
     started = time.perf_counter()
     scored = collector.evaluate(trainer.step)
-    metrics = mean_over_ranks(scored, "eval", trainer.device)
+    metrics = mean_over_ranks(trainer, scored, "eval")
     if trainer.ema:
         with trainer.ema_weights():
             collector.push_weights(trainer.step)
-            metrics |= mean_over_ranks(collector.evaluate(trainer.step), "eval/ema", trainer.device)
+            metrics |= mean_over_ranks(trainer, collector.evaluate(trainer.step), "eval/ema")
         collector.push_weights(trainer.step)
     metrics["time/eval"] = time.perf_counter() - started
     return metrics, sample_rows(scored[: trainer.config.tracking.samples], collector.score.tokenizer)
@@ -89,186 +91,137 @@ def sample_rows(scored: Sequence[ScoredCompletion], tokenizer: Any) -> list[dict
     ]
 
 
-def mean_over_ranks(scored: Sequence[ScoredCompletion], prefix: str, device: torch.device) -> dict[str, float]:
+def mean_over_ranks(trainer: Trainer, scored: Sequence[ScoredCompletion], prefix: str) -> dict[str, float]:
     """Accuracy, reward and length, mean over all ranks' answers; a collective call."""
-    columns = {
-        "accuracy": [float(each.is_correct) for each in scored],
-        "reward": [each.score for each in scored],
-        "length": [float(len(each.completion.token_ids)) for each in scored],
-    }
-    metrics = {}
-    for name, column in columns.items():
-        mean = MeanMetric().to(device)
-        mean.update(torch.tensor(column, device=device))
-        metrics[f"{prefix}/{name}"] = float(mean.compute())
-    return metrics
-
-
-def rollout_sums(trainer: Trainer, batch: Experience, selection: Selection) -> Sums:
-    """Sums over this rank's rollouts and training batch, for the step's metrics.
-
-    Call it after the update: with deferred log-probabilities, the old ones exist only then.
-    """
-    sums = _score_sums(trainer, selection) | _token_sums(trainer, batch) | _mismatch_sums(trainer, batch)
-    return sums | _value_sums(batch)
+    return over_ranks(
+        trainer,
+        {
+            f"{prefix}/accuracy": (Mean, [each.is_correct for each in scored]),
+            f"{prefix}/reward": (Mean, [each.score for each in scored]),
+            f"{prefix}/length": (Mean, [len(each.completion.token_ids) for each in scored]),
+        },
+    )
 
 
 def summarize(
-    trainer: Trainer, queue: RolloutQueue, batch: Experience, sums: Sums, seconds: Mapping[str, float]
+    trainer: Trainer,
+    queue: RolloutQueue,
+    selection: Selection,
+    batch: Experience,
+    sums: Sums,
+    seconds: Mapping[str, float],
 ) -> dict[str, float]:
     """The step's metrics over all ranks; also advances the KL controller and the token count. A collective call.
 
+    Call it after the update: with deferred log-probabilities, the old ones exist only then.
+
     Args:
         queue: whose seconds of generation are read and set to 0.
+        selection: whose completions the step has chosen from.
         batch: that the step trained on.
-        sums: of `update` and `rollout_sums`.
+        sums: of `update`, and `kl`, the sum of the KL to the reference over this rank's tokens.
         seconds: of the step's parts, by metric name.
     """
-    s = trainer.sum_over_ranks(sums)
-    metrics = dict(seconds) | _of_scores(trainer, s) | _of_policy(trainer, s) | _of_values(trainer, s)
-    metrics |= _of_mismatch(trainer, batch, s)
-    trainer.tokens += int(s["generated"])
-    if "updates/policy" in s:  # while the critic warms up, the policy is the reference
-        trainer.kl.update(s["kl"] / s["tokens"], int(s["completions"]))
-    generation, peak = trainer.max_over_ranks([queue.seconds, _peak_gib(trainer.device)])
+    updates = _of_scores(trainer, selection) | _of_tokens(trainer, queue, batch, sums)
+    updates |= _of_policy(trainer, batch, sums) | _of_values(trainer, batch, sums) | _of_mismatch(trainer, batch, sums)
+    metrics = dict(seconds) | over_ranks(trainer, updates) | _known_here(trainer, sums)
+    kl_ref, completions, generated, trained = (metrics.pop(name) for name in _NOT_REPORTED)
+    if trainer.config.resolved_reference != "none":
+        metrics["kl/ref"] = kl_ref
+    if "policy/loss" in sums:  # while the critic warms up, the policy is the reference
+        trainer.kl.update(kl_ref, int(completions))
+    trainer.tokens += int(generated)
     queue.seconds = 0.0
     # A resumed step whose round comes from the checkpoint has generated nothing.
-    ahead = trainer.config.rollout.max_staleness and generation
+    ahead = trainer.config.rollout.max_staleness and metrics["time/generation"]
     return metrics | {
-        "time/generation": generation,
-        "tokens/rollout_per_s": s["generated"] / (generation if ahead else seconds["time/rollout"]),
-        "tokens/update_per_s": _trained_tokens(trainer, s) / seconds["time/update"],
-        "tokens/padding_fraction": 1 - (s["prompt_tokens"] + s["tokens"]) / s["positions"],
+        "tokens/rollout_per_s": generated / metrics["time/generation" if ahead else "time/rollout"],
+        "tokens/update_per_s": trained / metrics["time/update"],
         "tokens/total": float(trainer.tokens),
-        "memory/peak_gib": peak,
     }
 
 
-def _score_sums(trainer: Trainer, selection: Selection) -> Sums:
+_NOT_REPORTED = ("kl", "completions", "generated", "trained")
+"""what `summarize` computes other metrics from: the mean KL to the reference per token, and three sums"""
+
+
+def _of_scores(trainer: Trainer, selection: Selection) -> Updates:
     candidates = selection.candidates
-    sums: Sums = {
-        "candidates": len(candidates),
-        "score": sum(each.score for each in candidates),
-        "score_squared": sum(each.score**2 for each in candidates),
-        "correct": sum(each.is_correct for each in candidates),
-        "generated": selection.tokens,
-        "varied": selection.varied,
-        "truncated": sum(not each.completion.finished for each in candidates),
-        "staleness": sum(trainer.step - 1 - each.completion.version for each in candidates),
+    scores, groups = [each.score for each in candidates], len(candidates) / selection.samples
+    updates: Updates = {
+        "reward/mean": (Mean, scores),
+        "reward/std": (Deviation, scores),
+        "task/accuracy": (Mean, [each.is_correct for each in candidates]),
+        "response/truncated_fraction": (Mean, [not each.completion.finished for each in candidates]),
+        "staleness/mean": (Mean, [trainer.step - 1 - each.completion.version for each in candidates]),
+        "groups/varied_fraction": (Ratio, selection.varied, groups),
+        "generated": (Total, selection.tokens),
     }
-    names = candidates[0].scores_by_function
-    return sums | {f"part/{name}": sum(each.scores_by_function[name] for each in candidates) for name in names}
+    for name in trainer.config.reward.functions:
+        updates[f"reward/{name}"] = (Mean, [each.scores_by_function[name] for each in candidates])
+    return updates | ({"groups/generated": (Total, groups)} if selection.filtered else {})
 
 
-def _of_scores(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
-    config, mean = trainer.config, s["score"] / s["candidates"]
-    groups = s["candidates"] / config.train.samples_per_prompt
-    metrics = {
-        "reward/mean": mean,
-        "reward/std": max(0.0, s["score_squared"] / s["candidates"] - mean * mean) ** 0.5,
-        "task/accuracy": s["correct"] / s["candidates"],
-        "response/length_mean": s["tokens"] / s["completions"],
-        "response/truncated_fraction": s["truncated"] / s["candidates"],
-        "staleness/mean": s["staleness"] / s["candidates"],
-        "groups/varied_fraction": s["varied"] / groups,
+def _of_tokens(trainer: Trainer, queue: RolloutQueue, batch: Experience, sums: Sums) -> Updates:
+    tokens = batch.prompt_lengths.sum() + batch.mask.sum()
+    return {
+        "completions": (Total, len(batch.mask)),
+        "trained": (Total, tokens * sums["updates"] / trainer.config.train.num_minibatches),  # in all optimizer steps
+        "response/length_mean": (Mean, batch.mask.sum(1)),
+        "tokens/padding_fraction": (Ratio, sums["positions"] - tokens, sums["positions"]),
+        "time/generation": (Maximum, queue.seconds),
+        "memory/peak_gib": (Maximum, _peak_gib(trainer.device)),
     }
-    metrics |= {f"reward/{name}": s[f"part/{name}"] / s["candidates"] for name in config.reward.functions}
-    if config.algorithm.filter_groups:
-        metrics["groups/generated"] = groups
-    if config.algorithm.normalize_rewards:
-        running_mean, scale = trainer.reward_stats.shift_and_scale()
-        metrics |= {"reward/running_mean": running_mean, "reward/running_std": 1 / scale}
-    return metrics
 
 
-def _token_sums(trainer: Trainer, batch: Experience) -> Sums:
-    config, mask, count = trainer.config, batch.mask, trainer.config.train.num_minibatches
+def _of_policy(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
+    config, mask, count = trainer.config, batch.mask.bool(), trainer.config.train.num_minibatches
     # Where other entropies are exact, the one-sample estimates of a deferred first mini-batch do not count.
     estimated = trainer.defers_logprobs and config.algorithm.entropy_coef == 0 and count > 1
     exact = slice(len(mask) // count if estimated else 0, None)
-    return {
-        "completions": len(mask),
-        "tokens": mask.sum(),
-        "prompt_tokens": batch.prompt_lengths.sum(),
-        "entropy": masking.masked_sum(batch.entropy[exact], mask[exact]),
-        "exact": mask[exact].sum(),
+    updates: Updates = {
+        "policy/entropy": (Mean, batch.entropy[exact][mask[exact]]),
+        "kl": (Ratio, sums["kl"], mask.sum()),
     }
+    if "policy/loss" not in sums:  # the critic is warming up
+        return updates
+    per_token = ("policy/clip_fraction", "policy/approx_kl", "policy/ratio")
+    updates |= {name: (Ratio, sums[name], sums["updated"]) for name in per_token}
+    updates |= {name: _per_pass(trainer, name, sums) for name in ("policy/loss", "kl/loss", "ptx/loss") if name in sums}
+    return updates | {"policy/grad_norm": (Ratio, sums["grad_norm/policy"], sums["updates/policy"])}
 
 
-def _trained_tokens(trainer: Trainer, s: Mapping[str, float]) -> float:
-    """Prompt and response tokens in all of a step's optimizer steps, over all ranks."""
-    per_pass = s["prompt_tokens"] + s["tokens"]
-    return per_pass * s["updates"] / trainer.mesh.dp_size / trainer.config.train.num_minibatches
-
-
-def _of_policy(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
-    metrics = {
-        "policy/entropy": s["entropy"] / s["exact"],
-        "policy/lr": trainer.models["policy"].optimizer.param_groups[0]["lr"],
-    }
-    if trainer.config.resolved_reference != "none":
-        metrics |= {"kl/ref": s["kl"] / s["tokens"], "kl/coef": trainer.kl.coef}
-    if "policy/loss" not in s:  # the critic is warming up
-        return metrics
-    updates, passes = s["updates/policy"], s["passes"] / trainer.mesh.dp_size
-    per_token = ("clip_fraction", "approx_kl", "ratio")
-    metrics |= {f"policy/{name}": s[f"policy/{name}"] / s["updated"] for name in per_token}
-    metrics |= {name: s[name] / passes for name in ("policy/loss", "kl/loss", "ptx/loss") if name in s}
-    return metrics | {
-        "policy/grad_norm": s["grad_norm/policy"] / updates,
-        "policy/updates": updates / trainer.mesh.dp_size,
-    }
-
-
-def _value_sums(batch: Experience) -> Sums:
-    sums: Sums = {}
-    for name, grid in (("residual", batch.returns - batch.values), ("returns", batch.returns)):
-        sums |= {f"{name}/{i}": part for i, part in enumerate(masking.moments(grid, batch.mask))}
-    return sums
-
-
-def _of_values(trainer: Trainer, s: Mapping[str, float]) -> dict[str, float]:
-    if trainer.config.resolved_critic == "none" or "value/loss" not in s:
+def _of_values(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
+    if trainer.config.resolved_critic == "none" or "value/loss" not in sums:
         return {}
-    residual, returns = (
-        torch.tensor([s[f"{name}/{i}"] for i in range(3)], dtype=torch.float64) for name in ("residual", "returns")
-    )
-    metrics = {
-        "value/loss": s["value/loss"] / (s["passes"] / trainer.mesh.dp_size),
-        "value/clip_fraction": s["value/clip_fraction"] / s["updated"],
-        "value/explained_variance": float(masking.explained_variance(residual, returns)),
+    updates: Updates = {
+        "value/loss": _per_pass(trainer, "value/loss", sums),
+        "value/clip_fraction": (Ratio, sums["value/clip_fraction"], sums["updated"]),
+        "value/explained_variance": (ExplainedVariance, batch.values, batch.returns, batch.mask),
     }
     if trainer.critic is not None:  # a head's gradient is part of the policy's
-        metrics["value/grad_norm"] = s["grad_norm/critic"] / s["updates/critic"]
-    return metrics
+        updates["value/grad_norm"] = (Ratio, sums["grad_norm/critic"], sums["updates/critic"])
+    return updates
 
 
-def _mismatch_sums(trainer: Trainer, batch: Experience) -> Sums:
-    kind, settings = trainer.config.resolved_rollout_correction, trainer.config.algorithm
-    mismatch = kl.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")
-    ratios = _ratios(settings.rollout_correction_level, batch)
-    weights = rollout_correction(kind, settings, batch)
+def _per_pass(trainer: Trainer, name: str, sums: Sums) -> tuple[Any, ...]:
+    """A loss, mean over the passes of a step: of each pass a rank has its share, and all ranks have the same passes."""
+    return Ratio, sums[name], sums["passes"] / trainer.mesh.dp_size
+
+
+def _of_mismatch(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
+    settings, kind = trainer.config.algorithm, trainer.config.resolved_rollout_correction
+    if settings.old_logprobs == "rollout":  # the first ratios are those of engine and trainer
+        is_known = "first/policy/approx_kl" in sums
+        return {"mismatch/kl": (Ratio, sums["first/policy/approx_kl"], sums["first/updated"])} if is_known else {}
+    mask, ratios = batch.mask.bool(), _ratios(settings.rollout_correction_level, batch)
+    reweighted = (rollout_correction(kind, settings, batch) != ratios) & (kind != "none")
     return {
-        "mismatch": masking.masked_sum(mismatch, batch.mask),
-        "weight": masking.masked_sum(ratios, batch.mask),
-        "weight_squared": masking.masked_sum(ratios.square(), batch.mask),
-        "reweighted": (weights != ratios).sum() * (kind != "none"),
-    }
-
-
-def _of_mismatch(trainer: Trainer, batch: Experience, s: Mapping[str, float]) -> dict[str, float]:
-    if trainer.config.algorithm.old_logprobs == "rollout":  # the first ratios are those of engine and trainer
-        is_known = "first/policy/approx_kl" in s
-        return {"mismatch/kl": s["first/policy/approx_kl"] / s["first/updated"]} if is_known else {}
-    gap = ((batch.logprobs - batch.rollout_logprobs) * batch.mask).abs().max()
-    weight = (_ratios(trainer.config.algorithm.rollout_correction_level, batch) * batch.mask).max()
-    max_gap, max_weight = trainer.max_over_ranks([float(gap), float(weight)])
-    return {
-        "mismatch/kl": s["mismatch"] / s["tokens"],
-        "mismatch/max_abs": max_gap,
-        "mismatch/clipped_fraction": s["reweighted"] / s["tokens"],
-        "mismatch/weight_max": max_weight,
-        "mismatch/effective_fraction": s["weight"] ** 2 / (s["tokens"] * s["weight_squared"]),
+        "mismatch/kl": (Mean, kl.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")[mask]),
+        "mismatch/max_abs": (Maximum, (batch.logprobs - batch.rollout_logprobs)[mask].abs()),
+        "mismatch/clipped_fraction": (Mean, reweighted[mask]),
+        "mismatch/weight_max": (Maximum, ratios[mask]),
+        "mismatch/effective_fraction": (EffectiveFraction, ratios[mask]),
     }
 
 
@@ -277,8 +230,143 @@ def _ratios(level: str, batch: Experience) -> Tensor:
     return importance_weights(batch.logprobs, batch.rollout_logprobs, batch.mask, "tis", 0.0, math.inf, level)
 
 
+def _known_here(trainer: Trainer, sums: Sums) -> dict[str, float]:
+    """What every rank knows without the others; the KL controller still has the coefficient of the step."""
+    metrics = {"policy/lr": trainer.models["policy"].optimizer.param_groups[0]["lr"]}
+    if trainer.config.resolved_reference != "none":
+        metrics["kl/coef"] = trainer.kl.coef
+    if "policy/loss" in sums:
+        metrics["policy/updates"] = float(sums["updates/policy"])
+    if trainer.config.algorithm.normalize_rewards:
+        running_mean, scale = trainer.reward_stats.shift_and_scale()
+        metrics |= {"reward/running_mean": running_mean, "reward/running_std": 1 / scale}
+    return metrics
+
+
 def _peak_gib(device: torch.device) -> float:
     """The most memory that this process has held: on its GPU, or in main memory without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+# --- how the numbers of all ranks become one
+
+
+Updates = dict[str, tuple[Any, ...]]
+"""by name: how a metric is aggregated (Mean, Ratio, ...), and this rank's values, as its `update` takes them"""
+
+# A nan stays visible: torchmetrics would remove it by default. Weights cannot be given (torchmetrics 1.9 ignores them
+# when it does not look for nan): the mean over tokens gets the tokens alone, that of sums over other sums is a Ratio.
+Mean = functools.partial(MeanMetric, nan_strategy="disable")
+Total = functools.partial(SumMetric, nan_strategy="disable")
+Maximum = functools.partial(MaxMetric, nan_strategy="disable")
+
+
+class Ratio(Metric):
+    """The sum of one quantity over the sum of another, of quantities that are summed already."""
+
+    parts: Tensor  # [2]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("parts", torch.zeros(2, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, numerator: float | Tensor, denominator: float | Tensor) -> None:
+        """Adds to both; scalars."""
+        parts = [torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in (numerator, denominator)]
+        self.parts = self.parts + torch.stack(parts)
+
+    def compute(self) -> Tensor:
+        """A scalar."""
+        return self.parts[0] / self.parts[1]
+
+
+class Deviation(Metric):
+    """The standard deviation of all values: of all there are, not of a sample (n, not n - 1)."""
+
+    moments: Tensor  # [3]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("moments", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor | Iterable[float]) -> None:
+        """Adds values, of any shape."""
+        x = torch.as_tensor(values, dtype=torch.float64, device=self.device)
+        self.moments = self.moments + masking.moments(x, torch.ones_like(x))
+
+    def compute(self) -> Tensor:
+        """A scalar."""
+        count, total, squares = self.moments.unbind()
+        mean = total / count
+        return (squares / count - mean * mean).clamp(min=0).sqrt()
+
+
+class EffectiveFraction(Deviation):
+    """The effective share of n importance weights w: (sum w)^2 / (n sum w^2)."""
+
+    def compute(self) -> Tensor:
+        """A scalar."""
+        count, total, squares = self.moments.unbind()
+        return total * total / (count * squares)
+
+
+class ExplainedVariance(Metric):
+    """What a critic explains of the returns. That of torchmetrics gives 1 where all returns are equal; here it is 0."""
+
+    residual: Tensor  # [3], moments
+    returns: Tensor  # [3], moments
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("residual", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("returns", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor, returns: Tensor, mask: Tensor) -> None:
+        """Adds the tokens where the mask is 1, `[B, T]` each."""
+        self.residual = self.residual + masking.moments(returns - values, mask)
+        self.returns = self.returns + masking.moments(returns, mask)
+
+    def compute(self) -> Tensor:
+        """A scalar."""
+        return masking.explained_variance(self.residual, self.returns)
+
+
+def over_ranks(trainer: Trainer, updates: Updates) -> dict[str, float]:
+    """The value of each metric over all ranks, the same bits on every rank; every rank calls it, with equal names.
+
+    Of tensor-parallel neighbours, which have the same completions, only the first counts, but for a `Maximum`.
+    """
+    for name, (kind, *values) in updates.items():
+        if name not in trainer.aggregates:
+            trainer.aggregates[name] = kind().to(trainer.device)
+            trainer.aggregates[name].set_dtype(torch.float64)
+        trainer.aggregates[name].update(*values)
+    metrics = {name: trainer.aggregates[name] for name in updates}
+    states, result = reduced_states(trainer, metrics.values()), {}
+    for name, metric in metrics.items():
+        # torchmetrics asks for the states of all ranks; the reduction of the only one in the list is itself.
+        metric.dist_sync_fn = lambda state, group: [states[id(state)]]
+        result[name] = float(metric.compute())
+        metric.reset()
+    return result
+
+
+def reduced_states(trainer: Trainer, metrics: Iterable[Metric]) -> dict[int, Tensor]:
+    """By id of each state of the metrics, of any shape: its sum or maximum over ranks, on the CPU.
+
+    torchmetrics by itself makes two or three calls for each state. Here all sums travel in one call and all maxima in
+    another, so a step can afford dozens of metrics.
+    """
+    sums: list[Tensor] = []
+    maxima: list[Tensor] = []
+    for metric in metrics:
+        (maxima if isinstance(metric, MaxMetric) else sums).extend(metric.metric_state.values())
+    reduced: dict[int, Tensor] = {}
+    for states, reduce in ((sums, trainer.mesh.all_reduce_sum), (maxima, trainer.mesh.all_reduce_max)):
+        if states:
+            flat = reduce(torch.cat([state.flatten() for state in states])).cpu()
+            parts = flat.split([state.numel() for state in states])
+            reduced |= {id(state): part.view(state.shape) for state, part in zip(states, parts, strict=True)}
+    return reduced

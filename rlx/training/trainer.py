@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torchmetrics import Metric
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.run import RunConfig
@@ -70,6 +70,7 @@ class Trainer:
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
     evaluation: dict[str, float] = field(default_factory=dict)  # the newest evaluation's metrics
+    aggregates: dict[str, Metric] = field(default_factory=dict)  # by metric; to make one takes longer than to use it
 
     @property
     def policy(self) -> Any:
@@ -158,8 +159,7 @@ class Trainer:
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Each value's maximum over all ranks. A collective call."""
         highest = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        return list(highest.tolist())
+        return list(self.mesh.all_reduce_max(highest).tolist())
 
 
 def initial_ema(train: TrainConfig, policy: Any) -> dict[str, Tensor]:

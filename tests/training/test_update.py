@@ -184,7 +184,7 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     run = trainer_of(path, way, 60)
     assert run.defers_logprobs
     own = [c for c in completions() if c.prompt.id % ranks == rank]
-    judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
+    judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {"task": 0.0}) for c in own]
     start = experience.build_batch(judged, PAD)
     said = loop.compute_logprobs(run, start).logprobs
     start = replace(start, rollout_logprobs=said - 0.3 * torch.sin(torch.arange(said.shape[1])) * start.mask)
@@ -196,12 +196,15 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     first, *others = experience.minibatches(batch, run.config.train.num_minibatches)
     assert bool(first.logprobs.any()) != late
     assert all(other.logprobs.any() for other in others)
-    batch, _ = loop.compute_advantages(run, batch)
+    batch, kl = loop.compute_advantages(run, batch)
     batch, own_sums = update.update(run, batch, late)
     sums: dict[str, Any] = run.sum_over_ranks(own_sums)
     selection = Selection(len(judged), run.config.train.samples_per_prompt, filtered=False, greedy=False)
     selection.add(judged)
-    sums |= run.sum_over_ranks(metrics.rollout_sums(run, batch, selection))
+    queue: Any = SimpleNamespace(seconds=1.0)
+    seconds = {"time/rollout": 1.0, "time/update": 1.0}
+    sums |= metrics.summarize(run, queue, selection, batch, own_sums | {"kl": kl}, seconds)
+    del sums["memory/peak_gib"]
     return batch, sums | {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}
 
 
@@ -226,7 +229,7 @@ def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
     torch.testing.assert_close(late.entropy[first:], before.entropy[first:])
     assert expected["updates"] == 2 * 2 * minibatches  # on two ranks
     if minibatches == 1:  # nothing has an exact one
-        del found["entropy"], expected["entropy"]
+        del found["policy/entropy"], expected["policy/entropy"]
     torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5)
 
 

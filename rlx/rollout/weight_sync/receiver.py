@@ -25,9 +25,11 @@ Loader = Callable[[Iterator[tuple[str, Tensor]]], None]
 class WeightLoader:
     """Extends vLLM's worker (worker_extension_cls): loads Hugging Face tensors into the running model."""
 
-    model_runner: Any
-    device: Any
+    device: Any  # these are the worker's
     rank: int
+    model_config: Any
+    get_model: Callable[[], Any]
+    reload_weights: Callable[..., None]
     rlx_receiver: Receiver | None = None
 
     def rlx_gpu(self) -> str:
@@ -39,15 +41,14 @@ class WeightLoader:
         if self.rlx_receiver is None:
             self.rlx_receiver = Receiver(self.device, self.rank)
         if self._rlx_loads_in_place():
-            load = self.model_runner.get_model().load_weights
-            return self.rlx_receiver.receive(incoming, load, keeps=False)
+            return self.rlx_receiver.receive(incoming, self.get_model().load_weights, keeps=False)
         return self.rlx_receiver.receive(incoming, self.rlx_load_weights, keeps=True)
 
     def rlx_load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Loads all tensors of an update, whose shapes are those of the Hugging Face model."""
         # One call for each update: vLLM fuses q, k, v from what a single call brings.
-        self.model_runner.reload_weights(weights_iterator=tensors)
-        model = self.model_runner.get_model()
+        self.reload_weights(weights_iterator=tensors)
+        model = self.get_model()
         head = getattr(model, "lm_head", None)
         tied = getattr(model.config, "tie_word_embeddings", False)
         if tied and head is not None and next(model.parameters()).device.type == "cpu":
@@ -59,10 +60,10 @@ class WeightLoader:
 
         It takes an eighth of the time of a reload.
         """
-        model = self.model_runner.get_model()
+        model = self.get_model()
         methods = {type(m.quant_method).__name__ for m in model.modules() if getattr(m, "quant_method", None)}
         plain = methods <= {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
-        return self.device.type == "cuda" and plain and not self.model_runner.model_config.use_mla
+        return self.device.type == "cuda" and plain and not self.model_config.use_mla
 
 
 class Receiver:

@@ -1,0 +1,166 @@
+"""The metrics of a step by hand: the same four completions on one rank and on two."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import OnRanks
+from torch import Tensor
+
+from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
+from rlx.config import loading
+from rlx.mesh import Mesh
+from rlx.training import metrics
+from rlx.training.collector import Selection
+from rlx.training.experience import Experience
+from rlx.types import Completion, Prompt, ScoredCompletion
+
+LENGTHS = (1, 2, 2, 3)
+SCORES = (0.0, 1.0, 0.5, 0.5)
+
+
+def scored() -> list[ScoredCompletion]:
+    """Two completions of each of two prompts; the first prompt's are a step older, the last was cut."""
+    rows = []
+    for i, (length, score) in enumerate(zip(LENGTHS, SCORES, strict=True)):
+        prompt = Prompt(i // 2, (7, 8), "question", "answer")
+        completion = Completion(prompt, i % 2, (5,) * length, (-1.0,) * length, finished=i < 3, version=2 + i // 2)
+        rows.append(ScoredCompletion(completion, score, score == 1.0, {"length": -score}))
+    return rows
+
+
+def experience(rows: slice) -> Experience:
+    """What the models say of these completions: grids of 0 but for a few tokens."""
+    mask = torch.tensor([[float(t < length) for t in range(3)] for length in LENGTHS])
+
+    def grid(*values: float) -> Tensor:
+        """`[4, 3]` with the first values at the eight response tokens, in order, and 9 where there is no token."""
+        result = torch.full((4, 3), 9.0)
+        result[mask.bool()] = torch.tensor([*values, *[0.0] * (8 - len(values))])
+        return result
+
+    columns = {
+        "ids": torch.full((4, 5), 5),
+        "prompt_lengths": torch.full((4,), 2),
+        "mask": mask,
+        "rollout_logprobs": grid(math.log(2)),  # the first token's ratio of trainer to engine is 1 / 2
+        "row": torch.arange(4),
+        "groups": torch.tensor([0, 0, 1, 1]),
+        "scores": torch.tensor(SCORES),
+        "greedy_scores": torch.zeros(4),
+        "logprobs": grid(),
+        "ref_logprobs": grid(),
+        "values": grid(0, 1, 2, 3),
+        "entropy": grid(0.5, 1.5),
+        "advantages": grid(),
+        "returns": grid(0, 1, 2, 3, 4),
+    }
+    batch = Experience(**columns)
+    return batch if rows == slice(0, 4) else batch.rows(rows)
+
+
+def trainer_of(mesh: Mesh) -> Any:
+    """What metrics are computed from, but for the models."""
+    algorithm = {"kl_coef": 0.1, "adaptive_kl_target": 0.5, "adaptive_kl_horizon": 100, "rollout_correction": "tis"}
+    train = {"prompts_per_step": 2, "samples_per_prompt": 2, "num_minibatches": 1, "ppo_epochs": 2}
+    reward = {"functions": {"length": 1.0}, "length_target": 3}
+    return SimpleNamespace(
+        config=loading.from_tree({"algorithm": algorithm, "train": train, "reward": reward}),
+        mesh=mesh,
+        device=torch.device("cpu"),
+        models={"policy": SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.25}]))},
+        critic=object(),
+        kl=AdaptiveKL(0.1, 0.5, 100.0),
+        reward_stats=RunningScores(),
+        aggregates={},
+        defers_logprobs=False,
+        step=4,
+        tokens=100,
+    )
+
+
+def summarized(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float], int, float]:
+    """A step's and an evaluation's metrics, the count of tokens and the coefficient of the KL after the step."""
+    trainer, share = trainer_of(Mesh.of("cpu", 1)), 4 // ranks
+    own = slice(rank * share, (rank + 1) * share)
+    batch, queue = experience(own), SimpleNamespace(seconds=1.0 + rank)
+    selection = Selection(share // 2, 2, filtered=False, greedy=False)
+    selection.add(scored()[own])
+    tokens = batch.mask.sum()
+    sums = {  # of two optimizer steps; what ranks have shares of grows with their tokens
+        "kl": 0.25 * tokens,
+        "positions": batch.ids.numel(),
+        "passes": 2.0,
+        "updates": 2.0,
+        "updated": 2 * tokens,
+        "policy/loss": 0.5 * tokens,
+        "policy/clip_fraction": 0.25 * tokens,
+        "policy/approx_kl": 0.5 * tokens,
+        "policy/ratio": 2 * tokens,
+        "value/loss": tokens,
+        "value/clip_fraction": torch.zeros(()),
+    }
+    for name in ("policy", "critic"):
+        sums |= {f"grad_norm/{name}": torch.tensor(6.0), f"updates/{name}": 2.0}
+    seconds = {"time/rollout": 4.0, "time/update": 2.0}
+    found = metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
+    assert queue.seconds == 0.0 and found.pop("memory/peak_gib") > 0
+    evaluated = metrics.mean_over_ranks(
+        trainer, scored()[rank :: ranks + 1], "eval"
+    )  # 0 and 2 of one rank; 0, 3 and 1 of two
+    return found, evaluated, trainer.tokens, trainer.kl.coef
+
+
+BY_HAND = {
+    "time/rollout": 4.0,
+    "time/update": 2.0,
+    "reward/mean": 0.5,
+    "reward/std": math.sqrt((0.25 + 0.25) / 4),
+    "reward/length": -0.5,
+    "task/accuracy": 0.25,
+    "response/truncated_fraction": 0.25,
+    "response/length_mean": 2.0,
+    "staleness/mean": 0.5,
+    "groups/varied_fraction": 0.5,
+    "policy/entropy": 2.0 / 8,
+    "policy/lr": 0.25,
+    "policy/clip_fraction": 0.125,
+    "policy/approx_kl": 0.25,
+    "policy/ratio": 1.0,
+    "policy/loss": 2.0,  # 0.5 * 8 tokens in 2 passes
+    "policy/grad_norm": 3.0,
+    "policy/updates": 2.0,
+    "kl/ref": 0.25,
+    "kl/coef": 0.1,
+    "value/loss": 4.0,
+    "value/clip_fraction": 0.0,
+    "value/grad_norm": 3.0,
+    # Returns 0 1 2 3 4 0 0 0: squares 30, sum 10. Residuals: one 4, the rest 0.
+    "value/explained_variance": 1 - (16 - 4 * 4 / 8) / (30 - 10 * 10 / 8),
+    "mismatch/kl": (0.5 - 1 + math.log(2)) / 8,
+    "mismatch/max_abs": math.log(2),
+    "mismatch/weight_max": 1.0,
+    "mismatch/clipped_fraction": 0.0,
+    "mismatch/effective_fraction": 7.5**2 / (8 * 7.25),
+    "tokens/rollout_per_s": 8 / 4,
+    "tokens/update_per_s": (8 + 8) * 2 / 2,  # prompts and responses, twice
+    "tokens/total": 108.0,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_steps_metrics_by_hand(ranks: int, on_ranks: OnRanks) -> None:
+    results = on_ranks(ranks, summarized)
+    found, evaluated, tokens, coef = results[0]
+    # Rank 0 of two cuts its batch to its longest completion: 2 * 4 + 2 * 5 positions instead of 4 * 5.
+    padding = {1: 1 - 16 / 20, 2: 1 - 16 / 18}
+    expected = BY_HAND | {"tokens/padding_fraction": padding[ranks], "time/generation": float(ranks)}
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert tokens == 108
+    assert coef == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))  # 4 completions; the KL is half the target
+    accuracy, reward, length = {1: (0.0, 0.25, 1.5), 2: (1 / 3, 0.5, 2.0)}[ranks]
+    assert evaluated == pytest.approx({"eval/accuracy": accuracy, "eval/reward": reward, "eval/length": length})
+    numbers = [{**row[0], **row[1]} for row in results]
+    assert all(row == numbers[0] for row in numbers)  # to the last bit
