@@ -143,7 +143,7 @@ class Node:
 
 def _labelled(bundles: Sequence[Bundle], selectors: Sequence[Mapping[str, str]]) -> list[Bundle]:
     """The bundles with a resource for each label selector, which only nodes with these labels have; see `offer`."""
-    return [b | ({_LABELS.format(dict(s)): 1e-9} if s else {}) for b, s in zip(bundles, selectors, strict=True)]
+    return [b | ({_LABELS.format(dict(s)): 1.0} if s else {}) for b, s in zip(bundles, selectors, strict=True)]
 
 
 class _FreeNode:
@@ -156,7 +156,7 @@ class _FreeNode:
     def offer(self, selectors: Sequence[Mapping[str, str]]) -> Bundle:
         """What is free, with one more resource for each label selector that the node meets."""
         met = [dict(selector) for selector in selectors if selector and _meets(self.labels, selector)]
-        return self.free | {_LABELS.format(selector): 1.0 for selector in met}
+        return self.free | {_LABELS.format(selector): 1e9 for selector in met}
 
     def take(self, bundle: Bundle) -> bool:
         """Takes a bundle if it fits; returns whether it did."""

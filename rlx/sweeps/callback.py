@@ -28,6 +28,7 @@ from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
+_PATIENCE_S = 10.0  # longest wait for the tracking service, in a thread
 _KILLED = re.compile(r"ray\.exceptions\.Actor|worker process has died")  # in what Ray says of a lost actor
 
 Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
@@ -164,7 +165,7 @@ class TrialLog:
         if run_folder.exists(run):
             tracker = OutboxTracker(self.tracking, run, writer)
             what(tracker)
-            tracker.close(1)
+            tracker.close(_PATIENCE_S)
 
 
 def _confirm_interrupts() -> None:

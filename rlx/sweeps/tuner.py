@@ -12,7 +12,8 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -122,15 +123,14 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
 def _create_mlflow_run(plan: SweepPlan, folder: Storage) -> None:
     varied = [*load_space(plan.space, plan.tree), *(["seed"] if plan.seeds > 1 else [])]
     options = {"search": plan.search, "scheduler": plan.scheduler, "seeds": plan.seeds}
-    tracker = OutboxTracker(plan.tracking, folder, "driver")
-    tracker.open(
-        plan.config.tracking.experiment,
-        plan.name,
-        params={"trials": total_trials(plan), "space": plan.space} | options,
-        tags={"rlx.kind": "sweep", "rlx.folder": folder.path, "rlx.space": json.dumps(varied)}
-        | {f"rlx.{key}": str(value) for key, value in options.items()},
-    )
-    tracker.close(_PATIENCE_S)
+    with _record(plan, folder) as record:
+        record.open(
+            plan.config.tracking.experiment,
+            plan.name,
+            params={"trials": total_trials(plan), "space": plan.space} | options,
+            tags={"rlx.kind": "sweep", "rlx.folder": folder.path, "rlx.space": json.dumps(varied)}
+            | {f"rlx.{key}": str(value) for key, value in options.items()},
+        )
 
 
 def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
@@ -192,26 +192,33 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
     Raises:
         KeyboardInterrupt: the sweep was interrupted; a resume continues it.
     """
-    status, folder = RunStatus.FAILED, storage / "sweeps" / plan.name
-    tracker = OutboxTracker(plan.tracking, folder, "driver")
+    folder = storage / "sweeps" / plan.name
     on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `failures` says why trials failed
     if resume:
-        tracker.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
+        with _record(plan, folder) as record:
+            record.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
     try:
         SweepCallback.watch, SweepCallback.interrupted = watch, False
         make_tuner(plan, storage).fit()
         results = _results(plan, folder)
         _send_pending(plan.tracking, folder)
-        if any(record.state is not TrialState.FAILED for record in results.values()):
-            status = RunStatus.FINISHED
         return results
-    except KeyboardInterrupt:
-        status = RunStatus.KILLED
+    except BaseException as error:  # otherwise Tune's callback has ended the MLflow run
+        with _record(plan, folder) as record:
+            record.end(RunStatus.KILLED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED)
         raise
     finally:
         signal.signal(signal.SIGINT, on_interrupt)
-        tracker.end(status)
+
+
+@contextmanager
+def _record(plan: SweepPlan, folder: Storage) -> Iterator[OutboxTracker]:
+    """Gives the tracker of the sweep's own MLflow run, and waits until it has sent everything."""
+    tracker = OutboxTracker(plan.tracking, folder, "driver")
+    try:
+        yield tracker
+    finally:
         tracker.close(_PATIENCE_S)
 
 

@@ -40,12 +40,14 @@ def nodes(*resources: dict[str, float]) -> list[Node]:
         ([ONE_GPU] * 2, gpus(1), {"CPU": 64.0, "GPU": 8.0}, 2),
         ([ONE_GPU], [{"CPU": 1.0}], {"CPU": 64.0}, 0),
         (gpus(2), gpus(1), {"GPU": 8.0}, 2),  # 3 + 3, and 2 are left
-        (gpus(0.6, 0.6), gpus(0.4, 0.4), {"GPU": 2.0}, 1),
+        (gpus(0.6, 0.6), gpus(0.4, 0.4), {"GPU": 2.0}, 0),  # Ray puts both engines on the first GPU
+        (gpus(0.6, 0.6), gpus(0.4, 0.4), {"GPU": 3.0}, 1),
         (gpus(0.6, 0.6, 0.6), [], {"GPU": 2.0}, 0),  # 1.8, but a third 0.6 would lie on two GPUs
         (gpus(0.25, 0.25), gpus(0.5), {"GPU": 2.0}, 2),
         (gpus(0.5), gpus(1), {"GPU": 2.0}, 1),  # 0.5 + 1 twice is 3
         (gpus(0.3), gpus(0.3), {"GPU": 1.0}, 1),
-        (gpus(0.75), gpus(0.25), {"GPU": 4.0}, 4),
+        (gpus(0.75), gpus(0.25), {"GPU": 4.0}, 3),  # four engines that start first are on one GPU
+        (gpus(1), gpus(0.25), {"GPU": 4.0}, 3),
         ([{"CPU": 1.0, "GPU": 0.25}] * 2, [{"CPU": 1.0}], {"CPU": 6.0, "GPU": 8.0}, 2),  # the CPUs end first
         ([{"CPU": 1.0, "TPU": 1.0}], [{"CPU": 1.0}], {"CPU": 64.0, "TPU": 3.0}, 3),
     ],
@@ -59,8 +61,10 @@ def test_whole_plans_that_fit_on_a_node(
 def test_each_bundle_is_on_one_node() -> None:
     two_and_one = ResourcePlan([{"CPU": 2.0}], [{"CPU": 1.0}])
     assert two_and_one.fits(nodes(*[{"CPU": 1.0}] * 8)) == 0
-    assert two_and_one.fits(nodes(*[{"CPU": 2.0}, {"CPU": 1.0}])) == 1
-    assert two_and_one.fits(nodes(*[{"CPU": 3.0}, {"CPU": 2.0}, {"CPU": 1.0}])) == 2
+    assert two_and_one.fits(nodes({"CPU": 2.0}, {"CPU": 1.0})) == 0  # Ray puts the engine on the emptier node
+    assert (
+        two_and_one.fits(nodes(*[{"CPU": 3.0}, {"CPU": 2.0}, {"CPU": 1.0}])) == 1
+    )  # the second engine takes from the 2
     assert ResourcePlan(gpus(2), gpus(2)).fits(nodes(*[{"GPU": 3.0}] * 4)) == 2  # a third GPU of a node is of no use
 
 
@@ -76,11 +80,13 @@ def test_what_the_head_chooses_by_sums_a_node_may_be_unable_to_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "counts"), [("PACK", (2, 1)), ("STRICT_PACK", (2, 0)), ("SPREAD", (2, 1)), ("STRICT_SPREAD", (0, 1))]
+    ("strategy", "counts"), [("PACK", (2, 0)), ("STRICT_PACK", (2, 0)), ("SPREAD", (2, 1)), ("STRICT_SPREAD", (0, 1))]
 )
 def test_a_strategy_rules_nodes_out(strategy: str, counts: tuple[int, int]) -> None:
-    two = ResourcePlan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy=strategy)
-    assert (two.fits(nodes(*[{"CPU": 4.0}])), two.fits(nodes(*[{"CPU": 1.0}, {"CPU": 1.0}]))) == counts
+    """It holds for each of the two groups."""
+    two = ResourcePlan([{"CPU": 1.0}] * 2, [{"CPU": 0.5}] * 2, strategy=strategy)
+    one_node, two_nodes = nodes({"CPU": 6.0}), nodes({"CPU": 1.75}, {"CPU": 1.75})
+    assert (two.fits(one_node), two.fits(two_nodes)) == counts
 
 
 def test_indices_are_those_of_the_reserved_bundles() -> None:
@@ -90,10 +96,11 @@ def test_indices_are_those_of_the_reserved_bundles() -> None:
 
 
 def test_engines_that_start_first_leave_room_for_all_workers() -> None:
-    """One run after another would fit twice; but two engines take both nodes that could hold a pair of workers."""
-    plan = ResourcePlan([{"CPU": 2.0}], [{"CPU": 1.0}])
-    assert plan.fits(nodes(*[{"CPU": 3.0}, {"CPU": 3.0}])) == 2
-    assert plan.fits(nodes(*[{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}])) == 1
+    """One run after another fits twice. But two engines that start first take one node each, and no pair of workers
+    finds another with room for both."""
+    plan = ResourcePlan([{"CPU": 1.0}] * 2, [{"CPU": 1.0}], strategy="STRICT_PACK")
+    assert plan.fits(nodes({"CPU": 6.0})) == 2
+    assert plan.fits(nodes({"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 2.0})) == 1
 
 
 def test_a_plan_says_what_it_is_made_of() -> None:
@@ -106,7 +113,7 @@ def test_labels_rule_nodes_out() -> None:
     labels = RoleLabels(workers={"market": "!spot"}, engines={"kind": "in(a, b)"})
     plan = ResourcePlan([{"CPU": 1.0}], [{"CPU": 1.0}], labels=labels)
     spot, steady = (Node({"CPU": 4.0}, {"market": each, "kind": "a"}) for each in ("spot", "demand"))
-    assert (plan.fits([spot]), plan.fits([steady]), plan.fits([spot, steady])) == (0, 2, 4)
+    assert (plan.fits([spot]), plan.fits([steady]), plan.fits([spot, steady])) == (0, 2, 3)
     assert plan.fits([steady, Node({"CPU": 4.0}, {"kind": "c"})]) == 4
     assert plan.selectors == [{"kind": "in(a, b)"}]
 
@@ -161,8 +168,8 @@ def test_a_plan_that_fits_is_let_through(ray_cluster: None) -> None:
             "scaling: 1 worker need 5 CPU but the cluster has 4, 1 GPU but the cluster has 0",
         ),
         (
-            ResourcePlan([{"CPU": 1.0}], [{"CPU": 1.0}], strategy="STRICT_SPREAD"),
-            "scaling: 1 worker and 1 engine need 1 CPU, 1 CPU, which cannot be placed together on 1 nodes with 4 CPU",
+            ResourcePlan([{"CPU": 1.0}] * 2, [], strategy="STRICT_SPREAD"),
+            "scaling: 2 workers need 1 CPU, 1 CPU, which cannot be placed together on 1 nodes with 4 CPU",
         ),
     ],
 )
