@@ -50,7 +50,10 @@ class Machines:
         self.count += 1
         with self.patch.context() as patch:
             patch.chdir(place)
-            return self.cluster.add_node(include_dashboard=self.count == 1, dashboard_port=s3.free_port(), **resources)
+            if self.count == 1:
+                return self.cluster.add_node(include_dashboard=True, dashboard_port=s3.free_port(), **resources)
+            # An address of its own: otherwise the driver might join through this node instead of the head.
+            return self.cluster.add_node(node_ip_address=f"127.0.0.{self.count + 1}", **resources)
 
     @property
     def address(self) -> str:
