@@ -25,6 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from rlx import actors
 from rlx.config.errors import ConfigError
 from rlx.config.sections import ModelConfig, RolloutConfig, ScalingConfig, flatten
+from rlx.data.blocks import RankShares
 from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
@@ -46,6 +47,7 @@ _STARTS = 10  # attempts to place the workers, a minute each, before the run fai
 # Settings that a group cannot change after its start, in addition to the engines' arguments and the resources.
 _STARTED_WITH = (
     "data.",
+    "parallel.tp",
     "eval.source",
     "eval.num_prompts",
     "eval.seed",
@@ -315,7 +317,7 @@ def _trainer(prepared: PreparedRun, mailbox: str, folder: Storage) -> TorchTrain
         train_loop_config={"mailbox": mailbox},
         torch_config=TorchConfig(backend=_backend(scaling, prepared.config.model.offload)),
         datasets=dict(prepared.tables or {}),
-        dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # each rank selects its own rows, see data.stream
+        dataset_config=RankShares(prepared.config.parallel.tp),
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.num_workers,
             use_gpu=scaling.use_gpu,

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-import pyarrow as pa
 import ray.train
 import ray.train.torch
 import ray.util
@@ -20,6 +19,7 @@ import torch
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.config.sections import RewardConfig
+from rlx.data.stream import Share
 from rlx.mesh import Mesh
 from rlx.rewards import reward_model
 from rlx.rewards.remote import RemoteReward
@@ -107,7 +107,7 @@ def inputs_of(spec: WorkerSpec) -> TrainingInputs:
         config=config,
         model_path=spec.model_path,
         device=device,
-        tables={name: prompt_table(name) for name in names},
+        tables={name: prompt_share(name) for name in names},
         folder=spec.folder,
         reporter=RayReporter(tracker, spec.mailbox, rank),
         connect_engines=partial(_connect_engines, config, spec, device),
@@ -115,10 +115,9 @@ def inputs_of(spec: WorkerSpec) -> TrainingInputs:
     )
 
 
-def prompt_table(name: str) -> pa.Table:
-    """A prompt table, zero-copy from the object store of this node."""
-    shard = ray.train.get_dataset_shard(name)
-    return pa.concat_tables(shard.iter_batches(batch_size=None, batch_format="pyarrow"))
+def prompt_share(name: str) -> Share:
+    """This worker's share of a prompt table, see `rlx.data.blocks.RankShares`."""
+    return cast(Share, ray.train.get_dataset_shard(name))
 
 
 def _check_folder(folder: Storage) -> None:

@@ -14,7 +14,7 @@ import ray.data
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig
 from rlx.data import files, prompts, sources, stream
-from rlx.data.stream import PromptStream
+from rlx.data.stream import PromptStream, TableRows
 from rlx.models import tiny
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -229,22 +229,26 @@ def table(size: int) -> pa.Table:
     )
 
 
+def rows_of(size: int) -> TableRows:
+    return TableRows(table(size))
+
+
 def ids(stream: PromptStream, count: int) -> list[int]:
     return [prompt.id for prompt in stream.next(count)]
 
 
 def test_prompts_are_the_rows_at_the_positions() -> None:
-    first, second = stream.prompts(table(5), [3, 1])
+    first, second = stream.prompts(rows_of(5), [3, 1])
     assert (first.id, first.token_ids, first.question, first.answer) == (3, (3, 3), "q3", "3")
     assert first.dataset_index is None
     assert second.id == 1
     with_entries = table(2).append_column("entry", pa.array([7, 9]))
-    assert [prompt.dataset_index for prompt in stream.prompts(with_entries, range(2))] == [7, 9]
-    assert stream.prompts(table(5), []) == []
+    assert [prompt.dataset_index for prompt in stream.prompts(TableRows(with_entries), range(2))] == [7, 9]
+    assert stream.prompts(rows_of(5), []) == []
 
 
 def test_every_prompt_comes_once_per_epoch_in_another_order() -> None:
-    stream = PromptStream(table(12), seed=0)
+    stream = PromptStream(rows_of(12), seed=0)
     drawn = [ids(stream, 4) + ids(stream, 8) for _ in range(3)]
     # Each draw of a prompt has an id of its own, from which its sampling seeds follow.
     assert [sorted(ids) for ids in drawn] == [list(range(start, start + 12)) for start in (0, 12, 24)]
@@ -253,13 +257,13 @@ def test_every_prompt_comes_once_per_epoch_in_another_order() -> None:
 
 
 def test_a_later_draw_of_a_prompt_is_the_same_prompt() -> None:
-    early, late = stream.prompts(table(5), [3, 8])
+    early, late = stream.prompts(rows_of(5), [3, 8])
     assert (early.id, late.id) == (3, 8)
     assert (early.question, early.token_ids) == (late.question, late.token_ids) == ("q3", (3, 3))
 
 
 def test_the_order_depends_on_the_seed_alone() -> None:
-    first, again, other = (ids(PromptStream(table(50), seed=seed), 50) for seed in (3, 3, 4))
+    first, again, other = (ids(PromptStream(rows_of(50), seed=seed), 50) for seed in (3, 3, 4))
     assert first == again
     assert first != other
 
@@ -267,8 +271,8 @@ def test_the_order_depends_on_the_seed_alone() -> None:
 @pytest.mark.parametrize("size", [3, 20, 64])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_steps_are_the_same_on_any_number_of_ranks(size: int, ranks: int) -> None:
-    alone = PromptStream(table(size), seed=1)
-    shared = [PromptStream(table(size), seed=1, rank=rank, ranks=ranks) for rank in range(ranks)]
+    alone = PromptStream(rows_of(size), seed=1)
+    shared = [PromptStream(rows_of(size), seed=1, rank=rank, ranks=ranks) for rank in range(ranks)]
     for _ in range(5):
         shares = [ids(stream, 8) for stream in shared]
         assert {len(share) for share in shares} == {8 // ranks}
@@ -276,22 +280,22 @@ def test_the_steps_are_the_same_on_any_number_of_ranks(size: int, ranks: int) ->
 
 
 def test_a_step_may_take_several_epochs() -> None:
-    step = ids(PromptStream(table(3), seed=0), 10)
+    step = ids(PromptStream(rows_of(3), seed=0), 10)
     assert [sorted(step[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 def test_a_stream_continues_at_its_cursor_on_other_ranks_too() -> None:
-    stream = PromptStream(table(10), seed=2)
+    stream = PromptStream(rows_of(10), seed=2)
     ids(stream, 24)
     cursor = json.loads(json.dumps(stream.cursor()))
-    assert {name: cursor[name] for name in cursor if name != "digest"} == {
+    assert {name: cursor[name] for name in cursor if name != "token_digest"} == {
         "epoch": 2,
         "offset": 4,
         "seed": 2,
         "size": 10,
     }
     expected = ids(stream, 8)
-    halves = [PromptStream(table(10), seed=2, rank=rank, ranks=2) for rank in range(2)]
+    halves = [PromptStream(rows_of(10), seed=2, rank=rank, ranks=2) for rank in range(2)]
     for half in halves:
         half.seek(cursor)
         assert half.cursor() == cursor
@@ -303,14 +307,14 @@ def test_a_cursor_of_other_prompts_is_refused(size: int, seed: int) -> None:
     with pytest.raises(
         ConfigError, match=rf"\(seed 2, 10 of them\) are not those of this run \(seed {seed}, {size} of them\)"
     ):
-        PromptStream(table(size), seed).seek(PromptStream(table(10), seed=2).cursor())
+        PromptStream(rows_of(size), seed).seek(PromptStream(rows_of(10), seed=2).cursor())
 
 
 @pytest.mark.parametrize("tokens", [[[1], [2, 3], [5]], [[1, 2], [3], [4]], [[3], [1], [2]]])
 def test_a_cursor_of_as_many_prompts_with_other_tokens_is_refused(tokens: list[list[int]]) -> None:
     def stream(ids: list[list[int]], chunks: int = 1) -> PromptStream:
         parts = [pa.table({"token_ids": pa.array(ids[i::chunks], pa.list_(pa.int64()))}) for i in range(chunks)]
-        return PromptStream(pa.concat_tables(parts), seed=1)
+        return PromptStream(TableRows(pa.concat_tables(parts)), seed=1)
 
     cursor = stream([[1], [2, 3], [4]]).cursor()
     stream([[1], [4], [2, 3]], chunks=2).seek(cursor)  # how the table lies in memory is nothing of the prompts
