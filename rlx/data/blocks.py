@@ -18,82 +18,80 @@ import ray
 import ray.data
 import ray.train
 
-from rlx.data.stream import Share, digest_of, joined_digest
+from rlx.data import stream
+from rlx.data.stream import PromptRows, Share, TableRows, joined_digest
 
 SMALL = 32 * 2**20
 """bytes of a table that ranks read where it lies"""
+# 0 CPUs: the workers and engines of a run hold all of them. DEFAULT: outside the placement group of the caller.
+_TASK = {"num_cpus": 0, "scheduling_strategy": "DEFAULT"}
+_summarize, _pick = ray.remote(**_TASK)(stream.rows_and_digest), ray.remote(**_TASK)(stream.picked_rows)
+
+
+def rows_of(dataset: ray.data.Dataset) -> PromptRows:
+    """Returns the rows of a materialized dataset of prompts, in its order."""
+    blocks = tuple(dataset.to_arrow_refs())
+    if dataset.size_bytes() <= SMALL:
+        return SmallRows(blocks)
+    return BlockRows(blocks, tuple(_summarize.remote(block) for block in blocks))
+
+
+@dataclass(frozen=True)
+class SmallRows:
+    """The rows of blocks that are read, all of them, in the shared memory of this node."""
+
+    blocks: tuple[Any, ...]  # references to their tables
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def digest(self) -> int:
+        return self._rows.digest
+
+    def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
+        return self._rows.request(indices)
+
+    @functools.cached_property
+    def _rows(self) -> TableRows:
+        return TableRows(pa.concat_tables(ray.get(list(self.blocks))))
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The rows of a materialized dataset; see `rlx.data.stream.PromptRows`."""
+    """The rows of blocks on any nodes, of which tasks pick those that are asked for."""
 
     blocks: tuple[Any, ...]  # references to their tables
-    summaries: tuple[Any, ...]  # references to (rows, bytes, checksum) of each
-
-    @classmethod
-    def of(cls, dataset: ray.data.Dataset) -> BlockRows:
-        """Returns the rows of a dataset of prompts, in its order; does not wait for their checksums."""
-        blocks = tuple(dataset.to_arrow_refs())
-        return cls(blocks, tuple(_summarize.remote(block) for block in blocks))
+    summaries: tuple[Any, ...]  # references to each block's (rows, checksum)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self.blocks else 0
+        return int(self._starts[-1])
 
     @functools.cached_property
     def digest(self) -> int:
-        return joined_digest((rows, digest) for rows, _, digest in self._known)
+        return joined_digest(self._known)
 
     def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
-        if self._is_small:
-            return functools.partial(self._local.take, pa.array(indices, pa.int64()))
-        owners = np.searchsorted(self._ends, indices, side="right")  # [N], the block of each row
-        order = np.argsort(owners, kind="stable")
-        first_rows = np.concatenate([[0], self._ends])
+        owners = np.searchsorted(self._starts, indices, side="right") - 1  # [N], the block of each row
+        by_block = np.argsort(owners, kind="stable")
         picked = [
-            _pick.remote(self.blocks[owner], indices[owners == owner] - first_rows[owner])
+            _pick.remote(self.blocks[owner], indices[owners == owner] - self._starts[owner])
             for owner in np.unique(owners)
         ]
 
         def wait() -> pa.Table:
-            if not picked:
-                return ray.get(self.blocks[0]).slice(0, 0)
-            return pa.concat_tables(ray.get(picked)).take(pa.array(np.argsort(order), pa.int64()))
+            return pa.concat_tables(ray.get(picked)).take(pa.array(np.argsort(by_block), pa.int64()))
 
         return wait
 
     @functools.cached_property
-    def _known(self) -> list[tuple[int, int, int]]:
+    def _known(self) -> list[tuple[int, int]]:
         return ray.get(list(self.summaries))
 
     @functools.cached_property
-    def _ends(self) -> np.ndarray:
-        """The number of rows up to the end of each block, `[blocks]`."""
-        return np.cumsum([rows for rows, _, _ in self._known])
-
-    @functools.cached_property
-    def _is_small(self) -> bool:
-        return sum(size for _, size, _ in self._known) <= SMALL
-
-    @functools.cached_property
-    def _local(self) -> pa.Table:
-        """All rows, in the shared memory of this node."""
-        return pa.concat_tables(ray.get(list(self.blocks)))
-
-
-def _summary(block: pa.Table) -> tuple[int, int, int]:
-    """Returns the rows of a block, their bytes and their checksum."""
-    return len(block), block.nbytes, digest_of(block)
-
-
-def _rows_of(block: pa.Table, rows: np.ndarray) -> pa.Table:
-    """Returns some rows of a block."""
-    return block.take(pa.array(rows, pa.int64())).combine_chunks()
-
-
-# 0 CPUs: the workers and engines of a run hold all of them. DEFAULT: outside the placement group of the caller.
-_TASK = {"num_cpus": 0, "scheduling_strategy": "DEFAULT"}
-_summarize, _pick = ray.remote(**_TASK)(_summary), ray.remote(**_TASK)(_rows_of)
+    def _starts(self) -> np.ndarray:
+        """The first row of each block, and the number of all rows: `[blocks + 1]`."""
+        return np.cumsum([0, *(rows for rows, _ in self._known)])
 
 
 class RankShares(ray.train.DataConfig):
@@ -115,7 +113,7 @@ class RankShares(ray.train.DataConfig):
         worker_node_ids: list[str] | None,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        tables = {name: BlockRows.of(dataset) for name, dataset in datasets.items()}
+        tables = {name: rows_of(dataset) for name, dataset in datasets.items()}
         ranks = world_size // self._tp
         return [
             {name: Share(rows, worker // self._tp, ranks) for name, rows in tables.items()}

@@ -52,7 +52,7 @@ class TableRows:
         return digest_of(self.table)
 
     def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
-        return functools.partial(self.table.take, pa.array(indices, pa.int64()))
+        return functools.partial(picked_rows, self.table, indices)
 
 
 def digest_of(table: pa.Table) -> int:
@@ -68,6 +68,16 @@ def digest_of(table: pa.Table) -> int:
     return digest
 
 
+def rows_and_digest(table: pa.Table) -> tuple[int, int]:
+    """Returns the number of rows of a part of a table, and its checksum."""
+    return len(table), digest_of(table)
+
+
+def picked_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """Returns some rows `[N]` of a part of a table, in a copy that keeps nothing else of it in memory."""
+    return table.take(pa.array(rows, pa.int64())).combine_chunks()
+
+
 def joined_digest(parts: Iterable[tuple[int, int]]) -> int:
     """Returns the checksum of successive parts of a table, each given as (its rows, its checksum)."""
     digest = 0
@@ -78,7 +88,7 @@ def joined_digest(parts: Iterable[tuple[int, int]]) -> int:
 
 def prompts(rows: PromptRows, ids: Sequence[int]) -> list[Prompt]:
     """Returns the prompts with these ids: id = epoch x rows of the table + row."""
-    return _as_prompts(ids, rows.request(np.array(ids, dtype=np.int64) % len(rows))())
+    return _as_prompts(ids, rows.request(np.array(ids, dtype=np.int64) % len(rows))()) if len(ids) else []
 
 
 def _as_prompts(ids: Iterable[int], table: pa.Table) -> list[Prompt]:

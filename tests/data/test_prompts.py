@@ -13,7 +13,7 @@ import ray.data
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig
-from rlx.data import files, prompts, sources, stream
+from rlx.data import prompts, sources, stored, stream
 from rlx.data.stream import PromptStream, TableRows
 from rlx.models import tiny
 
@@ -113,12 +113,16 @@ GOOD = '{"question": "q", "answer": "a"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.txt", "x", ": expected reasoning_gym:DATASET or a file ending in .jsonl, .parquet, .csv"),
+        (
+            "p.txt",
+            "x",
+            ": expected reasoning_gym:DATASET, hf:NAME, or a file, folder or glob of .jsonl, .json",
+        ),
         ("p.csv", None, ": no such file"),
-        ("p.csv", "", ": the file has no rows"),
-        ("p.csv", "question,answer\n", ": the file has no rows"),
-        ("p.jsonl", "", ": the file has no rows"),
-        ("p.jsonl", "\n \n", ": the file has no rows"),
+        ("p.csv", "", ": there are no rows in it"),
+        ("p.csv", "question,answer\n", ": there are no rows in it"),
+        ("p.jsonl", "", ": there are no rows in it"),
+        ("p.jsonl", "\n \n", ": there are no rows in it"),
         ("p.parquet", "x", ": Parquet file size is 1 bytes"),
         ("p.jsonl", GOOD + "\n" + '{"question": "q"', ":3: malformed JSON: "),
         ("p.jsonl", GOOD + "[1]\n", ":2: expected a JSON object per line, found list"),
@@ -160,14 +164,14 @@ def test_a_question_that_is_a_number_in_parquet_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(("count", "size", "held_out"), [(40, 3, 3), (40, 100, 4), (2, 5, 1), (9, 5, 1)])
 def test_the_last_rows_are_held_out_at_most_a_tenth(count: int, size: int, held_out: int) -> None:
     source = ray.data.from_items([{"n": i} for i in range(count)], override_num_blocks=2)
-    train, rest = files.hold_out(source, size)
+    train, rest = stored.hold_out(source, size)
     assert [row["n"] for row in train.take_all()] == list(range(count - held_out))
     assert [row["n"] for row in rest.take_all()] == list(range(count - held_out, count))
 
 
 def test_one_row_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match=r"1 rows are too few to hold one out; set eval\.source"):
-        files.hold_out(ray.data.from_items([{"n": 1}]), 5)
+        stored.hold_out(ray.data.from_items([{"n": 1}]), 5)
 
 
 # --- the prompt table
