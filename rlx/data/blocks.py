@@ -28,10 +28,10 @@ _TASK = {"num_cpus": 0, "scheduling_strategy": "DEFAULT"}
 _summarize, _pick = ray.remote(**_TASK)(stream.rows_and_digest), ray.remote(**_TASK)(stream.picked_rows)
 
 
-def rows_of(dataset: ray.data.Dataset) -> PromptRows:
-    """Returns the rows of a materialized dataset of prompts, in its order."""
+def rows_of(dataset: ray.data.Dataset, small: int = SMALL) -> PromptRows:
+    """Returns the rows of a materialized dataset of prompts, in its order; `small`: see `SMALL`."""
     blocks = tuple(dataset.to_arrow_refs())
-    if dataset.size_bytes() <= SMALL:
+    if dataset.size_bytes() <= small:
         return SmallRows(blocks)
     return BlockRows(blocks, tuple(_summarize.remote(block) for block in blocks))
 
@@ -100,10 +100,10 @@ class RankShares(ray.train.DataConfig):
     Ray's own splits drop a remainder, change with the number of workers and have no position to resume from.
     """
 
-    def __init__(self, tp: int = 1) -> None:
-        """`tp`: workers that share a model; they get the same rows."""
+    def __init__(self, tp: int = 1, small: int = SMALL) -> None:
+        """`tp`: successive workers that share a model, and get the same rows; `small`: see `SMALL`."""
         super().__init__(datasets_to_split=[])  # no worker waits for another
-        self._tp = tp
+        self._tp, self._small = tp, small
 
     def configure(
         self,
@@ -113,7 +113,7 @@ class RankShares(ray.train.DataConfig):
         worker_node_ids: list[str] | None,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        tables = {name: rows_of(dataset) for name, dataset in datasets.items()}
+        tables = {name: rows_of(dataset, self._small) for name, dataset in datasets.items()}
         ranks = world_size // self._tp
         return [
             {name: Share(rows, worker // self._tp, ranks) for name, rows in tables.items()}

@@ -42,7 +42,7 @@ class HubAddress:
         if is_saved_folder(name):
             return cls(name, None, split or "train", True)
         names = name.split("/")
-        if name.startswith((".", "/", "~")) or Path(name).is_dir():
+        if name.startswith((".", "/", "~")) or (name and Path(name).is_dir()):
             raise ValueError(f"{name} is no folder that Dataset.save_to_disk wrote")
         if len(names) > 3 or not all(names):
             raise ValueError(f"expected {_SYNTAX}")
