@@ -16,24 +16,23 @@ import numpy as np
 import pyarrow as pa
 import ray
 import ray.data
+import ray.experimental
 import ray.train
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlx.data import stream
+from rlx.data import ray_data, stream
 from rlx.data.stream import PromptRows, Share, TableRows, joined_digest
 
 SMALL = 32 * 2**20
 """bytes of a table that ranks read where it lies"""
-# 0 CPUs: the workers and engines of a run hold all of them. DEFAULT: outside the placement group of the caller.
-_TASK = {"num_cpus": 0, "scheduling_strategy": "DEFAULT"}
-_summarize, _pick = ray.remote(**_TASK)(stream.rows_and_digest), ray.remote(**_TASK)(stream.picked_rows)
+# 0 CPUs: the workers and engines of a run hold all of them.
+_summarize, _pick = (ray.remote(num_cpus=0)(task) for task in (ray_data.summarize_blocks, ray_data.pick_rows))
 
 
 def rows_of(dataset: ray.data.Dataset, small: int = SMALL) -> PromptRows:
     """Returns the rows of a materialized dataset of prompts, in its order; `small`: see `SMALL`."""
     blocks = tuple(dataset.to_arrow_refs())
-    if dataset.size_bytes() <= small:
-        return SmallRows(blocks)
-    return BlockRows(blocks, tuple(_summarize.remote(block) for block in blocks))
+    return SmallRows(blocks) if dataset.size_bytes() <= small else BlockRows.of(blocks)
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,24 @@ class SmallRows:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The rows of blocks on any nodes, of which tasks pick those that are asked for."""
+    """The rows of blocks on any nodes; on each node that has some, a task picks those that are asked for."""
 
     blocks: tuple[Any, ...]  # references to their tables
-    summaries: tuple[Any, ...]  # references to each block's (rows, checksum)
+    nodes: dict[str | None, list[int]]  # the numbers of the blocks that lie on each node; None: anywhere
+    summaries: tuple[Any, ...]  # of each node a reference to its blocks' (rows, checksum)
+
+    @classmethod
+    def of(cls, blocks: tuple[Any, ...]) -> BlockRows:
+        """Starts to count the rows of blocks and to compute their checksums, where they lie."""
+        places = ray.experimental.get_object_locations(list(blocks))
+        nodes: dict[str | None, list[int]] = {}
+        for number, block in enumerate(blocks):
+            nodes.setdefault(min(places[block]["node_ids"], default=None), []).append(number)
+        summaries = [
+            _summarize.options(**_on(node)).remote([blocks[number] for number in numbers])
+            for node, numbers in nodes.items()
+        ]
+        return cls(blocks, nodes, tuple(summaries))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -73,25 +86,33 @@ class BlockRows:
 
     def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
         owners = np.searchsorted(self._starts, indices, side="right") - 1  # [N], the block of each row
-        by_block = np.argsort(owners, kind="stable")
-        picked = [
-            _pick.remote(self.blocks[owner], indices[owners == owner] - self._starts[owner])
-            for owner in np.unique(owners)
-        ]
-
-        def wait() -> pa.Table:
-            return pa.concat_tables(ray.get(picked)).take(pa.array(np.argsort(by_block), pa.int64()))
-
-        return wait
+        places, picked = [], []
+        for node, numbers in self.nodes.items():
+            used = [(number, np.flatnonzero(owners == number)) for number in numbers if number in owners]
+            if used:
+                rows = [indices[at] - self._starts[number] for number, at in used]
+                task = _pick.options(**_on(node))
+                picked.append(task.remote([self.blocks[number] for number, _ in used], rows))
+                places += [at for _, at in used]
+        order = np.argsort(np.concatenate(places))
+        return lambda: stream.picked_rows(pa.concat_tables(ray.get(picked)), order)
 
     @functools.cached_property
     def _known(self) -> list[tuple[int, int]]:
-        return ray.get(list(self.summaries))
+        """Each block's rows and checksum."""
+        numbers = [number for numbers in self.nodes.values() for number in numbers]
+        known = [each for summary in ray.get(list(self.summaries)) for each in summary]
+        return [each for _, each in sorted(zip(numbers, known, strict=True))]
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
         """The first row of each block, and the number of all rows: `[blocks + 1]`."""
         return np.cumsum([0, *(rows for rows, _ in self._known)])
+
+
+def _on(node: str | None) -> dict[str, Any]:
+    """Returns options of a task that runs on a node while that lives; outside the placement group of the caller."""
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"}
 
 
 class RankShares(ray.train.DataConfig):

@@ -13,7 +13,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
+
+from rlx.data import stream
 
 if TYPE_CHECKING:
     import ray.data
@@ -82,6 +85,20 @@ def _read_block(batch: pa.Table, read: Read, schema: pa.Schema) -> Iterator[pa.T
     yield schema.empty_table()
     for piece in batch["piece"]:
         yield from read(pickle.loads(piece.as_py()))
+
+
+def summarize_blocks(blocks: Sequence[Any]) -> list[tuple[int, int]]:
+    """Returns the (rows, checksum) of prompts in each of some blocks; runs in a task where they lie."""
+    import ray
+
+    return [(len(table), stream.digest_of(table)) for table in map(ray.get, blocks)]
+
+
+def pick_rows(blocks: Sequence[Any], rows: Sequence[np.ndarray]) -> pa.Table:
+    """Returns some rows `[N]` of each of some blocks, one block after the other; runs in a task where they lie."""
+    import ray
+
+    return pa.concat_tables(stream.picked_rows(ray.get(block), some) for block, some in zip(blocks, rows, strict=True))
 
 
 def error_reason(error: Exception) -> str:

@@ -68,11 +68,6 @@ def digest_of(table: pa.Table) -> int:
     return digest
 
 
-def rows_and_digest(table: pa.Table) -> tuple[int, int]:
-    """Returns the number of rows of a part of a table, and its checksum."""
-    return len(table), digest_of(table)
-
-
 def picked_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
     """Returns some rows `[N]` of a part of a table, in a copy that keeps nothing else of it in memory."""
     return table.take(pa.array(rows, pa.int64())).combine_chunks()

@@ -1,8 +1,12 @@
 """Prompt tables in the blocks of Ray Data, and the shares of real Train workers."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import ray.data
@@ -80,9 +84,8 @@ def test_rows_with_other_tokens_are_refused_at_a_cursor(rows: PromptRows) -> Non
 def test_what_a_rank_is_sent_are_the_rows_that_it_asked_for() -> None:
     rows = rows_of(dataset(5), small=0)
     assert isinstance(rows, BlockRows)
-    (picked,) = ray.get([rows.summaries[1]])
-    assert picked[0] == 10
-    fetched = stream.picked_rows(ray.get(rows.blocks[1]), stream.np.array([3, 1]))
+    assert [count for (summary,) in [ray.get(list(rows.summaries))] for count, _ in summary] == [10] * 5
+    fetched = stream.picked_rows(ray.get(rows.blocks[1]), np.array([3, 1]))
     assert fetched["question"].to_pylist() == ["q13", "q11"]
     assert fetched.get_total_buffer_size() < ray.get(rows.blocks[1]).get_total_buffer_size() / 2
 
@@ -100,8 +103,7 @@ def test_neighbours_of_a_tensor_parallel_group_get_the_same_rows() -> None:
     assert all(view.keys() == {"train", "held_out"} for view in views)
 
 
-@pytest.mark.parametrize(("small", "kind"), [(0, "BlockRows"), (2**20, "SmallRows")])
-def test_real_train_workers_get_their_shares(tmp_path: Path, in_memory: TableRows, small: int, kind: str) -> None:
+def test_real_train_workers_get_their_shares(tmp_path: Path, in_memory: TableRows) -> None:
     def worker(given: dict[str, Any]) -> None:
         context, share = ray.train.get_context(), ray.train.get_dataset_shard("train")
         assert isinstance(share, Share)
@@ -115,7 +117,7 @@ def test_real_train_workers_get_their_shares(tmp_path: Path, in_memory: TableRow
         worker,
         train_loop_config={"folder": str(tmp_path)},
         datasets={"train": dataset(3), "held_out": dataset(1)},
-        dataset_config=RankShares(small=small),
+        dataset_config=RankShares(small=0),
         scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.1}),
         run_config=ray.train.RunConfig(name="shares", storage_path=str(tmp_path / "train")),
     )
@@ -123,4 +125,15 @@ def test_real_train_workers_get_their_shares(tmp_path: Path, in_memory: TableRow
     for rank in range(2):
         own = PromptStream(in_memory, 1, rank, 2)
         steps = [[prompt.id for prompt in own.next(6)] for _ in range(4)]
-        assert (tmp_path / str(rank)).read_text() == f"{rank}: {kind} {steps} {list(range(rank, ROWS, 2))}"
+        assert (tmp_path / str(rank)).read_text() == f"{rank}: BlockRows {steps} {list(range(rank, ROWS, 2))}"
+
+
+def test_on_two_nodes_files_are_read_on_this_one_and_rows_picked_where_they_lie() -> None:
+    """With 0 free CPUs; see two_nodes.py."""
+    script = Path(__file__).with_name("two_nodes.py")
+    found = subprocess.run([sys.executable, str(script)], check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    seen = json.loads(found.stdout.splitlines()[-1])
+    assert seen["read"]["here"] == [[True, 800]]
+    assert [is_here for is_here, _ in seen["read"]["anywhere"]] == [False, True]
+    assert (seen["nodes"], seen["rows"]) == (2, 800)
+    assert seen["questions"] == [f"{piece}?" for piece in range(8)]
