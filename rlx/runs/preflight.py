@@ -77,11 +77,10 @@ def absolute_paths(config: RunConfig) -> dict[str, str]:
     """
     settings = {key: value for key, value in flatten(config).items() if value}
     paths = {key: settings[key] for key in _PATH_SETTINGS if settings.get(key, "tiny") != "tiny"}
-    return (
-        {key: str(Path(path).resolve()) for key, path in paths.items() if Path(path).exists()}
-        | {key: sources.resolve(settings[key]) for key in _PROMPT_SETTINGS if key in settings}
-        | {"storage": resolve_address(config.storage)}
-    )
+    existing = {key: str(Path(path).resolve()) for key, path in paths.items() if Path(path).exists()}
+    prompt_files = {key: sources.resolve(settings[key]) for key in _PROMPT_SETTINGS if key in settings}
+    changed = {key: address for key, address in prompt_files.items() if address != settings[key]}
+    return existing | changed | {"storage": resolve_address(config.storage)}
 
 
 def tracking_uri(tracking: TrackingConfig, storage: str) -> str:
