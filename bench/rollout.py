@@ -23,7 +23,7 @@ import workload
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.data.stream import PromptStream
+from rlx.data.stream import PromptStream, TableRows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +112,7 @@ def requests(
     end = prompts.load_tokenizer(path, config.model.trust_remote_code).eos_token_id
     sampling = Sampling(chosen.temperature, chosen.top_p, chosen.top_k, chosen.max_tokens, (end,))
     whole = pa.concat_tables(tables["train"].iter_batches(batch_size=None, batch_format="pyarrow"))
-    stream = PromptStream(whole, config.seed)
+    stream = PromptStream(TableRows(whole), config.seed)
     rounds = [
         [
             (prompt.token_ids, request_seed(config.seed, step, prompt.id, sample))

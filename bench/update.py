@@ -25,7 +25,6 @@ import workload
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.data.stream import PromptStream
 
 _PEAK_FLOPS = 989e12
 """of an H200 in dense bf16, NVIDIA's data sheet; what utilisation is counted against"""
@@ -154,7 +153,7 @@ def rank(job: dict[str, Any]) -> None:
     run, collector, checkpointer = setup.build(inputs)
     deferred, mesh = run.defers_logprobs, run.mesh
     memory = Memory(run.device)
-    judged = made_up(run.config, collector.score.tokenizer, mesh.dp_rank, mesh.dp_size)
+    judged = made_up(run.config, collector.score.tokenizer)
     sequences = [(len(c.prompt.token_ids), [*c.prompt.token_ids, *c.token_ids]) for c in (j.completion for j in judged)]
     drawn = run.sum_over_ranks({"tokens": sum(len(all_) for _, all_ in sequences)})[
         "tokens"
@@ -200,15 +199,16 @@ def profiled(work: Callable[[], object]) -> str:
     return "\n".join(str(seen.key_averages().table(sort_by=order, row_limit=25)) for order in orders)
 
 
-def made_up(config: RunConfig, tokenizer: Any, rank: int, ranks: int) -> list[Any]:
+def made_up(config: RunConfig, tokenizer: Any) -> list[Any]:
     """This rank's share of a step: real prompts, and completions and scores drawn at random."""
     import numpy as np
 
-    from rlx.runs.worker import prompt_table
+    from rlx.runs.worker import prompt_share
     from rlx.types import Completion, ScoredCompletion
 
-    stream = PromptStream(prompt_table("train"), config.seed, rank, ranks)
-    limit, draw = config.rollout.max_tokens, np.random.default_rng((config.seed, rank))
+    share = prompt_share("train")
+    stream = share.stream(config.seed)
+    limit, draw = config.rollout.max_tokens, np.random.default_rng((config.seed, share.rank))
     judged = []
     for prompt in stream.next(config.train.prompts_per_step):
         for sample in range(config.train.samples_per_prompt):

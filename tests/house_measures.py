@@ -48,7 +48,9 @@ FLOORS: tuple[frozenset[str], ...] = (
 )
 """packages and top modules of rlx, the lowest floor first: each imports from lower floors"""
 
-SAME_FLOOR: Mapping[tuple[str, str], str] = {}
+SAME_FLOOR: Mapping[tuple[str, str], str] = {
+    ("data", "storage"): "prompt files lie where runs do, and there is one way to open S3 with its keys and timeouts",
+}
 """(package, package of the same floor that it imports): the reason"""
 
 SHAPE = re.compile(r"\[[A-Za-z0-9_+*/ .-]+(, ?[A-Za-z0-9_+*/ .-]+)*,?\]|\bscalar|0-dim|of any shape|\bshape")

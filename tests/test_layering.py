@@ -91,10 +91,13 @@ def test_ray_is_imported_where_it_is_used_alone() -> None:
 
 
 def test_ray_is_used_by_public_names_alone() -> None:
-    """Private parts of Ray change with every minor version. One file name is known too, see launch._TRAIN_RECORD."""
+    """Private parts of Ray change with every minor version. One file name is known too, see launch._TRAIN_RECORD.
+
+    `ray.experimental` has the one function that says where an object lies, for data/blocks.py, which tests call.
+    """
     names = {name for module in MODULES.values() for name in module.imports if name.startswith("ray.")}
     private = {name for name in names for part in name.split(".") if part.startswith("_") or part == "experimental"}
-    assert names and private == set()
+    assert names and private == {"ray.experimental"}
 
 
 @pytest.mark.parametrize("library", ["ray", "torch"])

@@ -27,7 +27,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, setting_keys
 from rlx.config.sections import DataConfig
-from rlx.data import files, sources
+from rlx.data import parsers, sources
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished_metrics
 from rlx.storage import addresses, checkpoint_catalog, checkpoint_files, checkpoint_manifest
@@ -204,6 +204,7 @@ def parquet(question: list[Any], answer: pa.Array) -> bytes:
 
 
 JSONL = b'{"question": "1 + 1", "answer": "2"}\n{"question": "what\\n\\"is\\"", "answer": 3.5}\n'
+LIST = b"[" + JSONL.strip().replace(b"\n", b",") + b"]"
 CSV = b'question,answer\n1 + 1,2\n"what\n""is""",3.5\n'
 PARQUET = parquet(["1 + 1", "what"], pa.array([1.0, 3.5]))
 BAD_PROMPTS = [
@@ -221,26 +222,31 @@ BAD_PROMPTS = [
     (".csv", b"question,question,answer\n", "2 columns are called"),
     (".jsonl", b'{"question": "a", "answer": ' + b"9" * 5000 + b"}", "4300 digits"),
     (".jsonl", b'\xff\xfe{"question": 1}', "malformed JSON"),
+    (".json", b'[{"question": "a", "answer": 1}, 7]', "prompts.json: row 2: expected a JSON object per row, found int"),
+    (".json", b'{"question": "a", "answer": 1}\n{"question": 5}', "prompts.json:2: a question is 5"),
+    (".json", LIST[:-3], "malformed JSON"),
 ]
 RECORDS = st.lists(st.fixed_dictionaries({"question": GARBAGE, "answer": GARBAGE}) | GARBAGE, max_size=3)
 JSON_LINES = damaged(JSONL) | RECORDS.map(lambda records: "\n".join(map(json.dumps, records)).encode())
 CSV_LINES = damaged(CSV) | st.binary(max_size=30).map(b"question,answer\n".__add__)
-BYTES = {".jsonl": JSON_LINES, ".csv": CSV_LINES, ".parquet": damaged(PARQUET) | st.binary(max_size=40)}
+JSON_LISTS = RECORDS.map(lambda records: json.dumps(records).encode()) | damaged(LIST)
+ANY_PARQUET = damaged(PARQUET) | st.binary(max_size=40)
+BYTES = {".jsonl": JSON_LINES, ".json": JSON_LISTS, ".csv": CSV_LINES, ".parquet": ANY_PARQUET}
 
 
 @examples(120, file=BAD_PROMPTS)
 @given(file=st.one_of(*(st.tuples(st.just(suffix), content, st.just("")) for suffix, content in BYTES.items())))
 def test_any_prompt_file_gives_rows_of_text_or_a_line(file: tuple[str, bytes, str]) -> None:
     suffix, content, reason = file
-    block = pa.table({"bytes": [content]})  # what a Ray task gets
-    parsing = sources.SOURCES[suffix].parse, f"prompts{suffix}", files.Columns("question", "answer")
-    table = used_or_refused(lambda: files.parse_block(block, *parsing), ValueError, reason)
-    assert table is None or not reason
-    for row in table.to_pylist() if table else []:
+    part = parsers.Part(f"prompts{suffix}", f"prompts{suffix}")
+    reading = parsers.read_part(pa.BufferReader(content), part, parsers.Columns("question", "answer"))
+    tables = used_or_refused(lambda: list(reading), ValueError, reason)
+    assert tables is None or not reason
+    for row in pa.concat_tables(tables).to_pylist() if tables else []:
         assert row.keys() == {"question", "answer"} and row["question"].strip() and isinstance(row["answer"], str)
 
 
-@pytest.mark.parametrize("bad", [*BAD_PROMPTS[:8], (".txt", JSONL, "expected reasoning_gym:DATASET or a file ending")])
+@pytest.mark.parametrize("bad", [*BAD_PROMPTS[:8], (".txt", JSONL, "expected reasoning_gym:DATASET, hf:NAME, or")])
 def test_a_prompt_file_that_ray_reads_is_named(bad: tuple[str, bytes, str], tmp_path: Path, ray_cluster: None) -> None:
     path = tmp_path / f"prompts{bad[0]}"
     path.write_bytes(bad[1])

@@ -95,7 +95,9 @@ class DataConfig(Section):
     """The prompts of training, and the answers of the supervised loss."""
 
     source: str = DEFAULT_SOURCE
-    """training prompts: reasoning_gym:DATASET, or a .jsonl, .parquet or .csv file"""
+    """training prompts. reasoning_gym:DATASET: generated; a .jsonl, .json, .csv or .parquet file, a folder of them or a
+    glob (data/**/*.jsonl), on this machine or s3://BUCKET/PATH; hf:ORGANIZATION/NAME[/CONFIG][@SPLIT]: a Hugging Face
+    data set (split train if none is named); a folder that Dataset.save_to_disk wrote, with a split hf:FOLDER@SPLIT"""
     params: dict[str, Any] = Field(
         default_factory=lambda data: dict(_DEFAULT_PARAMS) if data.get("source", "") == DEFAULT_SOURCE else {}
     )
@@ -105,15 +107,16 @@ class DataConfig(Section):
     seed: NonNegativeInt = 0
     """first seed of the generated training prompts"""
     prompt_column: str = "question"
-    """column of a prompt file that holds the question"""
+    """column of stored prompts that holds the question"""
     answer_column: str = "answer"
-    """column of a prompt file that holds the expected answer"""
+    """column of stored prompts that holds the expected answer"""
     system_prompt: str | None = None
     """system message before each question"""
     max_prompt_tokens: PositiveInt = 128
     """longest prompt in tokens; longer prompts are removed, and their number is shown"""
     ptx_source: str | None = None
-    """prompt file for the supervised loss on its answers, cut at rollout.max_tokens; needs algorithm.ptx_coef"""
+    """stored prompts, as in data.source, for the supervised loss on their answers, cut at rollout.max_tokens; needs
+    algorithm.ptx_coef"""
     ptx_batch: PositiveInt = 32
     """rows of data.ptx_source per optimizer step, over all workers"""
 
@@ -319,7 +322,8 @@ class EvalConfig(Section):
     seed: NonNegativeInt = 10_000_000
     """first seed of the generated held-out prompts, far from data.seed"""
     source: str | None = None
-    """held-out prompt file; unset with a training prompt file: its last eval.num_prompts rows, at most a tenth"""
+    """held-out prompts that are stored, as in data.source; unset with stored training prompts: their last
+    eval.num_prompts rows, at most a tenth"""
 
 
 class CheckpointConfig(Section):

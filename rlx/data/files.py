@@ -1,216 +1,176 @@
-"""Prompt files: .jsonl, .parquet and .csv files with a question and an answer in each row.
+"""Prompt files: a file, a folder of files or a glob, on this machine or on S3; their formats are in parsers.py.
 
-A new file format is a parser and a row in `PARSERS`. Left out: generated prompts (reasoning_gym.py).
+Large files are read in parts and small ones together, a few megabytes in each task. The order of rows is that of the
+files, sorted by path, and of the rows in them. Left out: Hugging Face data sets (hub.py).
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import fnmatch
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
+from pyarrow import fs
 
-from rlx.config.errors import ConfigError, nearest
-from rlx.config.sections import DataConfig, EvalConfig
-from rlx.data import ray_data
-from rlx.types import Checker
+from rlx.config.errors import ConfigError
+from rlx.data import parsers
+from rlx.data.parsers import FORMATS, Columns, Part
+from rlx.data.stored import NO_ROWS, Reading, StoredSource
+from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import StorageError
 
-if TYPE_CHECKING:
-    import ray.data
-
-Row = dict[str, str]
-"""{question, answer}"""
-_NO_ROWS = "the file has no rows"
+PIECE_BYTES = 4 * 2**20
+"""bytes of files that a task reads, about; a file whose format has no parts is read by one task"""
+_GLOB = "*?["
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Names of the two columns of a prompt file that are read."""
+class PromptFile:
+    """A file with prompts."""
 
-    question: str
-    answer: str
-
-
-Parser = Callable[[bytes, str, Columns], Iterator[Row]]
-"""(content of a file, its path for errors, columns) -> its rows; raises ValueError if they cannot be used"""
+    name: str  # in errors
+    path: str  # on its filesystem
+    size: int
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The source
-
-
-@dataclass(frozen=True)
-class FileSource:
-    """The source PATH.SUFFIX; see `rlx.data.sources.PromptSource`."""
-
-    parse: Parser
-    is_generated = False
+class FileSource(StoredSource):
+    """Files with a question and an answer in each row: PATH, FOLDER or GLOB, on this machine or on S3."""
 
     def check(self, address: str, setting: str) -> None:
-        """Raises ConfigError if the file does not exist or is empty."""
-        if not Path(address).is_file():
-            raise ConfigError(f"{setting} {address}: no such file")
-        if not Path(address).stat().st_size:
-            raise ConfigError(f"{setting} {address}: {_NO_ROWS}")
+        """Raises ConfigError if there is no such file, or all of them are empty."""
+        find_files(address, setting)
 
-    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
-        """Returns the rows of the file, in its order.
+    def resolve(self, address: str) -> str:
+        """Returns an absolute path if the address is one of this machine that exists, or a glob."""
+        if "://" in address or not (_is_glob(address) or Path(address).exists()):
+            return address
+        return str(Path(address).resolve()) if Path(address).exists() else os.path.abspath(address)
 
-        Raises:
-            ConfigError: the file or a row cannot be used; for a .jsonl file the text names the line.
-        """
-        import ray.data
-
-        self.check(address, setting)
-        ray_data.configure()
-        settings = {"parse": self.parse, "path": address, "columns": Columns(data.prompt_column, data.answer_column)}
-        try:
-            # Not Ray's own readers: they read text that looks like a date as a date, and hide which line is malformed.
-            content = ray.data.read_binary_files(str(Path(address).resolve()), num_cpus=0)
-            rows = content.map_batches(
-                parse_block, fn_kwargs=settings, batch_format="pyarrow", batch_size=None, num_cpus=0
-            ).materialize()
-            if not rows.count():
-                raise ValueError(_NO_ROWS)
-        except Exception as error:  # Ray wraps whatever a parser raises
-            reason = ray_data.error_reason(error)
-            prefix = "" if reason.startswith(address) else f"{address}: "
-            raise ConfigError(f"{setting} {prefix}{reason}") from None
-        return rows
-
-    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[ray.data.Dataset, ray.data.Dataset]:
-        """Returns the rows of data.source without the last ones, and the last ones.
-
-        Raises:
-            ConfigError: the file or a row cannot be used.
-        """
-        return hold_out(self.rows(data.source, data, "data.source"), held_out.num_prompts)
-
-    def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
-        """Returns exact match of the texts, without blanks around them."""
-        return lambda given, expected, entry: float(given.strip() == expected.strip())
+    def reading(self, address: str, columns: Columns, setting: str) -> Reading:
+        filesystem, files = find_files(address, setting)
+        is_local = isinstance(filesystem, fs.LocalFileSystem)
+        return Reading(list(pieces_of(files)), PartReader(filesystem, columns), here=is_local, names_files=True)
 
 
-def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.Dataset, ray.data.Dataset]:
-    """Returns (training rows, held-out rows): the last `count` rows are held out, at most a tenth, at least one.
+@dataclass(frozen=True)
+class PartReader:
+    """Reads parts of files, in a task."""
 
-    Raises:
-        ConfigError: there is only one row.
-    """
-    rows = rows.materialize()
-    total = rows.count()
-    if total < 2:
-        raise ConfigError(f"data.source: {total} rows are too few to hold one out; set eval.source")
-    training, held_out = rows.split_at_indices([total - max(1, min(count, total // 10))])
-    return training, held_out
+    filesystem: fs.FileSystem
+    columns: Columns
+
+    def __call__(self, parts: Sequence[Part]) -> Iterator[pa.Table]:
+        for part in parts:
+            with self.filesystem.open_input_file(part.path) as file:
+                yield from parsers.read_part(file, part, self.columns)
+
+
+def pieces_of(files: Sequence[PromptFile]) -> Iterator[list[Part]]:
+    """Yields what each task reads: a part of a large file, or several small files."""
+    piece: list[Part] = []
+    size = 0
+    for file in filter(lambda file: file.size, files):
+        count = -(-file.size // PIECE_BYTES) if parsers.format_of(file.path).has_parts else 1
+        if piece and size + file.size > PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        parts = [Part(file.name, file.path, index, count) for index in range(count)]
+        yield from ([part] for part in parts[:-1])
+        piece, size = [*piece, parts[-1]], size + file.size
+    if piece:
+        yield piece
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parsers (they run in Ray tasks)
+# Finding files
 
 
-def parse_block(batch: pa.Table, parse: Parser, path: str, columns: Columns) -> pa.Table:
-    """Parses one file in a Ray task.
+def find_files(address: str, setting: str) -> tuple[fs.FileSystem, list[PromptFile]]:
+    """Returns the files that an address names, sorted by path, and the filesystem that they are on.
 
     Args:
-        batch: one row with the content of the file in the column `bytes`.
-
-    Returns:
-        The columns `question` and `answer`, both text.
+        setting: the setting that has the address, for errors.
 
     Raises:
-        ValueError: the content cannot be used; the text is one line.
+        ConfigError: there are none, or they have several formats, or all are empty.
     """
+    filesystem, path, prefix = _open(address, setting)
     try:
-        rows = parse(batch["bytes"][0].as_py(), path, columns)
-        return pa.Table.from_pylist(list(rows), pa.schema({"question": pa.string(), "answer": pa.string()}))
-    except Exception as error:  # pyarrow raises errors of all kinds, with many lines
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(kind + ray_data.error_reason(error)) from None
-
-
-def parse_jsonl(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
-    """Yields the rows of a file with a JSON object per line; blank lines are skipped."""
-    is_first = True
-    for number, line in enumerate(content.split(b"\n"), 1):
-        if line.strip():
-            where = f"{path}:{number}: "
-            row = _parse_object(line, where)
-            if is_first:
-                _check_columns(list(row), columns)
-                is_first = False
-            yield _clean_row(row.get(columns.question), row.get(columns.answer), where)
-
-
-def parse_csv(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
-    """Yields the rows of a CSV file with a header line."""
-    # All cells are read as text, because "007", "1e3" and "NA" are answers. Only an empty cell is missing.
-    as_text = pa.csv.ConvertOptions(
-        column_types={columns.question: pa.string(), columns.answer: pa.string()},
-        strings_can_be_null=True,
-        null_values=[""],
+        kind = filesystem.get_file_info(path).type
+        if kind == fs.FileType.File:
+            infos = [filesystem.get_file_info(path)]
+        elif kind == fs.FileType.Directory:
+            infos = filesystem.get_file_info(fs.FileSelector(path))
+        else:
+            infos = _matching(filesystem, path) if _is_glob(path) else []
+    except OSError as error:
+        raise ConfigError(f"{setting} {address}: {' '.join(str(error).split())}") from None
+    found = sorted(
+        (PromptFile(f"{prefix}{info.path}", info.path, info.size) for info in infos if _is_prompt_file(info)),
+        key=lambda file: file.path,
     )
-    table = pa.csv.read_csv(
-        pa.BufferReader(content),
-        read_options=pa.csv.ReadOptions(use_threads=False),  # with threads an error names no row
-        parse_options=pa.csv.ParseOptions(newlines_in_values=True),
-        convert_options=as_text,
-    )
-    return _table_rows(table, columns)
+    if problem := _problem(found, kind, path):
+        raise ConfigError(f"{setting} {address}: {problem}")
+    return filesystem, found
 
 
-def parse_parquet(content: bytes, path: str, columns: Columns) -> Iterator[Row]:
-    """Yields the rows of a Parquet file."""
-    return _table_rows(pa.parquet.ParquetFile(pa.BufferReader(content)).read(), columns)
-
-
-PARSERS: dict[str, Parser] = {".jsonl": parse_jsonl, ".parquet": parse_parquet, ".csv": parse_csv}
-"""the parser for each suffix of a prompt file"""
-
-
-def _parse_object(line: bytes, where: str) -> dict[str, Any]:
+def _open(address: str, setting: str) -> tuple[fs.FileSystem, str, str]:
+    """Returns the filesystem of an address, the path on it, and what stands before paths in errors."""
+    if "://" not in address:
+        return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(address)), ""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}malformed JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}expected a JSON object per line, found {type(row).__name__}")
-    return row
+        storage = open_storage(address, create=False)
+    except StorageError as error:
+        raise ConfigError(f"{setting}: {error}") from None
+    return storage.filesystem, storage.path, "" if storage.is_local else f"{address.partition('://')[0]}://"
 
 
-def _table_rows(table: pa.Table, columns: Columns) -> Iterator[Row]:
-    _check_columns(table.column_names, columns)
-    questions, answers = table[columns.question].to_pylist(), table[columns.answer].to_pylist()
-    for question, answer in zip(questions, answers, strict=True):
-        yield _clean_row(question, answer)
+def _problem(files: Sequence[PromptFile], kind: fs.FileType, path: str) -> str | None:
+    """Returns why files cannot be used; None if they can."""
+    suffixes = sorted({parsers.suffix_of(file.path) or "" for file in files})
+    known = ", ".join(FORMATS)
+    if len(suffixes) > 1:
+        return f"it has {' and '.join(suffixes)} files; name those of one format, e.g. {path}/*{suffixes[0]}"
+    if files:
+        return None if any(file.size for file in files) else NO_ROWS
+    if kind == fs.FileType.Directory:
+        return f"the folder has no file ending in {known}; {path}/**/*.jsonl would name those below it"
+    if _is_glob(path):
+        return f"no file ending in {known} matches"
+    return "no such file" if parsers.suffix_of(path) and kind == fs.FileType.NotFound else _EXPECTED
 
 
-def _clean_row(question: Any, answer: Any, where: str = "") -> Row:
-    """Returns a row as text; raises ValueError if it has no question or no answer."""
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{where}a question is {question!r:.80}, expected text (its answer is {answer!r:.80})")
-    if answer is None or answer != answer or isinstance(answer, list | dict):
-        raise ValueError(f"{where}the answer to {question!r:.80} is {answer!r:.80}, expected text or a number")
-    try:
-        f"{question}{answer}".encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}not valid Unicode: {question!r:.80} or its answer {answer!r:.80}") from None
-    # pandas writes integers as floats when their column has a missing value.
-    is_integer = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
-    return {"question": question, "answer": str(int(answer) if is_integer else answer)}
+_EXPECTED = f"expected reasoning_gym:DATASET, hf:NAME, or a file, folder or glob of {', '.join(FORMATS)} files"
 
 
-def _check_columns(names: Sequence[str], columns: Columns) -> None:
-    """Raises ValueError unless the file has each of the two columns once."""
-    counts = Counter(names)
-    for column in (columns.question, columns.answer):
-        if column not in counts:
-            raise ValueError(f"no column {column!r}, it has {', '.join(names)}{nearest(column, names)}")
-        if counts[column] > 1:
-            raise ValueError(f"{counts[column]} columns are called {column!r}")
+def _is_glob(path: str) -> bool:
+    return any(mark in path for mark in _GLOB)
+
+
+def _is_prompt_file(info: fs.FileInfo) -> bool:
+    is_hidden = info.base_name.startswith((".", "_"))
+    return info.type == fs.FileType.File and not is_hidden and bool(parsers.suffix_of(info.path))
+
+
+def _matching(filesystem: fs.FileSystem, pattern: str) -> list[fs.FileInfo]:
+    """Returns the files whose path matches a pattern: * and ? within a name, ** for any folders."""
+    names = pattern.split("/")
+    fixed = next(i for i, name in enumerate(names) if _is_glob(name))
+    rest = names[fixed:]
+    folder = fs.FileSelector("/".join(names[:fixed]) or "/", recursive=len(rest) > 1, allow_not_found=True)
+    infos = filesystem.get_file_info(folder)
+    return [info for info in infos if _is_match(info.path.split("/")[fixed:], rest)]
+
+
+def _is_match(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Returns whether successive names in a path match those of a pattern."""
+    if not names or not pattern:
+        return not names and not pattern
+    first, *rest = pattern
+    if first == "**":
+        return any(_is_match(names[skipped:], rest) for skipped in range(len(names)))
+    is_hidden = names[0].startswith(".") and not first.startswith(".")
+    return not is_hidden and fnmatch.fnmatchcase(names[0], first) and _is_match(names[1:], rest)

@@ -1,16 +1,26 @@
-"""Prompt tables: rows with the token ids of their prompts, made once per run through Ray Data.
+"""Prompt tables: rows with the token ids of their prompts, made once per run in parallel tasks of Ray Data.
 
+The content of a model folder's tokenizer files travels to the tasks, because the folder may be on this node's disk
+alone; a name on the hub is looked up on each node, as the workers and engines do.
 Left out: where rows come from (sources.py) and which rank trains on which row (stream.py).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Iterable
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig
@@ -20,6 +30,10 @@ if TYPE_CHECKING:
     import ray.data
 
 _LOG = logging.getLogger("rlx")
+_BLOCK_ROWS = 32_768  # of rows that are not in blocks yet
+_BATCH = 1024  # questions in one call of the tokenizer
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+"""suffixes of files that no tokenizer reads"""
 
 
 def tokenize_rows(
@@ -36,25 +50,31 @@ def tokenize_rows(
     Raises:
         ConfigError: the tokenizer cannot be used, or no prompt is short enough.
     """
-    import ray.data
-
     ray_data.configure()
-    source = rows if isinstance(rows, ray.data.Dataset) else ray.data.from_items(list(rows), override_num_blocks=1)
-    source = source.materialize()
-    settings = {
-        "model": model,
-        "trust_remote_code": trust_remote_code,
-        "system_prompt": config.system_prompt,
-        "max_tokens": config.max_prompt_tokens,
-    }
+    source = _in_blocks(rows).materialize()
+    encoder = PromptEncoder(TokenizerSource.of(model, trust_remote_code), config.system_prompt)
     try:
         table = source.map_batches(
-            _tokenize_block, fn_kwargs=settings, batch_format="pyarrow", batch_size=None, num_cpus=0
+            _tokenize_block,
+            fn_kwargs={"encoder": encoder, "max_tokens": config.max_prompt_tokens},
+            batch_format="pyarrow",
+            batch_size=None,
+            num_cpus=0,
+            concurrency=min(ray_data.tasks_at_once(), source.num_blocks()),
         ).materialize()
     except Exception as error:
         raise ConfigError(f"model.path {model}: its tokenizer: {ray_data.error_reason(error)}") from None
     _report_long_prompts(source.count(), table.count(), config.max_prompt_tokens)
     return table
+
+
+def _in_blocks(rows: ray.data.Dataset | Iterable[dict[str, Any]]) -> ray.data.Dataset:
+    import ray.data
+
+    if isinstance(rows, ray.data.Dataset):
+        return rows
+    rows = list(rows)
+    return ray.data.from_items(rows, override_num_blocks=max(1, -(-len(rows) // _BLOCK_ROWS)))
 
 
 def _report_long_prompts(total: int, left: int, max_tokens: int) -> None:
@@ -66,6 +86,10 @@ def _report_long_prompts(total: int, left: int, max_tokens: int) -> None:
         _LOG.warning("%s and left out", too_long)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
     """Returns the tokenizer of a model, by its folder or name."""
     from transformers import AutoTokenizer
@@ -73,24 +97,98 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
     return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
 
 
-_cached_tokenizer = functools.cache(load_tokenizer)
-
-
-def _tokenize_block(
-    batch: pa.Table, model: str, trust_remote_code: bool, system_prompt: str | None, max_tokens: int
-) -> pa.Table:
-    """Adds `token_ids` to one block of rows and drops rows with more than `max_tokens`; runs in a Ray task."""
-    tokenizer = _cached_tokenizer(model, trust_remote_code)
-    token_ids = [encode_prompt(tokenizer, question, system_prompt) for question in batch["question"].to_pylist()]
-    # With a type, so that an empty block has the same schema as the others.
-    table = batch.append_column("token_ids", pa.array(token_ids, pa.list_(pa.int32())))
-    return table.filter(pa.array([len(ids) <= max_tokens for ids in token_ids], pa.bool_()))
+def encode_prompts(tokenizer: Any, questions: Sequence[str], system_prompt: str | None) -> list[list[int]]:
+    """Returns each question's token ids `[P]` in the tokenizer's chat template; as bare text if it has none."""
+    if not questions:
+        return []
+    if not tokenizer.chat_template:
+        before = f"{system_prompt}\n\n" if system_prompt else ""
+        return [list(ids) for ids in tokenizer([f"{before}{question}" for question in questions]).input_ids]
+    start = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    chats = [[*start, {"role": "user", "content": question}] for question in questions]
+    return [list(ids) for ids in tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)]
 
 
 def encode_prompt(tokenizer: Any, question: str, system_prompt: str | None) -> list[int]:
-    """Returns the token ids `[P]` of a question in the tokenizer's chat template; as bare text if it has none."""
-    if not tokenizer.chat_template:
-        return list(tokenizer(f"{system_prompt}\n\n{question}" if system_prompt else question).input_ids)
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": question})
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    """Returns the token ids `[P]` of one question."""
+    return encode_prompts(tokenizer, [question], system_prompt)[0]
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """A tokenizer that any node can load: the name of one on the hub, or the content of its files."""
+
+    model: str  # its name, or the folder that the files are from
+    trust_remote_code: bool
+    checksum: int = 0  # of the files
+    files: Any = field(default=None, compare=False)  # a reference to {name: content}; None: it is on the hub
+
+    @classmethod
+    def of(cls, model: str, trust_remote_code: bool) -> TokenizerSource:
+        """Puts the files of a folder into the object store."""
+        import ray
+
+        if not Path(model).is_dir():
+            return cls(model, trust_remote_code)
+        files = tokenizer_files(Path(model))
+        checksum = zlib.crc32(repr(sorted(files.items())).encode())
+        return cls(model, trust_remote_code, checksum, ray.put(files))
+
+
+def tokenizer_files(folder: Path) -> Mapping[str, bytes]:
+    """Returns the content of a model folder's files without the weights, by their paths in it."""
+    paths = [path for path in itertools.chain(folder.glob("*"), folder.glob("*/*.jinja")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.suffix not in _WEIGHTS}
+
+
+@functools.cache  # once per process
+def _load(source: TokenizerSource) -> Any:
+    import ray
+
+    if source.files is None:
+        return load_tokenizer(source.model, source.trust_remote_code)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in ray.get(source.files).items():
+            path = Path(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        try:
+            return load_tokenizer(folder, source.trust_remote_code)
+        except Exception as error:
+            raise ValueError(str(error).replace(folder, source.model)) from None
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Turns questions into token ids, in a task."""
+
+    tokenizer: TokenizerSource
+    system_prompt: str | None
+
+    def __call__(self, questions: Sequence[str]) -> Iterator[list[int]]:
+        tokenizer = _load(self.tokenizer)
+        with _one_thread():
+            for start in range(0, len(questions), _BATCH):
+                yield from encode_prompts(tokenizer, questions[start : start + _BATCH], self.system_prompt)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keeps tokenizers from starting threads of their own: there is a task for each CPU."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _tokenize_block(batch: pa.Table, encoder: PromptEncoder, max_tokens: int) -> pa.Table:
+    """Adds `token_ids` to one block of rows and drops rows with more than `max_tokens`; runs in a Ray task."""
+    # With a type, so that an empty block has the same schema as the others.
+    token_ids = pa.array(encoder(batch["question"].to_pylist()), pa.list_(pa.int32()), size=len(batch))
+    table = batch.append_column("token_ids", token_ids)
+    return table.filter(pc.less_equal(pc.list_value_length(token_ids), max_tokens))

@@ -29,6 +29,9 @@ class ReasoningGymSource:
         if setting != "data.source":
             raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
 
+    def resolve(self, address: str) -> str:
+        return address
+
     def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
         """Raises ConfigError: no rows are stored."""
         raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")

@@ -1,6 +1,6 @@
 """The kinds of prompt sources that `data.source`, `eval.source` and `data.ptx_source` may name, in one table.
 
-A new kind is a class with the methods of `PromptSource` and a row in `SOURCES`; a new file format is part of files.py.
+A new kind is a class with the methods of `PromptSource` and a row in `SOURCES`; a file format is a row in parsers.py.
 Left out: chat templates and tokens (prompts.py), and which settings go together (rlx.config).
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from rlx.config.errors import ConfigError
 from rlx.config.sections import GENERATED, DataConfig, EvalConfig
-from rlx.data import files, reasoning_gym
+from rlx.data import reasoning_gym
 from rlx.data.files import FileSource
+from rlx.data.hub import HUB, HubSource, is_saved_folder
 from rlx.data.reasoning_gym import ReasoningGymSource
 from rlx.types import Checker
 
@@ -35,6 +35,9 @@ class PromptSource(Protocol):
             setting: the setting that has the address, for errors.
         """
 
+    def resolve(self, address: str) -> str:
+        """Returns an address that means the same in any working directory."""
+
     def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
         """Returns all stored rows in their order; raises ConfigError if they cannot be used, or are generated."""
 
@@ -45,25 +48,21 @@ class PromptSource(Protocol):
         """Returns the function that scores an answer to a row of the source."""
 
 
-SOURCES: dict[str, PromptSource] = {
-    GENERATED: ReasoningGymSource(),
-    **{suffix: FileSource(parse) for suffix, parse in files.PARSERS.items()},
-}
-"""kinds of sources by what their addresses begin with (NAME:) or end in (.SUFFIX)"""
+SOURCES: dict[str, PromptSource] = {GENERATED: ReasoningGymSource(), HUB: HubSource()}
+"""kinds of sources by what their addresses begin with; all other addresses are those of files"""
+FILES = FileSource()
 
 
-def find_source(address: str, setting: str = "data.source") -> PromptSource:
-    """Returns the kind of source that an address names.
+def find_source(address: str) -> PromptSource:
+    """Returns the kind of source that an address names."""
+    if is_saved_folder(address):
+        return SOURCES[HUB]
+    return next((source for prefix, source in SOURCES.items() if address.startswith(prefix)), FILES)
 
-    Raises:
-        ConfigError: it names none.
-    """
-    for key, source in SOURCES.items():
-        if address.endswith(key) if key.startswith(".") else address.startswith(key):
-            return source
-    names = [f"{key}DATASET" for key in SOURCES if not key.startswith(".")]
-    suffixes = [key for key in SOURCES if key.startswith(".")]
-    raise ConfigError(f"{setting} {address}: expected {' or '.join(names)} or a file ending in {', '.join(suffixes)}")
+
+def resolve(address: str) -> str:
+    """Returns an address that means the same in any working directory; prompts need not be there."""
+    return find_source(address).resolve(address)
 
 
 def check_source(address: str, setting: str) -> None:
@@ -75,7 +74,7 @@ def check_source(address: str, setting: str) -> None:
     Raises:
         ConfigError: the source cannot be used.
     """
-    find_source(address, setting).check(address, setting)
+    find_source(address).check(address, setting)
 
 
 def read_rows(address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
@@ -87,7 +86,7 @@ def read_rows(address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
     Raises:
         ConfigError: the source or a row of it cannot be used.
     """
-    return find_source(address, setting).rows(address, data, setting)
+    return find_source(address).rows(address, data, setting)
 
 
 def training_and_held_out_rows(data: DataConfig, held_out: EvalConfig) -> tuple[Rows, Rows]:

@@ -1,16 +1,17 @@
 """Each rank's share of the prompts of every step, in an order that depends on (seed, epoch) alone.
 
-Ray Data's own split is not used: it drops a remainder, changes with the number of workers and has no position to
-resume from (docs/decisions.md). Here every rank sees the full prompt table, in the shared memory of its node, and takes
-its rows of the global order. So the prompts of a step are the same on any number of ranks.
+The position in the order is one number, so the prompts of a step are the same on any number of ranks, and a resumed run
+continues where it stopped. A rank asks for its own rows only, a window ahead of the steps.
+Left out: where the rows lie on a cluster (blocks.py) and how they get their token ids (prompts.py).
 """
 
 from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -18,16 +19,98 @@ import pyarrow as pa
 from rlx.config.errors import ConfigError
 from rlx.types import Prompt
 
+WINDOW = 4096
+"""prompts of a rank that are asked for at once, before the steps need them"""
+_DIGEST = "token_digest"  # of a cursor; cursors of earlier checkpoints do not have it
+_PRIME, _BASE = 2**61 - 1, 1_610_612_741  # of the checksum
 
-def prompts(table: pa.Table, ids: Sequence[int]) -> list[Prompt]:
+
+class PromptRows(Protocol):
+    """The rows of a prompt table {question, answer, token_ids[, entry]}, wherever they lie."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def digest(self) -> int:
+        """The checksum of all token ids, `digest_of` of the whole table."""
+
+    def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
+        """Starts to fetch the rows at `indices` `[N]`; the returned function waits for them, in that order."""
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """Rows in the memory of this process."""
+
+    table: pa.Table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @functools.cached_property
+    def digest(self) -> int:
+        return digest_of(self.table)
+
+    def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
+        return functools.partial(picked_rows, self.table, indices)
+
+
+def digest_of(table: pa.Table) -> int:
+    """Returns a checksum of the token ids in the rows of a table, in their order."""
+    digest = 0
+    for chunk in table["token_ids"].chunks:
+        numbers = chunk.flatten().to_numpy(zero_copy_only=False).astype(np.int32).tobytes()
+        ends = 4 * np.cumsum(chunk.value_lengths().to_numpy(zero_copy_only=False))
+        start = 0
+        for end in ends.tolist():
+            digest = (digest * _BASE + zlib.crc32(numbers[start:end]) + 1) % _PRIME
+            start = end
+    return digest
+
+
+def picked_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """Returns some rows `[N]` of a part of a table, in a copy that keeps nothing else of it in memory."""
+    return table.take(pa.array(rows, pa.int64())).combine_chunks()
+
+
+def joined_digest(parts: Iterable[tuple[int, int]]) -> int:
+    """Returns the checksum of successive parts of a table, each given as (its rows, its checksum)."""
+    digest = 0
+    for rows, part in parts:
+        digest = (digest * pow(_BASE, rows, _PRIME) + part) % _PRIME
+    return digest
+
+
+def prompts(rows: PromptRows, ids: Sequence[int]) -> list[Prompt]:
     """Returns the prompts with these ids: id = epoch x rows of the table + row."""
-    picked = table.take(pa.array([i % len(table) for i in ids], type=pa.int64())).to_pydict()
-    entries = picked.get("entry") or [None] * len(picked["question"])
+    return _as_prompts(ids, rows.request(np.array(ids, dtype=np.int64) % len(rows))()) if len(ids) else []
+
+
+def _as_prompts(ids: Iterable[int], table: pa.Table) -> list[Prompt]:
+    picked = table.to_pydict()
+    entries = picked.get("entry") or [None] * len(table)
     rows = zip(ids, picked["token_ids"], picked["question"], picked["answer"], entries, strict=True)
     return [
         Prompt(int(prompt_id), tuple(token_ids), question, answer, entry)
         for prompt_id, token_ids, question, answer, entry in rows
     ]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a prompt table."""
+
+    rows: PromptRows
+    rank: int = 0
+    ranks: int = 1  # that share the table; tensor-parallel neighbours count as one
+
+    def stream(self, seed: int) -> PromptStream:
+        """Returns the rank's part of the prompts of training."""
+        return PromptStream(self.rows, seed, self.rank, self.ranks)
+
+    def in_order(self) -> list[Prompt]:
+        """Returns the rank's part of the table, in its order: of every `ranks` rows, the one at `rank`."""
+        return prompts(self.rows, range(self.rank, len(self.rows), self.ranks))
 
 
 @dataclass
@@ -37,27 +120,40 @@ class PromptStream:
     `position` is the number of prompts that all ranks together have taken. With the seed, it determines the prompts.
     """
 
-    table: pa.Table
+    rows: PromptRows
     seed: int
     rank: int = 0
     ranks: int = 1
     position: int = 0
+    _windows: list[_Window] = field(default_factory=list, init=False, repr=False)  # the current one and the next
 
     def next(self, count: int) -> list[Prompt]:
         """Returns this rank's share of the next `count` prompts: of every `ranks` prompts, the one at `rank`."""
-        size = len(self.table)
-        positions = range(self.position, self.position + count)[self.rank :: self.ranks]
+        wanted = range(self.position, self.position + count)[self.rank :: self.ranks]
         self.position += count
-        ids = [self._id(*divmod(position, size)) for position in positions]
-        return prompts(self.table, ids)
+        taken: list[Prompt] = []
+        while len(taken) < len(wanted):
+            rest = wanted[len(taken) :]
+            taken += self._window(rest[0]).take(rest)
+        return taken
+
+    def with_ids(self, ids: Sequence[int]) -> list[Prompt]:
+        """Returns the prompts with these ids, whatever the position."""
+        return prompts(self.rows, ids)
 
     def cursor(self, position: int | None = None) -> dict[str, int]:
         """Returns what a checkpoint keeps of the stream at a position, the current one if None.
 
-        epoch and offset are the position; seed, size and digest identify the prompts that it is a position of.
+        epoch and offset are the position; seed, size and token_digest identify the prompts that it is a position of.
         """
-        epoch, offset = divmod(self.position if position is None else position, len(self.table))
-        return {"epoch": epoch, "offset": offset, "seed": self.seed, "size": len(self.table), "digest": self._digest}
+        epoch, offset = divmod(self.position if position is None else position, len(self.rows))
+        return {
+            "epoch": epoch,
+            "offset": offset,
+            "seed": self.seed,
+            "size": len(self.rows),
+            _DIGEST: self.rows.digest,
+        }
 
     def seek(self, cursor: dict[str, int]) -> None:
         """Goes to the position of a cursor.
@@ -65,28 +161,57 @@ class PromptStream:
         Raises:
             ConfigError: the cursor belongs to other prompts or another seed.
         """
-        if (cursor["seed"], cursor["size"]) != (self.seed, len(self.table)):
+        if (cursor["seed"], cursor["size"]) != (self.seed, len(self.rows)):
             raise ConfigError(
                 f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not those of this run "
-                f"(seed {self.seed}, {len(self.table)} of them)"
+                f"(seed {self.seed}, {len(self.rows)} of them)"
             )
-        if cursor.get("digest") != self._digest:
+        if cursor.get(_DIGEST, self.rows.digest) != self.rows.digest:
             raise ConfigError("the checkpoint's prompts are not those of this run: their texts or tokens differ")
         self.position = cursor["epoch"] * cursor["size"] + cursor["offset"]
 
-    @functools.cached_property
-    def _digest(self) -> int:
-        """A checksum over the token ids of all prompts."""
-        ids = self.table["token_ids"].combine_chunks()
-        return zlib.crc32(ids.flatten().to_numpy().tobytes(), zlib.crc32(ids.value_lengths().to_numpy().tobytes()))
+    def _window(self, start: int) -> _Window:
+        """The window with the prompt at position `start` of this rank; the one after it is being fetched."""
+        if self._windows and start in self._windows[0].positions:
+            return self._windows[0]
+        following = self._windows[1:]
+        current = following[0] if following and start in following[0].positions else self._begin_window(start)
+        self._windows = [current, self._begin_window(current.positions[-1] + self.ranks)]
+        return current
+
+    def _begin_window(self, start: int) -> _Window:
+        size = len(self.rows)
+        count = min(WINDOW, -(-size // self.ranks))  # of a small table an epoch
+        positions = range(start, start + count * self.ranks, self.ranks)
+        ids = [self._id(*divmod(position, size)) for position in positions]
+        return _Window(positions, ids, self.rows.request(np.array(ids, dtype=np.int64) % size))
 
     def _id(self, epoch: int, index: int) -> int:
         """The id of the prompt at position `index` of an epoch."""
-        size = len(self.table)
+        size = len(self.rows)
         return epoch * size + int(_permutation(self.seed, epoch, size)[index])
 
 
-@functools.lru_cache(maxsize=2)
+@dataclass
+class _Window:
+    """Successive prompts of a rank that are fetched together."""
+
+    positions: range
+    ids: list[int]
+    fetch: Callable[[], pa.Table]
+
+    def take(self, wanted: range) -> list[Prompt]:
+        """Returns the prompts at the first of the `wanted` positions, as many as the window has."""
+        start = self.positions.index(wanted[0])
+        ids = self.ids[start : start + len(wanted)]
+        return _as_prompts(ids, self._table.slice(start, len(ids)))
+
+    @functools.cached_property
+    def _table(self) -> pa.Table:
+        return self.fetch()
+
+
+@functools.lru_cache(maxsize=4)  # of two streams, the present epoch and the next
 def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     """The order of the rows in an epoch: shape `[size]`."""
     return np.random.default_rng((seed, epoch)).permutation(size)

@@ -28,7 +28,8 @@ from rlx.tracking.tracker import service_at
 if TYPE_CHECKING:
     from rlx.models.tiny import Progress
 
-_PATH_SETTINGS = ("model.path", "data.source", "data.ptx_source", "eval.source", "reward.model")
+_PATH_SETTINGS = ("model.path", "reward.model")
+_PROMPT_SETTINGS = ("data.source", "data.ptx_source", "eval.source")
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,12 @@ def absolute_paths(config: RunConfig) -> dict[str, str]:
 
     Workers, trials and a later resume have other working directories.
     """
-    paths = {key: value for key, value in flatten(config).items() if key in _PATH_SETTINGS and value}
-    existing = {key: path for key, path in paths.items() if path != "tiny" and Path(path).exists()}
-    return {key: str(Path(path).resolve()) for key, path in existing.items()} | {
-        "storage": resolve_address(config.storage)
-    }
+    settings = {key: value for key, value in flatten(config).items() if value}
+    paths = {key: settings[key] for key in _PATH_SETTINGS if settings.get(key, "tiny") != "tiny"}
+    existing = {key: str(Path(path).resolve()) for key, path in paths.items() if Path(path).exists()}
+    prompt_files = {key: sources.resolve(settings[key]) for key in _PROMPT_SETTINGS if key in settings}
+    changed = {key: address for key, address in prompt_files.items() if address != settings[key]}
+    return existing | changed | {"storage": resolve_address(config.storage)}
 
 
 def tracking_uri(tracking: TrackingConfig, storage: str) -> str:

@@ -34,7 +34,15 @@ _ROOM_S = 60.0  # longest wait for room on the cluster
 # Settings that engines and reward models cannot change after their start, in addition to their arguments and resources.
 _ENGINES_STARTED_WITH = ("reward.model", "model.trust_remote_code", "data.system_prompt")
 # Settings that workers cannot change.
-_WORKERS_STARTED_WITH = ("data.", "eval.source", "eval.num_prompts", "eval.seed", "scaling.", "model.offload")
+_WORKERS_STARTED_WITH = (
+    "data.",
+    "parallel.tp",
+    "eval.source",
+    "eval.num_prompts",
+    "eval.seed",
+    "scaling.",
+    "model.offload",
+)
 
 
 class EngineHost:

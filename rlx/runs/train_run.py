@@ -23,6 +23,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from rlx import actors
 from rlx.config.errors import one_line
 from rlx.config.sections import ScalingConfig
+from rlx.data.blocks import RankShares
 from rlx.runs.mailbox import (
     CHECKPOINT_PATH,
     Box,
@@ -73,7 +74,7 @@ def make_trainer(prepared: PreparedRun, folder: Storage, box: Box) -> TorchTrain
         train_loop_config={"box": box, "folder": folder},
         torch_config=TorchConfig(backend=_backend(config.scaling, config.model.offload)),
         datasets=dict(prepared.tables or {}),
-        dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # each rank selects its own rows, see data.stream
+        dataset_config=RankShares(config.parallel.tp),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scaling.num_workers,
             use_gpu=config.scaling.use_gpu,

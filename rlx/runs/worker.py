@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import pyarrow as pa
 import ray.train
 import ray.train.torch
 import ray.util
@@ -25,6 +24,7 @@ from ray.util.metrics import Gauge
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
+from rlx.data.stream import Share
 from rlx.mesh import Mesh
 from rlx.rewards import reward_model
 from rlx.rewards.remote import RemoteReward
@@ -169,7 +169,7 @@ def inputs_of(job: Job) -> TrainingInputs:
         config=config,
         model_path=spec.model_path,
         device=device,
-        tables={name: prompt_table(name) for name in names},
+        tables={name: prompt_share(name) for name in names},
         folder=spec.folder,
         reporter=reporter,
         connect_engines=connections.engines,
@@ -177,10 +177,9 @@ def inputs_of(job: Job) -> TrainingInputs:
     )
 
 
-def prompt_table(name: str) -> pa.Table:
-    """A prompt table, zero-copy from the object store of this node."""
-    shard = ray.train.get_dataset_shard(name)
-    return pa.concat_tables(shard.iter_batches(batch_size=None, batch_format="pyarrow"))
+def prompt_share(name: str) -> Share:
+    """This worker's share of a prompt table, see `rlx.data.blocks.RankShares`."""
+    return cast(Share, ray.train.get_dataset_shard(name))
 
 
 def _check_folder(folder: Storage) -> None:

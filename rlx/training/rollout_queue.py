@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rlx.data import stream
 from rlx.data.stream import PromptStream
 from rlx.rollout.base import Engines, PendingRollout
 from rlx.storage.checkpoint_files import CheckpointReader, Shard
@@ -162,7 +161,7 @@ def _columns(completions: Sequence[Completion], width: int) -> dict[str, Tensor]
 def _completions(columns: Mapping[str, Tensor], prompts: PromptStream, group: int) -> list[Completion]:
     """The completions in a round's tensors, `group` of each prompt."""
     rows = zip(*(columns[name].tolist() for name in _COLUMNS), strict=True)
-    requested = stream.prompts(prompts.table, columns["prompts"].tolist())
+    requested = prompts.with_ids(columns["prompts"].tolist())
     return [
         Completion(prompt, row % group, tuple(tokens[:length]), tuple(logprobs[:length]), bool(finished), version)
         for row, (prompt, (_, version, length, finished, tokens, logprobs)) in enumerate(

@@ -12,15 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.run import RunConfig
 from rlx.config.sections import ModelConfig, RolloutConfig, ScalingConfig, TrainConfig
-from rlx.data import prompts, sources, stream
-from rlx.data.stream import PromptStream
+from rlx.data import prompts, sources
+from rlx.data.stream import PromptStream, Share
 from rlx.mesh import DATA, TENSOR, Mesh
 from rlx.models import fsdp, loading, logprobs, lora, tensor_parallel
 from rlx.rewards import scoring
@@ -47,7 +46,7 @@ class TrainingInputs:
     config: RunConfig
     model_path: str  # Hugging Face folder or name
     device: torch.device
-    tables: Mapping[str, pa.Table]  # prompts by name: "train", "held_out", and "ptx" with algorithm.ptx_coef
+    tables: Mapping[str, Share]  # this rank's prompts: "train", "held_out", and "ptx" with algorithm.ptx_coef
     folder: Storage  # of the run
     reporter: Reporter
     connect_engines: Callable[[Mesh, WeightSource], Engines]
@@ -115,7 +114,6 @@ def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> Roll
     engines = inputs.connect_engines(mesh, partial(weights_for_engines, config.rollout, config.model, trainer.policy))
     remote = inputs.connect_scorers(mesh)
     sampling = sampling_of(config.rollout, tokenizer)
-    held_out = inputs.tables["held_out"]
 
     def scorer(seed: int, size: int) -> CompletionScorer:
         local = scoring.scorers(config.reward, sources.answer_checker(config.data, seed, size))
@@ -123,10 +121,10 @@ def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> Roll
 
     return RolloutCollector(
         engines=engines,
-        queue=_queue(config, engines, sampling, _stream(inputs, "train", mesh)),
+        queue=_queue(config, engines, sampling, _share(inputs, "train", mesh).stream(config.seed)),
         sampling=sampling,
         score=scorer(config.data.seed, config.data.num_prompts),
-        held_out=stream.prompts(held_out, range(mesh.dp_rank, len(held_out), mesh.dp_size)),
+        held_out=_share(inputs, "held_out", mesh).in_order(),
         score_held_out=scorer(config.eval.seed, config.eval.num_prompts),
         train=config.train,
         algorithm=config.algorithm,
@@ -134,16 +132,19 @@ def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> Roll
     )
 
 
-def _stream(inputs: TrainingInputs, table: str, mesh: Mesh) -> PromptStream:
+def _share(inputs: TrainingInputs, table: str, mesh: Mesh) -> Share:
     """This replica's share of a prompt table."""
-    return PromptStream(inputs.tables[table], inputs.config.seed, mesh.dp_rank, mesh.dp_size)
+    share = inputs.tables[table]
+    assert (share.rank, share.ranks) == (mesh.dp_rank, mesh.dp_size), "prompts of another rank"
+    return share
 
 
 def _supervised(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> SupervisedRows | None:
     config = inputs.config
     if not config.data.ptx_source:
         return None
-    return SupervisedRows(_stream(inputs, "ptx", mesh), tokenizer, config.rollout.max_tokens, config.data.ptx_batch)
+    rows = _share(inputs, "ptx", mesh).stream(config.seed)
+    return SupervisedRows(rows, tokenizer, config.rollout.max_tokens, config.data.ptx_batch)
 
 
 def weights_for_engines(rollout: RolloutConfig, model: ModelConfig, policy: Any) -> list[ShardedWeight]:

@@ -183,7 +183,7 @@ def test_an_empty_prompt_file_ends_the_script_in_one_line(tiny_model: Path, tmp_
     path.touch()
     words = ["--storage", str(storage), "--model.path", str(tiny_model), "--data.source", str(path)]
     done = call("ppo.py", *words, "--data.params", "{}")
-    assert one_line(done.returncode, done.stderr) == f"data.source {path}: the file has no rows"
+    assert one_line(done.returncode, done.stderr) == f"data.source {path}: there are no rows in it"
     assert_nothing_ran(storage)
 
 

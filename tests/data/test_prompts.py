@@ -1,25 +1,24 @@
-"""Prompt files, the prompt table, and each rank's share of the steps; the reading runs in real Ray tasks."""
+"""The prompt table: token ids of prompts, made in real Ray tasks."""
 
-import json
 import logging
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 import pytest
 import ray.data
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import DataConfig
-from rlx.data import files, prompts, sources, stream
-from rlx.data.stream import PromptStream
+from rlx.config.sections import DataConfig, EvalConfig
+from rlx.data import prompts, sources
+from rlx.data.blocks import SMALL, rows_of
+from rlx.data.stream import Share
 from rlx.models import tiny
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-FILES = DataConfig(source="prompts.csv", params={})
 LONG = "a question of 25 letters?"
 
 
@@ -48,129 +47,6 @@ def rows(*questions: str) -> list[dict[str, Any]]:
 def decoded(table: ray.data.Dataset, model: str) -> list[str]:
     tokenizer = prompts.load_tokenizer(model)
     return [tokenizer.decode(row["token_ids"]) for row in table.take_all()]
-
-
-# --- files
-
-
-def jsonl(file: Path, records: list[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-
-
-WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], None]] = {
-    ".jsonl": jsonl,
-    ".parquet": lambda file, records: pd.DataFrame(records).to_parquet(file),
-    ".csv": lambda file, records: pd.DataFrame(records).to_csv(file, index=False),
-}
-
-
-@pytest.mark.parametrize("suffix", WRITERS)
-def test_rows_keep_file_order_and_become_text(tmp_path: Path, suffix: str) -> None:
-    records = [{"asked": f"q{i}", "other": None if i == 5 else i, "solution": i} for i in range(300)]
-    WRITERS[suffix](tmp_path / f"p{suffix}", records)
-    config = DataConfig(source="x.csv", prompt_column="asked", answer_column="solution")
-    found = sources.read_rows(str(tmp_path / f"p{suffix}"), config, "data.source").take_all()
-    assert found == [{"question": f"q{i}", "answer": str(i)} for i in range(300)]
-
-
-@pytest.mark.parametrize("suffix", WRITERS)
-def test_swapped_columns_and_lines_within_a_text(tmp_path: Path, suffix: str) -> None:
-    WRITERS[suffix](tmp_path / f"p{suffix}", [{"question": "a", "answer": 'b\nc\u2028"d", e'}])
-    config = DataConfig(source="x.csv", prompt_column="answer", answer_column="question")
-    found = sources.read_rows(str(tmp_path / f"p{suffix}"), config, "data.source").take_all()
-    assert found == [{"question": 'b\nc\u2028"d", e', "answer": "a"}]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "answers"),
-    [
-        ("a.csv", "question,answer\na,007\nb,1e3\nc,NA\nd,2024-01-01\ne,42\nf,1.50\n", ["007", "1e3", "NA"]),
-        ("a.jsonl", '{"question":"a","answer":42}\n\n{"question":"b","answer":1.5}\r\n', ["42", "1.5"]),
-        ("b.jsonl", '{"question":"a","answer":"2024-01-01"}\n{"question":"b","answer":7.0}', ["2024-01-01", "7"]),
-        ("c.jsonl", '{"question":"a","answer":12345678901234567891}', ["12345678901234567891"]),
-        ("d.jsonl", '{"question":"a","answer":"x","more":[1]}\n{"answer":"y","question":"b"}\n', ["x", "y"]),
-    ],
-)
-def test_answers_are_the_text_of_the_file(tmp_path: Path, name: str, content: str, answers: list[str]) -> None:
-    (tmp_path / name).write_text(content)
-    found = [row["answer"] for row in sources.read_rows(str(tmp_path / name), FILES, "data.source").take_all()]
-    assert found[: len(answers)] == answers
-    if name == "a.csv":
-        assert found[3:] == ["2024-01-01", "42", "1.50"]
-
-
-def test_integers_that_pandas_made_floats_are_integers_again(tmp_path: Path) -> None:
-    frame = pd.DataFrame({"question": ["a", "b", "c"], "answer": [42, None, 7]}).dropna()
-    assert frame["answer"].dtype == float
-    frame.to_parquet(tmp_path / "p.parquet")
-    found = sources.read_rows(str(tmp_path / "p.parquet"), FILES, "data.source").take_all()
-    assert [row["answer"] for row in found] == ["42", "7"]
-
-
-GOOD = '{"question": "q", "answer": "a"}\n'
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("p.txt", "x", ": expected reasoning_gym:DATASET or a file ending in .jsonl, .parquet, .csv"),
-        ("p.csv", None, ": no such file"),
-        ("p.csv", "", ": the file has no rows"),
-        ("p.csv", "question,answer\n", ": the file has no rows"),
-        ("p.jsonl", "", ": the file has no rows"),
-        ("p.jsonl", "\n \n", ": the file has no rows"),
-        ("p.parquet", "x", ": Parquet file size is 1 bytes"),
-        ("p.jsonl", GOOD + "\n" + '{"question": "q"', ":3: malformed JSON: "),
-        ("p.jsonl", GOOD + "[1]\n", ":2: expected a JSON object per line, found list"),
-        (
-            "p.jsonl",
-            GOOD + '{"question": 5, "answer": "r"}\n',
-            ":2: a question is 5, expected text (its answer is 'r')",
-        ),
-        ("p.jsonl", GOOD + '{"question": " ", "answer": "r"}\n', ":2: a question is ' ', expected text"),
-        ("p.jsonl", GOOD + '{"question": "lost"}\n', ":2: the answer to 'lost' is None, expected text or a number"),
-        ("p.jsonl", GOOD + '{"question": "q", "answer": NaN}\n', ":2: the answer to 'q' is nan"),
-        ("p.jsonl", GOOD + '{"question": "q", "answer": [1]}\n', ":2: the answer to 'q' is [1]"),
-        ("p.csv", "question,answer\nq,1\nlost,\n", ": the answer to 'lost' is None"),
-        ("p.csv", "question,answer\nq,1\nr,1,2\n", ": CSV parse error: Row #3: Expected 2 columns, got 3"),
-        ("p.csv", "questoin,answer\nq,1\n", ": no column 'question', it has questoin, answer; nearest: questoin"),
-        ("p.jsonl", '{"question": "q", "x": 1}\n', ": no column 'answer', it has question, x"),
-        ("p.csv", "question,answer,question\nq,1,2\n", ": 2 columns are called 'question'"),
-    ],
-)
-def test_an_unusable_file_is_refused_in_one_line_that_says_where(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, content: str | None, message: str
-) -> None:
-    file = tmp_path / name
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ConfigError) as refused:
-        sources.read_rows(str(file), FILES, "eval.source")
-    assert str(refused.value).startswith(f"eval.source {file}{message}")
-    assert "\n" not in str(refused.value)
-    assert capfd.readouterr().err == ""
-
-
-def test_a_question_that_is_a_number_in_parquet_is_refused(tmp_path: Path) -> None:
-    pd.DataFrame({"question": [5], "answer": ["x"]}).to_parquet(tmp_path / "p.parquet")
-    with pytest.raises(ConfigError, match=r"p\.parquet: a question is 5, expected text"):
-        sources.read_rows(str(tmp_path / "p.parquet"), FILES, "data.source")
-
-
-@pytest.mark.parametrize(("count", "size", "held_out"), [(40, 3, 3), (40, 100, 4), (2, 5, 1), (9, 5, 1)])
-def test_the_last_rows_are_held_out_at_most_a_tenth(count: int, size: int, held_out: int) -> None:
-    source = ray.data.from_items([{"n": i} for i in range(count)], override_num_blocks=2)
-    train, rest = files.hold_out(source, size)
-    assert [row["n"] for row in train.take_all()] == list(range(count - held_out))
-    assert [row["n"] for row in rest.take_all()] == list(range(count - held_out, count))
-
-
-def test_one_row_cannot_be_split() -> None:
-    with pytest.raises(ConfigError, match=r"1 rows are too few to hold one out; set eval\.source"):
-        files.hold_out(ray.data.from_items([{"n": 1}]), 5)
-
-
-# --- the prompt table
 
 
 def test_the_chat_template_and_the_system_message_are_applied(chat_model: str) -> None:
@@ -216,103 +92,73 @@ def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> 
     assert "\n" not in str(refused.value)
 
 
-# --- each rank's share
+def test_a_batch_of_questions_has_the_tokens_of_each_alone(chat_model: str, base_model: str) -> None:
+    questions = ["1 + 1?", "", "a longer question, with more words in it", "7"] * 300  # more than one batch
+    for model, system in [(chat_model, None), (chat_model, "Be brief."), (base_model, None), (base_model, "Add.")]:
+        tokenizer = prompts.load_tokenizer(model)
+        alone = [prompts.encode_prompt(tokenizer, question, system) for question in questions]
+        encoder = prompts.PromptEncoder(prompts.TokenizerSource.of(model, False), system)
+        assert list(encoder(questions)) == alone
+        if system is None and model == base_model:
+            assert alone[0] == tokenizer("1 + 1?").input_ids
 
 
-def table(size: int) -> pa.Table:
-    return pa.table(
-        {
-            "question": [f"q{i}" for i in range(size)],
-            "answer": [str(i) for i in range(size)],
-            "token_ids": [[i, i] for i in range(size)],
-        }
-    )
+def test_many_rows_are_tokenized_in_several_blocks_in_their_order(
+    base_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_BLOCK_ROWS", 10)
+    table = prompts.tokenize_rows(rows(*(f"{i} + 1?" for i in range(95))), DataConfig(), base_model)
+    assert table.num_blocks() == 10
+    assert decoded(table, base_model) == [f"{i} + 1?" for i in range(95)]
 
 
-def ids(stream: PromptStream, count: int) -> list[int]:
-    return [prompt.id for prompt in stream.next(count)]
+def test_few_rows_stay_one_block(base_model: str) -> None:
+    assert prompts.tokenize_rows(rows(*(f"{i} + 1?" for i in range(4096))), DataConfig(), base_model).num_blocks() == 1
 
 
-def test_prompts_are_the_rows_at_the_positions() -> None:
-    first, second = stream.prompts(table(5), [3, 1])
-    assert (first.id, first.token_ids, first.question, first.answer) == (3, (3, 3), "q3", "3")
-    assert first.dataset_index is None
-    assert second.id == 1
-    with_entries = table(2).append_column("entry", pa.array([7, 9]))
-    assert [prompt.dataset_index for prompt in stream.prompts(with_entries, range(2))] == [7, 9]
-    assert stream.prompts(table(5), []) == []
+def test_the_files_of_a_tokenizer_travel_without_the_weights(chat_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(chat_model, folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "code.py").write_text("pass")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("x")
+    source = prompts.TokenizerSource.of(str(folder), False)
+    files = ray.get(source.files)
+    assert "model.safetensors" not in files and {"code.py", "additional_chat_templates/tools.jinja"} <= files.keys()
+    shutil.rmtree(folder)  # as on another node
+    encoder = prompts.PromptEncoder(source, None)
+    expected = prompts.encode_prompts(prompts.load_tokenizer(chat_model), ["1 + 1?"], None)
+    assert ray.get(ray.remote(num_cpus=0)(lambda: list(encoder(["1 + 1?"]))).remote()) == expected
 
 
-def test_every_prompt_comes_once_per_epoch_in_another_order() -> None:
-    stream = PromptStream(table(12), seed=0)
-    drawn = [ids(stream, 4) + ids(stream, 8) for _ in range(3)]
-    # Each draw of a prompt has an id of its own, from which its sampling seeds follow.
-    assert [sorted(ids) for ids in drawn] == [list(range(start, start + 12)) for start in (0, 12, 24)]
-    orders = [[i % 12 for i in ids] for ids in drawn]
-    assert orders[0] != orders[1] != orders[2] != list(range(12))
+def test_a_name_on_the_hub_is_looked_up_where_it_is_used() -> None:
+    source = prompts.TokenizerSource.of("organization/model", True)
+    assert (source.model, source.trust_remote_code, source.files) == ("organization/model", True, None)
 
 
-def test_a_later_draw_of_a_prompt_is_the_same_prompt() -> None:
-    early, late = stream.prompts(table(5), [3, 8])
-    assert (early.id, late.id) == (3, 8)
-    assert (early.question, early.token_ids) == (late.question, late.token_ids) == ("q3", (3, 3))
+def test_another_tokenizer_in_the_same_folder_is_another_source(chat_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(chat_model, folder)
+    before = prompts.TokenizerSource.of(str(folder), False)
+    assert prompts.TokenizerSource.of(str(folder), False) == before
+    (folder / "tokenizer.json").write_text("{}")
+    assert prompts.TokenizerSource.of(str(folder), False) != before
 
 
-def test_the_order_depends_on_the_seed_alone() -> None:
-    first, again, other = (ids(PromptStream(table(50), seed=seed), 50) for seed in (3, 3, 4))
-    assert first == again
-    assert first != other
-
-
-@pytest.mark.parametrize("size", [3, 20, 64])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_steps_are_the_same_on_any_number_of_ranks(size: int, ranks: int) -> None:
-    alone = PromptStream(table(size), seed=1)
-    shared = [PromptStream(table(size), seed=1, rank=rank, ranks=ranks) for rank in range(ranks)]
-    for _ in range(5):
-        shares = [ids(stream, 8) for stream in shared]
-        assert {len(share) for share in shares} == {8 // ranks}
-        assert [prompt for row in zip(*shares, strict=True) for prompt in row] == ids(alone, 8)
-
-
-def test_a_step_may_take_several_epochs() -> None:
-    step = ids(PromptStream(table(3), seed=0), 10)
-    assert [sorted(step[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-
-def test_a_stream_continues_at_its_cursor_on_other_ranks_too() -> None:
-    stream = PromptStream(table(10), seed=2)
-    ids(stream, 24)
-    cursor = json.loads(json.dumps(stream.cursor()))
-    assert {name: cursor[name] for name in cursor if name != "digest"} == {
-        "epoch": 2,
-        "offset": 4,
-        "seed": 2,
-        "size": 10,
-    }
-    expected = ids(stream, 8)
-    halves = [PromptStream(table(10), seed=2, rank=rank, ranks=2) for rank in range(2)]
-    for half in halves:
-        half.seek(cursor)
-        assert half.cursor() == cursor
-    assert [prompt for row in zip(*(ids(half, 8) for half in halves), strict=True) for prompt in row] == expected
-
-
-@pytest.mark.parametrize(("size", "seed"), [(11, 2), (10, 3)])
-def test_a_cursor_of_other_prompts_is_refused(size: int, seed: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"\(seed 2, 10 of them\) are not those of this run \(seed {seed}, {size} of them\)"
-    ):
-        PromptStream(table(size), seed).seek(PromptStream(table(10), seed=2).cursor())
-
-
-@pytest.mark.parametrize("tokens", [[[1], [2, 3], [5]], [[1, 2], [3], [4]], [[3], [1], [2]]])
-def test_a_cursor_of_as_many_prompts_with_other_tokens_is_refused(tokens: list[list[int]]) -> None:
-    def stream(ids: list[list[int]], chunks: int = 1) -> PromptStream:
-        parts = [pa.table({"token_ids": pa.array(ids[i::chunks], pa.list_(pa.int64()))}) for i in range(chunks)]
-        return PromptStream(pa.concat_tables(parts), seed=1)
-
-    cursor = stream([[1], [2, 3], [4]]).cursor()
-    stream([[1], [4], [2, 3]], chunks=2).seek(cursor)  # how the table lies in memory is nothing of the prompts
-    with pytest.raises(ConfigError, match=r"prompts are not those of this run: their texts or tokens differ$"):
-        stream(tokens).seek(cursor)
+def test_nothing_of_it_needs_a_free_cpu(base_model: str, tmp_path: Path) -> None:
+    """The workers and engines of a run hold all CPUs when its prompts are made."""
+    cpus = int(ray.cluster_resources()["CPU"])
+    group = placement_group([{"CPU": cpus}])
+    assert group.wait(30)
+    try:
+        path = tmp_path / "p.csv"
+        path.write_text("question,answer\n" + "".join(f"{i}?,{i}\n" for i in range(40)))
+        data = DataConfig(source=str(path), params={})
+        training, held_out = sources.training_and_held_out_rows(data, EvalConfig(num_prompts=3))
+        tables = [prompts.tokenize_rows(each, data, base_model) for each in (training, held_out)]
+        rows = [rows_of(table, small) for table in tables for small in (0, SMALL)]
+        assert [len(each) for each in rows] == [37, 37, 3, 3]
+        assert [prompt.question for prompt in Share(rows[2]).in_order()] == ["37?", "38?", "39?"]
+    finally:
+        remove_placement_group(group)

@@ -8,10 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import OnRanks
 
 from rlx.config.loading import from_tree
 from rlx.data.prompts import load_tokenizer
+from rlx.data.stream import Share, TableRows
 from rlx.mesh import Mesh
 from rlx.rollout.fake_engine import FakeEngines
 from rlx.storage.addresses import open_storage
@@ -55,6 +57,7 @@ def trained(path: str, folder: str, reporter: MemoryReporter | None = None) -> O
     questions = [f"{i} + {i}" for i in range(8)]
     ids = [tokenizer(question).input_ids for question in questions]
     table = pa.table({"question": questions, "answer": [str(2 * i) for i in range(8)], "token_ids": ids})
+    tables = {"train": table, "held_out": table.slice(0, 3), "ptx": table.slice(3, 5)}
     engines: list[FakeEngines] = []
 
     def connect(mesh: Mesh, weights: WeightSource) -> FakeEngines:
@@ -66,7 +69,7 @@ def trained(path: str, folder: str, reporter: MemoryReporter | None = None) -> O
         config=config,
         model_path=path,
         device=torch.device("cpu"),
-        tables={"train": table, "held_out": table.slice(0, 3), "ptx": table.slice(3, 5)},
+        tables={name: Share(TableRows(rows), dist.get_rank(), dist.get_world_size()) for name, rows in tables.items()},
         folder=open_storage(folder),
         reporter=reporter,
         connect_engines=connect,

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rlx.data.stream import PromptStream
+from rlx.data.stream import PromptStream, TableRows
 from rlx.rollout.base import PendingRollout
 from rlx.storage import checkpoint_files
 from rlx.storage.checkpoint_files import CheckpointReader
@@ -53,6 +53,10 @@ class Engines:
         return Completion(prompt, sample, tokens, (-1 / 3,) * len(tokens), sample == 0, version)
 
 
+def stream(rank: int, ranks: int, position: int = 0) -> PromptStream:
+    return PromptStream(TableRows(TABLE), 3, rank, ranks, position)
+
+
 def rounds(rank: int = 0, ranks: int = 1, **choices: Any) -> RolloutQueue:
     settings: dict[str, Any] = {
         "samplings": [SAMPLING] * 2,
@@ -60,7 +64,7 @@ def rounds(rank: int = 0, ranks: int = 1, **choices: Any) -> RolloutQueue:
         "num_chunks": 1,
         "max_staleness": 0,
     } | choices
-    return RolloutQueue(Engines(), PromptStream(TABLE, 3, rank, ranks), **settings)  # type: ignore[arg-type]
+    return RolloutQueue(Engines(), stream(rank, ranks), **settings)  # type: ignore[arg-type]
 
 
 def log(of: RolloutQueue) -> list[str]:
@@ -75,7 +79,7 @@ def step(of: RolloutQueue, number: int, steps: int = 10) -> list[Completion]:
 
 def test_without_staleness_a_round_is_begun_when_it_is_needed() -> None:
     own = rounds()
-    assert [one.prompt.id for one in step(own, 5)] == [p.id for p in PromptStream(TABLE, 3).next(4) for _ in range(2)]
+    assert [one.prompt.id for one in step(own, 5)] == [p.id for p in stream(0, 1).next(4) for _ in range(2)]
     assert log(own) == ["begin 4 with 5", "finish 4 of 5"]
     own.wait(5)
     assert log(own) == [] and own.position() == 4
@@ -153,7 +157,7 @@ def test_on_any_number_of_ranks(tmp_path: Path, wrote: int, reads: int) -> None:
     }
     assert [len(rank) for rank in after] == [8 // reads] * reads
     # Each rank has its every ranks-th prompt, as if it had asked for them itself.
-    asked = [PromptStream(TABLE, 3, rank, reads, 4).next(4) for rank in range(reads)]
+    asked = [stream(rank, reads, position=4).next(4) for rank in range(reads)]
     assert [[one.prompt for one in rank[::2]] for rank in after] == asked
 
 

@@ -108,7 +108,7 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
     models = {name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in models.items()}
     answers = None
     if config.data.ptx_source:
-        rows = stream.PromptStream(ANSWERS, 0, mesh.dp_rank, mesh.dp_size)
+        rows = stream.PromptStream(stream.TableRows(ANSWERS), 0, mesh.dp_rank, mesh.dp_size)
         answers = trainer.SupervisedRows(
             rows, prompts.load_tokenizer(path), config.rollout.max_tokens, config.data.ptx_batch
         )

@@ -1,0 +1,170 @@
+"""How long prompts take to be read and tokenized, with one process and with two, and who holds how much of them.
+
+    python bench/data.py [--prompts N] [--model FOLDER]
+
+Writes N prompts (a million) as JSON lines and makes a prompt table of them in clusters of one and two CPUs, in turns.
+Then one of two ranks takes steps from the table. Peak memory is resident memory (VmHWM), shared pages included; beside
+it stands what the object store holds. Prints a table and writes bench/results/data.json. The ratio says something only
+while the machine does nothing else: the load before each measurement is printed with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_STEP = 256  # prompts of a rank's step
+_STEPS = 64
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--prompts", type=int, default=1_000_000)
+    parser.add_argument("--model", help="folder with a tokenizer (default: the one of the tiny model)")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements with each number of processes")
+    parser.add_argument("--one", nargs=3, metavar=("CPUS", "FILE", "MODEL"), help="do one measurement and print it")
+    given = parser.parse_args(argv)
+    if given.one:
+        print(json.dumps(measured(int(given.one[0]), *given.one[1:])))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        file, model = Path(folder, "prompts.jsonl"), given.model or _tokenizer(folder)
+        write_prompts(file, given.prompts)
+        rows = [_in_own_process(cpus, file, model) for _ in range(given.rounds) for cpus in (1, 2)]
+    results = {"prompts": given.prompts, "model": given.model or "tiny", "runs": rows} | ratios(rows)
+    show(results)
+    out = Path(__file__).parent / "results" / "data.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def write_prompts(file: Path, count: int) -> None:
+    """Questions of the length of school mathematics, with an answer each."""
+    draw = random.Random(0)
+    with file.open("w") as lines:
+        for number in range(count):
+            a, b, c = (draw.randrange(2, 1000) for _ in range(3))
+            question = f"Box {number} has {a} rows of {b} apples. {c} of them are sold. How many apples are left?"
+            lines.write(json.dumps({"question": question, "answer": str(a * b - c)}) + "\n")
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Seconds with one process / seconds with two, medians over the measurements."""
+
+    def seconds(cpus: int, name: str) -> float:
+        return statistics.median(row[name] for row in rows if row["processes"] == cpus)
+
+    return {f"{name}, 1 / 2": seconds(1, name) / seconds(2, name) for name in ("tokenize_s", "total_s")}
+
+
+def show(results: dict[str, Any]) -> None:
+    for row in results["runs"]:
+        print(", ".join(f"{name} {value:,.4g}" for name, value in row.items()))
+    print(", ".join(f"{name}: {value:.2f}" for name, value in results.items() if "/" in name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One measurement, in a process of its own
+
+
+def measured(cpus: int, file: str, model: str) -> dict[str, float]:
+    """Seconds and peak memory of a prompt table with so many tasks at once, and of a rank that takes steps from it."""
+    import ray
+
+    from rlx.config.sections import DataConfig
+    from rlx.data import prompts, sources
+
+    load = os.getloadavg()[0]
+    ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    data = DataConfig(source=file, params={}, max_prompt_tokens=256)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cpus])  # reading takes the CPUs of this process
+    prompts.tokenize_rows([{"question": "1", "answer": "1"}] * 40_000 * cpus, data, model)  # processes and imports
+    begin = time.monotonic()
+    rows = sources.read_rows(file, data, "data.source")
+    read = time.monotonic()
+    table = prompts.tokenize_rows(rows, data, model)
+    end = time.monotonic()
+    store = _store_bytes()
+    del rows
+    rank = ray.remote(num_cpus=0)(_Rank).remote()
+    return {
+        "processes": cpus,
+        "read_s": read - begin,
+        "tokenize_s": end - read,
+        "total_s": end - begin,
+        "blocks": table.num_blocks(),
+        "store_MiB": store,
+        "driver_MiB": _peak_mib(),
+        **ray.get(rank.steps.remote(table)),
+        "load_before": load,
+    }
+
+
+class _Rank:
+    """One rank of two, in a process of its own."""
+
+    def steps(self, table: Any) -> dict[str, float]:
+        """Takes the prompts of some steps."""
+        from rlx.data.blocks import RankShares
+
+        before = _peak_mib()
+        shares = RankShares().configure({"train": table}, 2, None, None)
+        stream = shares[0]["train"].stream(seed=0)
+        times = []
+        for _ in range(_STEPS):
+            start = time.monotonic()
+            stream.next(2 * _STEP)
+            times.append(time.monotonic() - start)
+        return {
+            "first_step_s": times[0],
+            "step_ms": 1000 * statistics.median(times[1:]),
+            "slowest_step_ms": 1000 * max(times[1:]),
+            "rank_MiB": _peak_mib(),
+            "rank_MiB_before": before,
+        }
+
+
+def _in_own_process(cpus: int, file: Path, model: str) -> dict[str, Any]:
+    words = [sys.executable, __file__, "--one", str(cpus), str(file), model]
+    out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def _peak_mib() -> float:
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(peak) / 1024
+
+
+def _store_bytes() -> float:
+    """MiB of objects in the store now."""
+    import ray
+
+    total, free = (
+        source().get("object_store_memory", 0.0) for source in (ray.cluster_resources, ray.available_resources)
+    )
+    return (total - free) / 2**20
+
+
+def _tokenizer(folder: str) -> str:
+    from rlx.models import tiny
+
+    path = Path(folder, "model")
+    tiny.build_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Hugging Face data sets: the syntax of their addresses, and folders that `save_to_disk` wrote."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.sections import DataConfig, EvalConfig
+from rlx.data import hub, sources
+from rlx.data.hub import HubAddress
+
+datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+FILES = DataConfig(source="prompts.csv", params={})
+
+
+def rows(count: int, prefix: str = "q") -> Any:
+    columns = {"question": [f"{prefix}{i}" for i in range(count)], "answer": list(range(count)), "more": [None] * count}
+    return datasets.Dataset.from_dict(columns)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set with two splits."""
+    path = tmp_path_factory.mktemp("hub") / "splits"
+    datasets.DatasetDict({"train": rows(30), "test": rows(5, "t")}).save_to_disk(path)
+    return path
+
+
+def read(address: str) -> list[dict[str, str]]:
+    return sources.read_rows(address, FILES, "data.source").take_all()
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("hf:gsm8k", ("gsm8k", None, "train")),
+        ("hf:openai/gsm8k", ("openai/gsm8k", None, "train")),
+        ("hf:openai/gsm8k@test", ("openai/gsm8k", None, "test")),
+        ("hf:openai/gsm8k/main@train[:10%]", ("openai/gsm8k", "main", "train[:10%]")),
+    ],
+)
+def test_names_with_config_and_split(address: str, expected: tuple[str, str | None, str]) -> None:
+    assert HubAddress.parse(address) == HubAddress(*expected, is_folder=False)
+    sources.check_source(address, "data.source")
+    assert sources.resolve(address) == address and not sources.find_source(address).is_generated
+
+
+@pytest.mark.parametrize("address", ["hf:", "hf:a//b", "hf:a/b/c/d", "hf:@train"])
+def test_a_malformed_name_is_refused_with_the_syntax(address: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^eval\.source {address}: expected hf:NAME, hf:ORGANIZATION/NAME/CONFIG@S"):
+        sources.check_source(address, "eval.source")
+
+
+def test_a_named_data_set_is_loaded_with_its_config_and_split(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    asked = []
+
+    def load(*names: str | None, split: str) -> Any:
+        asked.append((*names, split))
+        return datasets.load_from_disk(folder)["test"]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = read("hf:openai/gsm8k/main@test")
+    assert asked == [("openai/gsm8k", "main", "test")]
+    assert found == [{"question": f"t{i}", "answer": str(i)} for i in range(5)]
+
+
+def test_an_error_of_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*names: str | None, split: str) -> Any:
+        raise ConnectionError("no\nnetwork")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(ConfigError, match=r"^data\.source hf:a/b: no network$"):
+        read("hf:a/b")
+
+
+def test_a_saved_data_set_with_and_without_splits(folder: Path, tmp_path: Path) -> None:
+    expected = [{"question": f"q{i}", "answer": str(i)} for i in range(30)]
+    assert read(str(folder)) == read(f"hf:{folder}") == read(f"hf:{folder}@train") == expected
+    assert [row["question"] for row in read(f"hf:{folder}@test")] == [f"t{i}" for i in range(5)]
+    rows(3).save_to_disk(tmp_path / "alone")
+    assert read(str(tmp_path / "alone")) == expected[:3]
+
+
+def test_rows_that_were_chosen_and_sorted_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows(40).select([7, 3, 30, 1]).save_to_disk(tmp_path / "chosen")
+    monkeypatch.setattr(hub, "_PIECE_ROWS", 3)
+    assert [row["answer"] for row in read(str(tmp_path / "chosen"))] == ["7", "3", "30", "1"]
+
+
+def test_the_last_rows_are_held_out(folder: Path) -> None:
+    data = DataConfig(source=str(folder), params={})
+    training, held_out = sources.training_and_held_out_rows(data, EvalConfig(num_prompts=2))
+    assert not isinstance(training, list) and not isinstance(held_out, list)
+    assert (training.count(), [row["answer"] for row in held_out.take_all()]) == (28, ["28", "29"])
+
+
+def test_a_relative_folder_is_resolved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert sources.resolve("hf:splits@test") == f"hf:{folder}@test"
+    assert sources.resolve("splits") == f"hf:{folder}"
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("hf:{}@tset", "no split 'tset', it has train, test; nearest: test"),
+        ("hf:{}/train/gone", "is no folder that Dataset.save_to_disk wrote"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused(folder: Path, address: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(address.format(folder))
+    assert str(refused.value).startswith(f"data.source {address.format(folder)}: ") and message in str(refused.value)
+
+
+def test_a_missing_column_or_answer_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"splits: no column 'Question', it has question, answer, more; nearest: ques"
+    ):
+        sources.read_rows(str(folder), FILES.model_copy(update={"prompt_column": "Question"}), "data.source")
+    with pytest.raises(ConfigError, match=r"splits: the answer to 'q0' is None, expected text or a number$"):
+        sources.read_rows(str(folder), FILES.model_copy(update={"answer_column": "more"}), "data.source")
+
+
+def test_an_empty_data_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: rows(0))
+    with pytest.raises(ConfigError, match=r"^data\.source hf:a: there are no rows in it"):
+        read("hf:a")
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^data\.source hf:a: needs the package datasets: pip install 'rlx\[hf\]'$"):
+        sources.check_source("hf:a", "data.source")
