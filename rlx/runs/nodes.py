@@ -107,6 +107,11 @@ def reachable(service: TrackingService) -> TrackingService:
     """
     if not service.address.startswith("sqlite:") or not other_nodes():
         return service
+    return start_relay(service)
+
+
+def start_relay(service: TrackingService) -> RelayedService:
+    """Returns a service whose calls an actor on this node makes; it ends with the last copy of the service."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(_Relay).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here).remote(service)
     return RelayedService(actor, service.title, service.address)
@@ -131,7 +136,7 @@ class RelayedService:
     """A tracking service that an actor on another node calls. Implements `TrackingService`."""
 
     def __init__(self, actor: Any, title: str, address: str) -> None:
-        self._actor, self.title, self.address = actor, title, address
+        self.actor, self.title, self.address = actor, title, address
 
     def check(self) -> None:
         self._call("check")
@@ -159,7 +164,7 @@ class RelayedService:
         return bool(self._call("reopen_run", run_id, at))
 
     def writer(self, run_id: str) -> RelayedRun:
-        return RelayedRun(self._actor, run_id)
+        return RelayedRun(self.actor, run_id)
 
     def is_refusal(self, error: Exception) -> bool:
         return bool(self._call("is_refusal", error))
@@ -168,7 +173,7 @@ class RelayedService:
         return str(self._call("cause", error))
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
-        return _answer(self._actor.call.remote(method, *args, **options))
+        return _answer(self.actor.call.remote(method, *args, **options))
 
 
 class RelayedRun:
