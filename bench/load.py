@@ -28,7 +28,7 @@ from rlx.runs import launch, mailbox, nodes
 from rlx.runs.mailbox import Box, StepReport
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.callback import SweepCallback
+from rlx.sweeps.callback import SweepCallback, TrialLog
 from rlx.sweeps.records import SweepPlan, TrialRecords
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE
@@ -57,6 +57,9 @@ class LoadTrial(tune.Trainable):
         self.done += 1
         self.run.log({key: value for key, value in metrics.items() if key != "step"}, self.done, now_ms())
         return report.metrics | {"done": report.is_last}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "pointer.json").write_text(json.dumps({"path": "/somewhere/step_000010"}))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.box.close()
@@ -134,10 +137,9 @@ def measure(trials: int, at_once: int, steps: int, storage: Storage) -> list[dic
     settings = [{"train.actor_lr": 1e-6 * (i + 1)} for i in range(trials)]
     source = TrialSource(ListSearch(settings), {}, records, TrialOptions(trials, limit=lambda: at_once))
     pids = ray.get([actor.__ray_call__.remote(_pid), relay.actor.__ray_call__.remote(_pid)])
-    watch = Watch(
-        trials, dict(zip(("driver", "mailbox", "mlflow"), map(psutil.Process, (os.getpid(), *pids)), strict=True))
-    )
-    SweepCallback.watch = watch
+    processes = map(psutil.Process, (os.getpid(), *pids))
+    SweepCallback.watch = watch = Watch(trials, dict(zip(("driver", "mailbox", "mlflow"), processes, strict=True)))
+    callback = SweepCallback(plan, TrialLog(plan.tracking, sweep, records))
     made = tune.with_parameters(LoadTrial, actor=actor, tracking=relay, sweep=sweep, steps=steps)
     os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_MAX_PENDING_TRIALS_PG": "200"}
     tune.Tuner(
