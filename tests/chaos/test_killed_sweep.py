@@ -1,6 +1,6 @@
-"""A sweep whose driver is killed at random moments and resumed each time: the trials of the undisturbed one.
+"""A sweep of which one process or another is killed at random moments: its trials are those of the undisturbed one.
 
-RLX_KILLS sets how often (10).
+The driver is resumed each time; trials, workers, controllers and engines are replaced. RLX_KILLS sets how often (20).
 """
 
 import os
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import KILLED_S, Script, assert_all_end, mlflow_history
 from run_cases import comparable
@@ -18,8 +19,16 @@ from rlx.storage.addresses import open_storage
 from rlx.sweeps.records import TrialRecords
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-KILLS = int(os.environ.get("RLX_KILLS", "10"))
+KILLS = int(os.environ.get("RLX_KILLS", "20"))
 STEPS = 10
+PROCESSES = {
+    "driver": "ppo_sweep.py",
+    "trial": "ray::ResourceTrainable",
+    "worker": "ray::RayTrainWorker",
+    "controller": "ray::TrainController",
+    "engine": "ray::VLLMEngine",
+}
+"""what may be killed, and how its process is called"""
 
 
 def words(storage: Path, model: Path, name: str) -> list[str]:
@@ -27,6 +36,7 @@ def words(storage: Path, model: Path, name: str) -> list[str]:
     small = {
         "model.path": model, "train.steps": STEPS, "train.prompts-per-step": 8, "rollout.max-tokens": 8,
         "rollout.kv-cache-mib": 16, "eval.every": 2, "eval.num_prompts": 12, "checkpoint.every": 2,
+        "scaling.max-failures": -1,
     }  # fmt: skip
     settings = [text for key, value in small.items() for text in (f"--{key}", str(value))]
     return ["--storage", str(storage), "--name", name, "--trials", "2", "--seeds", "2", *settings]
@@ -42,34 +52,45 @@ def outcome(storage: Path, name: str) -> dict[str, Any]:
     return {"records": TrialRecords(folder).all(), "logged": logged}
 
 
-def killed_within(run: Script, seconds: float) -> bool:
-    """Kills the driver after so many seconds; False if it had ended before."""
+def process_of(run: Script, kind: str) -> psutil.Process | None:
+    """One of the sweep's processes of a kind; None if there is none now."""
+    if kind == "driver":
+        return psutil.Process(run.process.pid)
+    found = [process for process in run.alive() if " ".join(process.cmdline()).startswith(PROCESSES[kind])]
+    return found[0] if found else None
+
+
+def ended_within(run: Script, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while run.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    if run.process.poll() is not None:
-        return False
-    run.kill()
-    assert_all_end(run, KILLED_S)
-    return True
+    return run.process.poll() is not None
 
 
-def test_a_sweep_that_is_killed_at_random_moments_is_the_undisturbed_one(
+def test_a_sweep_that_is_hit_at_random_moments_is_the_undisturbed_one(
     tiny_model: Path, tmp_path: Path, script: Any
 ) -> None:
     whole: Script = script("ppo_sweep.py", *words(tmp_path, tiny_model, "whole"))
     assert whole.process.wait(900) == 0, whole.output.read_text()
     expected, moments = outcome(tmp_path, "whole"), random.Random(1)
     assert {record.state for record in expected["records"].values()} == {"finished"}
-    kills, lives = 0, 0
-    while kills < KILLS:
+    kinds, lives = [kind for _ in range(KILLS) for kind in PROCESSES][:KILLS], 0
+    moments.shuffle(kinds)
+    while kinds:
         name, lives = f"killed-{lives}", lives + 1
         run: Script = script("ppo_sweep.py", *words(tmp_path, tiny_model, name))
-        while kills < KILLS and killed_within(run, moments.uniform(0, 75)):
-            kills += 1
-            begun = (open_storage(str(tmp_path)) / "sweeps" / name / "sweep.json").exists()
-            again = ["--storage", str(tmp_path), "--resume", name] if begun else words(tmp_path, tiny_model, name)
-            print(f"kill {kills}/{KILLS} of {name}: {'resumed' if begun else 'begun again'}", flush=True)
-            run = script("ppo_sweep.py", *again)
+        while kinds and not ended_within(run, moments.uniform(0, 75)):
+            if (victim := process_of(run, kinds[-1])) is None:
+                continue
+            kind = kinds.pop()
+            victim.kill()
+            print(f"{KILLS - len(kinds)}/{KILLS} of {name}: {kind}", flush=True)
+            if kind == "driver":
+                run.process.wait()
+                assert_all_end(run, KILLED_S)
+                begun = (open_storage(str(tmp_path)) / "sweeps" / name / "sweep.json").exists()
+                again = ["--storage", str(tmp_path), "--resume", name] if begun else words(tmp_path, tiny_model, name)
+                run = script("ppo_sweep.py", *again)
         assert run.process.wait(900) == 0, run.output.read_text()
+        assert_all_end(run, 30)
         assert outcome(tmp_path, name) == expected
