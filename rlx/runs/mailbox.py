@@ -94,6 +94,7 @@ class TrainEnded:
     """`fit()` has returned or raised."""
 
     error: str  # "" if it returned
+    is_lost: bool = False  # its controller died, or its workers found no room
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,8 +29,6 @@ from rlx.runs.resources import Bundle, ResourcePlan
 from rlx.runs.train_run import END_S, RunStopped, TrainRun
 from rlx.types import Notify, OnReport
 
-_ROOM_S = 60.0  # longest wait for room on the cluster
-
 # Settings that engines and reward models cannot change after their start, in addition to their arguments and resources.
 _ENGINES_STARTED_WITH = ("reward.model", "model.trust_remote_code", "data.system_prompt")
 # Settings that workers cannot change.
@@ -52,7 +50,7 @@ class EngineHost:
         """Reserves room and starts the actors; does not wait until they are ready.
 
         Raises:
-            ConfigError: there is no room within a minute.
+            ConfigError: there is no room within `wait_for_resources`.
         """
         needed, outer = prepared.resources, ray.util.get_current_placement_group()
         self.started_with = _started_with(prepared)
@@ -61,8 +59,9 @@ class EngineHost:
         self._owned = None if outer or not needed.bundles else _reserve(needed)
         self._placement = outer or self._owned
         try:
-            if self._placement and not self._placement.wait(_ROOM_S):
-                raise ConfigError(f"no room for {needed} within {_ROOM_S:.0f} s: {needed.bundles} are not free")
+            patience_s = prepared.config.wait_for_resources
+            if self._placement and not self._placement.wait(patience_s):
+                raise ConfigError(f"no room for {needed} within {patience_s:.0f} s: {needed.bundles} are not free")
             if not needed.colocated:  # then each worker starts its own, where it is
                 self.engines = start_engines(engine_spec_of(prepared), self._placement, needed.indices.engines)
             self.reward_models = _start_reward_models(prepared, self._placement)

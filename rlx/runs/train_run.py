@@ -44,7 +44,7 @@ from rlx.types import Notify, OnReport
 _LAST_RECORDS_S = 60.0  # longest wait for the workers to end after their last report
 END_S = 10.0
 """longest wait for workers that were told to end"""
-_STARTS = 10  # attempts to place the workers, a minute each, before the run fails
+_START_S = 60.0  # Ray Train's wait for room in one attempt to place the workers
 _WAIT_S = 5.0  # for one answer of the mailbox
 _MESSAGE_LENGTH = 500  # an error's text is cut to this number of characters
 _FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
@@ -54,8 +54,8 @@ class RunError(RuntimeError):
     """A run failed; the text says why in one line."""
 
 
-class NoRoomError(RunError):
-    """The workers could not be placed: the cluster had no room for them."""
+class RunLostError(RunError):
+    """A run was lost, by no error of its own: its controller died, or its workers found no room. Try it again."""
 
 
 class RunStopped(RuntimeError):
@@ -92,7 +92,7 @@ def make_trainer(prepared: PreparedRun, folder: Storage, box: Box) -> TorchTrain
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=None),
             failure_config=ray.train.FailureConfig(
                 max_failures=config.scaling.max_failures,
-                controller_failure_limit=_STARTS,
+                controller_failure_limit=max(1, round(config.wait_for_resources / _START_S)),
                 max_preemption_failures=config.scaling.max_preemption_failures,
                 preemption_grace_s=config.scaling.preemption_grace_s,
             ),
@@ -282,15 +282,19 @@ class TrainRun:
             remove_groups(self._mark)
 
     def _fit(self, trainer: TorchTrainer) -> None:
-        error = ""
+        ended = TrainEnded("")
         try:
             self.result = trainer.fit()
-        except BaseException as raised:
-            error = error_message(raised)
-        if error:
+        except ray.exceptions.RayActorError:
+            ended = TrainEnded("Ray Train's controller died", is_lost=True)
+        except ray.train.ControllerError as error:
+            ended = TrainEnded(error_message(error), is_lost=not self._has_started)
+        except BaseException as error:
+            ended = TrainEnded(error_message(error))
+        if ended.error:
             remove_groups(self._mark)  # of a controller that was killed
         self._ended.set()
-        self._box.send(TrainEnded(error))
+        self._box.send(ended)
 
     def _relay(self, engines: Sequence[Any], on_report: OnReport, notify: Notify, grace_s: float) -> dict[str, Any]:
         """Passes on the job's reports as they come; returns the metrics of the last one."""
@@ -328,11 +332,11 @@ class TrainRun:
                         raise RunError(text)
                     if not is_fatal:
                         notify(f"{text} - the workers are restarted")
-                case TrainEnded(error):
+                case TrainEnded(error, is_lost):
                     if self._is_stopping:
                         raise RunStopped("the run was stopped")
-                    if not self._has_started:
-                        raise NoRoomError(f"no room for the workers: {error}")
+                    if is_lost:
+                        raise RunLostError(error)
                     raise RunError(failure or error or "the workers ended")
 
     def _events(self, until: float = math.inf) -> Iterator[Any]:

@@ -28,7 +28,7 @@ from rlx.runs.mailbox import CHECKPOINT_PATH
 from rlx.runs.processes import RunProcesses
 from rlx.runs.resources import ResourcePlan
 from rlx.runs.run_folder import POINTER, exists, saved_config, write
-from rlx.runs.train_run import NoRoomError, RunError, RunStopped
+from rlx.runs.train_run import RunError, RunLostError, RunStopped
 from rlx.storage.addresses import join_address
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
@@ -232,7 +232,7 @@ def run_trial(
     except RunStopped:
         pass
     except (RunError, ConfigError) as error:
-        if not isinstance(error, NoRoomError):
+        if not isinstance(error, RunLostError):
             write(folder / _FAILURE, str(error))  # Tune tries a trial again: its process may have been lost
         raise
 
