@@ -2,9 +2,9 @@
 
     python bench/sweep.py [--trials N] [--steps N] [--SETTING VALUE ...]
 
-One run by hand and one sweep of N such runs, one after the other, on the same machine with nothing else to do; times
-are those that MLflow has of them, and the clock of the two processes. Only the ratios mean something elsewhere. Prints
-a table and writes bench/results/sweep.json.
+One run by hand and, for each choice of --reuse, one sweep of N such runs, one after the other, on the same machine with
+nothing else to do; times are those that MLflow has of them, and the clock of the processes. Only the ratios mean
+something elsewhere. Prints a table for each choice and writes bench/results/sweep.json.
 """
 
 from __future__ import annotations
@@ -44,21 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--trials", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--reuse", nargs="+", default=["engines", "workers", "none"])
     args, more = parser.parse_known_args(argv)
     model = preflight.model_folder("tiny", str(ROOT / "storage"))
     with tempfile.TemporaryDirectory(prefix="rlx-bench-") as folder:
         words = ["--storage", folder, "--model.path", model, "--train.steps", str(args.steps), *more]
         by_hand = seconds_of("ppo.py", "--name", "alone", *words)
-        in_sweep = seconds_of(
-            "ppo_sweep.py", "--name", "s", "--trials", str(args.trials), "--max-concurrent", "1",
-            "--space", str(same_settings(Path(folder))), *words,
-        )  # fmt: skip
-        storage = open_storage(folder)
+        storage, results = open_storage(folder), dict[str, dict[str, float]]()
         alone = times(storage, storage / "runs" / "alone")
-        trials = [times(storage, storage / "sweeps" / "s" / "runs" / f"trial_{i:05d}") for i in range(args.trials)]
-    results = measured(by_hand, in_sweep, alone, trials)
-    for name, value in results.items():
-        print(f"{name:<62} {value:8.3f}")
+        for reuse in args.reuse:
+            in_sweep = seconds_of(
+                "ppo_sweep.py", "--name", reuse, "--trials", str(args.trials), "--max-concurrent", "1",
+                "--reuse", reuse, "--space", str(same_settings(Path(folder))), *words,
+            )  # fmt: skip
+            runs = storage / "sweeps" / reuse / "runs"
+            trials = [times(storage, runs / f"trial_{i:05d}") for i in range(args.trials)]
+            results[reuse] = measured(by_hand, in_sweep, alone, trials)
+            print(f"--reuse {reuse}")
+            print("".join(f"{name:<62} {value:8.3f}\n" for name, value in results[reuse].items()), flush=True)
     out = ROOT / "bench" / "results" / "sweep.json"
     out.write_text(json.dumps({"trials": args.trials, "steps": args.steps, **results}, indent=1) + "\n")
     return 0
