@@ -43,8 +43,8 @@ def bring_folder(path: str, setting: str) -> None:
     Raises:
         ConfigError: a node does not have the folder, and it is too large to be copied or cannot be written there.
     """
-    folder, nodes = Path(path), other_nodes()
-    missing = [node for node in nodes if not _on(node, _has, path)] if folder.is_dir() else []
+    folder = Path(path)
+    missing = [node for node in other_nodes() if not _on(node, _has, path)] if folder.is_dir() else []
     if not missing:
         return
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -64,8 +64,16 @@ def _title(node: str) -> str:
 
 
 def _on(node: str, function: Any, *args: Any) -> Any:
+    """Calls a function on a node; returns True if the node is lost meanwhile, because then it needs nothing."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.get(ray.remote(function).options(num_cpus=0, scheduling_strategy=there).remote(*args))
+    try:
+        return ray.get(ray.remote(function).options(num_cpus=0, scheduling_strategy=there).remote(*args))
+    except ray.exceptions.RayTaskError:
+        raise
+    except ray.exceptions.RayError:
+        if node in other_nodes():
+            raise
+        return True
 
 
 def _has(path: str) -> bool:

@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import ray
 from ray import tune
 
-from rlx.config.errors import ConfigError, nearest
+from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.runs import launch, nodes, preflight, run_folder
@@ -332,6 +333,16 @@ def _trial_source(
     return TrialSource(search, space, records, options, known)
 
 
+def _bring(path: str) -> bool:
+    """Copies the model to the nodes that lack it; False if that has to be tried again."""
+    try:
+        nodes.bring_folder(path, "model.path")
+        return True
+    except (ConfigError, ray.exceptions.RayError) as error:  # a node that is about to go is no reason to end a sweep
+        _LOG.warning("the sweep goes on: %s", one_line(error, 300))
+        return False
+
+
 @dataclass
 class Room:
     """How many trials of a sweep may run at once, as nodes come and go."""
@@ -346,8 +357,7 @@ class Room:
         if time.monotonic() >= self._until:
             self._count, self._until = concurrency(self.plan), time.monotonic() + _COUNT_NODES_S
             if self.model_path and (count := len(cluster_nodes())) != self._nodes:
-                nodes.bring_folder(self.model_path, "model.path")
-                self._nodes = count
+                self._nodes = count if _bring(self.model_path) else 0
         return self._count
 
 
