@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
 import os
 import random
 import re
@@ -43,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         file, model = Path(folder, "prompts.jsonl"), given.model or _tokenizer(folder)
         write_prompts(file, given.prompts)
         rows = [_in_own_process(cpus, file, model) for _ in range(given.rounds) for cpus in (1, 2)]
+        machine = bare_ratio(model)
     results = {"prompts": given.prompts, "model": given.model or "tiny", "runs": rows} | ratios(rows)
+    results["without Ray, 1 / 2"] = machine
     show(results)
     out = Path(__file__).parent / "results" / "data.json"
     out.parent.mkdir(exist_ok=True)
@@ -59,6 +62,31 @@ def write_prompts(file: Path, count: int) -> None:
             a, b, c = (draw.randrange(2, 1000) for _ in range(3))
             question = f"Box {number} has {a} rows of {b} apples. {c} of them are sold. How many apples are left?"
             lines.write(json.dumps({"question": question, "answer": str(a * b - c)}) + "\n")
+
+
+def bare_ratio(model: str) -> float:
+    """How much sooner two plain processes tokenize the same prompts than one: what the machine can give at most."""
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        pool.starmap(_bare, [(model, 2_000)] * 2, chunksize=1)  # imports
+        times = []
+        for _ in range(3):
+            begin = time.monotonic()
+            pool.apply(_bare, (model, 40_000))
+            one = time.monotonic()
+            pool.starmap(_bare, [(model, 20_000)] * 2, chunksize=1)
+            times.append((one - begin) / (time.monotonic() - one))
+    return statistics.median(times)
+
+
+def _bare(model: str, count: int) -> None:
+    from rlx.data import prompts
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = prompts.load_tokenizer(model)
+    question = "Box {0} has {0} rows of {0} apples. {0} of them are sold. How many apples are left?"
+    questions = [question.format(number) for number in range(1000)]
+    for _ in range(count // 1000):
+        prompts.encode_prompts(tokenizer, questions, None)
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
