@@ -158,7 +158,7 @@ def test_a_sweep_goes_on_on_another_cluster_and_uses_a_node_that_joins_late(
     space = space_file(tmp_path / "elsewhere", 3)
     words = {"storage": bucket, "model.path": tiny_model, "space": space, "search": "grid", "name": "s"}
     killed = Driver(driver, first.address, **words, **SMALL, **SEATS)
-    killed.wait_for(f"trial_00000 running  step 5/{STEPS}")
+    killed.wait_for(f"trial_00000 running  step 6/{STEPS}")
     killed.process.kill()
     first.cluster.shutdown()
     space.unlink()
