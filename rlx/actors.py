@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 
-_PROBE_S = 0.5
-"""Ray answers for an actor that has ended at once; one that is busy or hangs does not"""
+_CALL_S = 0.5
+"""Ray answers at once for an actor that it will not start again"""
 
 
 class CallError(RuntimeError):
@@ -57,22 +57,36 @@ class EngineTimeoutError(EngineLostError):
         return cls(f"engine {engine} did not answer in time")
 
 
-def is_dead(engine: Any) -> bool:
-    """Whether an engine is dead and Ray will not replace it, such as one that could not start."""
-    return isinstance(_probe_error(engine), ray.exceptions.ActorDiedError)
-
-
-def is_gone(engine: Any) -> bool:
-    """Whether the process of an engine has ended; Ray may be replacing it. One that does not answer may be alive."""
-    return isinstance(_probe_error(engine), ray.exceptions.RayActorError)
-
-
-def _probe_error(engine: Any) -> BaseException | None:
+def is_dead(actor: Any) -> bool:
+    """Whether an actor is dead and Ray will not replace it, such as one that could not start."""
     try:
-        ray.get(engine.probe.remote(), timeout=_PROBE_S)
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        return error
-    return None
+        ray.get(actor.__ray_ready__.remote(), timeout=_CALL_S)
+    except ray.exceptions.ActorDiedError:
+        return True
+    except (ray.exceptions.RayError, TimeoutError):
+        pass
+    return False
+
+
+class Lifeline:
+    """A call of an engine that does not return, and fails when the engine's process ends.
+
+    It tells a process that ended, which Ray is replacing, from one that hangs: both do not answer other calls.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._call = engine.lives.remote()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the process has ended since."""
+        if not ray.wait([self._call], timeout=0)[0]:
+            return False
+        try:
+            ray.get(self._call)
+        except ray.exceptions.RayActorError:
+            return True
+        return False
 
 
 def is_done(call: Any, deadline: float) -> bool:

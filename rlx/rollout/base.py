@@ -52,6 +52,10 @@ class Engine(Protocol):
         """Returns where the engine computes, once it is up."""
         ...
 
+    def lives(self) -> ActorResult[None]:
+        """Does not return while the process runs; the call fails when it ends. A sync actor may return at once."""
+        ...
+
     def generate(self, requests: list[Request], version: int) -> ActorResult[tuple[list[Output], float]]:
         """Returns the completions in the order of the requests, and the seconds that they took.
 

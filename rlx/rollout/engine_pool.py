@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from rlx.actors import EngineLostError, EngineTimeoutError, RolloutError, get_result, is_done
+from rlx.actors import EngineLostError, EngineTimeoutError, Lifeline, RolloutError, get_result, is_done
 from rlx.rollout.base import EngineCall, Output, PendingRollout
 from rlx.rollout.weight_sync.base import EngineLocation
 from rlx.types import Prompt, Sampling
@@ -39,7 +39,7 @@ class EnginePool:
     hang_s: float = 120.0  # an engine whose process runs but answers no probe for longer is replaced
     lost: dict[int, str] = field(default_factory=dict)  # engines that failed, and the reason
     _unanswered: dict[int, float] = field(default_factory=dict, init=False)  # engines, and the first lost probe
-    _known: set[int] = field(default_factory=set, init=False)  # engines that have answered: they have started
+    _lifelines: dict[int, Lifeline] = field(default_factory=dict, init=False)  # of engines that have answered
     _loads: Counter[int] = field(default_factory=Counter, init=False)  # tokens that each engine has been asked for
 
     @property
@@ -102,8 +102,9 @@ class EnginePool:
                 locations[index] = get_result(call, index, math.inf)
                 self.lost.pop(index, None)
                 self._unanswered.pop(index, None)
-                self._known.add(index)
-            except EngineLostError as error:  # Ray says that its process is being replaced
+                if index not in self._lifelines or self._lifelines[index].is_broken:
+                    self._lifelines[index] = Lifeline(self.engines[index])
+            except EngineLostError as error:
                 self.mark_lost(index, error)
                 self._unanswered.pop(index, None)
         return locations
@@ -119,11 +120,13 @@ class EnginePool:
     def _mark_unanswered(self, index: int) -> None:
         """Marks an engine as lost; Ray replaces its process if it has not answered for too long.
 
-        An engine that never answered may still be starting, and gets as long as for completions.
+        One that has not answered since its process began may still be starting, and gets as long as for completions.
         """
         self.mark_lost(index, EngineLostError(f"engine {index} is gone"))
+        if index in self._lifelines and self._lifelines[index].is_broken:
+            del self._lifelines[index]
         since = self._unanswered.setdefault(index, time.monotonic())
-        if time.monotonic() - since > (self.hang_s if index in self._known else self.timeout_s):
+        if time.monotonic() - since > (self.hang_s if index in self._lifelines else self.timeout_s):
             ray.kill(self.engines[index], no_restart=False)
             del self._unanswered[index]
 

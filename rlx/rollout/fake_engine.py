@@ -52,6 +52,9 @@ class FakeEngine:
         """A location that no trainer shares, so that weights arrive by `receive`."""
         return EngineLocation("fake", (DeviceLocation("fake", ""),))
 
+    def lives(self) -> None:
+        """Returns at once: a sync actor could do nothing else meanwhile."""
+
     def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
         """See `Engine.generate`; takes 0 seconds.
 

@@ -90,6 +90,10 @@ class VLLMEngine:
         node = ray.get_runtime_context().get_node_id()
         return EngineLocation(self._process, tuple(DeviceLocation(node, gpu) for gpu in self._gpus))
 
+    async def lives(self) -> None:
+        """See `Engine.lives`."""
+        await asyncio.Event().wait()
+
     async def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
         """See `Engine.generate`.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlx.actors import EngineLostError, EngineTimeoutError, is_gone
+from rlx.actors import EngineLostError, EngineTimeoutError, Lifeline
 from rlx.rollout.weight_sync.base import DeviceLocation, Incoming, Source, deadline, wait
 from rlx.rollout.weight_sync.buckets import byte_size
 from rlx.rollout.weight_sync.sender import OutgoingBucket, OutgoingUpdate
@@ -42,6 +42,7 @@ class SharedMemorySender:
         self._update: OutgoingUpdate
         self._readers: dict[int, list[int]] = {}  # the workers of each engine that read this rank's memory
         self._unread: list[int] = []  # the numbers of the buckets that were sent and not released
+        self._lifelines: dict[int, Lifeline] = {}  # of the engines that read, from one update to the next
         self._asked = 0.0  # time of the last check whether an engine is alive
 
     def prepare(self, update: OutgoingUpdate) -> bool:
@@ -49,6 +50,9 @@ class SharedMemorySender:
         mine = Source(NAME, update.sender.rank)
         readers = {i: [w for w, source in enumerate(all_) if source == mine] for i, all_ in update.plan.sources.items()}
         self._readers = {engine: workers for engine, workers in readers.items() if workers}
+        for engine in self._readers:
+            if engine not in self._lifelines or self._lifelines[engine].is_broken:
+                self._lifelines[engine] = Lifeline(update.sender.engines[engine])
         return bool(self._readers)
 
     def connect(self) -> None:
@@ -108,7 +112,7 @@ class SharedMemorySender:
                 raise EngineLostError(f"engine {engine} failed: {store.get(key).decode()}")
         if time.monotonic() - self._asked > _ALIVE_S:
             self._asked = time.monotonic()
-            if is_gone(self._update.sender.engines[engine]):
+            if self._lifelines[engine].is_broken:
                 raise EngineLostError(f"engine {engine} died: its process ended")
 
 
