@@ -5,12 +5,13 @@
 Writes N prompts (a million) as JSON lines and makes a prompt table of them in clusters of one and two CPUs, in turns.
 Then one of two ranks takes steps from the table. Peak memory is resident memory (VmHWM), shared pages included; beside
 it stands what the object store holds. Prints a table and writes bench/results/data.json. The ratio says something only
-while the machine does nothing else: the load before each measurement is printed with it.
+while the machine does nothing else: beside each measurement stands how many CPUs other processes kept busy meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -25,6 +26,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 _STEP = 256  # prompts of a rank's step
 _STEPS = 64
@@ -115,16 +118,15 @@ def measured(cpus: int, file: str, model: str) -> dict[str, float]:
     from rlx.config.sections import DataConfig
     from rlx.data import prompts, sources
 
-    load = os.getloadavg()[0]
     ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     data = DataConfig(source=file, params={}, max_prompt_tokens=256)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cpus])  # reading takes the CPUs of this process
     prompts.tokenize_rows([{"question": "1", "answer": "1"}] * 40_000 * cpus, data, model)  # processes and imports
     begin = time.monotonic()
     rows = sources.read_rows(file, data, "data.source")
-    read = time.monotonic()
+    read, busy = time.monotonic(), _others_seconds()
     table = prompts.tokenize_rows(rows, data, model)
-    end = time.monotonic()
+    end, busy = time.monotonic(), _others_seconds() - busy
     store = _store_bytes()
     del rows
     rank = ray.remote(num_cpus=0)(_Rank).remote()
@@ -137,7 +139,7 @@ def measured(cpus: int, file: str, model: str) -> dict[str, float]:
         "store_MiB": store,
         "driver_MiB": _peak_mib(),
         **ray.get(rank.steps.remote(table)),
-        "load_before": load,
+        "others_CPUs": busy / (end - read),
     }
 
 
@@ -163,6 +165,16 @@ class _Rank:
             "rank_MiB": _peak_mib(),
             "rank_MiB_before": before,
         }
+
+
+def _others_seconds() -> float:
+    """CPU seconds so far of all processes but this one and its descendants."""
+    own = 0.0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            own += sum(process.cpu_times()[:2])
+    everyone = psutil.cpu_times()
+    return sum(everyone) - everyone.idle - everyone.iowait - own
 
 
 def _in_own_process(cpus: int, file: Path, model: str) -> dict[str, Any]:
