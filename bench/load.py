@@ -28,7 +28,7 @@ from rlx.runs import launch, mailbox, nodes
 from rlx.runs.mailbox import Box, StepReport
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.callback import SweepCallback, TrialLog
+from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog
 from rlx.sweeps.records import SweepPlan, TrialRecords
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE
@@ -135,11 +135,11 @@ def measure(trials: int, at_once: int, steps: int, storage: Storage) -> list[dic
     actor = mailbox.start_mailbox()
     relay = nodes.start_relay(plan.tracking)
     settings = [{"train.actor_lr": 1e-6 * (i + 1)} for i in range(trials)]
-    source = TrialSource(ListSearch(settings), {}, records, TrialOptions(trials, limit=lambda: at_once))
+    source = TrialSource(ListSearch(settings), {}, records, TrialOptions(trials, limit=lambda open_trials: at_once))
     pids = ray.get([actor.__ray_call__.remote(_pid), relay.actor.__ray_call__.remote(_pid)])
     processes = map(psutil.Process, (os.getpid(), *pids))
     SweepCallback.watch = watch = Watch(trials, dict(zip(("driver", "mailbox", "mlflow"), processes, strict=True)))
-    callback = SweepCallback(plan, TrialLog(plan.tracking, sweep, records))
+    callback = SweepCallback(plan, TrialLog(plan.tracking, sweep, records), Helpers())
     made = tune.with_parameters(LoadTrial, actor=actor, tracking=relay, sweep=sweep, steps=steps)
     os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_MAX_PENDING_TRIALS_PG": "200"}
     tune.Tuner(

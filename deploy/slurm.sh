@@ -1,7 +1,8 @@
 #!/bin/bash
 # A sweep on SLURM: starts a Ray cluster on the allocated nodes, runs rlx on it, and ends it.
 #   sbatch deploy/slurm.sh --name lr --trials 16 --storage /nfs/rlx
-# Run it again with --resume lr after the time limit: SIGTERM, a minute before, lets trials write their checkpoints.
+# Run it again with --resume lr after the time limit. SIGTERM, a minute before, ends the trials at once: they continue from
+# their newest checkpoints, so keep --checkpoint.every short enough.
 #SBATCH --job-name=rlx
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1

@@ -28,3 +28,11 @@ def test_the_command_of_the_kubernetes_job_is_one_that_rlx_takes() -> None:
 
 def test_the_slurm_script_is_valid_bash() -> None:
     subprocess.run(["bash", "-n", str(ROOT / "deploy" / "slurm.sh")], check=True)
+
+
+def test_the_slurm_script_can_resume_a_sweep() -> None:
+    script = (ROOT / "deploy" / "slurm.sh").read_text()
+    words = shlex.split(script.partition("exec rlx sweep ")[2].partition('"$@"')[0])
+    parser = sweep._argument_parser()
+    args, given = options.parse(parser, [*words, "--resume", "lr", "--storage", "/nfs/rlx"])
+    sweep._check_options(parser, args, given)

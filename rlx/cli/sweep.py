@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlx.storage.filesystem import Storage
     from rlx.sweeps.records import SweepPlan
 
-_OF_THE_CLUSTER = ("storage", "ray_address", "tracking.uri")
+_OF_THE_CLUSTER = ("storage", "ray_address", "tracking.uri", "wait_for_resources")
 """settings that may differ where a sweep is resumed"""
 _DEFAULTS = Path(__file__).parent / "defaults"
 DEFAULT_SETTINGS, DEFAULT_SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.metrics import Counter, Gauge
 
 from rlx.rollout.base import Output, Request
 from rlx.rollout.engine_thread import EngineThread, Report
@@ -79,7 +80,9 @@ class VLLMEngine:
         """
         self.version: int | None = None  # None: the engine holds no complete weights of a step
         self._update: WeightUpdate | None = None
-        self._process = uuid.uuid4().hex
+        self._process, self._in_work = uuid.uuid4().hex, 0
+        self._requests = Gauge("rlx_engine_requests", "Completions that an engine works on now.")
+        self._tokens = Counter("rlx_engine_tokens", "Tokens that an engine has generated.")
         self._thread = EngineThread(partial(SteppedVLLM, model, options, adapter))
         self._gpus = (await self._thread.started()).gpus
 
@@ -104,8 +107,18 @@ class VLLMEngine:
         if version != self.version:
             raise WeightSyncError(f"asked for weight version {version} but holds version {self.version}")
         started = time.monotonic()
-        outputs = await asyncio.gather(*(self._thread.submit(SteppedVLLM.add, request) for request in requests))
+        self._count(len(requests))
+        try:
+            outputs = await asyncio.gather(*(self._thread.submit(SteppedVLLM.add, request) for request in requests))
+        finally:
+            self._count(-len(requests))
+        self._tokens.inc(sum(len(output.token_ids) for output in outputs) or 1)  # Ray takes no 0
         return list(outputs), time.monotonic() - started
+
+    def _count(self, change: int) -> None:
+        """Counts the requests that are in work, for Prometheus."""
+        self._in_work += change
+        self._requests.set(self._in_work)
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""

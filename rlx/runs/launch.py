@@ -89,14 +89,21 @@ def connect(config: RunConfig, needed: ResourcePlan, notify: Notify | None = Non
     Raises:
         ConfigError: the cluster cannot be reached, or cannot hold what a run needs.
     """
-    address = config.ray_address or os.environ.get("RAY_ADDRESS")
+    address = address_of(config.ray_address)
     if not ray.is_initialized():
         quiet_environment()
         try:
             _join(address) if address else start_cluster()
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"ray_address {address}: {one_line(error, 500)}") from None
+        if address and notify:
+            notify(f"joined the Ray cluster at {ray.get_runtime_context().gcs_address}")
     wait_for_room(needed, config.wait_for_resources if address else 0.0, notify or _LOG.warning)
+
+
+def address_of(ray_address: str | None) -> str | None:
+    """Returns the address of the Ray cluster to join; None: one is started in this process."""
+    return ray_address or os.environ.get("RAY_ADDRESS") or None
 
 
 def _join(address: str) -> None:
@@ -126,6 +133,7 @@ def run(
     on_report: OnReport | None = None,
     notify: Notify | None = None,
     processes: RunProcesses | None = None,
+    waits: bool = False,
 ) -> RunResult:
     """Trains to the last step.
 
@@ -136,6 +144,7 @@ def run(
         notify: called with messages that are not metrics, e.g. that an engine died; they are also kept with the run.
         processes: engines and workers of an earlier run of this process; they do this run, too, as far as they suit.
             None: nothing is left running, whatever happens.
+        waits: after each evaluation the run waits until `processes.release` is called with its step.
 
     Raises:
         ConfigError: the input cannot be used.
@@ -148,16 +157,18 @@ def run(
         check_start(config)
     if not resume and parent is None:  # a resume and a trial keep their records until the server answers
         prepared.tracking.check()
-    bring_folders(prepared)
+    if parent is None:  # the driver of a sweep has done that
+        bring_folders(prepared)
     tracking = nodes.reachable(prepared.tracking)  # kept here: an actor ends with its last handle
     with (processes or RunProcesses()).lease(prepared) as leased:
         # Before the run exists: a run without prompts leaves no trace.
         prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))
         record = _open_record(prepared, folder, resume, parent, notify)
         with _closing(record, prepared.name, folder, notify):
-            job = WorkerSpec(config.model_dump(), prepared.model_path, folder, tracking)
+            job = WorkerSpec(config.model_dump(), prepared.model_path, folder, tracking, waits=waits)
             events = _EventLog(record, notify)
-            reported = leased.run(prepared, job, on_report or _ignore, events, config.checkpoint.grace_s)
+            grace_s = config.checkpoint.grace_s
+            reported = leased.run(prepared, job, on_report or _ignore, events, grace_s=grace_s, again=resume)
             metrics = {key: value for key, value in reported.items() if key not in RAY_KEYS}
             write(folder / "result.json", json.dumps(metrics))
         return RunResult(prepared.name, folder.path, metrics, record.run_id, leased.result and _pruned(leased.result))

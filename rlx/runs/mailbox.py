@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,9 +24,8 @@ if TYPE_CHECKING:  # the actor's process imports nothing slow
     from rlx.storage.filesystem import Storage
     from rlx.tracking.base import TrackingService
 
-_NAME = "rlx_mailbox"
 
-
+_NEVER_REACHED = 2**62  # a number of a step or job
 CHECKPOINT_PATH = "checkpoint_path"
 """the key of a report's metrics that names the checkpoint that was reported with it, as Ray's own callback calls it"""
 
@@ -43,6 +43,7 @@ class WorkerSpec:
     folder: Storage  # of the run
     tracking: TrackingService | None  # None: nothing is recorded
     examine: bool = False  # run the doctor instead of training
+    waits: bool = False  # after each evaluation, until it is released
     engines: Sequence[Any] = ()  # actor handles
     engine_spec: EngineSpec | None = None  # of the engine that each worker starts beside itself
     reward_models: Sequence[Any] = ()  # actor handles
@@ -83,6 +84,8 @@ class ControllerStarted:
 class WorkersStarted:
     """All workers run, and ask for a job."""
 
+    group: Any  # their placement group
+
 
 @dataclass(frozen=True)
 class JobEnded:
@@ -112,6 +115,8 @@ class _Content:
     ended: int = 0  # the newest job that is over, so that restarted workers do not begin it again
     is_last: bool = False  # no job follows the newest
     stopped: int = 0  # the newest job that is to end
+    released: int = -1  # the newest step after which the job may go on
+    is_closed: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wake(self) -> None:
@@ -119,22 +124,25 @@ class _Content:
         self.changed.set()
         self.changed = asyncio.Event()
 
+    def close(self) -> None:
+        """Frees what it holds; from now on nobody waits for anything."""
+        self.events, self.job, self.is_closed, self.is_last, self.ended = {}, b"", True, True, self.jobs
+        self.stopped = self.released = _NEVER_REACHED
+        self.wake()
+
 
 class MailboxActor:
-    """The boxes of all runs of a driver. Calls for a box that is closed change nothing and wait for nothing."""
+    """The boxes of all runs of a driver. Calls for a box that is closed wait for nothing and keep nothing."""
 
     def __init__(self) -> None:
-        self._boxes: dict[str, _Content] = {}
-
-    async def open(self, box: str) -> None:
-        self._boxes[box] = _Content()
+        self._boxes = defaultdict[str, _Content](_Content)
 
     async def close(self, box: str) -> None:
-        if content := self._boxes.pop(box, None):
-            content.wake()
+        self._boxes[box].close()
 
     async def send(self, box: str, event: bytes) -> None:
-        if content := self._boxes.get(box):
+        content = self._boxes[box]
+        if not content.is_closed:
             content.sent += 1
             content.events[content.sent] = event
             content.wake()
@@ -144,60 +152,66 @@ class MailboxActor:
 
         The events up to `after` are deleted. So a receiver that was interrupted misses none.
         """
-        content = self._boxes.get(box)
-        if content and content.sent <= after:
+        content = self._boxes[box]
+        if content.sent <= after and not content.is_closed:
             with suppress(TimeoutError):
                 await asyncio.wait_for(content.changed.wait(), timeout_s)
-        if content is None:
-            return []
         content.events = {number: event for number, event in content.events.items() if number > after}
         return list(content.events.values())
 
     async def post(self, box: str, job: bytes, is_last: bool) -> int:
         """Makes a job the newest and returns its number, from 1."""
         content = self._boxes[box]
-        content.job, content.jobs, content.is_last = job, content.jobs + 1, is_last
+        content.job, content.jobs, content.is_last, content.released = job, content.jobs + 1, is_last, -1
         content.wake()
         return content.jobs
 
     async def end_job(self, box: str, is_last: bool) -> None:
         """Notes that the newest job is over; with `is_last` no other follows."""
-        if content := self._boxes.get(box):
-            content.ended, content.is_last = content.jobs, content.is_last or is_last
-            content.wake()
+        content = self._boxes[box]
+        content.ended, content.is_last = content.jobs, content.is_last or is_last
+        content.wake()
 
     async def next_job(self, box: str, done: int) -> int | None:
         """Waits for a job after the one with the number `done` and returns its number; None if none will come."""
-        while content := self._boxes.get(box):
-            if content.jobs > max(done, content.ended):
-                return content.jobs
+        content = self._boxes[box]
+        while content.jobs <= max(done, content.ended):
             if content.is_last:
                 return None
             await content.changed.wait()
-        return None
+        return content.jobs
 
     async def read_job(self, box: str, number: int) -> bytes | None:
-        content = self._boxes.get(box)
-        return content.job if content and content.jobs == number else None
+        content = self._boxes[box]
+        return content.job if content.jobs == number and not content.is_closed else None
 
     async def stop(self, box: str) -> None:
         """Asks the newest job to end."""
-        if content := self._boxes.get(box):
-            content.stopped = content.jobs
+        content = self._boxes[box]
+        content.stopped = max(content.stopped, content.jobs)
+        content.wake()
 
     async def is_stopped(self, box: str, job: int) -> bool:
-        content = self._boxes.get(box)
-        return content is None or content.stopped >= job
+        return self._boxes[box].stopped >= job
+
+    async def release(self, box: str, step: int) -> None:
+        """Lets the newest job go on after a step."""
+        content = self._boxes[box]
+        content.released = max(content.released, step)
+        content.wake()
+
+    async def await_release(self, box: str, job: int, step: int) -> None:
+        """Returns when a job may go on after a step, or is to end."""
+        content = self._boxes[box]
+        while content.released < step and content.stopped < job:
+            await content.changed.wait()
 
 
 def start_mailbox() -> Any:
-    """Returns the mailbox actor of this driver; starts it on this node if there is none.
-
-    It ends when the handle that started it is gone.
-    """
+    """Starts a mailbox actor on this node and returns its handle; it ends when the last handle is gone."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    options = {"name": _NAME, "get_if_exists": True, "num_cpus": 0, "max_concurrency": 10_000}
-    return ray.remote(MailboxActor).options(**options, scheduling_strategy=here).remote()
+    options = {"num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
+    return ray.remote(MailboxActor).options(**options).remote()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,10 +227,8 @@ class Box:
 
     @classmethod
     def new(cls, actor: Any) -> Box:
-        """Opens an unused box; `close` it in the end."""
-        box = cls(actor, uuid.uuid4().hex)
-        ray.get(actor.open.remote(box.name))
-        return box
+        """Returns an unused box; `close` it in the end."""
+        return cls(actor, uuid.uuid4().hex)
 
     def close(self) -> None:
         """Deletes the content; workers that wait for a job get none."""
@@ -255,6 +267,14 @@ class Box:
     def stop(self) -> None:
         """Asks the newest job to end with its current step."""
         ray.get(self.actor.stop.remote(self.name))
+
+    def release(self, step: int) -> None:
+        """Lets the newest job go on after a step, if it is one that waits for that."""
+        self.actor.release.remote(self.name, step)
+
+    def await_release(self, job: int, step: int) -> None:
+        """Returns when a job may go on after a step, or is to end."""
+        ray.get(self.actor.await_release.remote(self.name, job, step))
 
     def is_stopped(self, job: int) -> bool:
         """Whether a job was asked to end."""

@@ -90,7 +90,7 @@ def _packed(folder: Path) -> bytes:
 
 def _unpack(content: bytes, path: str) -> None:
     """Makes the folder at once: a process that reads it never sees half of it."""
-    if Path(path).is_dir():
+    if _has(path):
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=Path(path).parent) as unfinished:
@@ -99,7 +99,7 @@ def _unpack(content: bytes, path: str) -> None:
         try:
             Path(unfinished, "model").rename(path)
         except OSError:
-            if not Path(path).is_dir():  # another process was faster
+            if not _has(path):  # otherwise another process was faster
                 raise
 
 
@@ -113,7 +113,7 @@ def reachable(service: TrackingService) -> TrackingService:
     MLflow opens a SQLite database itself, so only a process of this node can write to it: others ask an actor here. On
     a cluster of one node, and with a server, the service itself is returned.
     """
-    if not service.address.startswith("sqlite:") or not other_nodes():
+    if isinstance(service, RelayedService) or not service.address.startswith("sqlite:") or not other_nodes():
         return service
     return start_relay(service)
 

@@ -22,8 +22,7 @@ from rlx.config.sections import ModelConfig, ReuseName, RolloutConfig, flatten
 from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
-from rlx.runs import mailbox
-from rlx.runs.mailbox import WorkerSpec
+from rlx.runs.mailbox import WorkerSpec, start_mailbox
 from rlx.runs.preflight import PreparedRun
 from rlx.runs.resources import Bundle, ResourcePlan
 from rlx.runs.train_run import END_S, RunStopped, TrainRun
@@ -80,13 +79,13 @@ class EngineHost:
 class RunProcesses:
     """What one process has started for its runs. One run at a time."""
 
-    def __init__(self, reuse: ReuseName = "none") -> None:
+    def __init__(self, reuse: ReuseName = "none", mailbox: Any = None) -> None:
         """
         Args:
             reuse: what stays for the next run of the same shape: the engines, the engines and the workers, or nothing.
+            mailbox: the driver's actor; None: one is started here.
         """
-        self.reuse = reuse
-        self._mailbox: Any = None
+        self.reuse, self._mailbox = reuse, mailbox
         self._host: EngineHost | None = None
         self._train: TrainRun | None = None
         self._train_started_with: list[Any] = []
@@ -103,7 +102,7 @@ class RunProcesses:
         try:
             if self._host and self._host.started_with != _started_with(prepared):
                 self.close()
-            self._mailbox = self._mailbox or mailbox.start_mailbox()
+            self._mailbox = self._mailbox or start_mailbox()
             self._host = self._host or EngineHost(prepared)
             yield self
         except RunStopped:
@@ -116,12 +115,20 @@ class RunProcesses:
             self._end_what_is_not_kept()
 
     def run(
-        self, prepared: PreparedRun, job: WorkerSpec, on_report: OnReport, notify: Notify, grace_s: float = 0.0
+        self,
+        prepared: PreparedRun,
+        job: WorkerSpec,
+        on_report: OnReport,
+        notify: Notify,
+        *,
+        grace_s: float = 0.0,
+        again: bool = False,
     ) -> dict[str, Any]:
         """Does a job with workers, and returns its last metrics; see `TrainRun.do`.
 
         Args:
             job: what the workers are told, without the engines and reward models.
+            again: the run has been started before.
 
         Raises:
             RunError: the run failed.
@@ -132,8 +139,8 @@ class RunProcesses:
         with self._lock:
             if self._is_stopping:
                 raise RunStopped("the run was stopped")
-            self._train = self._suitable_workers(prepared) or TrainRun(prepared, job.folder, self._mailbox)
-            self._train.renew()
+            self._train = self._suitable_workers(prepared) or TrainRun(prepared, job.folder, self._mailbox, again)
+            self._train.is_stopping = False
             self._train_started_with = _workers_started_with(prepared)
         beside = engine_spec_of(prepared) if prepared.resources.colocated else None
         job = replace(job, engines=self._host.engines, engine_spec=beside, reward_models=self._host.reward_models)
@@ -148,6 +155,11 @@ class RunProcesses:
     def result(self) -> ray.train.Result | None:
         """Ray Train's result of the last run; None while its workers are kept."""
         return self._train.result if self._train else None
+
+    def release(self, step: int) -> None:
+        """Lets a run that waits after its evaluations go on after a step."""
+        if self._train:
+            self._train.box.release(step)
 
     def stop(self) -> None:
         """Ends the run that another thread does, if any, after its current step."""

@@ -18,7 +18,9 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.collective
+import ray.util
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rlx import actors
 from rlx.config.errors import one_line
@@ -170,7 +172,7 @@ def _jobs(box: Box) -> Iterator[tuple[int, WorkerSpec]]:
     """Yields one job after another with its number, the same on all ranks, until the driver says that no more come."""
     is_first, done = ray.train.get_context().get_world_rank() == 0, 0
     if is_first:
-        box.send(WorkersStarted())
+        box.send(WorkersStarted(ray.util.get_current_placement_group()))
     while True:
         number = ray.train.collective.broadcast_from_rank_zero(box.next_job(done) if is_first else None)
         if number is None:
@@ -191,26 +193,26 @@ def _jobs(box: Box) -> Iterator[tuple[int, WorkerSpec]]:
 class TrainRun:
     """One Ray Train run, as the process that started it sees it. `close` ends it."""
 
-    def __init__(self, prepared: PreparedRun, folder: Storage, mailbox: Any) -> None:
+    def __init__(self, prepared: PreparedRun, folder: Storage, mailbox: Any, again: bool) -> None:
         """Starts Ray's trainer in a thread; does not wait for the workers.
 
         Args:
             folder: of the run, or of the first run if the workers stay for others.
+            again: the run has been started before, and may have left a placement group.
         """
-        self._box, self._mark = Box.new(mailbox), marked(prepared.resources.workers[0], folder)
+        self.box, self._mark = Box.new(mailbox), marked(prepared.resources.workers[0], folder)
         self._seen = 0  # events
-        self._is_stopping, self._is_idle, self._ended = False, threading.Event(), threading.Event()
+        self.is_stopping = False  # the current job, or the next one, is to end at once
+        self._is_idle, self._ended = threading.Event(), threading.Event()
         self._is_idle.set()
         self._controller: Any = None
-        self._has_started = self._is_job_over = False  # the workers have been placed; they have finished the job
+        self._is_job_over = False  # the workers have finished the job
         self.result: ray.train.Result | None = None  # Ray's, once it has ended well
-        remove_groups(self._mark)  # of an attempt that was killed
-        trainer = make_trainer(prepared, folder, self._box)
+        self._group: PlacementGroup | None = None  # of the workers, once they run
+        if again:
+            remove_groups(self._mark)
+        trainer = make_trainer(prepared, folder, self.box)
         threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="ray-train").start()
-
-    def renew(self) -> None:
-        """Forgets that the job before was stopped."""
-        self._is_stopping = False
 
     @property
     def has_ended(self) -> bool:
@@ -239,21 +241,21 @@ class TrainRun:
         """
         self._is_idle.clear()
         self._is_job_over = False
-        self._box.post(job, is_last)
-        if self._is_stopping:  # `stop` came before there was a job
-            self._box.stop()
+        self.box.post(job, is_last)
+        if self.is_stopping:  # `stop` came before there was a job
+            self.box.stop()
         try:
             metrics = self._relay(job.engines, on_report, notify, grace_s)
             self._await_end(is_last)
-            if self._is_stopping:
+            if self.is_stopping:
                 raise RunStopped("the run was stopped")
             return metrics
         except RunStopped:  # `on_report` may raise it, too
-            self._box.stop()
+            self.box.stop()
             self._await_end(is_last)
             raise
         finally:
-            self._box.end_job(is_last)
+            self.box.end_job(is_last)
             self._is_idle.set()
 
     def stop(self, patience_s: float = END_S) -> None:
@@ -261,24 +263,33 @@ class TrainRun:
 
         Workers whose step takes longer than `patience_s` are ended without one.
         """
-        self._is_stopping = True
-        self._box.stop()
+        self.is_stopping = True
+        self.box.stop()
         if not self._is_idle.wait(patience_s):
             self.kill()
 
     def close(self, patience_s: float = END_S) -> None:
         """Ends the workers. They get `patience_s` to end by themselves."""
-        self._box.end_job(is_last=True)
+        self.box.end_job(is_last=True)
         if not self._ended.wait(patience_s):
             self.kill()
-        self._box.close()
+        self.box.close()
 
     def kill(self) -> None:
         """Ends the workers at once. If they are still starting, they end when they ask for their job."""
-        self._box.end_job(is_last=True)
-        if self._controller and not self.has_ended:
+        self.box.end_job(is_last=True)
+        if self.has_ended:
+            return
+        if self._controller:
             ray.kill(self._controller)
             self._ended.wait(END_S)
+        self._remove_group()
+
+    def _remove_group(self) -> None:
+        """Frees what the workers hold: Ray Train does not if its controller was killed."""
+        if self._group:
+            remove_placement_group(self._group)
+        else:
             remove_groups(self._mark)
 
     def _fit(self, trainer: TorchTrainer) -> None:
@@ -288,13 +299,13 @@ class TrainRun:
         except ray.exceptions.RayActorError:
             ended = TrainEnded("Ray Train's controller died", is_lost=True)
         except ray.train.ControllerError as error:
-            ended = TrainEnded(error_message(error), is_lost=not self._has_started)
+            ended = TrainEnded(error_message(error), is_lost=True)
         except BaseException as error:
             ended = TrainEnded(error_message(error))
         if ended.error:
-            remove_groups(self._mark)  # of a controller that was killed
+            self._remove_group()
         self._ended.set()
-        self._box.send(ended)
+        self.box.send(ended)
 
     def _relay(self, engines: Sequence[Any], on_report: OnReport, notify: Notify, grace_s: float) -> dict[str, Any]:
         """Passes on the job's reports as they come; returns the metrics of the last one."""
@@ -309,7 +320,7 @@ class TrainRun:
                     f"interrupted: finishing the step and a checkpoint, {grace_s:.0f} s at most; "
                     f"interrupt again to end at once"
                 )
-                self._box.stop()
+                self.box.stop()
                 for report in self._reports(engines, notify, time.monotonic() + grace_s):
                     on_report(report.metrics, report.checkpoint)
             raise
@@ -317,7 +328,7 @@ class TrainRun:
 
     def _reports(self, engines: Sequence[Any], notify: Notify, until: float = math.inf) -> Iterator[StepReport]:
         """Yields the job's reports as they come, until the last one or the time `until` (of `time.monotonic`)."""
-        failure = ""
+        failure, has_fatal = "", False
         for event in self._events(until):
             match event:
                 case StepReport():
@@ -327,24 +338,25 @@ class TrainRun:
                 case Message(text):
                     notify(text)
                 case WorkersFailed(text, is_fatal):
-                    failure = text
+                    failure, has_fatal = text, has_fatal or is_fatal
                     if any(actors.is_dead(engine) for engine in engines[:1]) and all(map(actors.is_dead, engines)):
                         raise RunError(text)
                     if not is_fatal:
                         notify(f"{text} - the workers are restarted")
                 case TrainEnded(error, is_lost):
-                    if self._is_stopping:
+                    if self.is_stopping:
                         raise RunStopped("the run was stopped")
-                    if is_lost:
+                    if is_lost and not has_fatal:
                         raise RunLostError(error)
                     raise RunError(failure or error or "the workers ended")
 
     def _events(self, until: float = math.inf) -> Iterator[Any]:
         """Yields events as they come."""
         while (left := until - time.monotonic()) > 0:
-            for event in self._box.receive(self._seen, min(_WAIT_S, left)):
+            for event in self.box.receive(self._seen, min(_WAIT_S, left)):
                 self._seen += 1
-                self._has_started |= isinstance(event, WorkersStarted)
+                if isinstance(event, WorkersStarted):
+                    self._group = event.group
                 self._is_job_over |= isinstance(event, JobEnded)  # it may come before the last report
                 if isinstance(event, ControllerStarted):
                     self._controller = event.handle

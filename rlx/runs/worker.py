@@ -94,6 +94,8 @@ class RayReporter:
             self._report(checkpoint.metrics, checkpoint)
         own = [checkpoint for checkpoint in checkpoints if checkpoint not in earlier]
         self._report(step, own[0] if own else None)
+        if self.job.spec.waits and self.rank == 0 and "time/eval" in metrics and not is_last:
+            self.job.box.await_release(self.job.number, int(metrics["step"]))
 
     def _report(self, metrics: Mapping[str, Any], checkpoint: FinishedCheckpoint | None) -> None:
         if checkpoint is None:

@@ -14,9 +14,10 @@ import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ray import tune
+from ray.autoscaler.sdk import request_resources
 from ray.tune.experiment import Trial
 
 from rlx.config.sections import DEFAULT_METRIC
@@ -48,6 +49,32 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
+class Room(Protocol):
+    """How many trials have room, see `tuner.Room`."""
+
+    def trials(self, open_trials: int) -> int: ...
+
+
+class Helpers:
+    """What lives in this process as long as a sweep runs: handles of actors, the room, the signal handler of before.
+
+    Tune pickles its callbacks; a copy has nothing of it.
+    """
+
+    def __init__(self, kept: Any = None, room: Room | None = None) -> None:
+        self.kept, self.room = kept, room
+        self._on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
+
+    def __reduce__(self) -> Any:
+        return Helpers, ()
+
+    def end(self) -> None:
+        """Gives back what was asked of an autoscaler, and Ctrl-C."""
+        request_resources(bundles=[])
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._on_interrupt)
+
+
 class SweepCallback(tune.Callback):
     """Shows and records the trials of a sweep."""
 
@@ -55,13 +82,19 @@ class SweepCallback(tune.Callback):
     watch: Watch = staticmethod(lambda trial, settings, metrics, state: None)
     interrupted = False
 
-    def __init__(self, plan: SweepPlan, log: TrialLog) -> None:
+    def __init__(self, plan: SweepPlan, log: TrialLog, helpers: Helpers) -> None:
         self.statuses: dict[str, RunStatus] = {}  # by trial, the status with which its MLflow run is to end
-        self.steps, self.log = plan.config.train.steps, log
+        self.steps, self.log, self.helpers = plan.config.train.steps, log, helpers
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         if iteration == 0:  # Tune has installed its signal handler by now
             _confirm_interrupts()
+        self._look_at_nodes(trials)
+
+    @_harmless
+    def _look_at_nodes(self, trials: list[Trial]) -> None:
+        if self.helpers.room:
+            self.helpers.room.trials(sum(not trial.is_finished() for trial in trials))
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.statuses[str(trial)] = RunStatus.KILLED  # until another end is recorded
@@ -98,6 +131,7 @@ class SweepCallback(tune.Callback):
         SweepCallback.interrupted = waiting or RunStatus.KILLED in self.statuses.values()
         all_failed = set(self.statuses.values()) == {RunStatus.FAILED}
         ended = RunStatus.FAILED if all_failed else RunStatus.FINISHED
+        self.helpers.end()
         self.log.end_sweep(RunStatus.KILLED if SweepCallback.interrupted else ended)
         self.log.flush()
 

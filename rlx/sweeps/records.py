@@ -20,7 +20,7 @@ from rlx.config.run import RunConfig
 from rlx.config.sections import ReuseName, SchedulerName, SearchName
 from rlx.runs import preflight
 from rlx.runs.resources import ResourcePlan, plan_resources
-from rlx.storage.filesystem import Storage, StorageError, retry
+from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import TrackingService
 from rlx.tracking.tracker import service_at
 
@@ -146,14 +146,14 @@ class TrialRecords:
     def _write_waiting(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        for name, record in waiting.items():
-            file = self.folder / f"{name}.json"
-            try:
-                retry(partial(file.write_text, record.model_dump_json()), f"writing {file.path}")
-            except StorageError:
-                with self._lock:
-                    self._waiting = {name: record} | self._waiting
-                raise
+        try:
+            for name in list(waiting):
+                file = self.folder / f"{name}.json"
+                retry(partial(file.write_text, waiting[name].model_dump_json()), f"writing {file.path}")
+                del waiting[name]
+        finally:  # those that are left are written with the next record
+            with self._lock:
+                self._waiting = waiting | self._waiting
 
 
 def trial_name(number: int) -> str:

@@ -22,7 +22,7 @@ from ray import tune
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import DEFAULT_METRIC, flatten
-from rlx.runs import launch, preflight
+from rlx.runs import launch, nodes, preflight
 from rlx.runs.launch import Parent
 from rlx.runs.mailbox import CHECKPOINT_PATH
 from rlx.runs.processes import RunProcesses
@@ -31,7 +31,7 @@ from rlx.runs.run_folder import POINTER, exists, saved_config, write
 from rlx.runs.train_run import RunError, RunLostError, RunStopped
 from rlx.storage.addresses import join_address
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
+from rlx.sweeps.records import SweepPlan, TrialRecord
 from rlx.sweeps.schedulers import REPLAYING
 from rlx.tracking.base import TrackingService
 from rlx.types import OnReport
@@ -64,6 +64,8 @@ class SharedInputs:
     """What the driver has made once for all trials of a sweep."""
 
     tracking: TrackingService
+    mailbox: Any  # actor handle
+    known: Mapping[str, TrialRecord] = field(default_factory=dict)  # of trials before a resume, by name
     model_path: str | None = None  # the model's folder or name; None if it differs from trial to trial
     tables: Mapping[str, Any] | None = None  # the prompts; None if they differ
 
@@ -78,6 +80,8 @@ class PPOTrial(tune.Trainable):
     thread: RunThread | None  # of the run that it does now
     start: str  # path of the checkpoint that it starts from, "" if it begins or continues by itself
     checkpoint: str  # path of its newest complete one, "" if there is none
+    replayed: list[dict[str, Any]]  # reports of before a resume, which Tune is still to be given
+    seen: int  # the step that Tune was given last, -1 before the first
 
     def setup(self, config: dict[str, Any], plan: SweepPlan, storage: Storage, shared: SharedInputs) -> None:
         """
@@ -85,15 +89,19 @@ class PPOTrial(tune.Trainable):
             config: the settings that the search has chosen.
         """
         self.plan, self.storage, self.shared = plan, storage, shared
-        self.processes = RunProcesses(plan.reuse)
+        self.processes = RunProcesses(plan.reuse, shared.mailbox)
         self._begin()
 
     def step(self) -> dict[str, Any]:
         """Waits for the next step of the run; the last one is `done`."""
         if self.replayed:
             return self.replayed.pop(0)
-        self.thread = self.thread or RunThread(partial(self._run, dict(self.config), self.start))
+        if self.thread:
+            self.processes.release(self.seen)  # Tune has decided that it goes on
+        else:
+            self.thread = RunThread(partial(self._run, dict(self.config), self.start))
         report = self.thread.next_report()
+        self.seen = report["step"]
         self.checkpoint = report.get(CHECKPOINT_PATH, self.checkpoint)
         return report | {"should_checkpoint": CHECKPOINT_PATH in report}
 
@@ -103,6 +111,7 @@ class PPOTrial(tune.Trainable):
     def load_checkpoint(self, checkpoint: str) -> None:
         """Continues from a checkpoint, of this trial or of another one, from now on."""
         self._end()
+        self.replayed = []
         self.start = self.checkpoint = str(json.loads(Path(checkpoint, POINTER).read_text())["path"])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -117,10 +126,10 @@ class PPOTrial(tune.Trainable):
         self.processes.close()
 
     def _begin(self) -> None:
-        self.thread, self.start, self.checkpoint = None, "", ""
-        self.record = self._records().find(self.trial_name) or TrialRecord(settings=self.config)
+        self.thread, self.start, self.checkpoint, self.seen = None, "", "", -1
+        self.record = self.shared.known.get(self.trial_name) or TrialRecord(settings=self.config)
         reports = self.record.reports if self.plan.scheduler in REPLAYING else []
-        self.replayed: list[dict[str, Any]] = [{"step": step, DEFAULT_METRIC: value} for step, value in reports]
+        self.replayed = [{"step": step, DEFAULT_METRIC: value} for step, value in reports]
         if self.record.is_over:
             self.replayed = [*self.replayed[:-1], {"step": self.record.step, **dict(*self.replayed[-1:]), "done": True}]
 
@@ -128,9 +137,6 @@ class PPOTrial(tune.Trainable):
         if self.thread:
             self.thread.end(self.processes.stop)
         self.thread = None
-
-    def _records(self) -> TrialRecords:
-        return TrialRecords(self.storage / "sweeps" / self.plan.name)
 
     def _run(self, settings: dict[str, Any], start: str, on_report: OnReport) -> None:
         """Does the trial's run, or its remaining steps; in a thread."""
@@ -225,10 +231,13 @@ def run_trial(
     config = from_tree(with_overrides(plan.tree, overrides))
     prepared = preflight.prepare(config, tables=shared.tables, model_path=shared.model_path)
     prepared = replace(prepared, tracking_service=shared.tracking)
-    launch.connect(prepared.config, prepared.resources)
+    if shared.model_path is None:
+        nodes.bring_folder(prepared.model_path, "model.path")
     parent = Parent(sweep if attempt.is_first else runs / attempt.trial, _tags(plan.name, attempt))
     try:
-        launch.run(prepared, folder, resume=exists(folder), parent=parent, on_report=on_report, processes=processes)
+        launch.run(
+            prepared, folder, resume=exists(folder), parent=parent, on_report=on_report, processes=processes, waits=True
+        )
     except RunStopped:
         pass
     except (RunError, ConfigError) as error:

@@ -25,7 +25,7 @@ class TrialOptions:
 
     count: int  # settings to try
     seeds: Sequence[int] = ()  # of the runs of each setting; none: the sweep does not set the seed
-    limit: Callable[[], int] | None = None  # how many trials may run at once, now; None: Tune decides
+    limit: Callable[[int], int] | None = None  # (trials not over) -> how many may run at once; None: Tune decides
     replays: bool = False  # give Tune again the trials that are over
     pausing: bool = False  # a trial may be paused, and continue in the process of another
 
@@ -97,7 +97,7 @@ class TrialSource(Searcher):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
         """Returns the settings of the next trial that is to run; None if there is none now."""
-        if self._options.limit and len(self._live) >= self._options.limit():
+        if self._options.limit and len(self._live) >= self._options.limit(self._open):
             return None
         while (settings := self._seeded.settings_of(self._next_number)) is not None:
             number, self._next_number = self._next_number, self._next_number + 1
@@ -112,6 +112,11 @@ class TrialSource(Searcher):
             self._live.add(trial_id)
             return dict(record.settings)
         return Searcher.FINISHED if self._has_ended() else None
+
+    @property
+    def _open(self) -> int:
+        """How many trials are not over, those that are still to come included."""
+        return len(self._live) + self._options.count * max(1, len(self._options.seeds)) - self._next_number
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         self._live.discard(trial_id)

@@ -6,30 +6,31 @@ Left out: what happens in a trial's process (`trainable`), tables and figures (r
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
-import signal
+import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import ray
 from ray import tune
 
-from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import DEFAULT_METRIC, flatten
 from rlx.runs import launch, nodes, preflight, run_folder
+from rlx.runs.mailbox import start_mailbox
 from rlx.runs.resources import cluster_nodes
 from rlx.runs.run_folder import exists, saved_config
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import searchers
-from rlx.sweeps.callback import SweepCallback, TrialLog, Watch
+from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog, Watch
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
+from rlx.sweeps.room import Room, concurrency, most_at_once, total_trials
 from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, Schedule
 from rlx.sweeps.space import MODE, Space, complete_settings, load_space
 from rlx.sweeps.trainable import SharedInputs, attempt_number, forgive, newest_attempt, trainable
@@ -41,7 +42,7 @@ _LOG = logging.getLogger("rlx")
 _PLAN_FILE, _SPACE_FILE = "sweep.json", "space.py"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
 _TUNE_FOLDER = "tune"  # holds Tune's own records
-_COUNT_NODES_S = 5.0  # between two looks at the nodes of the cluster
+_LOGGERS_OFF = "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,17 +79,6 @@ def _with_population(plan: SweepPlan, space: Space) -> SweepPlan:
     first_rung = _schedule(plan, space).first_rung
     checkpoints = {"checkpoint.every": first_rung, "checkpoint.keep_last": None, "checkpoint.async_save": False}
     return replace(plan, tree=with_overrides(plan.tree, checkpoints))
-
-
-def total_trials(plan: SweepPlan) -> int:
-    """Returns how many trials a sweep has."""
-    return plan.seeds * plan.trials
-
-
-def concurrency(plan: SweepPlan) -> int:
-    """Returns how many trials can run at once in the cluster, at least 1."""
-    most = min(total_trials(plan), plan.max_concurrent or total_trials(plan))
-    return max(1, plan.resources.fits(cluster_nodes(), most))
 
 
 def describe(plan: SweepPlan) -> str:
@@ -147,6 +137,7 @@ def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
     except (TypeError, ValueError, FileNotFoundError):
         raise ConfigError(f"sweep {folder.path} is damaged: it is not what rlx wrote") from None
     copy = Path(tempfile.mkdtemp(prefix="rlx-space-"), Path(plan.space).name)  # the original may be on another machine
+    atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
     copy.write_text(space)
     return replace(plan, space=str(copy))
 
@@ -194,14 +185,14 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
         KeyboardInterrupt: the sweep was interrupted; a resume continues it.
     """
     folder = storage / "sweeps" / plan.name
-    on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `failures` says why trials failed
     if resume:
         with _record(plan, folder) as record:
             record.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
     try:
         SweepCallback.watch, SweepCallback.interrupted = watch, False
-        make_tuner(plan, storage).fit()
+        with _no_loggers():
+            make_tuner(plan, storage).fit()
         results = _results(plan, folder)
         _send_pending(plan.tracking, folder)
         return results
@@ -209,8 +200,18 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
         with _record(plan, folder) as record:
             record.end(RunStatus.KILLED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED)
         raise
+
+
+@contextmanager
+def _no_loggers() -> Iterator[None]:
+    """Tune writes no CSV, JSON and TensorBoard files: nobody would read them, and they cost 6 ms a report."""
+    before = os.environ.get(_LOGGERS_OFF)
+    os.environ[_LOGGERS_OFF] = "1"
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGINT, on_interrupt)
+        os.environ.pop(_LOGGERS_OFF)
+        os.environ |= {_LOGGERS_OFF: before} if before is not None else {}
 
 
 @contextmanager
@@ -250,12 +251,12 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
     folder, space = storage / "sweeps" / plan.name, load_space(plan.space, plan.tree)
     records = TrialRecords(folder)
     known = {name: _with_newest_settings(folder, name, record) for name, record in records.all().items()}
-    shared = shared_inputs(plan, space)
-    source = _trial_source(plan, records, space, known, Room(plan, shared.model_path))
+    shared = replace(shared_inputs(plan, space), known=known)
+    room = Room(plan, shared.model_path)
+    source = _trial_source(plan, records, space, known, room)
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(max(200, total_trials(plan)))  # `concurrency` is the limit
-    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # nobody reads Tune's CSV, JSON and TensorBoard files
     return tune.Tuner(
-        trainable(plan, storage, shared, _most(plan)),
+        trainable(plan, storage, shared, most_at_once(plan)),
         tune_config=tune.TuneConfig(
             metric=DEFAULT_METRIC,
             mode=MODE,
@@ -270,28 +271,11 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
             name=_tune_folder(folder),
             storage_path=folder.path,
             storage_filesystem=storage.filesystem,
-            callbacks=[SweepCallback(plan, TrialLog(plan.tracking, folder, records))],
+            callbacks=[SweepCallback(plan, TrialLog(plan.tracking, folder, records), Helpers(shared, room))],
             failure_config=tune.FailureConfig(max_failures=plan.config.scaling.max_failures),
             verbose=0,
         ),
     )
-
-
-def _most(plan: SweepPlan) -> int | None:
-    """Returns how many trials Tune may run at once where it starts all of them at first; None: that is not needed.
-
-    Raises:
-        ConfigError: the placement strategy does not allow that.
-    """
-    count = concurrency(plan)
-    if plan.scheduler not in PAUSING or count >= total_trials(plan):
-        return None
-    if plan.resources.strategy.startswith("STRICT"):
-        raise ConfigError(
-            f"--scheduler {plan.scheduler} with {total_trials(plan)} trials, {count} at once, needs "
-            f"scaling.placement_strategy PACK or SPREAD"
-        )
-    return count
 
 
 def _tune_folder(folder: Storage) -> str:
@@ -302,14 +286,14 @@ def _tune_folder(folder: Storage) -> str:
 
 def shared_inputs(plan: SweepPlan, space: Space) -> SharedInputs:
     """Returns what is made here once for all trials: the prompts and the model, unless the space varies them."""
-    config, tracking = plan.config, nodes.reachable(plan.tracking)
+    config, common = plan.config, SharedInputs(nodes.reachable(plan.tracking), start_mailbox())
     if any(key.startswith("model.") for key in space):
-        return SharedInputs(tracking)
+        return common
     path = preflight.model_folder(config.model.path, config.storage)
     nodes.bring_folder(path, "model.path")
     if any(key.startswith(("data.", "eval.")) for key in space):
-        return SharedInputs(tracking, path)
-    return SharedInputs(tracking, path, preflight.prompt_tables(config, path))
+        return replace(common, model_path=path)
+    return replace(common, model_path=path, tables=preflight.prompt_tables(config, path))
 
 
 def _schedule(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] | None = None) -> Schedule:
@@ -331,34 +315,6 @@ def _trial_source(
     )
     search = searchers.searcher(plan.search, space, plan.trials, seed, first_of_each_setting)
     return TrialSource(search, space, records, options, known)
-
-
-def _bring(path: str) -> bool:
-    """Copies the model to the nodes that lack it; False if that has to be tried again."""
-    try:
-        nodes.bring_folder(path, "model.path")
-        return True
-    except (ConfigError, ray.exceptions.RayError) as error:  # a node that is about to go is no reason to end a sweep
-        _LOG.warning("the sweep goes on: %s", one_line(error, 300))
-        return False
-
-
-@dataclass
-class Room:
-    """How many trials of a sweep may run at once, as nodes come and go."""
-
-    plan: SweepPlan
-    model_path: str | None = None  # the folder that each new node needs
-    _count: int = 1
-    _nodes: int = 0
-    _until: float = 0.0  # of `time.monotonic()`, when the nodes are counted again
-
-    def trials(self) -> int:
-        if time.monotonic() >= self._until:
-            self._count, self._until = concurrency(self.plan), time.monotonic() + _COUNT_NODES_S
-            if self.model_path and (count := len(cluster_nodes())) != self._nodes:
-                self._nodes = count if _bring(self.model_path) else 0
-        return self._count
 
 
 def _with_newest_settings(folder: Storage, name: str, record: TrialRecord) -> TrialRecord:

@@ -177,7 +177,7 @@ def test_each_setting_runs_with_all_seeds_before_the_next(folder: Storage) -> No
 
 def test_no_more_are_given_than_may_be_there_at_once(folder: Storage) -> None:
     room = [2]
-    new = trials(folder, limit=lambda: room[0])
+    new = trials(folder, limit=lambda open_trials: room[0])
     first, second = all_of(new)
     assert not new.is_finished
     ends(new, first, 0.5)
@@ -189,7 +189,7 @@ def test_no_more_are_given_than_may_be_there_at_once(folder: Storage) -> None:
 
 def test_a_node_that_joins_is_used_at_once(folder: Storage) -> None:
     room = [1]
-    new = trials(folder, limit=lambda: room[0])
+    new = trials(folder, limit=lambda open_trials: room[0])
     assert len(all_of(new)) == 1
     room[0] = 3
     assert len(all_of(new)) == 2

@@ -1,0 +1,93 @@
+"""How many trials of a sweep run at once, as nodes come and go; nodes for the others are asked of an autoscaler.
+
+Left out: what fits on which nodes (`rlx.runs.resources`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import ray
+from ray.autoscaler.sdk import request_resources
+
+from rlx.config.errors import ConfigError, one_line
+from rlx.runs import launch, nodes
+from rlx.runs.resources import cluster_nodes
+from rlx.sweeps.records import SweepPlan
+from rlx.sweeps.schedulers import PAUSING
+
+_LOG = logging.getLogger("rlx")
+_MOST_ASKED = 200  # trials for which an autoscaler is asked at once
+_COUNT_NODES_S = 5.0  # between two looks at the nodes of the cluster
+
+
+def total_trials(plan: SweepPlan) -> int:
+    """Returns how many trials a sweep has."""
+    return plan.seeds * plan.trials
+
+
+def concurrency(plan: SweepPlan) -> int:
+    """Returns how many trials can run at once in the cluster, at least 1."""
+    most = min(total_trials(plan), plan.max_concurrent or total_trials(plan))
+    return max(1, plan.resources.fits(cluster_nodes(), most))
+
+
+def most_at_once(plan: SweepPlan) -> int | None:
+    """Returns how many trials Tune may run at once where it starts all of them at first; None: that is not needed.
+
+    Raises:
+        ConfigError: the placement strategy does not allow that.
+    """
+    count = concurrency(plan)
+    if plan.scheduler not in PAUSING or count >= total_trials(plan):
+        return None
+    if plan.resources.strategy.startswith("STRICT"):
+        raise ConfigError(
+            f"--scheduler {plan.scheduler} with {total_trials(plan)} trials, {count} at once, needs "
+            f"scaling.placement_strategy PACK or SPREAD"
+        )
+    return count
+
+
+class Room:
+    """How many trials of a sweep may run at once, as nodes come and go; asks an autoscaler for the nodes of the others.
+
+    New nodes get the model.
+    """
+
+    def __init__(self, plan: SweepPlan, model_path: str | None) -> None:
+        self._plan, self._path = plan, model_path
+        self._is_joined = bool(launch.address_of(plan.config.ray_address))
+        self._count, self._nodes, self._until = 1, set[str](), 0.0  # until then, of `time.monotonic()`, nothing changes
+
+    def trials(self, open_trials: int) -> int:
+        """Returns how many may run at once; `open_trials`: those that are not over."""
+        if time.monotonic() >= self._until:
+            self._until = time.monotonic() + _COUNT_NODES_S
+            self._count = concurrency(self._plan)
+            if self._is_joined:
+                self._ask_for(min(open_trials, self._plan.max_concurrent or open_trials))
+            self.look()
+        return self._count
+
+    def look(self) -> None:
+        """Brings the model to nodes that are new."""
+        found = set(nodes.other_nodes())
+        if self._path and found - self._nodes and not _bring(self._path):
+            return
+        self._nodes = found
+
+    def _ask_for(self, trials: int) -> None:
+        needed = self._plan.resources
+        request_resources(bundles=[*needed.bundles, *needed.workers] * min(trials, _MOST_ASKED))
+
+
+def _bring(path: str) -> bool:
+    """Copies the model to the nodes that lack it; False if that has to be tried again."""
+    try:
+        nodes.bring_folder(path, "model.path")
+        return True
+    except (ConfigError, ray.exceptions.RayError) as error:  # a node that is about to go is no reason to end a sweep
+        _LOG.warning("the sweep goes on: %s", one_line(error, 300))
+        return False
