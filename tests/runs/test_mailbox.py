@@ -68,6 +68,19 @@ def test_a_job_that_was_stopped_is_not_the_next_one(box: Box) -> None:
     assert not box.is_stopped(2)
 
 
+def test_a_job_goes_on_after_a_step_once_it_is_released_or_stopped(box: Box) -> None:
+    box.post("job", is_last=True)
+    waiting = box.actor.await_release.remote(box.name, 1, 4)
+    box.release(2)
+    assert ray.wait([waiting], timeout=0.5)[0] == []
+    box.release(4)
+    ray.get(waiting, timeout=10)
+    box.await_release(1, 3)  # an earlier step, of workers that were restarted
+    waiting = box.actor.await_release.remote(box.name, 1, 6)
+    box.stop()
+    ray.get(waiting, timeout=10)
+
+
 def test_a_closed_box_lets_everyone_go(actor: Any) -> None:
     box = Box.new(actor)
     waiting = actor.next_job.remote(box.name, 0)

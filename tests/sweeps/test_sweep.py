@@ -312,6 +312,19 @@ def test_a_watcher_that_fails_does_not_end_the_sweep(
 
 
 @pytest.mark.slow
+def test_a_trial_that_ends_takes_nothing_from_the_others(
+    tiny_model: Path, place: Path, nothing_left: NothingLeft
+) -> None:
+    """Two at a time, each in a process of its own that ends with it; no trial is tried again."""
+    once = {"scaling": {"max_failures": 0}}
+    space = "{'reward.answer_pattern': tune.grid_search(['()', '(?!)', '.'])}"
+    plan, storage = prepared(tiny_model, place, space, once, search="grid", reuse="none")
+    results = tuner.run_sweep(plan, storage, watch=News().watch)
+    nothing_left(15)
+    assert [str(record.state) for record in results.values()] == ["finished"] * 3, tuner.failures(results)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_sweep_is_resumed(tiny_model: Path, tmp_path: Path, script: Any) -> None:
     storage = open_storage(str(tmp_path / "storage"))

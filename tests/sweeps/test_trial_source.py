@@ -1,5 +1,7 @@
 """Trials of a sweep as Tune is given them: numbers, seeds, records, and what a resumed sweep does with those."""
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from ray.tune.search import Searcher
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
-from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import Storage, StorageError
 from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE
@@ -125,6 +127,25 @@ def test_a_record_is_read_as_it_was_written(folder: Storage) -> None:
     assert TrialRecords(folder).all() == {"trial_00000": TrialRecord(settings={}), "trial_00001": record}
     assert (record.is_over, record.step) == (True, 4)
     assert (TrialRecord(settings={}).is_over, TrialRecord(settings={}).step) == (False, 0)
+
+
+def test_no_record_is_lost_while_the_storage_is_away(folder: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    records, is_away = TrialRecords(folder), threading.Event()
+
+    def once(action: Callable[[], Any], what: str) -> Any:
+        if is_away.is_set():
+            raise StorageError(what)
+        return action()
+
+    monkeypatch.setattr("rlx.sweeps.records.retry", once)
+    is_away.set()
+    for i in range(3):
+        records.write(f"trial_{i:05d}", TrialRecord(settings={"seed": i}))
+    with pytest.raises(StorageError):
+        records.flush()
+    is_away.clear()
+    records.flush()
+    assert [record.settings["seed"] for record in TrialRecords(folder).all().values()] == [0, 1, 2]
 
 
 def test_a_sweep_without_trials_has_no_records(folder: Storage) -> None:
