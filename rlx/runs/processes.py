@@ -85,7 +85,7 @@ class RunProcesses:
             reuse: what stays for the next run of the same shape: the engines, the engines and the workers, or nothing.
             mailbox: the driver's actor; None: one is started here.
         """
-        self.reuse, self._mailbox = reuse, mailbox
+        self.reuse, self._given_mailbox, self._mailbox = reuse, mailbox, mailbox
         self._host: EngineHost | None = None
         self._train: TrainRun | None = None
         self._train_started_with: list[Any] = []
@@ -174,6 +174,9 @@ class RunProcesses:
         if self._host:
             self._host.close()
         self._host = None
+        if self._mailbox is not self._given_mailbox:
+            ray.kill(self._mailbox)  # errors and their frames can hold its handle for long
+        self._mailbox = self._given_mailbox
 
     def _suitable_workers(self, prepared: PreparedRun) -> TrainRun | None:
         """The kept workers if they can do the run; otherwise they are ended."""

@@ -231,7 +231,7 @@ def test_it_starts_without_what_is_slow_to_import(storage: str) -> None:
     words = [str(ROOT / "experiments" / "checkpoints.py"), "try1", "--storage", storage]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=Path.cwd())
     *_, modules = done.stdout.splitlines()
-    assert "rlx.runs.listing" in modules.split() and done.returncode == 0
+    assert "rlx.cli.listing" in modules.split() and done.returncode == 0
     slow = {"torch", "ray", "vllm", "mlflow", "transformers", "pandas", "matplotlib"}
     assert not slow & set(modules.split())
 
