@@ -30,6 +30,10 @@ from rlx.runs import launch
 from rlx.runs.processes import RunProcesses
 from rlx.tracking import mlflow
 
+# Ctrl-C ends what the tests start, also where they run in the background of a shell that ignores it. It is set here
+# because a `preexec_fn` would fork this process with Ray in it: what the child writes breaks this process's connections.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SHORT_RECIPE = WarmStart(
     right_steps=30, careless_steps=2, held_out_size=32, hidden=128, mlp=128, heads=4, kv_heads=2, warmup_steps=5
 )
@@ -189,11 +193,6 @@ def mlflow_history(storage: Path, run_id: str) -> History:
     return history
 
 
-def interruptible() -> None:
-    """In a new process: Ctrl-C ends it, also where these tests run in the background of a shell that ignores it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 class Script:
     """One of experiments/ as a process group of its own, as a shell starts it."""
 
@@ -208,7 +207,6 @@ class Script:
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"RLX_TEST": self.mark},
                 start_new_session=True,
-                preexec_fn=interruptible,
             )
 
     def wait_for(self, text: str, seconds: float = 240) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import interruptible
 from hypothesis import given as drawn
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -518,8 +517,7 @@ def test_the_script_serves_a_file_in_the_working_directory(tmp_path: Path) -> No
     (tmp_path / "beside_me.py").write_text(OWN)
     command = [sys.executable, str(SCRIPT), "--function", "beside_me:lengths", "--port", "0", "--key-env", "SCORER_KEY"]
     environment = os.environ | {"SCORER_KEY": f"{KEY}\n"}
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": interruptible}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, **options) as process:
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
             started = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+/)\n", process.stdout.readline())
