@@ -31,7 +31,7 @@ from rlx.runs.processes import RunProcesses
 from rlx.tracking import mlflow
 
 # Ctrl-C ends what the tests start, also where they run in the background of a shell that ignores it. It is set here
-# because a `preexec_fn` would fork this process with Ray in it: what the child writes breaks this process's connections.
+# because a `preexec_fn` would fork this process with Ray in it: what the child writes breaks its connections.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHORT_RECIPE = WarmStart(
