@@ -158,6 +158,9 @@ def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], 
         def probe(self) -> bool:
             return True
 
+        def lives(self) -> None:
+            pass
+
         def start_update(self, *_: Any) -> None:
             raise RuntimeError("no memory left")
 
