@@ -140,7 +140,8 @@ class MailboxActor:
     async def close(self, box: str) -> None:
         self._boxes[box].close()
 
-    async def send(self, box: str, event: bytes) -> None:
+    async def send(self, box: str, event: bytes, previous: None) -> None:
+        """Adds an event once the call `previous` is done: Ray does not keep the order of an async actor's calls."""
         content = self._boxes[box]
         if not content.is_closed:
             content.sent += 1
@@ -218,6 +219,9 @@ def start_mailbox() -> Any:
 # The driver's and the workers' side
 
 
+_newest_sends: dict[str, ray.ObjectRef[None]] = {}  # of this process, by box
+
+
 @dataclass(frozen=True)
 class Box:
     """One box of a mailbox actor, as the driver and the workers use it. It can be sent to other processes."""
@@ -233,10 +237,12 @@ class Box:
     def close(self) -> None:
         """Deletes the content; workers that wait for a job get none."""
         self.actor.close.remote(self.name)
+        _newest_sends.pop(self.name, None)
 
     def send(self, event: Any) -> None:
         """Passes an event to the driver; does not wait. The events of one process stay in their order."""
-        self.actor.send.remote(self.name, cloudpickle.dumps(event))
+        previous = _newest_sends.get(self.name)
+        _newest_sends[self.name] = self.actor.send.remote(self.name, cloudpickle.dumps(event), previous)
 
     def receive(self, after: int, timeout_s: float) -> list[Any]:
         """Returns the events after the first `after` of them, which are deleted; waits for one, at most `timeout_s`."""

@@ -270,9 +270,10 @@ class TrainRun:
 
     def close(self, patience_s: float = END_S) -> None:
         """Ends the workers. They get `patience_s` to end by themselves."""
-        self.box.end_job(is_last=True)
-        if not self._ended.wait(patience_s):
-            self.kill()
+        if not self.has_ended:
+            self.box.end_job(is_last=True)
+            if not self._ended.wait(patience_s):
+                self.kill()
         self.box.close()
 
     def kill(self) -> None:
