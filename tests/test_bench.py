@@ -225,7 +225,8 @@ def test_the_gpu_defaults_are_a_config(gpus: int, placement: str) -> None:
     defaults = workload.GPU | workload.gpu_shares(gpus, placement == "colocated")
     config = from_tree(with_overrides({}, defaults | {"rollout.placement": placement}))
     needed = plan_resources(config)
-    assert needed.total()["GPU"] == gpus and needed.engines[0]["GPU"] == (1 if gpus > 1 else 0.5)
+    whole = gpus > 1 or placement == "colocated"  # a colocated engine uses its worker's
+    assert needed.total()["GPU"] == gpus and needed.engines[0]["GPU"] == (1 if whole else 0.5)
     assert config.model.dtype == "bfloat16" and config.resolved_critic == config.resolved_reference == "none"
 
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+import ray
 from ray import tune
 from ray.autoscaler.sdk import request_resources
 from ray.tune.experiment import Trial
@@ -61,16 +62,18 @@ class Helpers:
     Tune pickles its callbacks; a copy has nothing of it.
     """
 
-    def __init__(self, kept: Any = None, room: Room | None = None) -> None:
-        self.kept, self.room = kept, room
+    def __init__(self, mailbox: Any = None, room: Room | None = None) -> None:
+        self.mailbox, self.room = mailbox, room
         self._on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
 
     def __reduce__(self) -> Any:
         return Helpers, ()
 
     def end(self) -> None:
-        """Gives back what was asked of an autoscaler, and Ctrl-C."""
+        """Ends the mailbox; gives back what was asked of an autoscaler, and Ctrl-C."""
         request_resources(bundles=[])
+        if self.mailbox:
+            ray.kill(self.mailbox)  # Tune keeps its handle
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._on_interrupt)
 

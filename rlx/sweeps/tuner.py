@@ -271,7 +271,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
             name=_tune_folder(folder),
             storage_path=folder.path,
             storage_filesystem=storage.filesystem,
-            callbacks=[SweepCallback(plan, TrialLog(plan.tracking, folder, records), Helpers(shared, room))],
+            callbacks=[SweepCallback(plan, TrialLog(plan.tracking, folder, records), Helpers(shared.mailbox, room))],
             failure_config=tune.FailureConfig(max_failures=plan.config.scaling.max_failures),
             verbose=0,
         ),

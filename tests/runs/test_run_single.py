@@ -1,7 +1,4 @@
-"""Whole runs on one rank with one engine: one that is killed and resumed on S3, and one of which nothing is to be left.
-
-One engine and one worker do all of them, one after another.
-"""
+"""Whole runs on one rank with one engine: one that is killed and resumed on S3, and one that leaves nothing."""
 
 import shutil
 from pathlib import Path
@@ -9,10 +6,11 @@ from pathlib import Path
 import pytest
 import s3
 import yaml
-from conftest import NothingLeft, Script
+from conftest import KEPT, NothingLeft, Script
 from run_cases import Done, artifact, comparable, sample_rows, small, train
 
 from rlx.data import reasoning_gym, sources
+from rlx.runs import launch
 from rlx.runs.run_folder import saved_config
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
@@ -56,10 +54,11 @@ def resumed(run: Done, tiny_model: Path, storage: Path) -> Done:
 @pytest.fixture(scope="module")
 def head(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
     """The critic a head on the policy, one optimizer step per round of rollouts. Nothing of it is to be left."""
-    once = {"train__ppo_epochs": 1, "train__num_minibatches": 1, "train__steps": 1}
-    config = small(tiny_model, storage, "head", model__critic="head", **once, **ONE)
+    once = {"train__ppo_epochs": 1, "train__num_minibatches": 1, "train__steps": 2}
+    every = {"eval__every": 1, "checkpoint__every": 1, "checkpoint__keep_last": None}
+    config = small(tiny_model, storage, "head", model__critic="head", **once, **every, **ONE)
     folder = open_storage(config.storage) / "runs" / "head"
-    return train(config, keep=False, on_report=lambda metrics, _: leave(folder) if metrics["step"] else None)
+    return train(config, keep=False, on_report=lambda metrics, _: leave(folder) if metrics["step"] == 1 else None)
 
 
 def leave(folder: Storage) -> None:
@@ -69,11 +68,13 @@ def leave(folder: Storage) -> None:
     assert process.close(0) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_resumed_is_the_undisturbed_one(run: Done, resumed: Done) -> None:
     assert resumed.reports[0][0]["step"] >= 2  # the newest checkpoint's own, which the driver may not have heard of
     assert comparable(resumed.history, range(5)) == comparable(run.history, range(5))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
     assert sorted(resumed.history["reward/mean"]) == [1, 2, 3, 4]
     assert all(len(values) == 1 for by_step in resumed.history.values() for values in by_step.values())
@@ -112,5 +113,19 @@ def test_at_the_end_of_a_run_what_its_processes_have_left_is_sent(head: Done) ->
     assert outbox.pending(open_storage(head.result.folder)) == 0
 
 
+def test_ray_train_is_given_every_checkpoint_with_the_metrics_of_its_own_step(head: Done) -> None:
+    train, folder = head.result.train, head.result.folder
+    assert train and train.error is None
+    given = {Path(checkpoint.path).name: metrics for checkpoint, metrics in train.best_checkpoints}
+    assert list(given) == ["step_000001", "step_000002"]
+    for name, metrics in given.items():
+        own = next(report for report, _ in head.reports if report["step"] == int(name.rpartition("_")[2]))
+        compared = [key for key in own if key.startswith(("reward/", "eval/", "kl/"))]
+        assert len(compared) > 5 and {key: metrics[key] for key in compared} == {key: own[key] for key in compared}
+    assert launch._TRAIN_RECORD in open_storage(folder).names()  # Ray Train's own record, which a resume deletes
+    assert (train.checkpoint.path, train.metrics["step"]) == (f"{folder}/step_000002", 2)
+
+
 def test_nothing_is_left_of_the_run(head: Done, nothing_left: NothingLeft) -> None:
+    KEPT.close()
     nothing_left(5)

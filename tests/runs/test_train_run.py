@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import KEPT, NothingLeft
 from run_cases import small
 
-from rlx.runs import launch, preflight, train_run
+from rlx.runs import preflight, train_run
 from rlx.runs.mailbox import CHECKPOINT_PATH, Box, ControllerStarted, StepReport, WorkersFailed
 from rlx.runs.resources import plan_resources
-from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 
 
@@ -74,25 +72,3 @@ def test_only_an_error_that_would_come_again_ends_the_run(
     else:
         made.after_exception(None, {1: error})
     assert events == [WorkersFailed(text, is_fatal)]
-
-
-def test_ray_train_is_given_every_checkpoint_with_the_metrics_of_its_own_step(
-    tiny_model: Path, tmp_path: Path, nothing_left: NothingLeft
-) -> None:
-    KEPT.close()
-    config = small(tiny_model, tmp_path, "ordinary", checkpoint__keep_last=None, eval__every=1)
-    prepared = preflight.prepare(config)
-    folder = open_storage(str(tmp_path)) / "runs" / "ordinary"
-    reports: list[dict[str, Any]] = []
-    done = launch.run(prepared, folder, on_report=lambda metrics, _: reports.append(metrics))
-    assert done.train and done.train.error is None
-    given = {Path(checkpoint.path).name: metrics for checkpoint, metrics in done.train.best_checkpoints}
-    assert list(given) == ["step_000002", "step_000004"]
-    for name, metrics in given.items():
-        own = next(report for report in reports if report["step"] == int(name.rpartition("_")[2]))
-        assert {key: metrics[key] for key in own if key.startswith(("reward/", "eval/", "kl/"))} == {
-            key: value for key, value in own.items() if key.startswith(("reward/", "eval/", "kl/"))
-        }
-    assert launch._TRAIN_RECORD in folder.names()  # Ray Train's own record, which a resume deletes
-    assert (done.train.checkpoint.path, done.train.metrics["step"]) == (f"{folder.path}/step_000004", 4)
-    nothing_left(15)

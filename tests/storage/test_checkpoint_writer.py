@@ -98,9 +98,9 @@ def save_two(rank: int, ranks: int, where: Where) -> dict[str, Any]:
     writer.save(shards(3), manifest(3))
     writer.save(shards(4), manifest(4))  # waits for the writer before
     writer.wait()
-    finished = writer.finished_checkpoint()
-    assert finished and 0 < finished.seconds < 60
-    names = [first, second, finished.folder.name]
+    third, fourth = writer.finished_checkpoint(), writer.finished_checkpoint()
+    assert third and fourth and 0 < fourth.seconds < 60 and writer.finished_checkpoint() is None
+    names = [first, second, third.folder.name, fourth.folder.name]
     return {"names": names, "newest": content(writer, writer.newest_checkpoint(print)), "entries": entries(writer)}
 
 
@@ -116,7 +116,7 @@ def test_a_saved_checkpoint_is_complete_and_reported_once(ranks: int, on_ranks: 
         results
         == [
             {
-                "names": ["step_000001", "step_000002", "step_000004"],
+                "names": ["step_000001", "step_000002", "step_000003", "step_000004"],
                 "newest": ("step_000004", 4.0, 1000 * ranks),
                 "entries": [(f"step_{step:06d}", files) for step in (1, 2, 3, 4)],
             }

@@ -146,6 +146,7 @@ def history(plan: SweepPlan, storage: Storage, leg: str) -> History:
     return mlflow_history(Path(storage.path), run_id)
 
 
+@pytest.mark.slow  # test_schedulers has the stops without training, and the next but one a sweep with training
 def test_a_sweep_stops_bad_trials_and_leaves_nothing(tiny_model: Path, place: Path, nothing_left: NothingLeft) -> None:
     space = "{'reward.answer_pattern': tune.choice(['()', '(?!)', '(?!)'])}"
     plan, storage = prepared(tiny_model, place, space, search="grid", scheduler="asha", max_concurrent=1)

@@ -165,7 +165,7 @@ def test_sample_rows_and_reports_are_kept_in_memory() -> None:
     reporter.log({"x": 1.0}, 3)
     reporter.log_samples([], 3)
     reporter.log_samples(rows, 4)
-    reporter.report({"x": 1.0, "step": 3}, is_last=False, checkpoint=None)
+    reporter.report({"x": 1.0, "step": 3}, is_last=False, checkpoints=[])
     reporter.notify("engine 0 is back")
     assert reporter.metrics == [{"x": 1.0, "step": 3}] and reporter.samples == [(4, rows)]
     assert (reporter.reports, reporter.messages) == ([{"x": 1.0, "step": 3}], ["engine 0 is back"])
