@@ -1,6 +1,6 @@
 """Runs that are killed again and again: what comes after is the same, to the last bit, as if nothing had been.
 
-RLX_KILLS sets how often each run is killed (20); `make test` kills one run once, in tests/runs/test_run_single.py.
+RLX_KILLS sets how often each run is killed (20); tests/runs/test_run_single.py kills one once.
 """
 
 import os

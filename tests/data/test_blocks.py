@@ -128,6 +128,7 @@ def test_real_train_workers_get_their_shares(tmp_path: Path, in_memory: TableRow
         assert (tmp_path / str(rank)).read_text() == f"{rank}: BlockRows {steps} {list(range(rank, ROWS, 2))}"
 
 
+@pytest.mark.cluster
 def test_on_two_nodes_files_are_read_on_this_one_and_rows_picked_where_they_lie() -> None:
     """With 0 free CPUs; see two_nodes.py."""
     script = Path(__file__).with_name("two_nodes.py")
