@@ -35,7 +35,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit code: 0, 1 after an error, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Runs a subcommand and returns its exit code: 0, 1 after an error, or 128 + the number of a signal."""
     parser = _parser()
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if args.command is None:

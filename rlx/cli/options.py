@@ -1,4 +1,4 @@
-"""What all commands share: one option per setting, exit codes, and the reaction to SIGTERM.
+"""What all commands share: one option per setting, exit codes, and the reaction to signals.
 
 Left out: the options that one command has besides the settings. Imports neither torch nor Ray.
 """
@@ -29,7 +29,8 @@ _received: list[int] = []
 def exit_code(command: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Runs a command and returns its exit code.
 
-    An error is printed as one line and gives 1. Ctrl-C gives 130 and SIGTERM gives 143, after the text `interrupted`.
+    An error is printed as one line and gives 1. Ctrl-C gives 130, SIGTERM 143 and SIGHUP 129, after the text
+    `interrupted`.
     """
     try:
         return command()
@@ -39,12 +40,17 @@ def exit_code(command: Callable[[], int], interrupted: str = "interrupted") -> i
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return 128 + (_received or [signal.SIGINT])[0]
+    except SystemExit as stop:  # by Ray's own handler, which is there while Ray starts
+        if stop.code != signal.SIGTERM:
+            raise
+        print(interrupted, file=sys.stderr)
+        return 128 + signal.SIGTERM
 
 
-def end_on_sigterm() -> None:
-    """From now on SIGTERM, which batch systems send, acts like Ctrl-C.
+def end_on_signals() -> None:
+    """From now on SIGTERM, which batch systems send, and SIGHUP, of a terminal that was closed, act like Ctrl-C.
 
-    Call it after Ray has started: Ray installs a handler of its own.
+    SIGHUP stays ignored where it is, as under nohup. Call it again after Ray has started, which installs a handler.
     """
 
     def interrupt(number: int, frame: types.FrameType | None) -> None:
@@ -55,6 +61,8 @@ def end_on_sigterm() -> None:
         on_interrupt(signal.SIGINT, frame)
 
     signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, interrupt)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlx.cli.options import add_settings, end_on_sigterm, exit_code, parse
+from rlx.cli.options import add_settings, end_on_signals, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
@@ -121,11 +121,12 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfi
 
 
 def connect_cluster(prepared: PreparedRun) -> None:
-    """Connects to the cluster; from then on SIGTERM interrupts the sweep."""
+    """Connects to the cluster; from now on SIGTERM and SIGHUP interrupt the sweep."""
     from rlx.runs import launch
 
+    end_on_signals()
     launch.connect(prepared.config, prepared.resources)
-    end_on_sigterm()
+    end_on_signals()  # again: Ray has installed a handler of its own
 
 
 def new_plan(args: argparse.Namespace, tree: dict[str, Any], storage: Storage) -> SweepPlan:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlx.cli.options import end_on_sigterm, exit_code, parse, settings_parser
+from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
@@ -120,6 +120,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
     from rlx.tracking import console
 
     started, first = time.monotonic(), dict[str, Any]()
+    end_on_signals()
     with console.RunProgress(config.train.steps) as progress:
 
         def on_report(metrics: dict[str, Any], checkpoint: str | None) -> None:
@@ -130,7 +131,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
         prepared = preflight.prepare(config, progress.warm_start)
         progress.status("starting")
         launch.connect(config, prepared.resources, progress.message)
-        end_on_sigterm()
+        end_on_signals()  # again: Ray has installed a handler of its own
         result = launch.run(prepared, folder, resume=resume, on_report=on_report, notify=progress.message)
     print(summary(prepared.name, first, result.metrics, time.monotonic() - started))
     print(f"curves: {prepared.tracking.browse_command()}")

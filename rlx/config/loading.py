@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from rlx.config.addresses import holds_secret
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.run import RunConfig, is_dict, sections, setting_keys, settings
 from rlx.config.sections import DEFAULT_SOURCE
@@ -123,6 +124,8 @@ def _explain(error: ErrorDetails) -> str:
         message = error["msg"].removeprefix("Value error, ")
     if not key or (isinstance(value, dict) and key in sections()):  # a section may hold an address with a password
         return message
+    if isinstance(value, str) and holds_secret(value):
+        return f"{key}: {message[0].lower()}{message[1:]}"
     return f"{key} = {_shorten(value)}: {message[0].lower()}{message[1:]}"
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from rlx.config.addresses import holds_secret
 from rlx.config.errors import nearest
 
 GENERATED = "reasoning_gym:"
@@ -180,9 +181,9 @@ class RewardConfig(Section):
                 raise ValueError(f"reward.functions has {name}, which needs reward.{key}")
             if name not in self.functions and getattr(self, key) is not None:
                 raise ValueError(f"reward.{key} is set, but reward.functions gives {name} no weight")
-        if "@" in (self.url or "").partition("//")[2].partition("/")[0]:
+        if holds_secret(self.url or ""):
             raise ValueError(
-                "reward.url contains a user or password, which would be saved with the run: use reward.url_key_env"
+                "reward.url contains a user, password or key, which would be saved with the run: use reward.url_key_env"
             )
         return self
 
@@ -362,10 +363,9 @@ class TrackingConfig(Section):
     @pydantic.field_validator("uri")
     @classmethod
     def _refuse_password(cls, uri: str | None) -> str | None:
-        user = (uri or "").partition("//")[2].partition("/")[0].rpartition("@")[0]
-        if ":" in user:
+        if holds_secret(uri or ""):
             raise ValueError(
-                "contains a password, which would be saved with the run: use MLFLOW_TRACKING_USERNAME and "
+                "contains a password or key, which would be saved with the run: use MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD, or the database's own variable, such as PGPASSWORD"
             )
         return uri

@@ -7,9 +7,9 @@ A new reward function is a function and an entry here, and its name in `rlx.conf
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 
 from rlx.config.sections import RewardConfig
 from rlx.rewards.math_verifier import MathVerifier
@@ -41,16 +41,20 @@ def exact_match(answer: str, expected: str) -> float:
 
 
 def numeric(answer: str, expected: str) -> float:
-    """1 if both are the same number ("1,000", "1000.0" and "+1e3" are), else 0; 0 if one of them is not a number."""
+    """1 if both are the same number ("1,000", "1000.0" and "+1e3" are), else 0; 0 if one of them is not a number.
+
+    Every digit counts, of numbers of any size. Infinity and NaN are no numbers.
+    """
+    first, second = _number(answer), _number(expected)
+    return float(first is not None and first == second)
+
+
+def _number(text: str) -> Decimal | None:
     try:
-        # The tolerance is for 0.1 + 0.2 alone: a wider one would accept long integers that differ by one.
-        return float(math.isclose(_number(answer), _number(expected), rel_tol=1e-14))
-    except ValueError:
-        return 0.0
-
-
-def _number(text: str) -> float:
-    return float(_THOUSANDS_SEPARATOR.sub("", text))
+        number = Decimal(_THOUSANDS_SEPARATOR.sub("", text))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
 
 
 def math_verify(answer: str, expected: str) -> float:

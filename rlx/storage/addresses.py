@@ -16,6 +16,7 @@ from typing import Any
 
 from pyarrow import fs
 
+from rlx.config.addresses import holds_secret
 from rlx.config.errors import one_line
 from rlx.config.loading import parse_yaml
 from rlx.storage.filesystem import Storage, StorageError, explain
@@ -23,7 +24,6 @@ from rlx.storage.filesystem import Storage, StorageError, explain
 PROFILES = (Path("storage"), Path(__file__).parent / "profiles")
 """folders with NAME.yaml profiles, the first counts most: the working folder's, then those that ship with rlx"""
 _S3_OPTIONS = ("region", "endpoint_override", "scheme")
-_SECRET = re.compile(r"key|secret|token|password", re.IGNORECASE)  # no S3 option has such a name
 _S3_CONNECT_TIMEOUT_S, _S3_REQUEST_TIMEOUT_S = 5.0, 30.0
 _S3_ATTEMPTS = 5  # of one request; the SDK waits longer each time
 
@@ -125,11 +125,7 @@ def _without_keys(address: str) -> str:
         parts = urllib.parse.urlsplit(address)
     except ValueError as error:
         raise StorageError(f"storage {address.partition(':')[0]}://...: malformed address: {error}") from None
-    if (
-        "@" in parts.netloc
-        or "@" in urllib.parse.unquote(parts.query)
-        or any(_SECRET.search(option) for option, _ in urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
-    ):
+    if "@" in parts.netloc or holds_secret(address):
         raise StorageError(
             f"storage {parts.scheme}://{parts.netloc.rpartition('@')[2]}: the address holds a key: "
             f"put keys into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ _CAUSE = re.compile(
     r"|name or service not known|database is locked|error code \d+",
     re.IGNORECASE,
 )
+_TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow 3 opens its pages for traces and evaluations
 _PARENT = "mlflow.parentRunId"
 _DESCRIPTION = "mlflow.note.content"
 
@@ -78,13 +80,15 @@ class MLflowService:
 
     def browse_command(self) -> str:
         """What to type in a shell to see the runs in a browser."""
-        return f"open {self.uri}" if self.uri.startswith("http") else f"mlflow ui --backend-store-uri {self.uri}"
+        uri = shlex.quote(self.uri)
+        return f"open {uri}" if self.uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
 
     def run_page(self, run_id: str | None) -> str:
         """The web address of a run once the store is served; of the server if MLflow cannot find the run."""
         server = self.uri.rstrip("/") if self.uri.startswith("http") else "http://127.0.0.1:5000"
         try:
-            return f"{server}/#/experiments/{client(self.uri).get_run(run_id).info.experiment_id}/runs/{run_id}"
+            experiment = client(self.uri).get_run(run_id).info.experiment_id
+            return f"{server}/#/experiments/{experiment}/runs/{run_id}{_TRAINING_VIEW}"
         except Exception:  # the error type depends on the kind of store
             return server
 

@@ -1,5 +1,6 @@
 """A run or a sweep whose driver is killed or interrupted: what is left, and what its resume makes of it."""
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,13 +82,25 @@ def test_ctrl_c_ends_a_run_cleanly(tiny_model: Path, tmp_path: Path, script: Sta
     assert status(tmp_path, run_folder.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
 
 
-def test_sigterm_ends_a_run_as_ctrl_c_does(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_batch_systems_and_closed_terminals_end_a_run_as_ctrl_c_does(
+    number: int, code: int, tiny_model: Path, tmp_path: Path, script: Start
+) -> None:
     run = script("ppo.py", *words(tmp_path, tiny_model, "stopped", 500), "--checkpoint.every", "0")
     run.wait_for("step 3/500")
-    run.process.terminate()
-    assert run.process.wait(40) == 143, run.output.read_text()
+    run.process.send_signal(number)
+    assert run.process.wait(40) == code, run.output.read_text()
     assert_all_end(run, 5)
     assert newest(tmp_path, "stopped") == last_step(run) >= 3
+
+
+def test_sigterm_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    run = script("ppo.py", *words(tmp_path, tiny_model, "early", 500))
+    run.wait_for("starting")
+    time.sleep(1.0)
+    run.process.terminate()
+    assert run.process.wait(60) == 143, run.output.read_text()
+    assert_all_end(run, KILLED_S)
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once(tiny_model: Path, tmp_path: Path, script: Start) -> None:

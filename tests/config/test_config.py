@@ -241,7 +241,7 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
         ({"train": {"critic_warmup": 40}}, r"critic_warmup \(40\) leaves no step of train.steps \(40\) for the policy"),
         (
             {"reward": {"functions": {"url": 1}, "url": "http://u:s@h/"}},
-            "^config: reward.url contains a user or password",
+            "^config: reward.url contains a user, password or key",
         ),
         ({"reward": {"functions": {"format": 1}}}, "format, which needs reward.format_pattern"),
         ({"reward": {"functions": {"model": 1}}}, "model, which needs reward.model"),
@@ -324,6 +324,31 @@ def test_auto_critic_and_reference_follow_the_estimator_and_the_adapters() -> No
     assert from_tree({"model": {"critic": "head"}}).resolved_critic == "head"
     assert from_tree({"model": {"lora_rank": 4}}).resolved_critic == "head"
     assert from_tree({"model": {"lora_rank": 4, "critic": "separate"}}).resolved_critic == "separate"
+
+
+@pytest.mark.parametrize(
+    ("section", "address"),
+    [
+        ("reward", "http://h/score?token=SENTINEL"),
+        ("reward", "http://SENTINEL@h/"),
+        ("reward", "http://h/score#access_key=SENTINEL"),
+        ("tracking", "postgresql://h/db?password=SENTINEL"),
+        ("tracking", "mysql://u@h/db?passwd=SENTINEL"),
+        ("tracking", "mysql://u%3ASENTINEL@h/db"),
+        ("tracking", "http://SENTINEL@h/"),
+        ("tracking", "https://h/?api_key=SENTINEL"),
+    ],
+)
+def test_an_address_with_a_secret_is_refused_and_never_shown(section: str, address: str) -> None:
+    functions = {"functions": {"url": 1}, "url": address}
+    with pytest.raises(ConfigError, match="would be saved with the run") as refused:
+        from_tree({"reward": functions} if section == "reward" else {"tracking": {"uri": address}})
+    assert "SENTINEL" not in str(refused.value)
+
+
+@pytest.mark.parametrize("uri", ["postgresql://me@h/db?sslkey=/home/me/key.pem", "sqlite:///a@b/c.db", "http://h:5000"])
+def test_a_user_name_and_a_path_are_no_secret(uri: str) -> None:
+    assert from_tree({"tracking": {"uri": uri}}).tracking.uri == uri
 
 
 def test_an_address_with_a_password_is_never_shown() -> None:

@@ -1,5 +1,6 @@
 """MLflow itself: registering models, refusing addresses without a server, reading runs back as records."""
 
+import shlex
 import time
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def test_runs_are_read_back_as_records(uri: str) -> None:
     mlflow.log_summary(uri, parent, "it won", {"eval/accuracy": 0.75})
     summary = mlflow.get_run(uri, parent)
     assert (summary.tags["mlflow.note.content"], summary.metrics) == ("it won", {"eval/accuracy": 0.75})
+
+
+def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
+    place = "sqlite:////home/me/my runs/mlflow.db"
+    assert shlex.split(mlflow.MLflowService(place).browse_command()) == ["mlflow", "ui", "--backend-store-uri", place]
+    assert mlflow.MLflowService("http://h:5000").browse_command() == "open http://h:5000"
+
+
+def test_a_run_opens_among_those_of_model_training(uri: str) -> None:
+    service = mlflow.MLflowService(uri)
+    run_id = service.make_run("key", "e", "r", parent=None, params={}, tags={}, at=0)
+    page = service.run_page(run_id)
+    assert page.startswith("http://127.0.0.1:5000/#/experiments/")
+    assert page.endswith(f"/runs/{run_id}?workflowType=machine_learning")
+    assert service.run_page("no such run") == "http://127.0.0.1:5000"
 
 
 def test_a_server_that_is_not_there_is_refused_without_its_password() -> None:
