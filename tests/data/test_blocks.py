@@ -103,6 +103,7 @@ def test_neighbours_of_a_tensor_parallel_group_get_the_same_rows() -> None:
     assert all(view.keys() == {"train", "held_out"} for view in views)
 
 
+@pytest.mark.slow
 def test_real_train_workers_get_their_shares(tmp_path: Path, in_memory: TableRows) -> None:
     def worker(given: dict[str, Any]) -> None:
         context, share = ray.train.get_context(), ray.train.get_dataset_shard("train")

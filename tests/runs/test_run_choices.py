@@ -69,9 +69,9 @@ def resumed(half: Done, steady: Done, tiny_model: Path, storage: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def remax(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
-    """One step; nothing of it is to be left."""
+    """One step."""
     chosen = {"algorithm__advantage": "remax", "algorithm__policy_loss": "cispo", "train__steps": 1}
-    return train(small(tiny_model, storage, "remax", **chosen), keep=False)
+    return train(small(tiny_model, storage, "remax", **chosen))
 
 
 def last(done: Done, metric: str, step: int) -> float:
