@@ -91,6 +91,38 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         )
 
 
+_OTHER_NAMES = {
+    "lr": "train.actor-lr",
+    "learning-rate": "train.actor-lr",
+    "actor-lr": "train.actor-lr",
+    "critic-lr": "train.critic-lr",
+    "batch-size": "train.prompts-per-step",
+    "num-generations": "train.samples-per-prompt",
+    "epochs": "train.ppo-epochs",
+    "num-ppo-epochs": "train.ppo-epochs",
+    "max-steps": "train.steps",
+    "steps": "train.steps",
+    "beta": "algorithm.kl-coef",
+    "kl-coef": "algorithm.kl-coef",
+    "gamma": "algorithm.gamma",
+    "lam": "algorithm.gae-lambda",
+    "cliprange": "algorithm.clip-low",
+    "temperature": "rollout.temperature",
+    "max-new-tokens": "rollout.max-tokens",
+    "max-completion-length": "rollout.max-tokens",
+    "model": "model.path",
+    "model-name-or-path": "model.path",
+    "dataset": "data.source",
+    "dataset-name": "data.source",
+    "output-dir": "storage",
+    "save-steps": "checkpoint.every",
+    "eval-steps": "eval.every",
+    "max-grad-norm": "train.max-grad-norm",
+    "num-gpus": "scaling.num-workers",
+}
+"""what TRL, veRL and others call a setting, and its name here"""
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Splits a command line into the command's own options and the given settings by dotted key.
 
@@ -113,7 +145,8 @@ def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
     name = argument.partition("=")[0]
     # argparse has no public list of a parser's options.
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-    raise ConfigError(f"unknown option {name}{nearest(name, known)}")
+    meant = f"--{_OTHER_NAMES.get(name.removeprefix('--').replace('_', '-'))}"
+    raise ConfigError(f"unknown option {name}{f'; here it is {meant}' if meant in known else nearest(name, known)}")
 
 
 def _split_entries(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -109,6 +110,7 @@ def resume(name: str, given: Mapping[str, Any]) -> int:
     config, folder = run_folder.saved_run(name, given.get("storage") or RunConfig().storage, given)
     if last := run_folder.finished_metrics(folder, config.train.steps):
         print(f"run {name} is finished: {config.train.steps} steps, {console.metrics_line(last)}")
+        print(f"rlx train --resume {shlex.quote(name)} --train.steps {2 * config.train.steps} goes on with it")
         launch.send_pending(preflight.tracking_service(config.tracking, config.storage), folder, print)
         return 0
     return train(config, folder, resume=True)
@@ -127,7 +129,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
             first.update(first or metrics)
             progress.step(metrics, checkpoint)
 
-        progress.console.print(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
+        progress.message(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
         prepared = preflight.prepare(config, progress.warm_start)
         progress.status("starting")
         launch.connect(config, prepared.resources, progress.message)

@@ -128,7 +128,7 @@ class RunProgress:
         if self.console.is_terminal:
             self._live.update(Text(text))
         else:
-            self.console.print(text)
+            self.message(text)
 
     def message(self, text: str) -> None:
         """Prints a message that stays on the screen."""

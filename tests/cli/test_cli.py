@@ -133,7 +133,10 @@ def test_resuming_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureF
     (folder / "result.json").write_text(json.dumps({"step": 2, "eval/accuracy": 0.25}))
     main = runpy.run_path(str(ROOT / "experiments" / "ppo.py"))["main"]
     assert main(["--storage", str(tmp_path), "--resume", "mine"]) == 0
-    assert capsys.readouterr().out == "run mine is finished: 2 steps, held-out 0.250\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "run mine is finished: 2 steps, held-out 0.250",
+        "rlx train --resume mine --train.steps 4 goes on with it",
+    ]
     assert finished_metrics(folder, steps=2) is not None and finished_metrics(folder, steps=3) is None
 
 

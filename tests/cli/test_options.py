@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlx.cli.options import parse, settings_parser
+from rlx.config.errors import ConfigError
+
 COMMAND = """
 import signal, sys, time
 from rlx.cli.options import end_on_signals, exit_code
@@ -60,3 +63,20 @@ def test_another_exit_keeps_its_code(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nfrom rlx.cli.options import exit_code\nexit_code(lambda: sys.exit(7))\n")
     assert subprocess.run([sys.executable, str(script)], check=False).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--lr", "; here it is --train.actor-lr"),
+        ("--learning-rate", "; here it is --train.actor-lr"),
+        ("--output-dir=x", "; here it is --storage"),
+        ("--num-generations", "; here it is --train.samples-per-prompt"),
+        ("--train.step", "; nearest: --train.steps"),
+        ("--zzzzzz", ""),
+    ],
+)
+def test_an_option_of_another_library_is_translated(option: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(settings_parser("a command", ""), [option, "1"])
+    assert str(refused.value) == f"unknown option {option.partition('=')[0]}{hint}"
