@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shlex
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -223,7 +224,17 @@ def _origin_tags() -> dict[str, str]:
         user = getpass.getuser()
     except (KeyError, OSError):  # the user id has no name, as in some containers
         user = str(os.getuid())
-    return {"mlflow.user": user, "mlflow.source.name": f"rlx {__version__}", "mlflow.source.type": "LOCAL"}
+    source = {"mlflow.source.name": f"rlx {__version__}", "mlflow.source.type": "LOCAL", "rlx.version": __version__}
+    return {"mlflow.user": user} | source | ({"mlflow.source.git.commit": commit} if (commit := _git_commit()) else {})
+
+
+def _git_commit() -> str:
+    """The commit of the working folder; empty if git knows none."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # there is no git
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _experiment_id(uri: str, name: str) -> str:

@@ -1,11 +1,13 @@
 """MLflow itself: registering models, refusing addresses without a server, reading runs back as records."""
 
 import shlex
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+import rlx
 from rlx.config.errors import ConfigError
 from rlx.tracking import mlflow
 from rlx.tracking.base import MetricPoint, RunStatus
@@ -60,6 +62,25 @@ def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
     place = "sqlite:////home/me/my runs/mlflow.db"
     assert shlex.split(mlflow.MLflowService(place).browse_command()) == ["mlflow", "ui", "--backend-store-uri", place]
     assert mlflow.MLflowService("http://h:5000").browse_command() == "open http://h:5000"
+
+
+def test_a_run_says_which_code_made_it(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit is the working folder's, for that has the user's experiment."""
+
+    def tags() -> dict[str, str]:
+        run_id = mlflow.MLflowService(uri).make_run(str(Path.cwd()), "e", "r", parent=None, params={}, tags={}, at=0)
+        return dict(mlflow.client(uri).get_run(run_id).data.tags)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert tags()["rlx.version"] == rlx.__version__ and "mlflow.source.git.commit" not in tags()
+    work = tmp_path / "work"
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.org", "-C", str(work)]
+    subprocess.run(["git", "init", "-q", str(work)], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.chdir(work)
+    assert tags()["mlflow.source.git.commit"] == commit
 
 
 def test_a_run_opens_among_those_of_model_training(uri: str) -> None:
