@@ -205,7 +205,7 @@ def model_folder(config: RunConfig) -> str:
         tokenizer = tiny.build_tokenizer()
         with tiny.private_torch_state(0):
             model = random_model(name, tokenizer)
-        with tiny.atomic_folder(folder) as unfinished, tiny.no_progress_bars():
+        with tiny.atomic_folder(folder, repeatable=True) as unfinished, tiny.no_progress_bars():
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
     return str(folder)

@@ -14,6 +14,7 @@ Left out: any other task, resuming a stopped training, and the questions of rein
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -96,7 +97,7 @@ def make_tiny_model(
         _train(model, tokenizer, recipe, progress)
         accuracy = greedy_accuracy(model, tokenizer, held_out)
     report = {"accuracy": accuracy, "seconds": time.monotonic() - started}
-    with atomic_folder(folder) as unfinished, no_progress_bars():
+    with atomic_folder(folder, repeatable=True) as unfinished, no_progress_bars():
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         record = {"recipe": asdict(recipe), **report}
@@ -295,13 +296,18 @@ def no_progress_bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yields a sibling folder to write in; renames it to `folder` at the end, or removes it after an error."""
+def atomic_folder(folder: Path, *, repeatable: bool = False) -> Iterator[Path]:
+    """Yields a sibling folder to write in; renames it to `folder` at the end, or removes it after an error.
+
+    Args:
+        repeatable: all who write this folder write the same, so one that another process has made meanwhile is kept.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield unfinished
         os.rename(unfinished, folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        if not (repeatable and isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
+            raise

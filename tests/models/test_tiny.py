@@ -1,5 +1,7 @@
 """The tiny model's folder, its tokenizer and its recipe, on a recipe of two steps."""
 
+import os
+import shutil
 import string
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlx.models import tiny
-from rlx.models.tiny import WarmStart, make_tiny_model
+from rlx.models.tiny import WarmStart, atomic_folder, make_tiny_model
 
 SHORT = WarmStart(right_steps=1, careless_steps=1, batch=8, held_out_size=32, hidden=64, mlp=64, heads=2, kv_heads=1)
 QUESTION = "State the final answer to the following arithmetic problem: 4 - 1 + 7 ="
@@ -89,3 +91,26 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="disk full"):
         make_tiny_model(tmp_path / "tiny", recipe=SHORT)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_processes_that_make_the_model_the_later_takes_what_is_there(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, rename = tmp_path / "tiny", os.rename
+
+    def overtaken(source: Path, target: Path) -> None:
+        shutil.copytree(folder, target)
+        rename(source, target)
+
+    monkeypatch.setattr("os.rename", overtaken)
+    make_tiny_model(place, recipe=SHORT)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    assert sorted(path.name for path in place.iterdir()) == sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_that_is_not_the_same_for_all_is_not_mistaken_for_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("another's")
+    with pytest.raises(OSError, match="not empty"), atomic_folder(tmp_path / "mine") as unfinished:
+        (unfinished / "file").write_text("mine")
+    assert (tmp_path / "mine" / "file").read_text() == "another's"
