@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlx.runs.preflight import PreparedRun
     from rlx.storage.filesystem import Storage
     from rlx.sweeps.records import SweepPlan
+    from rlx.types import Notify
 
 _OF_THE_CLUSTER = ("storage", "ray_address", "tracking.uri", "wait_for_resources")
 """settings that may differ where a sweep is resumed"""
@@ -99,6 +100,7 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfi
     from rlx.sweeps import tuner
     from rlx.tracking import console
 
+    end_on_signals()
     started, is_resume = time.monotonic(), args.resume is not None
     tree = with_overrides(tree, preflight.absolute_paths(config))
     storage = open_storage(tree["storage"])
@@ -106,7 +108,7 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfi
     with console.SweepProgress(plan.config.train.steps) as progress:
         with console.RunProgress(plan.config.train.steps, progress.console) as preparing:
             prepared = preflight.prepare(plan.config, preparing.warm_start)
-        connect_cluster(prepared)
+        connect_cluster(prepared, preparing.message)
         plan = plan if is_resume else tuner.create_sweep(plan, storage)
         where = tracking_lines(plan, storage)
         lines = [tuner.describe(plan), *(f"{trial} runs again" for trial in restarted), *where]
@@ -120,12 +122,11 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfi
     return 1 if failures else 0
 
 
-def connect_cluster(prepared: PreparedRun) -> None:
-    """Connects to the cluster; from now on SIGTERM and SIGHUP interrupt the sweep."""
+def connect_cluster(prepared: PreparedRun, notify: Notify) -> None:
+    """Connects to the cluster; SIGTERM and SIGHUP still interrupt the sweep."""
     from rlx.runs import launch
 
-    end_on_signals()
-    launch.connect(prepared.config, prepared.resources)
+    launch.connect(prepared.config, prepared.resources, notify)
     end_on_signals()  # again: Ray has installed a handler of its own
 
 

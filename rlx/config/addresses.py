@@ -8,7 +8,11 @@ from __future__ import annotations
 import re
 import urllib.parse
 
-_SECRET = re.compile(r"(?<!ssl)(?<!ssl_)key|secret|token|passw|pwd|credential|signature", re.IGNORECASE)
+_SECRET = re.compile(
+    r"passw|secret|credential|signature|token$|(access|api|private)[_-]?key|(^|[^a-z])(key|token|auth|sig|pwd)($|[^a-z])",
+    re.IGNORECASE,
+)
+_PASSWORD = re.compile(r"://[^@/]*:(?!\d+/)[^@]*@")  # databases take one with "/" in it, which is no part of a host
 _WEB = ("http", "https", "ws", "wss")  # a lone user there is a token; a database's user is a name
 
 
@@ -17,6 +21,8 @@ def holds_secret(address: str) -> bool:
 
     Text that is no address holds none. `postgresql://USER@host/db` holds none: it names a user.
     """
+    if _PASSWORD.search(address):
+        return True
     try:
         parts = urllib.parse.urlsplit(address)
     except ValueError:
@@ -25,4 +31,8 @@ def holds_secret(address: str) -> bool:
     if at and (":" in urllib.parse.unquote(user) or parts.scheme in _WEB):
         return True
     options = [pair for text in (parts.query, parts.fragment) for pair in urllib.parse.parse_qsl(text, True)]
-    return any(_SECRET.search(name) or "@" in value for name, value in options)
+    return any(_names_secret(name) or "@" in value for name, value in options)
+
+
+def _names_secret(option: str) -> bool:
+    return bool(_SECRET.search(option)) and not option.startswith("ssl")  # sslkey is the path of a file

@@ -98,7 +98,7 @@ def connect(config: RunConfig, needed: ResourcePlan, notify: Notify | None = Non
             raise ConfigError(f"ray_address {address}: {one_line(error, 500)}") from None
         if address and notify:
             notify(f"joined the Ray cluster at {ray.get_runtime_context().gcs_address}")
-    wait_for_room(needed, config.wait_for_resources if address else 0.0, notify or _LOG.warning)
+    wait_for_room(needed, 0.0 if nodes.is_own_cluster() else config.wait_for_resources, notify or _LOG.warning)
 
 
 def address_of(ray_address: str | None) -> str | None:
@@ -122,6 +122,7 @@ def start_cluster(**options: Any) -> None:
     os.environ.update(OWN_CLUSTER_ENVIRONMENT | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}"})
     dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
     ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **dashboard, **options)
+    nodes.note_own_cluster()
 
 
 def run(
@@ -159,7 +160,8 @@ def run(
         prepared.tracking.check()
     if parent is None:  # the driver of a sweep has done that
         bring_folders(prepared)
-    tracking = nodes.reachable(prepared.tracking)  # kept here: an actor ends with its last handle
+    # Kept here: an actor ends with its last handle. The driver of a sweep has done that for its trials.
+    tracking = prepared.tracking if parent else nodes.reachable(prepared.tracking)
     with (processes or RunProcesses()).lease(prepared) as leased:
         # Before the run exists: a run without prompts leaves no trace.
         prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))

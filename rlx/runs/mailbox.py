@@ -8,6 +8,7 @@ Left out: what the workers do with a job (`worker`), and the driver with an even
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -220,6 +221,7 @@ def start_mailbox() -> Any:
 
 
 _newest_sends: dict[str, ray.ObjectRef[None]] = {}  # of this process, by box
+_sending = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,20 @@ class Box:
         self.actor.close.remote(self.name)
         _newest_sends.pop(self.name, None)
 
-    def send(self, event: Any) -> None:
-        """Passes an event to the driver; does not wait. The events of one process stay in their order."""
-        previous = _newest_sends.get(self.name)
-        _newest_sends[self.name] = self.actor.send.remote(self.name, cloudpickle.dumps(event), previous)
+    def send(self, event: Any, *, wait: bool = False) -> None:
+        """Passes an event to the driver. The events of one process stay in their order.
+
+        Args:
+            wait: return when it is there, so that later events of other processes come after it. A mailbox that is
+                gone is not waited for.
+        """
+        with _sending:
+            previous = _newest_sends.get(self.name)
+            sent = self.actor.send.remote(self.name, cloudpickle.dumps(event), previous)
+            _newest_sends[self.name] = sent
+        if wait:
+            with suppress(ray.exceptions.RayError):
+                ray.get(sent)
 
     def receive(self, after: int, timeout_s: float) -> list[Any]:
         """Returns the events after the first `after` of them, which are deleted; waits for one, at most `timeout_s`."""

@@ -23,6 +23,19 @@ from rlx.tracking.base import RunStatus, TrackingService
 _LARGEST_COPY = 512 * 2**20  # bytes
 
 
+_own_clusters = set[str]()  # addresses
+
+
+def note_own_cluster() -> None:
+    """Notes that this process has started the cluster that it is in."""
+    _own_clusters.add(ray.get_runtime_context().gcs_address)
+
+
+def is_own_cluster() -> bool:
+    """Whether this process has started its cluster; any other may grow, and have nodes with other disks."""
+    return ray.get_runtime_context().gcs_address in _own_clusters
+
+
 def other_nodes() -> list[str]:
     """Returns the ids of all live nodes but this one."""
     here = ray.get_runtime_context().get_node_id()
@@ -108,12 +121,13 @@ def _unpack(content: bytes, path: str) -> None:
 
 
 def reachable(service: TrackingService) -> TrackingService:
-    """Returns a tracking service as all nodes reach it.
+    """Returns a tracking service as all nodes reach it, also those that join later. Call it in the driver.
 
     MLflow opens a SQLite database itself, so only a process of this node can write to it: others ask an actor here. On
-    a cluster of one node, and with a server, the service itself is returned.
+    a cluster that this process has started for itself, and with a server, the service itself is returned.
     """
-    if isinstance(service, RelayedService) or not service.address.startswith("sqlite:") or not other_nodes():
+    is_alone = is_own_cluster() and not other_nodes()
+    if isinstance(service, RelayedService) or not service.address.startswith("sqlite:") or is_alone:
         return service
     return start_relay(service)
 

@@ -194,6 +194,7 @@ class RunProcesses:
     def _end_workers(self, patience_s: float = END_S) -> None:
         if self._train:
             self._train.close(patience_s)
+        self._train_started_with = []  # they suit no run any more
 
 
 def _reserve(needed: ResourcePlan) -> PlacementGroup:

@@ -57,6 +57,7 @@ class ResourcePlan:
     strategy: str = "PACK"  # of Ray's placement groups
     labels: RoleLabels = field(default_factory=RoleLabels)
     colocated: bool = False  # each engine runs beside a worker, on its GPU
+    accelerator: str | None = None  # kind of the workers' GPUs
 
     @property
     def bundles(self) -> list[Bundle]:
@@ -90,7 +91,7 @@ class ResourcePlan:
 
     def total(self) -> Bundle:
         """Returns the sum of all bundles, e.g. {"CPU": 2.0}."""
-        return _total([*self.workers, *self._unordered])
+        return _total([*_reserved_workers(self), *self._unordered])
 
     def __str__(self) -> str:
         counts = {"worker": len(self.workers), "engine": len(self.engines), "reward model": len(self.reward_models)}
@@ -118,7 +119,7 @@ class ResourcePlan:
         return self._place(nodes, self.bundles, self.selectors)
 
     def _place_second(self, nodes: Sequence[_FreeNode]) -> bool:
-        return self._place(nodes, self.workers, [dict(self.labels.workers)] * len(self.workers))
+        return self._place(nodes, _reserved_workers(self), [dict(self.labels.workers)] * len(self.workers))
 
     def _place(
         self, nodes: Sequence[_FreeNode], bundles: Sequence[Bundle], selectors: Sequence[Mapping[str, str]]
@@ -236,6 +237,12 @@ def _meets(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     return all(_matches(labels.get(name), wanted) for name, wanted in selector.items())
 
 
+def _reserved_workers(needed: ResourcePlan) -> list[Bundle]:
+    """Returns the workers' bundles as Ray Train reserves them: it adds the kind of accelerator by itself."""
+    kind = {f"accelerator_type:{needed.accelerator}": 0.001} if needed.accelerator else {}
+    return [{**worker, **kind} for worker in needed.workers]
+
+
 def _matches(value: str | None, wanted: str) -> bool:
     if wanted.startswith("!"):
         return not _matches(value, wanted[1:])
@@ -287,6 +294,7 @@ def plan_resources(config: RunConfig) -> ResourcePlan:
         config.scaling.placement_strategy,
         RoleLabels(config.scaling.label_selector, config.rollout.label_selector, config.reward.label_selector),
         colocated,
+        config.scaling.accelerator_type if worker.get("GPU") else None,
     )
 
 
@@ -316,9 +324,8 @@ def wait_for_room(needed: ResourcePlan, patience_s: float, notify: Notify) -> No
     nodes, deadline = cluster_nodes(), time.monotonic() + patience_s
     if needed.fits(nodes, 1):
         return
-    bundles = [*needed.workers, *needed.bundles]
     notify(f"waiting for nodes, {patience_s:.0f} s at most: {needed} need {_lack(needed, nodes)}")
-    request_resources(bundles=bundles)
+    ask_for(needed, 1)
     try:
         while not needed.fits(cluster_nodes(), 1):
             if time.monotonic() > deadline:
@@ -328,13 +335,23 @@ def wait_for_room(needed: ResourcePlan, patience_s: float, notify: Notify) -> No
         request_resources(bundles=[])  # from here on placement groups ask for themselves
 
 
+def ask_for(needed: ResourcePlan, times: int) -> None:
+    """Asks an autoscaler for nodes that hold so many such runs, instead of what was asked for before.
+
+    The cluster keeps that in mind, also after this process has been killed, until someone asks for no bundles.
+    """
+    workers = _reserved_workers(needed)
+    selectors = [*needed.selectors, *[dict(needed.labels.workers)] * len(workers)]
+    request_resources(bundles=[*needed.bundles, *workers] * times, bundle_label_selectors=selectors * times)
+
+
 def _lack(needed: ResourcePlan, nodes: Sequence[Node]) -> str:
     """What a plan needs, and what the nodes have instead."""
     total, cluster = needed.total(), _total([node.resources for node in nodes])
     lacking = [name for name, amount in total.items() if amount > cluster.get(name, 0.0) + _TOLERANCE]
     numbers = ", ".join(f"{total[name]:g} {name} but the cluster has {cluster.get(name, 0.0):g}" for name in lacking)
     if not numbers:
-        bundles = ", ".join(_text(bundle) for bundle in [*needed.workers, *needed.bundles])
+        bundles = ", ".join(_text(bundle) for bundle in [*_reserved_workers(needed), *needed.bundles])
         numbers = f"{bundles}, which cannot be placed together on {len(nodes)} nodes with {_node_texts(nodes)}"
     return numbers
 

@@ -2,7 +2,7 @@
 
 `make_trainer` builds Ray's trainer and its configs from rlx's config, in one place. The workers take jobs from the
 run's mailbox box; steps, messages and failures come back through it.
-Left out: what the workers do with a job (`worker`), engines (`engine_host`), the run's folder and records (`launch`).
+Left out: what the workers do with a job (`worker`), engines (`processes`), the run's folder and records (`launch`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -132,14 +133,15 @@ class _Relay(ray.train.UserCallback):
         path = first.get(CHECKPOINT_PATH) or self._checkpoint
         if "done" in first:
             step = first | ({CHECKPOINT_PATH: path} if path else {})
-            self._box.send(StepReport(step, bool(first["done"]), path or None))
+            is_last = bool(first["done"])  # then the driver may hear next, from itself, that the run has ended
+            self._box.send(StepReport(step, is_last, path or None), wait=is_last)
         self._checkpoint = "" if "done" in first else path  # one of an earlier step goes with the next step
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         self._introduce()
         fatal = {rank: error for rank, error in worker_exceptions.items() if isinstance(_cause(error), _FATAL)}
         text = _first_error(fatal or worker_exceptions)
-        self._box.send(WorkersFailed(text, bool(fatal)))
+        self._box.send(WorkersFailed(text, bool(fatal)), wait=True)
         if fatal:
             raise RuntimeError(text)  # restarted workers would fail in the same way: Ray Train ends the run
 
@@ -271,14 +273,14 @@ class TrainRun:
     def close(self, patience_s: float = END_S) -> None:
         """Ends the workers. They get `patience_s` to end by themselves."""
         if not self.has_ended:
-            self.box.end_job(is_last=True)
+            _end_jobs(self.box)
             if not self._ended.wait(patience_s):
                 self.kill()
         self.box.close()
 
     def kill(self) -> None:
         """Ends the workers at once. If they are still starting, they end when they ask for their job."""
-        self.box.end_job(is_last=True)
+        _end_jobs(self.box)
         if self.has_ended:
             return
         if self._controller:
@@ -390,3 +392,8 @@ def _first_error(failures: Mapping[int, Exception]) -> str:
 
 def _cause(error: Exception) -> BaseException:
     return getattr(error, "cause", None) or error
+
+
+def _end_jobs(box: Box) -> None:
+    with suppress(ray.exceptions.RayError):  # without its mailbox, a run is ended all the same
+        box.end_job(is_last=True)

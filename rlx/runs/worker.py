@@ -78,7 +78,7 @@ class RayReporter:
         self.tracker.log(metrics, step)
         if self.gauge:
             for name, value in metrics.items():
-                self.gauge.set(value, {"name": name, "run": self.job.spec.folder.name})
+                self.gauge.set(value, {"name": name, "run": str(self.job.spec.config["name"])})
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         self.tracker.log_samples(rows, step)

@@ -127,7 +127,7 @@ def _without_keys(address: str) -> str:
         raise StorageError(f"storage {address.partition(':')[0]}://...: malformed address: {error}") from None
     if "@" in parts.netloc or holds_secret(address):
         raise StorageError(
-            f"storage {parts.scheme}://{parts.netloc.rpartition('@')[2]}: the address holds a key: "
+            f"storage {parts.scheme}://...: the address holds a key: "
             f"put keys into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         )
     return address

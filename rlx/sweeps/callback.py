@@ -51,7 +51,10 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Room(Protocol):
-    """How many trials have room, see `tuner.Room`."""
+    """How many trials have room, see `rlx.sweeps.room`."""
+
+    @property
+    def is_due(self) -> bool: ...
 
     def trials(self, open_trials: int) -> int: ...
 
@@ -96,7 +99,7 @@ class SweepCallback(tune.Callback):
 
     @_harmless
     def _look_at_nodes(self, trials: list[Trial]) -> None:
-        if self.helpers.room:
+        if self.helpers.room and self.helpers.room.is_due:
             self.helpers.room.trials(sum(not trial.is_finished() for trial in trials))
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:

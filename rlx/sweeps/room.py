@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import ray
-from ray.autoscaler.sdk import request_resources
 
 from rlx.config.errors import ConfigError, one_line
-from rlx.runs import launch, nodes
-from rlx.runs.resources import cluster_nodes
+from rlx.runs import nodes
+from rlx.runs.resources import Node, ask_for, cluster_nodes
 from rlx.sweeps.records import SweepPlan
 from rlx.sweeps.schedulers import PAUSING
 
@@ -53,40 +53,49 @@ def most_at_once(plan: SweepPlan) -> int | None:
 class Room:
     """How many trials of a sweep may run at once, as nodes come and go; asks an autoscaler for the nodes of the others.
 
-    New nodes get the model.
+    New nodes get the models.
     """
 
-    def __init__(self, plan: SweepPlan, model_path: str | None) -> None:
-        self._plan, self._path = plan, model_path
-        self._is_joined = bool(launch.address_of(plan.config.ray_address))
+    def __init__(self, plan: SweepPlan, models: Sequence[tuple[str, str]]) -> None:
+        """
+        Args:
+            models: folder or name of each model that trials need, and the setting that names it.
+        """
+        self._plan, self._models = plan, models
+        self._counted: list[Node] = []
+        self._is_joined = not nodes.is_own_cluster()
         self._count, self._nodes, self._until = 1, set[str](), 0.0  # until then, of `time.monotonic()`, nothing changes
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look at the nodes again."""
+        return time.monotonic() >= self._until
 
     def trials(self, open_trials: int) -> int:
         """Returns how many may run at once; `open_trials`: those that are not over."""
-        if time.monotonic() >= self._until:
+        if self.is_due:
             self._until = time.monotonic() + _COUNT_NODES_S
-            self._count = concurrency(self._plan)
+            if (found := cluster_nodes()) != self._counted:  # counting takes a second for hundreds of nodes and trials
+                self._count, self._counted = concurrency(self._plan), found
             if self._is_joined:
                 self._ask_for(min(open_trials, self._plan.max_concurrent or open_trials))
             self.look()
         return self._count
 
     def look(self) -> None:
-        """Brings the model to nodes that are new."""
+        """Brings the models to nodes that are new."""
         found = set(nodes.other_nodes())
-        if self._path and found - self._nodes and not _bring(self._path):
-            return
-        self._nodes = found
+        if not found - self._nodes or all([_bring(path, setting) for path, setting in self._models]):
+            self._nodes = found
 
     def _ask_for(self, trials: int) -> None:
-        needed = self._plan.resources
-        request_resources(bundles=[*needed.bundles, *needed.workers] * min(trials, _MOST_ASKED))
+        ask_for(self._plan.resources, min(trials, _MOST_ASKED))
 
 
-def _bring(path: str) -> bool:
-    """Copies the model to the nodes that lack it; False if that has to be tried again."""
+def _bring(path: str, setting: str) -> bool:
+    """Copies a model to the nodes that lack it; False if that has to be tried again."""
     try:
-        nodes.bring_folder(path, "model.path")
+        nodes.bring_folder(path, setting)
         return True
     except (ConfigError, ray.exceptions.RayError) as error:  # a node that is about to go is no reason to end a sweep
         _LOG.warning("the sweep goes on: %s", one_line(error, 300))

@@ -88,6 +88,7 @@ class PPOTrial(tune.Trainable):
         Args:
             config: the settings that the search has chosen.
         """
+        launch.quiet_environment()  # on a cluster that was joined, nothing has set it in this process
         self.plan, self.storage, self.shared = plan, storage, shared
         self.processes = RunProcesses(plan.reuse, shared.mailbox)
         self._begin()

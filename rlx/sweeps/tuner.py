@@ -16,8 +16,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from ray import tune
+from ray.tune.search.sample import Categorical
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
@@ -252,7 +254,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
     records = TrialRecords(folder)
     known = {name: _with_newest_settings(folder, name, record) for name, record in records.all().items()}
     shared = replace(shared_inputs(plan, space), known=known)
-    room = Room(plan, shared.model_path)
+    room = Room(plan, models_of(plan, space))
     source = _trial_source(plan, records, space, known, room)
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(max(200, total_trials(plan)))  # `concurrency` is the limit
     return tune.Tuner(
@@ -287,13 +289,30 @@ def _tune_folder(folder: Storage) -> str:
 def shared_inputs(plan: SweepPlan, space: Space) -> SharedInputs:
     """Returns what is made here once for all trials: the prompts and the model, unless the space varies them."""
     config, common = plan.config, SharedInputs(nodes.reachable(plan.tracking), start_mailbox())
+    for model, setting in models_of(plan, space):
+        nodes.bring_folder(model, setting)
     if any(key.startswith("model.") for key in space):
         return common
     path = preflight.model_folder(config.model.path, config.storage)
-    nodes.bring_folder(path, "model.path")
     if any(key.startswith(("data.", "eval.")) for key in space):
         return replace(common, model_path=path)
     return replace(common, model_path=path, tables=preflight.prompt_tables(config, path))
+
+
+def models_of(plan: SweepPlan, space: Space) -> list[tuple[str, str]]:
+    """Returns folder or name of each model that trials need, and the setting that names it."""
+    config = plan.config
+    policies = [
+        preflight.model_folder(str(path), config.storage) for path in _choices(space, "model.path", config.model.path)
+    ]
+    rewards = [str(path) for path in _choices(space, "reward.model", config.reward.model) if path]
+    return [(path, "model.path") for path in policies] + [(path, "reward.model") for path in rewards]
+
+
+def _choices(space: Space, key: str, default: str | None) -> list[Any]:
+    """Returns the values of a setting that trials may have."""
+    varied = space.get(key, default)
+    return list(varied.categories) if isinstance(varied, Categorical) else [varied]
 
 
 def _schedule(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] | None = None) -> Schedule:

@@ -32,7 +32,7 @@ PROCESSES = {
 
 
 def words(storage: Path, model: Path, name: str) -> list[str]:
-    """A sweep of four trials, each with two seeds."""
+    """A sweep of two settings, each with two seeds."""
     small = {
         "model.path": model, "train.steps": STEPS, "train.prompts-per-step": 8, "rollout.max-tokens": 8,
         "rollout.kv-cache-mib": 16, "eval.every": 2, "eval.num_prompts": 12, "checkpoint.every": 2,

@@ -335,6 +335,13 @@ def test_auto_critic_and_reference_follow_the_estimator_and_the_adapters() -> No
         ("tracking", "postgresql://h/db?password=SENTINEL"),
         ("tracking", "mysql://u@h/db?passwd=SENTINEL"),
         ("tracking", "mysql://u%3ASENTINEL@h/db"),
+        ("tracking", "postgresql://u:SENTI/SENTINEL@h/db"),
+        ("tracking", "postgresql://u:#SENTINEL@h/db"),
+        ("tracking", "postgresql://u:?SENTINEL@h/db"),
+        ("tracking", "https://h/?sig=SENTINEL"),
+        ("tracking", "https://h/?sv=2&X-Amz-Signature=SENTINEL"),
+        ("tracking", "https://h/?accessToken=SENTINEL"),
+        ("tracking", "https://h/?auth=SENTINEL"),
         ("tracking", "http://SENTINEL@h/"),
         ("tracking", "https://h/?api_key=SENTINEL"),
     ],
@@ -346,7 +353,16 @@ def test_an_address_with_a_secret_is_refused_and_never_shown(section: str, addre
     assert "SENTINEL" not in str(refused.value)
 
 
-@pytest.mark.parametrize("uri", ["postgresql://me@h/db?sslkey=/home/me/key.pem", "sqlite:///a@b/c.db", "http://h:5000"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "postgresql://me@h/db?sslkey=/home/me/key.pem",
+        "sqlite:///a@b/c.db",
+        "http://h:5000",
+        "http://h:5000/a@b",
+        "http://h/?max_tokens=5",
+    ],
+)
 def test_a_user_name_and_a_path_are_no_secret(uri: str) -> None:
     assert from_tree({"tracking": {"uri": uri}}).tracking.uri == uri
 

@@ -35,6 +35,44 @@ def test_events_come_in_order(box: Box) -> None:
     assert [(number, len(text)) for number, text in received] == list(enumerate(sizes))
 
 
+def test_events_of_each_thread_keep_their_order(box: Box) -> None:
+    def send(name: int) -> None:
+        for number in range(50):
+            box.send((name, number))
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    received: list[Any] = []
+    while len(received) < 200:
+        received += box.receive(len(received), 30.0)
+    assert all([number for name, number in received if name == own] == list(range(50)) for own in range(4))
+
+
+@ray.remote(num_cpus=0)
+def tell(box: Box) -> None:
+    for number in range(50):
+        box.send(number)
+    box.send("the last", wait=True)
+
+
+def test_what_one_process_waited_for_is_before_what_another_sends_next(box: Box) -> None:
+    ray.get(tell.remote(box))
+    box.send("end")
+    received: list[Any] = []
+    while "end" not in received:
+        received += box.receive(len(received), 30.0)
+    assert received == [*range(50), "the last", "end"]
+
+
+def test_without_its_actor_nobody_waits(ray_cluster: None) -> None:
+    box = Box.new(mailbox.start_mailbox())
+    box.post("job", is_last=True)
+    ray.kill(box.actor)
+    box.send("lost", wait=True)
+    box.close()
+
+
 def test_events_come_again_until_they_were_seen(box: Box) -> None:
     for number in range(3):
         box.send({"number": number})

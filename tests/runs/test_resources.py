@@ -144,6 +144,18 @@ def test_a_worker_on_a_gpu_has_a_whole_one_unless_told_otherwise() -> None:
     assert together.engines == [{"CPU": 0.5, "GPU": 1.0}]
 
 
+def test_workers_and_engines_need_gpus_of_the_kind_that_was_asked_for() -> None:
+    def node(kind: str) -> dict[str, float]:
+        return {"CPU": 64.0, "GPU": 8.0, f"accelerator_type:{kind}": 1.0}
+
+    scaling = {"use_gpu": True, "num_workers": 1, "accelerator_type": "H200"}
+    apart = configured(scaling=scaling, rollout={"resources_per_engine": {"GPU": 1}})
+    shared = configured(scaling=scaling, rollout={"resources_per_engine": {"CPU": 1}, "placement": "colocated"})
+    assert (apart.fits(nodes(node("A100"))), shared.fits(nodes(node("A100")))) == (0, 0)
+    assert (apart.fits(nodes(node("H200"), node("A100"))), shared.fits(nodes(node("H200"), node("A100")))) == (4, 8)
+    assert "accelerator_type:H200" not in apart.workers[0]  # Ray Train adds it
+
+
 def test_one_and_a_half_gpus_are_refused() -> None:
     message = r"scaling\.resources_per_worker: 1\.5 GPUs are neither a whole number nor a part of one"
     with pytest.raises(ConfigError, match=message):
