@@ -18,7 +18,7 @@ class Sent:
     def __init__(self) -> None:
         self.events: list[Any] = []
 
-    def send(self, event: Any) -> None:
+    def send(self, event: Any, *, wait: bool = False) -> None:
         if not isinstance(event, ControllerStarted):
             self.events.append(event)
 
