@@ -210,8 +210,11 @@ class MailboxActor:
 
 
 def start_mailbox() -> Any:
-    """Starts a mailbox actor on this node and returns its handle; it ends when the last handle is gone."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    """Starts a mailbox actor on this node and returns its handle; it ends when the last handle is gone.
+
+    It lives and dies with the driver's node. (With soft affinity, Ray 2.60 puts four of five on other nodes.)
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
     return ray.remote(MailboxActor).options(**options).remote()
 
