@@ -21,6 +21,7 @@ from rlx.config.errors import ConfigError
 from rlx.tracking.base import RunStatus, TrackingService
 
 _LARGEST_COPY = 512 * 2**20  # bytes
+_AT_ONCE = 4  # calls of MLflow; SQLite writes one by one, and more than its 15 connections fail after 30 s
 
 
 _own_clusters = set[str]()  # addresses
@@ -135,7 +136,7 @@ def reachable(service: TrackingService) -> TrackingService:
 def start_relay(service: TrackingService) -> RelayedService:
     """Returns a service whose calls an actor on this node makes; it ends with the last copy of the service."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(_Relay).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here).remote(service)
+    actor = ray.remote(_Relay).options(num_cpus=0, max_concurrency=_AT_ONCE, scheduling_strategy=here).remote(service)
     return RelayedService(actor, service.title, service.address)
 
 
