@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # the actor's process imports nothing slow
 
 
 _NEVER_REACHED = 2**62  # a number of a step or job
+JOB = "job_number"
+"""the key of a report's metrics that numbers its job"""
 CHECKPOINT_PATH = "checkpoint_path"
 """the key of a report's metrics that names the checkpoint that was reported with it, as Ray's own callback calls it"""
 
@@ -57,6 +59,7 @@ class StepReport:
     metrics: dict[str, Any]
     is_last: bool  # of its job
     checkpoint: str | None  # path of the checkpoint that was reported with it
+    job: int = 1  # its number; what a stopped job has reported can come when the next one has begun
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from rlx.config.sections import ScalingConfig
 from rlx.data.blocks import RankShares
 from rlx.runs.mailbox import (
     CHECKPOINT_PATH,
+    JOB,
     Box,
     ControllerStarted,
     JobEnded,
@@ -134,7 +135,7 @@ class _Relay(ray.train.UserCallback):
         if "done" in first:
             step = first | ({CHECKPOINT_PATH: path} if path else {})
             is_last = bool(first["done"])  # then the driver may hear next, from itself, that the run has ended
-            self._box.send(StepReport(step, is_last, path or None), wait=is_last)
+            self._box.send(StepReport(step, is_last, path or None, step.pop(JOB, 1)), wait=is_last)
         self._checkpoint = "" if "done" in first else path  # one of an earlier step goes with the next step
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
@@ -208,7 +209,7 @@ class TrainRun:
         self._is_idle, self._ended = threading.Event(), threading.Event()
         self._is_idle.set()
         self._controller: Any = None
-        self._is_job_over = False  # the workers have finished the job
+        self._job, self._is_job_over = 0, False  # number of the newest job, and whether the workers have finished it
         self.result: ray.train.Result | None = None  # Ray's, once it has ended well
         self._group: PlacementGroup | None = None  # of the workers, once they run
         if again:
@@ -243,7 +244,7 @@ class TrainRun:
         """
         self._is_idle.clear()
         self._is_job_over = False
-        self.box.post(job, is_last)
+        self._job = self.box.post(job, is_last)
         if self.is_stopping:  # `stop` came before there was a job
             self.box.stop()
         try:
@@ -334,7 +335,7 @@ class TrainRun:
         failure, has_fatal = "", False
         for event in self._events(until):
             match event:
-                case StepReport():
+                case StepReport() if event.job == self._job:
                     yield event
                     if event.is_last:
                         return

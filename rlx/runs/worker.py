@@ -33,7 +33,7 @@ from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import doctor
-from rlx.runs.mailbox import CHECKPOINT_PATH, Box, Message, WorkerSpec
+from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, Message, WorkerSpec
 from rlx.runs.run_folder import POINTER
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
@@ -88,7 +88,7 @@ class RayReporter:
 
     def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoints: Sequence[FinishedCheckpoint]) -> None:
         """Gives Ray Train each checkpoint with the metrics of its own step, and then the step."""
-        step = {**metrics, "done": is_last}
+        step = {**metrics, "done": is_last, JOB: self.job.number}
         earlier = [checkpoint for checkpoint in checkpoints if checkpoint.metrics["step"] != metrics["step"]]
         for checkpoint in earlier:
             self._report(checkpoint.metrics, checkpoint)

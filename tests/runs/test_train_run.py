@@ -1,13 +1,22 @@
 """Ray's own configs as rlx makes them, and what Ray Train is given by real runs of one process."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from run_cases import small
 
 from rlx.runs import preflight, train_run
-from rlx.runs.mailbox import CHECKPOINT_PATH, Box, ControllerStarted, StepReport, WorkersFailed
+from rlx.runs.mailbox import (
+    CHECKPOINT_PATH,
+    Box,
+    ControllerStarted,
+    StepReport,
+    WorkersFailed,
+    start_mailbox,
+)
 from rlx.runs.resources import plan_resources
 from rlx.storage.filesystem import Storage
 
@@ -72,3 +81,14 @@ def test_only_an_error_that_would_come_again_ends_the_run(
     else:
         made.after_exception(None, {1: error})
     assert events == [WorkersFailed(text, is_fatal)]
+
+
+def test_a_late_report_of_the_job_before_is_not_taken_for_one_of_this_job(ray_cluster: None) -> None:
+    """A stopped job's workers say that they have ended, and its last report comes by another way, through Train."""
+    run = object.__new__(train_run.TrainRun)
+    run.box, run._job, run._seen, run._is_job_over = Box.new(start_mailbox()), 2, 0, False
+    for report in (StepReport({"step": 4}, True, None, 1), StepReport({"step": 1}, False, None, 2)):
+        run.box.send(report)
+    run.box.send(StepReport({"step": 2}, True, None, 2), wait=True)
+    assert [report.metrics["step"] for report in run._reports([], print, time.monotonic() + 30)] == [1, 2]
+    ray.kill(run.box.actor)
