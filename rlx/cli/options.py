@@ -38,13 +38,13 @@ def exit_code(command: Callable[[], int], interrupted: str = "interrupted") -> i
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return 128 + (_received or [signal.SIGINT])[0]
-    except SystemExit as stop:  # by Ray's own handler, which is there while Ray starts
-        if stop.code != signal.SIGTERM:
+        received = (_received or [signal.SIGINT])[0]
+    except SystemExit as stop:
+        if stop.code != signal.SIGTERM:  # by Ray's own handler, which is there while Ray starts
             raise
-        print(interrupted, file=sys.stderr)
-        return 128 + signal.SIGTERM
+        received = signal.SIGTERM
+    print(interrupted, file=sys.stderr)
+    return 128 + received
 
 
 def end_on_signals() -> None:
@@ -94,20 +94,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 _OTHER_NAMES = {
     "lr": "train.actor-lr",
     "learning-rate": "train.actor-lr",
-    "actor-lr": "train.actor-lr",
-    "critic-lr": "train.critic-lr",
     "batch-size": "train.prompts-per-step",
     "num-generations": "train.samples-per-prompt",
     "epochs": "train.ppo-epochs",
     "num-ppo-epochs": "train.ppo-epochs",
     "max-steps": "train.steps",
-    "steps": "train.steps",
     "beta": "algorithm.kl-coef",
-    "kl-coef": "algorithm.kl-coef",
-    "gamma": "algorithm.gamma",
     "lam": "algorithm.gae-lambda",
     "cliprange": "algorithm.clip-low",
-    "temperature": "rollout.temperature",
     "max-new-tokens": "rollout.max-tokens",
     "max-completion-length": "rollout.max-tokens",
     "model": "model.path",
@@ -117,7 +111,6 @@ _OTHER_NAMES = {
     "output-dir": "storage",
     "save-steps": "checkpoint.every",
     "eval-steps": "eval.every",
-    "max-grad-norm": "train.max-grad-norm",
     "num-gpus": "scaling.num-workers",
 }
 """what TRL, veRL and others call a setting, and its name here"""
@@ -145,8 +138,15 @@ def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
     name = argument.partition("=")[0]
     # argparse has no public list of a parser's options.
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-    meant = f"--{_OTHER_NAMES.get(name.removeprefix('--').replace('_', '-'))}"
-    raise ConfigError(f"unknown option {name}{f'; here it is {meant}' if meant in known else nearest(name, known)}")
+    raise ConfigError(f"unknown option {name}{_meant(name, known)}")
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """What an unknown option may mean: the one setting that ends so, a setting's name elsewhere, or the nearest one."""
+    word = name.removeprefix("--").replace("_", "-")
+    elsewhere = f"--{_OTHER_NAMES.get(word)}"
+    options = [elsewhere] if elsewhere in known else [option for option in known if option.endswith(f".{word}")]
+    return f"; here it is {options[0]}" if len(options) == 1 else nearest(name, known)
 
 
 def _split_entries(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -124,9 +124,8 @@ def _explain(error: ErrorDetails) -> str:
         message = error["msg"].removeprefix("Value error, ")
     if not key or (isinstance(value, dict) and key in sections()):  # a section may hold an address with a password
         return message
-    if isinstance(value, str) and holds_secret(value):
-        return f"{key}: {message[0].lower()}{message[1:]}"
-    return f"{key} = {_shorten(value)}: {message[0].lower()}{message[1:]}"
+    shown = "" if isinstance(value, str) and holds_secret(value) else f" = {_shorten(value)}"
+    return f"{key}{shown}: {message[0].lower()}{message[1:]}"
 
 
 def _default_entries(key: str, section: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import ray
 
@@ -27,10 +28,10 @@ def total_trials(plan: SweepPlan) -> int:
     return plan.seeds * plan.trials
 
 
-def concurrency(plan: SweepPlan) -> int:
-    """Returns how many trials can run at once in the cluster, at least 1."""
+def concurrency(plan: SweepPlan, found: Sequence[Node]) -> int:
+    """Returns how many trials can run at once on these nodes, at least 1."""
     most = min(total_trials(plan), plan.max_concurrent or total_trials(plan))
-    return max(1, plan.resources.fits(cluster_nodes(), most))
+    return max(1, plan.resources.fits(found, most))
 
 
 def most_at_once(plan: SweepPlan) -> int | None:
@@ -39,7 +40,7 @@ def most_at_once(plan: SweepPlan) -> int | None:
     Raises:
         ConfigError: the placement strategy does not allow that.
     """
-    count = concurrency(plan)
+    count = concurrency(plan, cluster_nodes())
     if plan.scheduler not in PAUSING or count >= total_trials(plan):
         return None
     if plan.resources.strategy.startswith("STRICT"):
@@ -50,17 +51,20 @@ def most_at_once(plan: SweepPlan) -> int | None:
     return count
 
 
+class NeededModel(NamedTuple):
+    """A model that trials need on every node."""
+
+    path: str  # its folder, or its name on the Hub
+    setting: str  # the one that names it
+
+
 class Room:
     """How many trials of a sweep may run at once, as nodes come and go; asks an autoscaler for the nodes of the others.
 
     New nodes get the models.
     """
 
-    def __init__(self, plan: SweepPlan, models: Sequence[tuple[str, str]]) -> None:
-        """
-        Args:
-            models: folder or name of each model that trials need, and the setting that names it.
-        """
+    def __init__(self, plan: SweepPlan, models: Sequence[NeededModel]) -> None:
         self._plan, self._models = plan, models
         self._counted: list[Node] = []
         self._is_joined = not nodes.is_own_cluster()
@@ -76,26 +80,23 @@ class Room:
         if self.is_due:
             self._until = time.monotonic() + _COUNT_NODES_S
             if (found := cluster_nodes()) != self._counted:  # counting takes a second for hundreds of nodes and trials
-                self._count, self._counted = concurrency(self._plan), found
+                self._count, self._counted = concurrency(self._plan, found), found
             if self._is_joined:
-                self._ask_for(min(open_trials, self._plan.max_concurrent or open_trials))
+                ask_for(self._plan.resources, min(open_trials, self._plan.max_concurrent or open_trials, _MOST_ASKED))
             self.look()
         return self._count
 
     def look(self) -> None:
         """Brings the models to nodes that are new."""
         found = set(nodes.other_nodes())
-        if not found - self._nodes or all([_bring(path, setting) for path, setting in self._models]):
+        if not found - self._nodes or all([_bring(model) for model in self._models]):
             self._nodes = found
 
-    def _ask_for(self, trials: int) -> None:
-        ask_for(self._plan.resources, min(trials, _MOST_ASKED))
 
-
-def _bring(path: str, setting: str) -> bool:
+def _bring(model: NeededModel) -> bool:
     """Copies a model to the nodes that lack it; False if that has to be tried again."""
     try:
-        nodes.bring_folder(path, setting)
+        nodes.bring_folder(*model)
         return True
     except (ConfigError, ray.exceptions.RayError) as error:  # a node that is about to go is no reason to end a sweep
         _LOG.warning("the sweep goes on: %s", one_line(error, 300))

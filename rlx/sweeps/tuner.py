@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from rlx.storage.filesystem import Storage
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog, Watch
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
-from rlx.sweeps.room import Room, concurrency, most_at_once, total_trials
+from rlx.sweeps.room import NeededModel, Room, concurrency, most_at_once, total_trials
 from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, Schedule
 from rlx.sweeps.space import MODE, Space, complete_settings, load_space
 from rlx.sweeps.trainable import SharedInputs, attempt_number, forgive, newest_attempt, trainable
@@ -85,10 +85,11 @@ def _with_population(plan: SweepPlan, space: Space) -> SweepPlan:
 
 def describe(plan: SweepPlan) -> str:
     """Returns what a sweep is going to do, in one line."""
-    count = len(cluster_nodes())
+    found = cluster_nodes()
+    where = f"{len(found)} {'node' if len(found) == 1 else 'nodes'}"
     trials = f"{plan.trials} settings x {plan.seeds} seeds" if plan.seeds > 1 else f"{plan.trials} trials"
     return (
-        f"sweep {plan.name}: {trials}, {concurrency(plan)} at once on {count} {'node' if count == 1 else 'nodes'} "
+        f"sweep {plan.name}: {trials}, {concurrency(plan, found)} at once on {where} "
         f"({plan.resources} each), {plan.config.train.steps} steps, search {plan.search}, scheduler {plan.scheduler}"
     )
 
@@ -253,8 +254,8 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
     folder, space = storage / "sweeps" / plan.name, load_space(plan.space, plan.tree)
     records = TrialRecords(folder)
     known = {name: _with_newest_settings(folder, name, record) for name, record in records.all().items()}
-    shared = replace(shared_inputs(plan, space), known=known)
-    room = Room(plan, models_of(plan, space))
+    models = models_of(plan, space)
+    shared, room = replace(shared_inputs(plan, space, models), known=known), Room(plan, models)
     source = _trial_source(plan, records, space, known, room)
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(max(200, total_trials(plan)))  # `concurrency` is the limit
     return tune.Tuner(
@@ -286,27 +287,31 @@ def _tune_folder(folder: Storage) -> str:
     return f"{_TUNE_FOLDER}-{count + 1}" if count else _TUNE_FOLDER
 
 
-def shared_inputs(plan: SweepPlan, space: Space) -> SharedInputs:
-    """Returns what is made here once for all trials: the prompts and the model, unless the space varies them."""
-    config, common = plan.config, SharedInputs(nodes.reachable(plan.tracking), start_mailbox())
-    for model, setting in models_of(plan, space):
-        nodes.bring_folder(model, setting)
+def shared_inputs(plan: SweepPlan, space: Space, models: Sequence[NeededModel]) -> SharedInputs:
+    """Returns what is made here once for all trials: the prompts and the model, unless the space varies them.
+
+    Args:
+        models: those of `models_of`, which every node gets.
+    """
+    common = SharedInputs(nodes.reachable(plan.tracking), start_mailbox())
+    for model in models:
+        nodes.bring_folder(*model)
     if any(key.startswith("model.") for key in space):
         return common
-    path = preflight.model_folder(config.model.path, config.storage)
+    path = models[0].path
     if any(key.startswith(("data.", "eval.")) for key in space):
         return replace(common, model_path=path)
-    return replace(common, model_path=path, tables=preflight.prompt_tables(config, path))
+    return replace(common, model_path=path, tables=preflight.prompt_tables(plan.config, path))
 
 
-def models_of(plan: SweepPlan, space: Space) -> list[tuple[str, str]]:
-    """Returns folder or name of each model that trials need, and the setting that names it."""
-    config = plan.config
-    policies = [
-        preflight.model_folder(str(path), config.storage) for path in _choices(space, "model.path", config.model.path)
+def models_of(plan: SweepPlan, space: Space) -> list[NeededModel]:
+    """Returns the models that trials need: first the policies to start with, then reward models."""
+    policies = [str(path) for path in _choices(space, "model.path", plan.config.model.path)]
+    rewards = [str(path) for path in _choices(space, "reward.model", plan.config.reward.model) if path]
+    folders = [preflight.model_folder(path, plan.config.storage) for path in policies]
+    return [NeededModel(path, "model.path") for path in folders] + [
+        NeededModel(path, "reward.model") for path in rewards
     ]
-    rewards = [str(path) for path in _choices(space, "reward.model", config.reward.model) if path]
-    return [(path, "model.path") for path in policies] + [(path, "reward.model") for path in rewards]
 
 
 def _choices(space: Space, key: str, default: str | None) -> list[Any]:

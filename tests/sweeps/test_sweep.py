@@ -20,11 +20,11 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import launch, run_folder
-from rlx.runs.resources import plan_resources
+from rlx.runs.resources import cluster_nodes, plan_resources
 from rlx.runs.run_folder import mlflow_run, saved_config
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps import tuner
+from rlx.sweeps import room, tuner
 from rlx.sweeps.records import SweepPlan, TrialRecords
 from rlx.sweeps.space import load_space
 from rlx.sweeps.trainable import PPOTrial
@@ -33,11 +33,11 @@ from rlx.tracking import mlflow
 
 def test_concurrency_never_exceeds_the_room(ray_cluster: None, tmp_path: Path) -> None:
     tree = {"scaling": {"num_workers": 2}, "train": {"prompts_per_step": 8}}
-    space = space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    assert tuner.concurrency(SweepPlan("s", tree, space)) == 2  # of 1.5 CPU each, in 4
-    assert tuner.concurrency(SweepPlan("s", tree, space, max_concurrent=1)) == 1
-    assert tuner.concurrency(SweepPlan("s", tree, space, max_concurrent=9)) == 2
-    assert tuner.concurrency(SweepPlan("s", tree, space, trials=1)) == 1
+    space, found = space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}"), cluster_nodes()
+    assert room.concurrency(SweepPlan("s", tree, space), found) == 2  # of 1.5 CPU each, in 4
+    assert room.concurrency(SweepPlan("s", tree, space, max_concurrent=1), found) == 1
+    assert room.concurrency(SweepPlan("s", tree, space, max_concurrent=9), found) == 2
+    assert room.concurrency(SweepPlan("s", tree, space, trials=1), found) == 1
 
 
 @pytest.mark.parametrize(
