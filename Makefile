@@ -20,7 +20,7 @@ sweep: .venv/ready-$(ACCELERATOR)
 	$(BIN)/python experiments/ppo_sweep.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)

@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.state import list_actors
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from xdist.scheduler import LoadScopeScheduling
 
 from rlx.config.sections import ModelConfig, RolloutConfig
 from rlx.models.tiny import WarmStart, make_tiny_model
@@ -33,6 +35,39 @@ from rlx.tracking import mlflow
 # Ctrl-C ends what the tests start, also where they run in the background of a shell that ignores it. It is set here
 # because a `preexec_fn` would fork this process with Ray in it: what the child writes breaks its connections.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+torch.set_num_threads(1)  # two pools of spinning threads on two cores would be slow
+
+
+WITH_RAY = (
+    "cli/test_cli.py",
+    "data/test_blocks.py",
+    "data/test_files.py",
+    "data/test_hub.py",
+    "data/test_prompts.py",
+    "rewards/test_reward_model.py",
+    "rollout/",
+    "runs/test_mailbox.py",
+    "runs/test_resources.py",
+    "runs/test_run",
+    "runs/test_train_run.py",
+    "sweeps/test_s",
+    "test_malformed.py",
+)
+"""where tests use the fixture `ray_cluster`"""
+
+
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+    """With `-n`, whole files go to a process, and all with Ray to one: a second cluster costs more than it gains."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0].removeprefix("tests/")
+        return "ray" if file.startswith(WITH_RAY) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
+
 
 SHORT_RECIPE = WarmStart(
     right_steps=30, careless_steps=2, held_out_size=32, hidden=128, mlp=128, heads=4, kv_heads=2, warmup_steps=5
@@ -47,6 +82,7 @@ KEPT = RunProcesses("workers")
 def ray_cluster(s3_server: str) -> Iterator[None]:
     """One Ray cluster for the whole session: starting one takes ten seconds. Its workers have the keys for S3."""
     launch.quiet_environment()
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112. Tests without Ray, which run beside, would hold them up
     launch.start_cluster(num_cpus=4)
     yield
     KEPT.close()
@@ -139,6 +175,7 @@ def on_ranks() -> OnRanks:
 
 
 def _as_rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    faulthandler.enable()  # a crash says where it was
     torch.set_num_threads(1)
     backend = "gloo"
     if torch.cuda.is_available():  # one GPU for each rank, which uses it if the function does

@@ -469,7 +469,7 @@ def test_numbers_of_every_kind_are_scores(returned: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, math.nan, math.inf, -math.inf, "1", b"1", 1j, [1.0, 2.0], 10**400, np.float64("nan"), object()],
+    [None, math.nan, math.inf, -math.inf, "1", b"1", 1j, [1.0, 2.0], 10**400, np.float64("nan"), ...],
     ids=str,
 )
 def test_what_is_no_finite_number_names_function_prompt_and_value(value: Any) -> None:
