@@ -82,7 +82,8 @@ KEPT = RunProcesses("workers")
 def ray_cluster(s3_server: str) -> Iterator[None]:
     """One Ray cluster for the whole session: starting one takes ten seconds. Its workers have the keys for S3."""
     launch.quiet_environment()
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112. Tests without Ray, which run beside, would hold them up
+    # Else the tests without Ray, which run beside, would hold its workers up.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     launch.start_cluster(num_cpus=4)
     yield
     KEPT.close()

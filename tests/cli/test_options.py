@@ -72,7 +72,7 @@ def test_another_exit_keeps_its_code(tmp_path: Path) -> None:
         ("--learning-rate", "; here it is --train.actor-lr"),
         ("--output-dir=x", "; here it is --storage"),
         ("--num-generations", "; here it is --train.samples-per-prompt"),
-        ("--kl_coef", "; here it is --algorithm.kl-coef"),
+        ("--kl-coef", "; here it is --algorithm.kl-coef"),
         ("--temperature", "; here it is --rollout.temperature"),
         ("--train.step", "; nearest: --train.steps"),
         ("--zzzzzz", ""),
