@@ -7,6 +7,7 @@ Left out: screens and exit codes, which are in `rlx.cli`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +64,8 @@ def train(config: RunConfig, *, on_report: OnReport | None = None) -> TrainResul
     """
     from rlx.runs import run_folder
 
-    config, folder = run_folder.new_run(config)
-    return _run(config, folder, resume=False, on_report=on_report)
+    with run_folder.new_run(config) as (config, folder):
+        return _run(config, folder, resume=False, on_report=on_report)
 
 
 def resume(
@@ -86,10 +87,10 @@ def resume(
     """
     from rlx.runs import run_folder
 
-    config, folder = run_folder.saved_run(name, storage or RunConfig().storage, overrides or {})
-    if metrics := run_folder.finished_metrics(folder, config.train.steps):
-        return _result(config.storage, name, metrics)
-    return _run(config, folder, resume=True, on_report=on_report)
+    with run_folder.saved_run(name, storage or RunConfig().storage, overrides or {}) as (config, folder):
+        if metrics := run_folder.finished_metrics(folder, config.train.steps):
+            return _result(config.storage, name, metrics)
+        return _run(config, folder, resume=True, on_report=on_report)
 
 
 def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnReport | None) -> TrainResult:
@@ -153,22 +154,27 @@ def tuner(
             taken, or the cluster has no room for a trial.
     """
     from rlx.runs import launch, preflight
+    from rlx.storage import claims
     from rlx.storage.addresses import local_folder, open_storage
-    from rlx.storage.filesystem import free_name
     from rlx.sweeps.records import SweepPlan
     from rlx.sweeps.space import write_space
     from rlx.sweeps.tuner import check_sweep, create_sweep, make_tuner
 
     _check_choices(search, scheduler, {"trials": trials, "seeds": seeds, "max_concurrent": max_concurrent})
     tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config))
-    name = tree.pop("name", None) or free_name(open_storage(config.storage) / "sweeps", "sweep")
-    if isinstance(space, Mapping):
-        space = write_space(space, name, local_folder(config.storage) / "search_spaces")
-    plan = SweepPlan(name, tree, str(Path(space).resolve()), trials, search, scheduler, seeds, max_concurrent, reuse)
-    prepared = preflight.prepare(check_sweep(plan).config)
-    launch.connect(prepared.config, prepared.resources)
     storage = open_storage(config.storage)
-    return make_tuner(create_sweep(plan, storage), storage)
+    with ExitStack() as stack:
+        claim = stack.enter_context(claims.take_new(storage / "sweeps", tree.pop("name", None), "sweep", "sweep"))
+        name = claim.folder.name
+        if isinstance(space, Mapping):
+            space = write_space(space, name, local_folder(config.storage) / "search_spaces")
+        source = str(Path(space).resolve())
+        plan = SweepPlan(name, tree, source, trials, search, scheduler, seeds, max_concurrent, reuse)
+        prepared = preflight.prepare(check_sweep(plan).config)
+        launch.connect(prepared.config, prepared.resources)
+        made = make_tuner(create_sweep(plan, storage), storage)
+        stack.pop_all()  # this process holds the claim until its end
+    return made
 
 
 def load_model(

@@ -6,7 +6,8 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -104,22 +105,39 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfi
     started, is_resume = time.monotonic(), args.resume is not None
     tree = with_overrides(tree, preflight.absolute_paths(config))
     storage = open_storage(tree["storage"])
-    plan, restarted = resumed_plan(args, storage, tree, given) if is_resume else (new_plan(args, tree, storage), [])
-    with console.SweepProgress(plan.config.train.steps) as progress:
-        with console.RunProgress(plan.config.train.steps, progress.console) as preparing:
-            prepared = preflight.prepare(plan.config, preparing.warm_start)
-        connect_cluster(prepared, preparing.message)
-        plan = plan if is_resume else tuner.create_sweep(plan, storage)
-        where = tracking_lines(plan, storage)
-        lines = [tuner.describe(plan), *(f"{trial} runs again" for trial in restarted), *where]
-        progress.console.print(*lines, sep="\n", soft_wrap=True)
-        results = tuner.run_sweep(plan, storage, resume=is_resume, watch=progress.update)
-    failures = tuner.failures(results)
-    print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
-    print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
-    write_analysis(plan, storage)
+    with claimed_plan(args, storage, tree, given) as (plan, restarted):
+        with console.SweepProgress(plan.config.train.steps) as progress:
+            with console.RunProgress(plan.config.train.steps, progress.console) as preparing:
+                prepared = preflight.prepare(plan.config, preparing.warm_start)
+            connect_cluster(prepared, preparing.message)
+            plan = plan if is_resume else tuner.create_sweep(plan, storage)
+            where = tracking_lines(plan, storage)
+            lines = [tuner.describe(plan), *(f"{trial} runs again" for trial in restarted), *where]
+            progress.console.print(*lines, sep="\n", soft_wrap=True)
+            results = tuner.run_sweep(plan, storage, resume=is_resume, watch=progress.update)
+        failures = tuner.failures(results)
+        print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
+        print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
+        write_analysis(plan, storage)
     print("\n".join(where))
     return 1 if failures else 0
+
+
+@contextmanager
+def claimed_plan(
+    args: argparse.Namespace, storage: Storage, tree: Mapping[str, Any], given: Mapping[str, Any]
+) -> Iterator[tuple[SweepPlan, list[str]]]:
+    """Claims the folder of the sweep; gives its plan and, of a resumed one, the failed trials that run again."""
+    from rlx.storage import claims
+    from rlx.sweeps import tuner
+
+    if args.resume is None:
+        with claims.take_new(storage / "sweeps", tree.get("name"), "sweep", "sweep") as claim:
+            yield new_plan(args, tree, claim.folder.name), []
+    else:
+        folder = tuner.find(storage, args.resume or None)
+        with claims.take(folder, f"sweep {folder.name!r}"):
+            yield resumed_plan(args, storage, folder.name, tree, given)
 
 
 def connect_cluster(prepared: PreparedRun, notify: Notify) -> None:
@@ -130,13 +148,12 @@ def connect_cluster(prepared: PreparedRun, notify: Notify) -> None:
     end_on_signals()  # again: Ray has installed a handler of its own
 
 
-def new_plan(args: argparse.Namespace, tree: dict[str, Any], storage: Storage) -> SweepPlan:
+def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> SweepPlan:
     """Returns the plan that the options describe."""
-    from rlx.storage.filesystem import free_name
     from rlx.sweeps.records import SweepPlan
 
     return SweepPlan(
-        name=tree.get("name") or free_name(storage / "sweeps", "sweep"),
+        name=name,
         tree={key: value for key, value in tree.items() if key != "name"},
         space=str(Path(args.space).resolve()),
         trials=args.trials,
@@ -149,12 +166,12 @@ def new_plan(args: argparse.Namespace, tree: dict[str, Any], storage: Storage) -
 
 
 def resumed_plan(
-    args: argparse.Namespace, storage: Storage, tree: Mapping[str, Any], given: Mapping[str, Any]
+    args: argparse.Namespace, storage: Storage, name: str, tree: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[SweepPlan, list[str]]:
     """Returns the saved plan, with the addresses of today, and the failed trials that run again."""
     from rlx.sweeps import tuner
 
-    plan = tuner.saved_sweep(storage, args.resume or None)
+    plan = tuner.saved_sweep(storage, name)
     today = {key: given[key] for key in _OF_THE_CLUSTER if key in given} | {"storage": tree["storage"]}
     plan = replace(plan, tree=with_overrides(plan.tree, today))  # the storage may have been moved since
     return plan, tuner.restart_failed(plan, storage, from_scratch=args.from_scratch) if args.restart_errored else []

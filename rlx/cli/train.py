@@ -98,8 +98,8 @@ def start(config: RunConfig) -> int:
     """Trains a new run."""
     from rlx.runs import run_folder
 
-    config, folder = run_folder.new_run(config)
-    return train(config, folder, resume=False)
+    with run_folder.new_run(config) as (config, folder):
+        return train(config, folder, resume=False)
 
 
 def resume(name: str, given: Mapping[str, Any]) -> int:
@@ -107,13 +107,13 @@ def resume(name: str, given: Mapping[str, Any]) -> int:
     from rlx.runs import launch, preflight, run_folder
     from rlx.tracking import console
 
-    config, folder = run_folder.saved_run(name, given.get("storage") or RunConfig().storage, given)
-    if last := run_folder.finished_metrics(folder, config.train.steps):
-        print(f"run {name} is finished: {config.train.steps} steps, {console.metrics_line(last)}")
-        print(f"rlx train --resume {shlex.quote(name)} --train.steps {2 * config.train.steps} goes on with it")
-        launch.send_pending(preflight.tracking_service(config.tracking, config.storage), folder, print)
-        return 0
-    return train(config, folder, resume=True)
+    with run_folder.saved_run(name, given.get("storage") or RunConfig().storage, given) as (config, folder):
+        if last := run_folder.finished_metrics(folder, config.train.steps):
+            print(f"run {name} is finished: {config.train.steps} steps, {console.metrics_line(last)}")
+            print(f"rlx train --resume {shlex.quote(name)} --train.steps {2 * config.train.steps} goes on with it")
+            launch.send_pending(preflight.tracking_service(config.tracking, config.storage), folder, print)
+            return 0
+        return train(config, folder, resume=True)
 
 
 def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:

@@ -6,7 +6,8 @@ Left out: the checkpoints' own files (rlx.storage) and what is written while a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,10 +15,10 @@ from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC, CheckpointConfig, flatten
-from rlx.storage import checkpoint_catalog
+from rlx.storage import checkpoint_catalog, claims
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.storage.filesystem import Storage, free_name, retry
+from rlx.storage.filesystem import Storage, retry
 from rlx.types import Notify
 
 T = TypeVar("T")
@@ -136,20 +137,23 @@ def _read(file: Storage, content: Callable[[], T]) -> T:
 # New and saved runs
 
 
-def new_run(config: RunConfig) -> tuple[RunConfig, Storage]:
-    """Returns the config with a name, and the folder of the new run.
+@contextmanager
+def new_run(config: RunConfig) -> Iterator[tuple[RunConfig, Storage]]:
+    """Claims the folder of a new run; gives the config with a name, and the folder.
 
     Raises:
         ConfigError: there is a run of that name.
+        ClaimedError: another process starts one.
     """
-    runs = open_storage(config.storage) / "runs"
-    name = config.name or free_name(runs, "ppo")
-    check_new(name, runs / name)
-    return config.model_copy(update={"name": name}), runs / name
+    with claims.take_new(open_storage(config.storage) / "runs", config.name, "run", "ppo") as claim:
+        name = claim.folder.name
+        check_new(name, claim.folder)
+        yield config.model_copy(update={"name": name}), claim.folder
 
 
-def saved_run(name: str, storage: str, overrides: Mapping[str, Any]) -> tuple[RunConfig, Storage]:
-    """Returns the config with which a run continues, and its folder.
+@contextmanager
+def saved_run(name: str, storage: str, overrides: Mapping[str, Any]) -> Iterator[tuple[RunConfig, Storage]]:
+    """Claims the folder of a run; gives the config with which it continues, and the folder.
 
     Args:
         storage: the address of the run's storage, which may have been moved since it began.
@@ -157,12 +161,14 @@ def saved_run(name: str, storage: str, overrides: Mapping[str, Any]) -> tuple[Ru
 
     Raises:
         ConfigError: there is no such run, or a setting that cannot change would change.
+        ClaimedError: another process trains it.
     """
     folder = find(open_storage(storage) / "runs", name)
-    tree = saved_config(folder) | {"name": name, "storage": storage}
-    config = from_tree(with_overrides(tree, {**overrides, "name": name}))
-    check_resumable(config, from_tree(tree))
-    return config, folder
+    with claims.take(folder, f"run {name!r}"):
+        tree = saved_config(folder) | {"name": name, "storage": storage}
+        config = from_tree(with_overrides(tree, {**overrides, "name": name}))
+        check_resumable(config, from_tree(tree))
+        yield config, folder
 
 
 def is_fixed(key: str) -> bool:

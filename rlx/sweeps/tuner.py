@@ -133,7 +133,7 @@ def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
     Raises:
         ConfigError: there is no such sweep, or its record is damaged.
     """
-    folder = _find(storage / "sweeps", name)
+    folder = find(storage, name)
     try:
         plan = SweepPlan(**(folder / _PLAN_FILE).read_json())
         space = (folder / _SPACE_FILE).read_text()
@@ -145,8 +145,13 @@ def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
     return replace(plan, space=str(copy))
 
 
-def _find(sweeps: Storage, name: str | None) -> Storage:
-    """Returns the folder of a sweep, or of the newest one."""
+def find(storage: Storage, name: str | None) -> Storage:
+    """Returns the folder of a sweep, or of the newest one.
+
+    Raises:
+        ConfigError: there is no such sweep.
+    """
+    sweeps = storage / "sweeps"
     names = [each for each in sweeps.names() if (sweeps / each / _PLAN_FILE).exists()]
     if not names or (name and name not in names):
         raise ConfigError(f"no sweep {name or ''} in {sweeps.path}{nearest(name or '', names)}")

@@ -1,0 +1,240 @@
+"""Claims: at most one process at a time writes a run or a sweep, on any storage that several machines share.
+
+A claim is a small file in the claimed folder. Its number grows with each owner; the highest one counts. The owner
+renews it every few seconds, so that others can take over from an owner that is gone.
+Left out: which folders are claimed (rlx.runs, rlx.sweeps).
+
+On disks and NFS, creating a file that must not exist is atomic. On object stores, which pyarrow cannot ask for that,
+each writes a file of its own and then lists: only who is alone has won. As a listing shows all finished writes, of two
+who both write before they list, neither is alone; the one with the lower name stays and looks again, the other goes.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import getpass
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from rlx.storage.filesystem import Storage, StorageError, free_name
+
+_LOG = logging.getLogger("rlx")
+_FILE = re.compile(r"owner-(\d{1,9})(\.[0-9a-f]{32})?\.json")
+_BEAT_S = 10.0
+_GONE_S = 60.0  # who has not renewed a claim for so long is gone
+_LOOKS_S = (0.0, 0.5, 1.0, 2.0)  # waits before the looks of one who is not alone
+
+
+class ClaimedError(StorageError):
+    """Another process that is alive holds the claim. The text says which."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that holds a claim."""
+
+    user: str
+    host: str
+    machine: str  # differs between boots and containers, within which process ids mean something
+    pid: int
+    started: str  # tells a process from a later one with the same id
+    since: float  # Unix seconds
+
+    @classmethod
+    def myself(cls) -> Owner:
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # the user id has no name, as in some containers
+            user = str(os.getuid())
+        return cls(user, socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()), time.time())
+
+    def is_gone(self, unseen_s: float) -> bool:
+        """Whether the process has ended.
+
+        Args:
+            unseen_s: seconds since it renewed its claim; counts for processes of other machines.
+        """
+        if self.machine != _machine() or not self.started:
+            return unseen_s > _GONE_S
+        return _started(self.pid) != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} of {self.user} on {self.host}"
+
+
+class Claim:
+    """The claim of this process on a folder, renewed by a thread until `release` or the end of the process.
+
+    If another process takes over nevertheless, for this one was stopped for a minute, this one is interrupted.
+    """
+
+    def __init__(self, file: Storage, owner: Owner, what: str) -> None:
+        self._file, self._owner, self._what = file, owner, what
+        self.folder = Storage(file.filesystem, file.path.rpartition("/")[0])
+        self._released = threading.Event()
+        atexit.register(self.release)
+        threading.Thread(target=self._renew, name="claim", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._released.wait(_BEAT_S):
+            with suppress(OSError):  # what is written to that storage next reports its errors
+                if _newest(self.folder) != self._file.name:
+                    _LOG.error("%s: another process has taken it over, this one ends", self._what)
+                    _thread.interrupt_main()
+                    return
+                self._touch()
+
+    def _touch(self) -> None:
+        if self._file.is_local:  # also on a full disk
+            os.utime(self._file.path)
+        else:
+            self._file.write_text(json.dumps(asdict(self._owner)))
+
+    def release(self) -> None:
+        """Gives the folder free. One that is still empty is removed."""
+        if self._released.is_set():
+            return
+        self._released.set()
+        atexit.unregister(self.release)
+        with suppress(OSError):
+            for name in _claims(self.folder):  # the own one last: until then it counts
+                if _number(name) <= _number(self._file.name):
+                    (self.folder / name).delete()
+            if self.folder.is_local:
+                os.rmdir(self.folder.path)  # fails unless it is empty
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def take_new(parent: Storage, name: str | None, kind: str, prefix: str) -> Claim:
+    """Claims a folder for something new; see `take`.
+
+    Args:
+        name: the folder's name in `parent`; None: the first of prefix-1, prefix-2, ... that is not there.
+    """
+    while not name:
+        with suppress(ClaimedError):  # another process was faster: the next name
+            free = free_name(parent, prefix)
+            return take(parent / free, f"{kind} {free!r}")
+    return take(parent / name, f"{kind} {name!r}")
+
+
+def take(folder: Storage, what: str) -> Claim:
+    """Claims a folder for this process; creates it.
+
+    Args:
+        what: what the folder is, for errors, e.g. "run 'ppo-1'".
+
+    Raises:
+        ClaimedError: another process holds it.
+        StorageError: the storage cannot be written.
+    """
+    try:
+        newest = _newest(folder)
+        if newest and (holder := _holder(folder / newest)):
+            raise ClaimedError(f"{what} is in use by {holder}: wait for its end, or end it")
+        owner = Owner.myself()
+        file = _create(folder, _number(newest) + 1, json.dumps(asdict(owner)))
+    except OSError as error:
+        raise StorageError(f"{what} cannot be claimed in {folder.path}: {error}") from None
+    if file is None:
+        raise ClaimedError(f"{what} is being started by another process at this moment")
+    return Claim(file, owner, what)
+
+
+def _holder(file: Storage) -> str:
+    """Who holds the claim in a file, and since when; empty if that process is gone."""
+    try:
+        unseen_s = _seconds_since(file)
+        owner = Owner(**file.read_json())
+    except FileNotFoundError:  # it has been released since
+        return ""
+    except (ValueError, TypeError):  # it is being written
+        return "" if unseen_s > _GONE_S else "a process that starts it"
+    if owner.is_gone(unseen_s):
+        return ""
+    return f"{owner} for {time.time() - owner.since:.0f} s (last sign {max(unseen_s, 0):.0f} s ago)"
+
+
+def _seconds_since(file: Storage) -> float:
+    """Age of a file by its storage's clock, which need not be ours."""
+    probe = Storage(file.filesystem, f"{file.path.rpartition('/')[0]}/now-{uuid.uuid4().hex}")
+    try:
+        probe.write_text("")
+        now, then = (file.filesystem.get_file_info(each.path).mtime for each in (probe, file))
+    finally:
+        probe.delete()
+    if then is None:
+        raise FileNotFoundError(file.path)
+    return float((now - then).total_seconds())
+
+
+def _create(folder: Storage, number: int, content: str) -> Storage | None:
+    """Creates the claim of that number, or returns None if another process has it or a later one."""
+    if folder.is_local:
+        file = folder / f"owner-{number}.json"
+        Path(folder.path).mkdir(parents=True, exist_ok=True)
+        try:
+            with open(file.path, "x") as stream:
+                stream.write(content)
+        except FileExistsError:
+            return None
+    else:
+        file = folder / f"owner-{number}.{uuid.uuid4().hex}.json"
+        file.write_text(content)
+    for wait_s in _LOOKS_S:
+        time.sleep(wait_s)
+        rivals = [name for name in _claims(folder) if _number(name) >= number]
+        if rivals == [file.name]:
+            return file
+        if rivals[:1] != [file.name] or _number(rivals[-1]) > number:
+            break
+    file.delete()
+    return None
+
+
+def _claims(folder: Storage) -> list[str]:
+    """The claims in a folder by their numbers, and within a number by name."""
+    return sorted(filter(_FILE.fullmatch, folder.names()), key=lambda name: (_number(name), name))
+
+
+def _newest(folder: Storage) -> str:
+    """The claim that counts, or an empty text."""
+    return (_claims(folder) or [""])[-1]
+
+
+def _number(name: str) -> int:
+    """The number of a claim; 0 for an empty text."""
+    found = _FILE.fullmatch(name)
+    return int(found[1]) if found else 0
+
+
+def _machine() -> str:
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # Linux has them
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
+def _started(pid: int) -> str:
+    """When a process of this machine began, in the kernel's own unit; empty if there is none, or it is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
