@@ -155,9 +155,8 @@ def tuner(
     """
     from rlx.runs import launch, preflight
     from rlx.storage import claims
-    from rlx.storage.addresses import local_folder, open_storage
+    from rlx.storage.addresses import open_storage
     from rlx.sweeps.records import SweepPlan
-    from rlx.sweeps.space import write_space
     from rlx.sweeps.tuner import check_sweep, create_sweep, make_tuner
 
     _check_choices(search, scheduler, {"trials": trials, "seeds": seeds, "max_concurrent": max_concurrent})
@@ -166,15 +165,23 @@ def tuner(
     with ExitStack() as stack:
         claim = stack.enter_context(claims.take_new(storage / "sweeps", tree.pop("name", None), "sweep", "sweep"))
         name = claim.folder.name
-        if isinstance(space, Mapping):
-            space = write_space(space, name, local_folder(config.storage) / "search_spaces")
-        source = str(Path(space).resolve())
-        plan = SweepPlan(name, tree, source, trials, search, scheduler, seeds, max_concurrent, reuse)
+        file = str(_space_file(space, name, config.storage).resolve())
+        plan = SweepPlan(name, tree, file, trials, search, scheduler, seeds, max_concurrent, reuse)
         prepared = preflight.prepare(check_sweep(plan).config)
         launch.connect(prepared.config, prepared.resources)
         made = make_tuner(create_sweep(plan, storage), storage)
         stack.pop_all()  # this process holds the claim until its end
     return made
+
+
+def _space_file(space: Mapping[str, Any] | str | Path, name: str, storage: str) -> Path:
+    """Returns the Python file of a search space; writes it for one that was given as domains."""
+    from rlx.storage.addresses import local_folder
+    from rlx.sweeps.space import write_space
+
+    return (
+        write_space(space, name, local_folder(storage) / "search_spaces") if isinstance(space, Mapping) else Path(space)
+    )
 
 
 def load_model(

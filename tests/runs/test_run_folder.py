@@ -16,6 +16,7 @@ from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.claims import ClaimedError
 from rlx.storage.filesystem import StorageError
 
 STEPS = {5: 0.2, 10: 0.9, 15: 0.5}
@@ -218,3 +219,32 @@ def test_no_run_starts_after_its_last_step(tmp_path: Path) -> None:
 def test_no_run_takes_the_state_of_one_that_was_another(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     place = put(tmp_path, 5, train__steps=5).folder.path
     assert refusal(starting(place, train__steps=6, **change)).startswith(f"{said}in run a, which cannot change now")
+
+
+def test_new_runs_get_names_of_their_own_and_leave_none_behind(tmp_path: Path) -> None:
+    config = from_tree({"storage": str(tmp_path)})
+    with run_folder.new_run(config) as (first, folder), run_folder.new_run(config) as (second, _):
+        assert (first.name, second.name) == ("ppo-1", "ppo-2")
+        (folder / "run.json").write_text("{}")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["ppo-1"]
+    with run_folder.new_run(config) as (third, _):
+        assert third.name == "ppo-2"
+
+
+def test_a_run_that_exists_is_not_begun_anew_nor_left_claimed(storage: Path) -> None:
+    config = from_tree({"storage": str(storage), "name": "a"})
+    with pytest.raises(ConfigError, match=r"run 'a' exists in .*: --resume a continues it"), run_folder.new_run(config):
+        pass
+    assert not list((storage / "runs" / "a").glob("owner*"))
+
+
+def test_a_run_is_continued_by_one_at_a_time(storage: Path) -> None:
+    with run_folder.saved_run("a", str(storage), {"train.steps": 30}) as (config, folder):
+        assert (config.train.steps, folder.name) == (30, "a")
+        with pytest.raises(ClaimedError, match="run 'a' is in use by"), run_folder.saved_run("a", str(storage), {}):
+            pass
+        begun_again = from_tree({"storage": str(storage), "name": "a"})
+        with pytest.raises(ClaimedError, match="run 'a' is in use by"), run_folder.new_run(begun_again):
+            pass
+    with run_folder.saved_run("a", str(storage), {}):
+        pass
