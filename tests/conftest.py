@@ -65,13 +65,6 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
         return "ray" if file.startswith(WITH_RAY) else file
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The process without Ray takes what the one with Ray leaves: that has more to do."""
-    alone = not item.nodeid.removeprefix("tests/").startswith(WITH_RAY)
-    if alone and "PYTEST_XDIST_WORKER" in os.environ and os.nice(0) == 0:
-        os.nice(5)
-
-
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 

@@ -85,8 +85,15 @@ def learnt_on_ranks(rank: int, ranks: int, path: str, tp: int) -> dict[str, Any]
     return learnt(policy, weights_of_tokens()) | {"cut": shapes[0]}
 
 
-@pytest.mark.parametrize("architecture", ["tiny_model", "qwen3"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "architecture"),
+    [
+        (2, "tiny_model"),
+        (4, "qwen3"),
+        pytest.param(2, "qwen3", marks=pytest.mark.slow),
+        pytest.param(4, "tiny_model", marks=pytest.mark.slow),
+    ],
+)
 def test_scores_and_gradients_are_those_of_the_whole_model(
     architecture: str, ranks: int, on_ranks: OnRanks, request: pytest.FixtureRequest
 ) -> None:
@@ -114,7 +121,7 @@ def each_way(rank: int, ranks: int, path: str, tp: int, ways: list[dict[str, Any
     ("architecture", "ways", "ranks"),
     [
         ("tiny_model", UNCUT[:1], 2),
-        ("qwen3", UNCUT[1:2], 2),
+        pytest.param("qwen3", UNCUT[1:2], 2, marks=pytest.mark.slow),
         pytest.param("tiny_model", UNCUT, 2, marks=pytest.mark.slow),
         pytest.param("tiny_model", UNCUT, 4, marks=pytest.mark.slow),
         pytest.param("qwen3", UNCUT, 4, marks=pytest.mark.slow),
@@ -166,7 +173,15 @@ def load(rank: int, ranks: int, path: str, tp: int, source: str) -> dict[str, An
     return whole(trained, average)
 
 
-@pytest.mark.parametrize(("then", "now"), [((4, 2), (1, 1)), ((1, 1), (4, 2)), ((4, 2), (2, 2)), ((2, 2), (3, 1))])
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ((4, 2), (1, 1)),
+        ((2, 2), (3, 1)),
+        pytest.param((1, 1), (4, 2), marks=pytest.mark.slow),
+        pytest.param((4, 2), (2, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_is_read_on_any_grid(
     then: tuple[int, int], now: tuple[int, int], on_ranks: OnRanks, qwen3: Path, tmp_path: Path
 ) -> None:

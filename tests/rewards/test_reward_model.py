@@ -193,6 +193,7 @@ def test_shares_are_nearly_equal_in_characters(count: int) -> None:
     assert max(sizes) - sum(sizes) / count <= 202  # of the longest
 
 
+@pytest.mark.slow  # kills things
 def test_a_killed_replica_is_asked_again_when_it_is_back(replicas: list[Any]) -> None:
     reward = ModelReward(replicas, PATIENCE)
     before = reward(responses(PAIRS))

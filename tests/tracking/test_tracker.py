@@ -209,6 +209,7 @@ def test_a_run_that_starts_while_the_server_is_down_is_created_when_it_is_up(ser
     assert messages.all() == [f"MLflow at {server.uri} takes records again"]
 
 
+@pytest.mark.slow  # kills things
 def test_nothing_is_lost_when_the_server_is_killed_and_started_again(server: Server, folder: Storage) -> None:
     server.up()
     tracker = opened_tracker(server.uri, folder)
