@@ -22,7 +22,7 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections import RewardConfig
-from rlx.rewards import functions, scoring
+from rlx.rewards import custom, functions, scoring
 from rlx.types import Prompt, Response
 
 MAX_BODY_BYTES = 64 << 20
@@ -40,18 +40,18 @@ class RewardServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], config: RewardConfig, key: str | None = None) -> None:
         self.config, self.key = config, key
-        self.pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
+        custom.check_functions(config)
         self.scorers = scoring.scorers(config, lambda answer, expected, _: functions.exact_match(answer, expected))
         self.lock = Lock()  # a trainer calls a reward function once at a time, so functions need not be thread-safe
         super().__init__(address, Handler)
 
     def scores(self, prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
         """One score per completion, in their order."""
+        found = functions.extract_answers(completions, self.config.answer_pattern)
+        columns = zip(prompts, completions, found, answers, strict=True)
         responses = [
-            Response(
-                Prompt(i, (), prompt, answer), text, functions.extract_answer(text, self.pattern), 0, finished=True
-            )
-            for i, (prompt, text, answer) in enumerate(zip(prompts, completions, answers, strict=True))
+            Response(Prompt(i, (), prompt, expected), text, answer, 0, finished=True)
+            for i, (prompt, text, answer, expected) in enumerate(columns)
         ]
         with self.lock:
             return scoring.score(responses, self.scorers, self.config).total

@@ -135,7 +135,7 @@ def claimed_plan(
         with claims.take_new(storage / "sweeps", tree.get("name"), "sweep", "sweep") as claim:
             yield new_plan(args, tree, claim.folder.name), []
     else:
-        folder = tuner.find(storage, args.resume or None)
+        folder = tuner.find_sweep(storage, args.resume or None)
         with claims.take(folder, f"sweep {folder.name!r}"):
             yield resumed_plan(args, storage, folder.name, tree, given)
 

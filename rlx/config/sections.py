@@ -11,6 +11,7 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
+import regex  # type: ignore[import-untyped]  # what searches with a time limit, see rlx.rewards.patterns
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlx.config.addresses import holds_secret
@@ -49,8 +50,8 @@ def _check_resources(resources: dict[str, float]) -> dict[str, float]:
 
 def _check_pattern(pattern: str) -> str:
     try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+        regex.compile(pattern)
+    except (regex.error, OverflowError, RecursionError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
     return pattern
 
@@ -160,7 +161,9 @@ class RewardConfig(Section):
     url_retries: NonNegativeInt = 4
     """further attempts when a request fails; the wait doubles after each"""
     timeout_s: PositiveFloat = 60.0
-    """longest wait for a reward model or for one request before the run fails"""
+    """longest wait for a reward model, for one request, or for your own function with a batch, before the run fails"""
+    on_timeout: Literal["fail", "zero"] = "fail"
+    """what a function of your own that takes longer does: end the run, or score 0 for that batch"""
 
     @pydantic.field_validator("functions")
     @classmethod

@@ -5,18 +5,25 @@ Left out: whether the returned scores are valid, which `scoring.score` checks.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import logging
+import math
 import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from rlx.config.errors import ConfigError, nearest
+from rlx.config.sections import RewardConfig
+from rlx.rewards.child import ChildError, ChildProcess, ChildTimeout
 from rlx.types import Response, Scorer
 
+_LOG = logging.getLogger("rlx")
 _KEYWORDS = ("prompts", "completions", "answers")
 
 
@@ -45,6 +52,17 @@ def load_function(name: str) -> Callable[..., Any]:
         raise ConfigError(f"reward.functions {name}: {attribute} is not a function but {kind}{hint}")
     _check_signature(name, function)
     return function
+
+
+def check_functions(config: RewardConfig) -> None:
+    """Imports all functions of the user.
+
+    Raises:
+        ConfigError: see `load_function`.
+    """
+    for name in config.functions:
+        if ":" in name:
+            load_function(name)
 
 
 def _module(name: str, path: str) -> ModuleType:
@@ -80,25 +98,74 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
         ) from None
 
 
-def custom_scorer(name: str) -> Scorer:
-    """The scorer that calls the function `module:function`, and turns what it raises into a RewardError.
+def custom_scorer(name: str, config: RewardConfig) -> Scorer:
+    """The scorer that calls the function `module:function` in a child process.
 
-    Raises:
-        ConfigError: see `load_function`.
+    What it raises, that it takes longer than reward.timeout_s, or that it ends its process, becomes a RewardError.
     """
-    function = load_function(name)
 
     def scorer(responses: Sequence[Response]) -> Any:
+        columns = {
+            "prompts": [response.prompt.question for response in responses],
+            "completions": [response.text for response in responses],
+            "answers": [response.prompt.answer for response in responses],
+        }
         try:
-            return function(
-                prompts=[response.prompt.question for response in responses],
-                completions=[response.text for response in responses],
-                answers=[response.prompt.answer for response in responses],
-            )
-        except Exception as error:
-            raise RewardError(f"reward {name}: raised {brief(error)}") from error
+            return _process_of(name).call(columns, config.timeout_s)
+        except ChildTimeout as error:
+            if config.on_timeout == "fail":
+                raise RewardError(f"reward {name}: {error}, for {describe_batch(responses)}") from None
+            _LOG.warning("reward %s: %s: 0 for %s", name, error, describe_batch(responses))
+            return [0.0] * len(responses)
+        except ChildError as error:
+            raise RewardError(f"reward {name}: {error}, for {describe_batch(responses)}") from None
 
     return scorer
+
+
+@functools.cache
+def _process_of(name: str) -> ChildProcess:
+    """The child process that calls a function, for all scorers of this process: one may load a model."""
+    return ChildProcess(functools.partial(_caller, name))
+
+
+def _caller(name: str) -> Callable[[dict[str, list[str]]], Any]:
+    """Runs in the child process."""
+    function = load_function(name)
+    return lambda columns: portable(function(**columns))
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """Stands for something that is no score."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def portable(returned: Any) -> Any:
+    """What a function returned as floats, which any process can read; `Unusable` for what is no finite number."""
+    try:
+        values = list(returned)
+    except Exception:  # not even a sequence
+        return Unusable(brief(returned))
+    return [float(value) if is_finite(value) else Unusable(brief(value)) for value in values]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number; those of NumPy and PyTorch are numbers too, text is none."""
+    try:
+        return math.isfinite(value)
+    except Exception:
+        return False
+
+
+def describe_batch(responses: Sequence[Response]) -> str:
+    """A batch of responses for an error: how many, and the first prompt."""
+    prompt = responses[0].prompt
+    return f"{len(responses)} responses, from prompt {prompt.id} ({brief(prompt.question)}) on"
 
 
 def brief(value: object) -> str:

@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 
 from rlx.config.sections import RewardConfig
+from rlx.rewards import patterns
 from rlx.rewards.math_verifier import MathVerifier
 from rlx.types import Response
 
-RewardFunction = Callable[[Response, RewardConfig], float]
+RewardFunction = Callable[[Sequence[Response], RewardConfig], list[float]]
 _THOUSANDS_SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # "1,2" is not 12
 
 
 # --- the answer in a completion, and its comparison with the expected one
 
 
-def extract_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
-    """Returns the answer in a completion: the first group of the last match, or all of it without groups.
+def extract_answers(texts: Sequence[str], pattern: str | None) -> list[str | None]:
+    """Returns the answer in each completion: the first group of the last match, or all of it without groups.
 
-    Without a pattern the whole completion is the answer. None: nothing matches, or the group is not part of the match.
+    Without a pattern the whole completion is the answer. None: nothing matches, the group is not part of the match, or
+    the search takes too long.
     """
-    if pattern is None:
-        return text.strip()
-    answer: str | None = None
-    for match in pattern.finditer(text):
-        answer = match.group(1 if pattern.groups else 0)
-    return None if answer is None else answer.strip()
+    found = texts if pattern is None else patterns.last_matches(pattern, texts)
+    return [None if answer is None else answer.strip() for answer in found]
 
 
 def exact_match(answer: str, expected: str) -> float:
@@ -57,12 +55,16 @@ def _number(text: str) -> Decimal | None:
     return number if number.is_finite() else None
 
 
-def math_verify(answer: str, expected: str) -> float:
-    r"""1 if both are mathematically equal ("1/2", "0.5" and "$\frac{1}{2}$" are), else 0; 0 if one cannot be parsed.
+def math_verify(pairs: Sequence[tuple[str, str]]) -> list[float]:
+    r"""1 if the answers of a pair are mathematically equal ("1/2", "0.5" and "$\frac{1}{2}$" are), else 0.
 
-    LaTeX needs no $ around it. An answer that takes more than 5 seconds of computing, like 9^9^9^9, scores 0.
+    0, too, if one cannot be parsed. LaTeX needs no $ around it. An answer that takes more than 5 seconds of computing,
+    like 9^9^9^9, scores 0; many of those in a batch have less time.
     """
-    return float(numeric(answer, expected) == 1.0 or _math_verifier_of_process().are_equal(answer, expected))
+    scores = [numeric(*pair) for pair in pairs]
+    asked = [pair for pair, score in zip(pairs, scores, strict=True) if not score]
+    equal = iter(_math_verifier_of_process().are_equal(asked) if asked else [])
+    return [score or float(next(equal)) for score in scores]
 
 
 @functools.cache
@@ -74,10 +76,10 @@ def _math_verifier_of_process() -> MathVerifier:
 # --- the table
 
 
-def format_match(response: Response, config: RewardConfig) -> float:
+def format_match(responses: Sequence[Response], config: RewardConfig) -> list[float]:
     """1 if reward.format_pattern matches the completion from start to end, else 0; a dot matches any character."""
     assert config.format_pattern is not None  # RewardConfig checks it
-    return float(re.fullmatch(config.format_pattern, response.text, re.DOTALL) is not None)
+    return [float(found) for found in patterns.full_matches(config.format_pattern, [each.text for each in responses])]
 
 
 def length_penalty(response: Response, config: RewardConfig) -> float:
@@ -86,15 +88,26 @@ def length_penalty(response: Response, config: RewardConfig) -> float:
     return max(-1.0, -abs(response.num_tokens - config.length_target) / config.length_target)
 
 
-def _of_answer(compare: Callable[[str, str], float]) -> RewardFunction:
-    """The reward function that compares the answer with the expected one; 0 for a completion without an answer."""
-    return lambda response, _: 0.0 if response.answer is None else compare(response.answer, response.prompt.answer)
+def each(score: Callable[[Response, RewardConfig], float]) -> RewardFunction:
+    """The reward function that scores one response after the other."""
+    return lambda responses, config: [score(response, config) for response in responses]
+
+
+def _of_answers(compare: Callable[[Sequence[tuple[str, str]]], list[float]]) -> RewardFunction:
+    """The reward function that compares answers with the expected ones; 0 for a completion without an answer."""
+
+    def score(responses: Sequence[Response], _: RewardConfig) -> list[float]:
+        given = [(one.answer, one.prompt.answer) for one in responses if one.answer is not None]
+        scores = iter(compare(given))
+        return [0.0 if one.answer is None else next(scores) for one in responses]
+
+    return score
 
 
 REWARDS: dict[str, RewardFunction] = {
-    "exact_match": _of_answer(exact_match),
-    "numeric": _of_answer(numeric),
-    "math_verify": _of_answer(math_verify),
+    "exact_match": _of_answers(lambda pairs: [exact_match(*pair) for pair in pairs]),
+    "numeric": _of_answers(lambda pairs: [numeric(*pair) for pair in pairs]),
+    "math_verify": _of_answers(math_verify),
     "format": format_match,
-    "length": length_penalty,
+    "length": each(length_penalty),
 }

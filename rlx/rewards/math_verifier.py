@@ -1,104 +1,84 @@
-"""Compares two answers mathematically with the package math-verify, in a child process.
+"""Compares answers mathematically with the package math-verify, in child processes.
 
-A policy may write 9^9^9^9, whose computation never ends and takes all memory inside one call of a C function. During
-the call no thread can be stopped, no signal handler runs, and the lock that the call holds stops the whole process.
-Therefore the kernel ends the child process, and the next question starts another. Left out: which answers count as
-equal; math-verify decides that.
+A policy may write 9^9^9^9, whose computation never ends and takes all memory inside one call of a C function; see
+`child`. Left out: which answers count as equal; math-verify decides that.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import functools
 import re
-import resource
-import signal
-import subprocess
-import sys
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from threading import Lock
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from rlx.rewards.child import ChildError, ChildProcess, map_limited
 
 _THOUSANDS_SPACE = re.compile(r"(?<=\d)(?: |\\,|\\ |\{,\})(?=\d{3}(?!\d))")  # separates thousands in LaTeX
 _DELIMITED = re.compile(r"\$|\\[(\[]|\\boxed")  # LaTeX that marks where it begins
 _PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
-_MEMORY_LIMIT = 4 << 30  # bytes, of the child process
+_CHILDREN = 2
+_SECONDS, _BATCH_SECONDS = 5.0, 5.0  # of computing: for one answer; for the slow ones of a batch, in each child
+
+AnswerPair = tuple[str, str]
+"""(answer, expected answer)"""
 
 
-@dataclass
 class MathVerifier:
-    """Asks a child process, which starts with the first question, whether two answers are mathematically equal."""
+    """Tells of answers whether they are mathematically equal to the expected ones."""
 
-    seconds: float = 5.0  # of computing, not of waiting: a busy machine changes no score
-    lock: Lock = field(default_factory=Lock)
-    process: subprocess.Popen[bytes] | None = None
-    pipe: Connection | None = None
+    def __init__(self, seconds: float = _SECONDS, batch_seconds: float = _BATCH_SECONDS) -> None:
+        """
+        Args:
+            seconds: of computing, the most for one answer.
+            batch_seconds: of computing, the most for the slow answers of a batch.
+        """
+        make = functools.partial(_comparer, seconds, batch_seconds)
+        self._children = [ChildProcess(make) for _ in range(_CHILDREN)]
 
-    def are_equal(self, answer: str, expected: str) -> bool:
-        """Whether the answers are mathematically equal; false if the comparison takes too long.
+    def are_equal(self, pairs: Sequence[AnswerPair]) -> list[bool]:
+        """Whether the answers are equal to the expected ones; false where the comparison takes too long.
 
         Raises:
-            RuntimeError: the child process does not start.
+            RuntimeError: the child processes do not start.
         """
-        with self.lock:
-            pipe = self.pipe or self._start()
-            try:
-                pipe.send((answer, expected))
-                return bool(pipe.recv())
-            except (EOFError, OSError):
-                self.close()
-                return False
-
-    def _start(self) -> Connection:
-        self.pipe, child_end = multiprocessing.Pipe()
-        with child_end:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(child_end.fileno()), str(self.seconds)],
-                pass_fds=[child_end.fileno()],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                start_new_session=True,  # Ctrl-C does not reach it: it ends when the pipe is closed
-            )
-        try:
-            self.pipe.recv()
-        except (EOFError, OSError):
-            self.close()
-            raise RuntimeError("reward math_verify: its process did not start; is math-verify installed?") from None
-        return self.pipe
+        unique = list(dict.fromkeys(pairs))
+        shares = [unique[i::_CHILDREN] for i in range(_CHILDREN)]
+        with ThreadPoolExecutor(_CHILDREN) as pool:
+            equal = dict[AnswerPair, bool]()
+            for share, verdicts in zip(shares, pool.map(_ask, self._children, shares), strict=True):
+                equal |= zip(share, verdicts, strict=True)
+        return [equal[pair] for pair in pairs]
 
     def close(self) -> None:
-        """Ends the child process; the next question starts another."""
-        assert self.pipe and self.process
-        self.pipe.close()
-        self.process.wait()
-        self.pipe = None
+        """Ends the child processes."""
+        for child in self._children:
+            child.close()
 
 
-def _serve(pipe: Connection, seconds: float) -> None:
-    """Runs in the child process: answers questions until the other end of the pipe is closed."""
+def _ask(child: ChildProcess, pairs: list[AnswerPair]) -> list[bool]:
+    try:
+        return list(child.call(pairs)) if pairs else []
+    except ChildError as error:
+        raise RuntimeError(f"reward math_verify: its process {error}; is math-verify installed?") from None
+
+
+def _comparer(seconds: float, batch_seconds: float) -> Callable[[list[AnswerPair]], list[bool]]:
+    """Runs in the child process."""
     import logging
 
     from math_verify import parse, verify  # type: ignore[import-untyped]  # takes seconds to import
+
+    logging.disable()  # math-verify warns that it has no timeouts
 
     def parsed(text: str) -> Any:
         text = _THOUSANDS_SPACE.sub("", text.strip())
         complete = _DELIMITED.search(text) or ("\\" not in text and _PROSE.search(text))
         return parse(text if complete else f"${text}$", parsing_timeout=None)
 
-    logging.disable()  # math-verify warns that it has no timeouts
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT, _MEMORY_LIMIT))
-    pipe.send("ready")
-    while True:
-        try:
-            answer, expected = pipe.recv()
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        equal = verify(parsed(expected), parsed(answer), timeout_seconds=None)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        pipe.send(equal)
+    def are_equal(pair: AnswerPair) -> bool:
+        answer, expected = pair
+        return bool(verify(parsed(expected), parsed(answer), timeout_seconds=None))
 
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), seconds=float(sys.argv[2]))
+    are_equal((r"$\frac{1}{2}$", "0.5"))  # what is imported only now counts for no answer
+    return lambda pairs: [bool(equal) for equal in map_limited(are_equal, pairs, seconds, batch_seconds)]

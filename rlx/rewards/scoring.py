@@ -6,17 +6,18 @@ Left out: the reward model (`model`) and the web address (`url`), which the call
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.sections import CORRECTNESS, RewardConfig
-from rlx.rewards.custom import RewardError, brief, custom_scorer
-from rlx.rewards.functions import REWARDS
+from rlx.rewards.custom import RewardError, brief, custom_scorer, describe_batch, is_finite
+from rlx.rewards.functions import REWARDS, each
 from rlx.types import Checker, Response, Scorer
 
+_LARGEST = 1e18
+"""scores beyond it would overflow where training squares them in float32"""
 _MADE_BY_CALLER = ("model", "url")
 
 
@@ -39,9 +40,6 @@ def scorers(config: RewardConfig, checker: Checker) -> dict[str, Scorer]:
 
     Args:
         checker: the scorer of the task, which `task` calls.
-
-    Raises:
-        ConfigError: a function of the user cannot be imported or called.
     """
     names = [name for name in config.functions | {correctness_function(config): 0.0} if name not in _MADE_BY_CALLER]
     return {name: _scorer(name, config, checker) for name in names}
@@ -49,14 +47,14 @@ def scorers(config: RewardConfig, checker: Checker) -> dict[str, Scorer]:
 
 def _scorer(name: str, config: RewardConfig, checker: Checker) -> Scorer:
     if ":" in name:
-        return custom_scorer(name)
+        return custom_scorer(name, config)
 
     def task(response: Response, _: RewardConfig) -> float:
         answer, prompt = response.answer, response.prompt
         return 0.0 if answer is None else checker(answer, prompt.answer, prompt.dataset_index)
 
-    reward = (REWARDS | {"task": task})[name]
-    return lambda responses: [reward(response, config) for response in responses]
+    reward = (REWARDS | {"task": each(task)})[name]
+    return lambda responses: reward(responses, config)
 
 
 def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: RewardConfig) -> Scores:
@@ -72,8 +70,12 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
         futures = {name: pool.submit(scorer, responses) for name, scorer in scorers.items()}
     by_function = {name: _checked(name, responses, future.result()) for name, future in futures.items()}
     weighted = [[weight * score for score in by_function[name]] for name, weight in config.functions.items()]
+    total = [sum(row) for row in zip(*weighted, strict=True)]
+    for response, value in zip(responses, total, strict=True):
+        if not abs(value) <= _LARGEST:
+            raise RewardError(f"reward: the weighted sum {value:g} is too large, for {_named(response)}")
     return Scores(
-        total=[sum(row) for row in zip(*weighted, strict=True)],
+        total=total,
         by_function=by_function,
         is_correct=[score >= 1 for score in by_function[correctness_function(config)]],
     )
@@ -84,25 +86,15 @@ def _checked(name: str, responses: Sequence[Response], returned: Any) -> list[fl
     try:
         scores = list(returned)
     except Exception as error:
-        raise RewardError(
-            f"reward {name}: {brief(returned)} for {len(responses)} responses, from {_named(responses[0])} on"
-        ) from error
+        raise RewardError(f"reward {name}: {brief(returned)} for {describe_batch(responses)}") from error
     if len(scores) != len(responses):
-        raise RewardError(
-            f"reward {name}: {len(scores)} scores for {len(responses)} responses, from {_named(responses[0])} on: "
-            f"{brief(returned)}"
-        )
+        raise RewardError(f"reward {name}: {len(scores)} scores for {describe_batch(responses)}: {brief(returned)}")
     for response, value in zip(responses, scores, strict=True):
-        if not _is_finite(value):
+        if not is_finite(value):
             raise RewardError(f"reward {name}: {brief(value)} is not a finite score, for {_named(response)}")
+        if abs(value) > _LARGEST:
+            raise RewardError(f"reward {name}: {brief(value)} is too large a score, for {_named(response)}")
     return [float(value) for value in scores]
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)  # accepts the numbers of NumPy and PyTorch too, and refuses text
-    except Exception:
-        return False
 
 
 def _named(response: Response) -> str:

@@ -18,7 +18,7 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DataConfig, EvalConfig, RewardConfig, TrackingConfig, flatten
 from rlx.data import prompts, sources
-from rlx.rewards import remote, scoring
+from rlx.rewards import custom, remote
 from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.addresses import local_folder, resolve_address
 from rlx.tracking import mlflow
@@ -119,7 +119,7 @@ def check_rewards(reward: RewardConfig) -> None:
     Raises:
         ConfigError: one of them cannot be used.
     """
-    scoring.scorers(reward, lambda given, expected, entry: 0.0)
+    custom.check_functions(reward)
     if reward.model:
         _is_model_folder(reward.model, "reward.model")
     if reward.url:

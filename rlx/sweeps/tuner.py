@@ -133,7 +133,7 @@ def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
     Raises:
         ConfigError: there is no such sweep, or its record is damaged.
     """
-    folder = find(storage, name)
+    folder = find_sweep(storage, name)
     try:
         plan = SweepPlan(**(folder / _PLAN_FILE).read_json())
         space = (folder / _SPACE_FILE).read_text()
@@ -145,7 +145,7 @@ def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
     return replace(plan, space=str(copy))
 
 
-def find(storage: Storage, name: str | None) -> Storage:
+def find_sweep(storage: Storage, name: str | None) -> Storage:
     """Returns the folder of a sweep, or of the newest one.
 
     Raises:

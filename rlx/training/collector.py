@@ -6,7 +6,6 @@ rollouts that run ahead of training (rollout_queue).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,11 +92,11 @@ class CompletionScorer:
 
     def __call__(self, completions: Sequence[Completion]) -> list[ScoredCompletion]:
         """Each completion with its score; a collective call of a replica's ranks."""
-        pattern = re.compile(self.reward.answer_pattern) if self.reward.answer_pattern else None
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        answers = functions.extract_answers(texts, self.reward.answer_pattern)
         responses = [
-            Response(c.prompt, text, functions.extract_answer(text, pattern), len(c.token_ids), c.finished)
-            for c, text in zip(completions, texts, strict=True)
+            Response(c.prompt, text, answer, len(c.token_ids), c.finished)
+            for c, text, answer in zip(completions, texts, answers, strict=True)
         ]
         # One rank of a replica scores for all: a reward function may fail, or give random scores.
         is_leader = self.mesh.is_tp_leader

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -20,8 +19,8 @@ from hypothesis import strategies as st
 from rlx.config.errors import ConfigError
 from rlx.config.sections import CORRECTNESS, SCORERS, RewardConfig
 from rlx.rewards import scoring
-from rlx.rewards.custom import RewardError, load_function
-from rlx.rewards.functions import REWARDS, exact_match, extract_answer, math_verify, numeric
+from rlx.rewards.custom import RewardError, check_functions, load_function
+from rlx.rewards.functions import REWARDS, exact_match, extract_answers, math_verify, numeric
 from rlx.rewards.math_verifier import MathVerifier
 from rlx.rewards.scoring import Scores
 from rlx.types import Prompt, Response, Scorer
@@ -38,6 +37,10 @@ def response(given: str | None = "", answer: str = "", text: str = "", tokens: i
 
 def never(given: str, expected: str, entry: int | None) -> float:
     raise AssertionError("asked")
+
+
+def wrong(given: str, expected: str, entry: int | None) -> float:
+    return 0.0
 
 
 def constant(*scores: Any) -> Scorer:
@@ -68,7 +71,7 @@ def one(name: str, row: Response, **settings: Any) -> Sequence[float]:
     ],
 )
 def test_the_answer_is_the_last_match(pattern: str | None, text: str, answer: str | None) -> None:
-    assert extract_answer(text, re.compile(pattern) if pattern else None) == answer
+    assert extract_answers([text, text], pattern) == [answer, answer]
 
 
 @pytest.mark.parametrize(
@@ -150,32 +153,48 @@ def test_exact_match_ignores_white_space_at_the_ends_only() -> None:
     ],
 )
 def test_math_verify(given: str, expected: str, right: bool) -> None:
-    assert math_verify(given, expected) == float(right)
+    assert math_verify([(given, expected)]) == [float(right)]
 
 
 def test_math_verify_works_in_a_thread() -> None:
     scores: list[float] = []
-    thread = threading.Thread(target=lambda: scores.extend([math_verify("3/4", "0.75"), math_verify("3/4", "0.76")]))
+    thread = threading.Thread(target=lambda: scores.extend(math_verify([("3/4", "0.75"), ("3/4", "0.76")])))
     thread.start()
     thread.join()
     assert scores == [1.0, 0.0]
 
 
-def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_judged() -> None:
-    verifier = MathVerifier(seconds=0.5)
-    assert not verifier.are_equal(r"\binom{100000000}{50000000}", "1")
-    assert verifier.process
-    assert verifier.process.returncode == -signal.SIGPROF
-    assert verifier.are_equal("1/2", "0.5")
+HOSTILE = (r"\binom{100000000}{50000000}", "9^9^9^9", r"2^{2^{2^{2^{2^{2}}}}}")
+
+
+def test_answers_that_take_for_ever_are_wrong_and_others_are_judged() -> None:
+    verifier = MathVerifier(seconds=0.5, batch_seconds=1.0)
+    pairs = [(answer, str(i)) for i in range(4) for answer in (*HOSTILE, str(i))]
+    assert verifier.are_equal(pairs) == [answer == expected for answer, expected in pairs]
+    assert verifier.are_equal([("1/2", "0.5")] * 3) == [True] * 3
     verifier.close()
-    assert verifier.process.returncode == 0
+
+
+@pytest.mark.slow
+def test_hundreds_of_hostile_answers_and_patterns_leave_the_others_their_scores() -> None:
+    hostile = [response(f"{HOSTILE[i % 3]} + {i}", "1", text="a" * 40 + "!" * (i % 7 + 1)) for i in range(256)]
+    config = RewardConfig(functions={"math_verify": 1.0, "format": 1.0}, format_pattern=r"((a|aa)+)+(b|c)")
+    sound = response(r"\frac{1}{2}", "0.5", text="aab")
+    scores = scoring.score([*hostile, sound], scoring.scorers(config, never), config)
+    assert scores.total == [0.0] * 256 + [2.0]
+
+
+def test_a_pattern_that_takes_for_ever_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    texts = ["a" * 40 + "!", "1", "a" * 50 + "!", "2"]
+    assert extract_answers(texts, r"\d|(?:(?:a|aa)+)+\d") == [None, "1", None, "2"]
+    assert "took too long on 2 of 4 completions" in caplog.text
 
 
 def test_without_math_verify_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(RuntimeError, match="is math-verify installed"):
-        MathVerifier().are_equal("1", "2")
+        MathVerifier().are_equal([("1", "2")])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,11 +291,13 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 def test_a_function_of_ones_own_gets_lists_by_keyword(write: Write) -> None:
     source = "def f(answers, completions, *, prompts, **more):\n    assert not more\n"
-    module = write(f"{source}    return [f'{{p}}|{{c}}|{{a}}' for p, c, a in zip(prompts, completions, answers)]\n")
+    module = write(
+        f"{source}    open('shown', 'w').write(repr([prompts, completions, answers]))\n    return range(2)\n"
+    )
     name = f"{module}:f"
     scorer = scoring.scorers(RewardConfig(functions={name: 1.0}), never)[name]
-    shown = scorer([response(None, "a", text="x y"), response("3", "b", text="z", number=1)])
-    assert shown == [f"{FIRST}|x y|a", f"{SECOND}|z|b"]
+    assert scorer([response(None, "a", text="x y"), response("3", "b", text="z", number=1)]) == [0.0, 1.0]
+    assert Path("shown").read_text() == repr([[FIRST, SECOND], ["x y", "z"], ["a", "b"]])
 
 
 SOUND = "def helpful(prompts, completions, answers): return [0.0] * len(prompts)\n"
@@ -309,7 +330,7 @@ def test_what_is_wrong_with_a_function_is_said_before_it_is_asked(
 ) -> None:
     module = write(source)
     with pytest.raises(ConfigError) as caught:
-        scoring.scorers(RewardConfig(functions={f"{module}:{function}": 1.0}), never)
+        check_functions(RewardConfig(functions={f"{module}:{function}": 1.0}))
     message = str(caught.value)
     assert message.startswith(f"reward.functions {module}:{function}: ")
     assert complaint.format(m=module) in message
@@ -339,13 +360,57 @@ def test_the_working_directory_hides_no_module_of_the_same_name(write: Write, mo
         load_function("tabnanny:f")
 
 
-def test_what_a_function_of_ones_own_raises_names_it(write: Write) -> None:
-    name = write("def f(prompts, completions, answers):\n    return [1 / len(c) for c in completions]\n") + ":f"
-    config = RewardConfig(functions={name: 1.0})
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("return [1 / len(c) for c in completions]", r"raised ZeroDivisionError\('division by zero'\) at \S+\.py:3"),
+        ("import sys; sys.exit(3)", r"raised SystemExit\(3\) at \S+\.py:3"),
+        ("import os; os._exit(3)", r"ended its process \(exit code 3\)"),
+        ("import os; os.abort()", r"ended its process \(SIGABRT\)"),
+        ("import time; time.sleep(60)", r"took longer than 3 s"),
+        ("import re; re.match('((a|aa)+)+b', 'a' * 99)", r"took longer than 3 s"),
+    ],
+    ids=str,
+)
+def test_what_a_function_of_ones_own_does_names_it_and_the_next_call_is_answered(
+    write: Write, body: str, complaint: str
+) -> None:
+    name = write(f"def f(prompts, completions, answers):\n    if all(completions): return [0.5]\n    {body}\n") + ":f"
+    config = RewardConfig(functions={name: 1.0}, timeout_s=3)
+    scorers = scoring.scorers(config, wrong)
     with pytest.raises(RewardError) as caught:
-        scoring.score([response(text="")], scoring.scorers(config, never), config)
-    assert str(caught.value) == f"reward {name}: raised ZeroDivisionError('division by zero')"
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        scoring.score([response(text="")], scorers, config)
+    assert re.fullmatch(
+        rf"reward {name}: {complaint}, for 1 responses, from prompt 0 \('{re.escape(FIRST)}'\) on", str(caught.value)
+    )
+    assert scoring.score([response(text="x")], scorers, config).total == [0.5]
+
+
+def test_a_late_function_may_score_nothing(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    name = write("import time\ndef f(prompts, completions, answers): time.sleep(60)\n") + ":f"
+    config = RewardConfig(functions={name: 1.0}, timeout_s=2, on_timeout="zero")
+    assert scoring.score([response(text="")], scoring.scorers(config, wrong), config).total == [0.0]
+    assert f"reward {name}: took longer than 2 s: 0 for 1 responses" in caplog.text
+
+
+def test_a_function_that_cannot_be_imported_any_more_is_named(write: Write) -> None:
+    config = RewardConfig(functions={"gone_since:f": 1.0})
+    with pytest.raises(RewardError, match=r"reward gone_since:f: raised ConfigError.*no module gone_since"):
+        scoring.score([response(text="")], scoring.scorers(config, wrong), config)
+
+
+@pytest.mark.parametrize(
+    ("scores", "complaint"),
+    [
+        ({"task": 1e300}, "reward task: 1e+300 is too large a score"),
+        ({"task": 1e18, "m:f": 1e18}, "reward: the weighted sum 2e+18 is too large"),
+    ],
+)
+def test_scores_too_large_to_train_on_are_refused(scores: dict[str, float], complaint: str) -> None:
+    config = RewardConfig(functions=dict.fromkeys(scores, 1.0))
+    with pytest.raises(RewardError) as caught:
+        scoring.score([response()], {name: constant(score) for name, score in scores.items()}, config)
+    assert str(caught.value) == f"{complaint}, for prompt 0 ({FIRST!r})"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

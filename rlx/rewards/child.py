@@ -1,0 +1,192 @@
+"""Calls code that others wrote in a child process, so that the run survives whatever it does.
+
+Such code may never end, hold the interpreter's lock in a C function, take all memory, or end its process. In a thread
+nothing of that can be stopped; a child process can be ended, and the next call starts another.
+Left out: which code that is, and what a failure means for the run (custom, math_verifier, scoring).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from threading import Lock
+from typing import Any
+
+_MEMORY_LIMIT = 4 << 30  # bytes, of one forked process
+_SHORT_S = 0.1  # of the first attempt at an item
+_WAITING = 10  # an item may take so many times longer by the clock than it may compute
+
+Function = Callable[[Any], Any]
+
+
+class ChildError(Exception):
+    """The child process gave no answer. The text says why, and continues a sentence about the function."""
+
+
+class ChildTimeout(ChildError):
+    """The child process took too long, and was ended."""
+
+
+class ChildProcess:
+    """A process that calls one function. It starts at once; after it has ended, the next call starts another."""
+
+    def __init__(self, make: Callable[[], Function]) -> None:
+        """
+        Args:
+            make: called in the child process, returns the function; it is pickled.
+        """
+        self._make, self._lock = make, Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._pipe, child_end = multiprocessing.Pipe()
+        with child_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # Ctrl-C does not reach it: it ends when the pipe is closed
+            )
+        self._pipe.send(self._make)
+
+    def call(self, argument: Any, timeout_s: float | None = None) -> Any:
+        """Returns the function's result.
+
+        Args:
+            timeout_s: the longest wait, the process's start included; None: for ever.
+
+        Raises:
+            ChildError: the function raised, took too long, or ended its process.
+        """
+        with self._lock:
+            if self._process is None:
+                self._start()
+            try:
+                self._pipe.send(argument)
+                if not self._pipe.poll(timeout_s):
+                    self._end()
+                    raise ChildTimeout(f"took longer than {timeout_s:g} s")
+                is_good, result = self._pipe.recv()
+            except (EOFError, OSError):
+                raise ChildError(f"ended its process ({self._end()})") from None
+        if not is_good:
+            raise ChildError(f"raised {result}")
+        return result
+
+    def _end(self) -> str:
+        """Ends the process; returns how it ended."""
+        assert self._process
+        self._pipe.close()
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._process = None
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            if self._process:
+                self._end()
+
+
+def _serve(pipe: Connection) -> None:
+    """Runs in the child process: calls the function until the other end of the pipe is closed."""
+    with suppress(EOFError, OSError):
+        is_good, made = _outcome(pipe.recv())
+        while True:
+            argument = pipe.recv()
+            pipe.send(_outcome(made, argument) if is_good else (False, made))
+
+
+def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
+    """(True, the result), or (False, what was raised and where)."""
+    try:
+        return True, function(*arguments)
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(repr(error).split())
+        return False, f"{text[:300]} at {frame.filename}:{frame.lineno}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Within a child process: many items, each with a limit
+
+
+def map_limited(function: Function, items: Sequence[Any], seconds: float, batch_seconds: float) -> list[Any]:
+    """Calls the function with each item, in forked processes; None for an item that computes for too long.
+
+    All items get a tenth of a second first. Those that need more get it while the batch has some left, so a slow item
+    takes nothing from the others. None, too, for an item that raises or ends its process. Time is that of computing,
+    not of waiting: a busy machine changes no score.
+
+    Args:
+        seconds: of computing, the most for one item.
+        batch_seconds: of computing, the most for all items that need a second attempt.
+    """
+    done = _attempt(function, items, range(len(items)), min(seconds, _SHORT_S))
+    for i in range(len(items)):
+        if i not in done and batch_seconds > 0 and seconds > _SHORT_S:
+            before = _computed()
+            done |= _attempt(function, items, [i], min(seconds, batch_seconds))
+            batch_seconds -= _computed() - before
+    return [done.get(i) for i in range(len(items))]
+
+
+def _attempt(function: Function, items: Sequence[Any], which: Sequence[int], seconds: float) -> dict[int, Any]:
+    done: dict[int, Any] = {}
+    while which:
+        results = _forked(function, [items[i] for i in which], seconds)
+        done |= zip(which, results, strict=False)
+        which = which[len(results) + 1 :]  # the one after the last result has ended the process
+    return done
+
+
+def _forked(function: Function, items: Sequence[Any], seconds: float) -> list[Any]:
+    """The results of the first items, up to one that ends the process that computes them."""
+    results_end, end = multiprocessing.Pipe(duplex=False)
+    if not (child := os.fork()):
+        try:
+            _compute(function, items, seconds, end)
+        finally:
+            os._exit(0)  # no cleaning up of the process that was forked
+    end.close()
+    results = []
+    with results_end:
+        try:
+            while True:
+                results.append(results_end.recv())
+        except EOFError:
+            os.waitpid(child, 0)
+    return results
+
+
+def _compute(function: Function, items: Sequence[Any], seconds: float, end: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT, _MEMORY_LIMIT))
+    for kind in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(kind, signal.SIG_DFL)  # the default action ends the process
+    for item in items:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, _WAITING * seconds)
+        end.send(function(item))
+
+
+def _computed() -> float:
+    """Seconds that ended children of this process have computed."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
