@@ -31,7 +31,7 @@ DEFAULT_SETTINGS, DEFAULT_SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _argument_parser()
+    parser = argument_parser()
 
     def script() -> int:
         args, given = parse(parser, list(sys.argv[1:] if argv is None else argv))
@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(script, "interrupted: --resume continues the sweep")
 
 
-def _argument_parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
+    """The options of `rlx sweep`."""
     parser = argparse.ArgumentParser(
         description="A sweep of PPO runs; every setting that the search space does not vary can be given too.",
         usage="%(prog)s [--space FILE] [--trials N] [--seeds K] [--search NAME] [--scheduler NAME] [--resume [NAME]] "

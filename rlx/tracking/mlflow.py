@@ -9,21 +9,23 @@ out: what happens to records while a server is down (outbox.py, delivery.py).
 
 from __future__ import annotations
 
-import getpass
+import functools
 import json
 import logging
 import os
 import re
 import shlex
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlx import __version__
+from filelock import FileLock
+
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.tracking.base import MetricPoint, RunStatus, TrackedRun
+from rlx.tracking.origin import origin_tags
 
 _MAX_PARAM_LENGTH = 6000  # characters; MLflow refuses longer values of parameters
 _MAX_LISTED_TABLES = 100  # the tag that lists the sample tables for the MLflow page holds at most 8000 characters
@@ -42,6 +44,7 @@ _CAUSE = re.compile(
     re.IGNORECASE,
 )
 _TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow 3 opens its pages for traces and evaluations
+_SQLITE = "sqlite:///"
 _PARENT = "mlflow.parentRunId"
 _DESCRIPTION = "mlflow.note.content"
 
@@ -49,7 +52,7 @@ _DESCRIPTION = "mlflow.note.content"
 def default_uri(folder: Path) -> str:
     """The address of the SQLite tracking store in a folder; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    return f"sqlite:///{folder}/mlflow.db"
+    return f"{_SQLITE}{folder}/mlflow.db"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ class MLflowService:
             run_id = str(same_key[0].info.run_id)
         else:
             extra = {"rlx.key": key, "rlx.opened": str(at)} | ({_PARENT: parent} if parent else {})
-            created = mlflow.create_run(experiment_id, at, dict(tags) | _origin_tags() | extra, name)
+            created = mlflow.create_run(experiment_id, at, dict(tags) | origin_tags() | extra, name)
             run_id = str(created.info.run_id)
         mlflow.log_batch(run_id, params=[Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in params.items()])
         return run_id
@@ -216,25 +219,6 @@ class MLflowRun:
         """Ends the run. A run that has this status already keeps its end time."""
         if self._client.get_run(self.run_id).info.status != status:
             self._client.set_terminated(self.run_id, status, at)
-
-
-def _origin_tags() -> dict[str, str]:
-    """Who creates a run and with what, for the MLflow page."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # the user id has no name, as in some containers
-        user = str(os.getuid())
-    source = {"mlflow.source.name": f"rlx {__version__}", "mlflow.source.type": "LOCAL", "rlx.version": __version__}
-    return {"mlflow.user": user} | source | ({"mlflow.source.git.commit": commit} if (commit := _git_commit()) else {})
-
-
-def _git_commit() -> str:
-    """The commit of the working folder; empty if git knows none."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):  # there is no git
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _experiment_id(uri: str, name: str) -> str:
@@ -371,7 +355,18 @@ def client(uri: str) -> Any:
 
     for name in ("mlflow", "mlflow.store.db.utils", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    _make_tables(uri)
     return MlflowClient(tracking_uri=uri)
+
+
+@functools.cache
+def _make_tables(uri: str) -> None:
+    """Makes the tables of a fresh SQLite database, one process at a time: two at once would fail."""
+    from mlflow import MlflowClient
+
+    if uri.startswith(_SQLITE):
+        with suppress(Exception), FileLock(f"{uri.removeprefix(_SQLITE)}.lock"):  # who asks next hears of an error
+            MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
 
 
 def shorten_requests() -> None:

@@ -1,14 +1,21 @@
-"""Exit codes, and the signals that end a command as Ctrl-C does."""
+"""Exit codes, the signals that end a command as Ctrl-C does, hints for options, and who owns a sweep."""
 
+import json
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlx.cli import sweep
 from rlx.cli.options import parse, settings_parser
 from rlx.config.errors import ConfigError
+from rlx.storage.claims import ClaimedError
+from rlx.storage.filesystem import Storage
+from rlx.sweeps.records import SweepPlan
 
 COMMAND = """
 import signal, sys, time
@@ -82,3 +89,37 @@ def test_an_option_of_another_library_is_translated(option: str, hint: str) -> N
     with pytest.raises(ConfigError) as refused:
         parse(settings_parser("a command", ""), [option, "1"])
     assert str(refused.value) == f"unknown option {option.partition('=')[0]}{hint}"
+
+
+def sweep_options(*words: str) -> tuple[Any, dict[str, Any]]:
+    """The options of `rlx sweep`, and the given settings."""
+    return parse(sweep.argument_parser(), words)
+
+
+def test_sweeps_without_a_name_that_start_at_once_get_names_of_their_own(tmp_path: Path) -> None:
+    args, given = sweep_options("--space", "space.py", "--trials", "3")
+    storage = Storage.local(tmp_path)
+    with (
+        sweep.claimed_plan(args, storage, {}, given) as (first, restarted),
+        sweep.claimed_plan(args, storage, {}, given) as (second, _),
+    ):
+        assert (first.name, second.name, first.trials, restarted) == ("sweep-1", "sweep-2", 3, [])
+    assert not (storage / "sweeps").names()
+
+
+def test_a_sweep_is_continued_by_one_at_a_time(tmp_path: Path) -> None:
+    storage = Storage.local(tmp_path)
+    folder = storage / "sweeps" / "s"
+    plan = SweepPlan("s", {"train": {"steps": 3}}, str(tmp_path / "space.py"))
+    (folder / "sweep.json").write_text(json.dumps(asdict(plan)))
+    (folder / "space.py").write_text("")
+    args, given = sweep_options("--resume")
+    tree = {"storage": str(tmp_path)}
+    with sweep.claimed_plan(args, storage, tree, given) as (resumed, restarted):
+        assert (resumed.name, resumed.config.train.steps, restarted) == ("s", 3, [])
+        with (
+            pytest.raises(ClaimedError, match="sweep 's' is in use by"),
+            sweep.claimed_plan(args, storage, tree, given),
+        ):
+            pass
+    assert folder.names() == ["space.py", "sweep.json"]

@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -96,3 +97,27 @@ def test_a_server_that_is_not_there_is_refused_without_its_password() -> None:
     with pytest.raises(ConfigError) as error:
         mlflow.MLflowService("http://user:secret@127.0.0.1:9").check()
     assert str(error.value) == "tracking.uri http://127.0.0.1:9: connection refused"
+
+
+FIRST_USER = """
+import sys
+from pathlib import Path
+from rlx.tracking import mlflow
+
+service = mlflow.MLflowService(mlflow.default_uri(Path(sys.argv[1])))
+sys.stdin.readline()
+service.check()
+"""
+
+
+def test_a_fresh_database_is_opened_by_several_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FIRST_USER, str(tmp_path)]
+    users = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for user in users:
+        assert user.stdin
+        user.stdin.write("go\n")
+        user.stdin.flush()
+    for user in users:
+        _, printed = user.communicate(timeout=120)
+        assert user.returncode == 0, printed
+    assert mlflow.client(mlflow.default_uri(tmp_path)).search_experiments()
