@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
 
+_START_S = 600.0  # for what the code imports and loads
 _MEMORY_LIMIT = 4 << 30  # bytes, of one forked process
 _SHORT_S = 0.1  # of the first attempt at an item
 _WAITING = 10  # an item may take so many times longer by the clock than it may compute
@@ -57,12 +58,13 @@ class ChildProcess:
                 start_new_session=True,  # Ctrl-C does not reach it: it ends when the pipe is closed
             )
         self._pipe.send(self._make)
+        self._is_ready = False
 
     def call(self, argument: Any, timeout_s: float | None = None) -> Any:
         """Returns the function's result.
 
         Args:
-            timeout_s: the longest wait, the process's start included; None: for ever.
+            timeout_s: the longest wait once the process has started; None: for ever.
 
         Raises:
             ChildError: the function raised, took too long, or ended its process.
@@ -71,14 +73,22 @@ class ChildProcess:
             if self._process is None:
                 self._start()
             try:
+                if not self._is_ready:
+                    self._receive(_START_S)
+                    self._is_ready = True
                 self._pipe.send(argument)
-                if not self._pipe.poll(timeout_s):
-                    self._end()
-                    raise ChildTimeout(f"took longer than {timeout_s:g} s")
-                is_good, result = self._pipe.recv()
+                return self._receive(timeout_s)
             except (EOFError, OSError):
                 raise ChildError(f"ended its process ({self._end()})") from None
+
+    def _receive(self, timeout_s: float | None) -> Any:
+        if not self._pipe.poll(timeout_s):
+            self._end()
+            raise ChildTimeout(f"took longer than {timeout_s:g} s")
+        is_good, result = self._pipe.recv()
         if not is_good:
+            if not self._is_ready:  # it had no function to call
+                self._end()
             raise ChildError(f"raised {result}")
         return result
 
@@ -105,9 +115,9 @@ def _serve(pipe: Connection) -> None:
     """Runs in the child process: calls the function until the other end of the pipe is closed."""
     with suppress(EOFError, OSError):
         is_good, made = _outcome(pipe.recv())
-        while True:
-            argument = pipe.recv()
-            pipe.send(_outcome(made, argument) if is_good else (False, made))
+        pipe.send((is_good, None if is_good else made))
+        while is_good:
+            pipe.send(_outcome(made, pipe.recv()))
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:

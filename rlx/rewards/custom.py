@@ -13,7 +13,8 @@ import math
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -127,6 +128,15 @@ def custom_scorer(name: str, config: RewardConfig) -> Scorer:
 def _process_of(name: str) -> ChildProcess:
     """The child process that calls a function, for all scorers of this process: one may load a model."""
     return ChildProcess(functools.partial(_caller, name))
+
+
+@contextmanager
+def closing_process(name: str) -> Iterator[None]:
+    """Ends the child process of a function afterwards, and what it has loaded with it."""
+    try:
+        yield
+    finally:
+        _process_of(name).close()
 
 
 def _caller(name: str) -> Callable[[dict[str, list[str]]], Any]:

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from rlx.config.errors import ConfigError
 from rlx.config.sections import CORRECTNESS, RewardConfig
-from rlx.rewards.custom import RewardError, brief, custom_scorer, describe_batch, is_finite
+from rlx.rewards.custom import RewardError, brief, closing_process, custom_scorer, describe_batch, is_finite
 from rlx.rewards.functions import REWARDS, each
-from rlx.types import Checker, Response, Scorer
+from rlx.types import Checker, Prompt, Response, Scorer
 
 _LARGEST = 1e18
 """scores beyond it would overflow where training squares them in float32"""
@@ -68,7 +69,7 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
         return Scores([], {name: [] for name in scorers}, [])
     with ThreadPoolExecutor(len(scorers)) as pool:
         futures = {name: pool.submit(scorer, responses) for name, scorer in scorers.items()}
-    by_function = {name: _checked(name, responses, future.result()) for name, future in futures.items()}
+    by_function = {name: checked(name, responses, future.result()) for name, future in futures.items()}
     weighted = [[weight * score for score in by_function[name]] for name, weight in config.functions.items()]
     total = [sum(row) for row in zip(*weighted, strict=True)]
     for response, value in zip(responses, total, strict=True):
@@ -81,8 +82,29 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
     )
 
 
-def _checked(name: str, responses: Sequence[Response], returned: Any) -> list[float]:
-    """The scores that a scorer returned. RewardError unless there is one finite number per response."""
+def try_functions(config: RewardConfig, prompt: Prompt) -> None:
+    """Calls the user's functions once, with the expected answer as completion. Their processes end after it.
+
+    Raises:
+        ConfigError: one of them fails, or returns no score.
+    """
+    response = Response(prompt, prompt.answer, prompt.answer, 1, finished=True)
+    for name in config.functions:
+        if ":" not in name:
+            continue
+        try:
+            with closing_process(name):
+                checked(name, [response], custom_scorer(name, config)([response]))
+        except RewardError as error:
+            raise ConfigError(f"{error}; tried with the completion {brief(response.text)}") from None
+
+
+def checked(name: str, responses: Sequence[Response], returned: Any) -> list[float]:
+    """Returns what a scorer returned as floats.
+
+    Raises:
+        RewardError: it is not one finite number per response.
+    """
     try:
         scores = list(returned)
     except Exception as error:

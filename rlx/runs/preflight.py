@@ -18,12 +18,13 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DataConfig, EvalConfig, RewardConfig, TrackingConfig, flatten
 from rlx.data import prompts, sources
-from rlx.rewards import custom, remote
+from rlx.rewards import custom, remote, scoring
 from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.addresses import local_folder, resolve_address
 from rlx.tracking import mlflow
 from rlx.tracking.base import TrackingService
 from rlx.tracking.tracker import service_at
+from rlx.types import Prompt
 
 if TYPE_CHECKING:
     from rlx.models.tiny import Progress
@@ -216,4 +217,16 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     tables = {name: prompts.tokenize_rows(table, data, path, trust) for name, table in rows.items()}
     if (count := tables["train"].count()) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
+    try_rewards(config.reward, tables["train"])
     return tables
+
+
+def try_rewards(reward: RewardConfig, rows: Any) -> None:
+    """Calls the user's reward functions with the first of the prompts, before engines and workers start.
+
+    Raises:
+        ConfigError: one of them fails.
+    """
+    if any(":" in name for name in reward.functions):
+        (row,) = rows.take(1)
+        scoring.try_functions(reward, Prompt(0, (), row["question"], row["answer"]))

@@ -223,12 +223,18 @@ class MLflowRun:
 
 def _experiment_id(uri: str, name: str) -> str:
     """The id of the experiment with a name; creates the experiment if it does not exist."""
-    experiment = client(uri).get_experiment_by_name(name)
-    if experiment:
-        return str(experiment.experiment_id)
+    from mlflow.exceptions import MlflowException
+
+    if found := client(uri).get_experiment_by_name(name):
+        return str(found.experiment_id)
     # Without this tag, the MLflow page opens the experiment at its traces.
     kind = {"mlflow.experimentKind": "custom_model_development"}
-    return str(client(uri).create_experiment(name, _artifact_location(uri), kind))
+    try:
+        return str(client(uri).create_experiment(name, _artifact_location(uri), kind))
+    except MlflowException:
+        if found := client(uri).get_experiment_by_name(name):  # another process has made it meanwhile
+            return str(found.experiment_id)
+        raise
 
 
 def _artifact_location(uri: str) -> str | None:

@@ -564,3 +564,24 @@ def test_a_wrong_number_of_scores_is_an_error(returned: Any, shown: str) -> None
     with pytest.raises(RewardError) as caught:
         scoring.score([response(), response(number=1)], {"task": lambda _: returned}, RewardConfig())
     assert str(caught.value).startswith(f"reward task: {shown}")
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("return [len(answers[0])]", None),
+        ("return []", "0 scores for 1 responses, from prompt 0 ('1 + 1?') on: []"),
+        ("return 'x'", "'x' is not a finite score, for prompt 0 ('1 + 1?')"),
+        ("raise OSError(completions[0])", "raised OSError('2') at "),
+    ],
+)
+def test_functions_are_tried_on_the_expected_answer(write: Write, body: str, complaint: str | None) -> None:
+    name = write(f"def f(prompts, completions, answers): {body}\n") + ":f"
+    config = RewardConfig(functions={name: 1.0, "exact_match": 1.0})
+    if complaint is None:
+        scoring.try_functions(config, Prompt(0, (), "1 + 1?", "2"))
+        return
+    with pytest.raises(ConfigError) as refused:
+        scoring.try_functions(config, Prompt(0, (), "1 + 1?", "2"))
+    assert str(refused.value).startswith(f"reward {name}: {complaint}")
+    assert str(refused.value).endswith("; tried with the completion '2'")

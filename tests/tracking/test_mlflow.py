@@ -105,14 +105,24 @@ from pathlib import Path
 from rlx.tracking import mlflow
 
 service = mlflow.MLflowService(mlflow.default_uri(Path(sys.argv[1])))
+print("ready", flush=True)
 sys.stdin.readline()
 service.check()
+for i in range(20):
+    service.make_run(f"{sys.argv[2]}-{i}", f"experiment {i}", "a run", parent=None, params={}, tags={}, at=i)
 """
 
 
-def test_a_fresh_database_is_opened_by_several_at_once(tmp_path: Path) -> None:
+def test_a_fresh_database_is_used_by_several_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FIRST_USER, str(tmp_path)]
-    users = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    users = [
+        subprocess.Popen(
+            [*command, str(i)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for i in range(3)
+    ]
+    for user in users:
+        assert user.stdout and user.stdout.readline() == "ready\n"
     for user in users:
         assert user.stdin
         user.stdin.write("go\n")
@@ -120,4 +130,7 @@ def test_a_fresh_database_is_opened_by_several_at_once(tmp_path: Path) -> None:
     for user in users:
         _, printed = user.communicate(timeout=120)
         assert user.returncode == 0, printed
-    assert mlflow.client(mlflow.default_uri(tmp_path)).search_experiments()
+    made = mlflow.client(mlflow.default_uri(tmp_path))
+    experiments = {each.name: each.experiment_id for each in made.search_experiments()}
+    assert {f"experiment {i}" for i in range(20)} <= experiments.keys()
+    assert all(len(made.search_runs([experiments[f"experiment {i}"]])) == 3 for i in range(20))

@@ -1,0 +1,32 @@
+"""Patterns of users: they find what Python's own find, and those that take for ever find nothing."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx.rewards import patterns
+
+SOUND = [r"\d+", r"answer: (\w+)", r"(a)|b", r"<(.*)>", r"(?:^|\n)#### (-?[\d,.]+)", r"\\boxed\{([^{}]*)\}", r""]
+SLOW = r"((a|aa)+)+b"
+
+
+@pytest.mark.parametrize("pattern", SOUND)
+@given(texts=st.lists(st.text("ab1<>#-\n \\{}answer:boxd", max_size=30), max_size=5))
+def test_matches_are_those_of_python(pattern: str, texts: list[str]) -> None:
+    group = 1 if re.compile(pattern).groups else 0
+    found = [[match.group(group) for match in re.finditer(pattern, text)] for text in texts]
+    assert patterns.last_matches(pattern, texts) == [(matches or [None])[-1] for matches in found]
+    whole = [re.fullmatch(pattern, text, re.DOTALL) is not None for text in texts]
+    assert patterns.full_matches(pattern, texts) == whole
+
+
+def test_a_slow_text_takes_nothing_from_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patterns, "_BATCH_SECONDS", 0.6)
+    texts = ["a" * 60] * 4 + ["aab", "b"]
+    assert patterns.full_matches(SLOW, texts) == [False] * 4 + [True, False]
+    assert patterns.last_matches(SLOW, texts) == [None] * 4 + ["aa", None]
+    assert caplog.text.count("took too long on 4 of 6 completions") == 2
