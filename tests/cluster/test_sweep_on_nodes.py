@@ -1,4 +1,4 @@
-"""Sweeps on a cluster of several Ray nodes, whose processes have different working folders; the storage is S3.
+"""Sweeps on a cluster of Ray nodes, whose processes have different working and temporary folders; the storage is S3.
 
 All nodes are on this machine (ray.cluster_utils), so they share its disk; nothing here relies on that but the path of
 the tiny model.
@@ -36,6 +36,12 @@ SEATS = {
 }
 
 
+def temporary(place: Path) -> dict[str, str]:
+    """The environment of processes with temporary files of their own. (Ray's sockets need short paths.)"""
+    (place / "tmp").mkdir(exist_ok=True)
+    return {"TMPDIR": str(place / "tmp"), "RAY_TMPDIR": "/tmp"}
+
+
 class Machines:
     """A Ray cluster whose nodes start in folders of their own."""
 
@@ -50,6 +56,8 @@ class Machines:
         self.count += 1
         with self.patch.context() as patch:
             patch.chdir(place)
+            for name, value in temporary(place).items():
+                patch.setenv(name, value)
             if self.count == 1:
                 return self.cluster.add_node(include_dashboard=True, dashboard_port=s3.free_port(), **resources)
             # An address of its own: otherwise the driver might join through this node instead of the head.
@@ -90,7 +98,7 @@ class Driver:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=os.environ | {"RAY_ADDRESS": address},
+                env=os.environ | temporary(folder) | {"RAY_ADDRESS": address},
                 start_new_session=True,
             )
 
