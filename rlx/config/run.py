@@ -34,7 +34,7 @@ from rlx.config.sections import (
 class RunConfig(Section):
     """All settings of a run; a copy is saved in the run's folder."""
 
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """name of the run and of its folder under storage; unset: ppo-1, ppo-2, ..."""
     seed: NonNegativeInt = 0
     """seed of the prompt order and of sampling"""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -279,3 +280,12 @@ def split(ray_cluster: None, tiny_model: Path) -> Iterator[Any]:
     engine = start_engine(tiny_model, tensor_parallel=2)
     yield engine
     stop_engine(engine)
+
+
+def test_a_store_listens_on_its_address_alone() -> None:
+    before = {found.laddr for found in psutil.Process().net_connections() if found.status == "LISTEN"}
+    store = process_group.create_store("127.0.0.1", SECONDS)
+    found = {found.laddr for found in psutil.Process().net_connections() if found.status == "LISTEN"} - before
+    assert found == {("127.0.0.1", store.port)}
+    process_group.open_store(("127.0.0.1", store.port), SECONDS).set("key", "value")
+    assert store.get("key") == b"value"

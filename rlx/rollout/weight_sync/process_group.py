@@ -7,6 +7,7 @@ leave notes. A group is kept while the same engine processes are in it; if one d
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -36,8 +37,18 @@ from rlx.types import WeightSyncError
 
 
 def create_store(host: str, timeout_s: float) -> Any:
-    """A new store on this node."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))  # type: ignore[attr-defined]
+    """A new store on this node. It listens on that address alone; torch's own sockets listen on all of the machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def open_store(address: tuple[str, int], timeout_s: float) -> Any:
