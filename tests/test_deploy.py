@@ -17,7 +17,7 @@ def test_the_command_of_the_kubernetes_job_is_one_that_rlx_takes() -> None:
     job = yaml.safe_load((ROOT / "deploy" / "rayjob.yaml").read_text())
     program, command, *words = shlex.split(job["spec"]["entrypoint"])
     assert (program, command, job["kind"]) == ("rlx", "sweep", "RayJob")
-    args, given = options.parse(sweep._argument_parser(), words)
+    args, given = options.parse(sweep.argument_parser(), words)
     config = from_tree(with_overrides({}, given))
     assert (args.trials, config.scaling.num_workers, config.wait_for_resources) == (32, 4, 1800)
     groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
@@ -33,6 +33,6 @@ def test_the_slurm_script_is_valid_bash() -> None:
 def test_the_slurm_script_can_resume_a_sweep() -> None:
     script = (ROOT / "deploy" / "slurm.sh").read_text()
     words = shlex.split(script.partition("exec rlx sweep ")[2].partition('"$@"')[0])
-    parser = sweep._argument_parser()
+    parser = sweep.argument_parser()
     args, given = options.parse(parser, [*words, "--resume", "lr", "--storage", "/nfs/rlx"])
     sweep._check_options(parser, args, given)

@@ -11,13 +11,13 @@ who both write before they list, neither is alone; the one with the lower name s
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import getpass
 import json
 import logging
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -91,7 +91,7 @@ class Claim:
             with suppress(OSError):  # what is written to that storage next reports its errors
                 if _newest(self.folder) != self._file.name:
                     _LOG.error("%s: another process has taken it over, this one ends", self._what)
-                    _thread.interrupt_main()
+                    os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: also where the main thread waits in a system call
                     return
                 self._touch()
 

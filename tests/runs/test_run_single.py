@@ -18,6 +18,8 @@ from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow, outbox
 from rlx.tracking.tracker import OutboxTracker, service_at
 
+pytestmark = pytest.mark.slow  # no other run has processes of this shape
+
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Path:
@@ -68,13 +70,11 @@ def leave(folder: Storage) -> None:
     assert process.close(0) == 1
 
 
-@pytest.mark.slow
 def test_a_run_that_was_killed_and_resumed_is_the_undisturbed_one(run: Done, resumed: Done) -> None:
     assert resumed.reports[0][0]["step"] >= 2  # the newest checkpoint's own, which the driver may not have heard of
     assert comparable(resumed.history, range(5)) == comparable(run.history, range(5))
 
 
-@pytest.mark.slow
 def test_a_resumed_run_is_the_same_mlflow_run(resumed: Done) -> None:
     assert sorted(resumed.history["reward/mean"]) == [1, 2, 3, 4]
     assert all(len(values) == 1 for by_step in resumed.history.values() for values in by_step.values())

@@ -108,7 +108,7 @@ service = mlflow.MLflowService(mlflow.default_uri(Path(sys.argv[1])))
 print("ready", flush=True)
 sys.stdin.readline()
 service.check()
-for i in range(20):
+for i in range(5):
     service.make_run(f"{sys.argv[2]}-{i}", f"experiment {i}", "a run", parent=None, params={}, tags={}, at=i)
 """
 
@@ -132,5 +132,5 @@ def test_a_fresh_database_is_used_by_several_at_once(tmp_path: Path) -> None:
         assert user.returncode == 0, printed
     made = mlflow.client(mlflow.default_uri(tmp_path))
     experiments = {each.name: each.experiment_id for each in made.search_experiments()}
-    assert {f"experiment {i}" for i in range(20)} <= experiments.keys()
-    assert all(len(made.search_runs([experiments[f"experiment {i}"]])) == 3 for i in range(20))
+    assert {f"experiment {i}" for i in range(5)} <= experiments.keys()
+    assert all(len(made.search_runs([experiments[f"experiment {i}"]])) == 3 for i in range(5))

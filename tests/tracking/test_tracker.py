@@ -82,7 +82,7 @@ def proxy(server: Server) -> Iterator[s3.Proxy]:
 @pytest.fixture(autouse=True)
 def answers_in_2_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest wait for one answer, which would be 10 s."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
 
