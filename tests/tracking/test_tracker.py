@@ -28,7 +28,7 @@ from rlx.tracking.mlflow import MLflowService
 from rlx.tracking.tracker import TRACKING_SERVICES, OutboxTracker, send_pending, service_at
 
 LONG_S = 60.0  # for what comes much sooner where nothing is wrong
-AT_ONCE_S = 1.0  # for 50 calls; one answer of a server may take the 2 s of `answers_in_2_s`, or never come
+AT_ONCE_S = 1.0  # for 50 calls; one answer of a server may take the 2 s of `answers_in_5_s`, or never come
 
 
 class Server:
@@ -80,7 +80,7 @@ def proxy(server: Server) -> Iterator[s3.Proxy]:
 
 
 @pytest.fixture(autouse=True)
-def answers_in_2_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def answers_in_5_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest wait for one answer, which would be 10 s."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
