@@ -262,7 +262,7 @@ def test_a_single_failure_is_not_notified(proxy: s3.Proxy, folder: Storage) -> N
 
 def test_a_lost_answer_stores_no_record_twice(proxy: s3.Proxy, folder: Storage) -> None:
     tracker = opened_tracker(proxy.address, folder)
-    proxy.fail("slow", times=1, methods=("POST",), seconds=3)  # it is done, but its answer comes too late
+    proxy.fail("slow", times=1, methods=("POST",), seconds=6)  # it is done, but its answer comes too late
     tracker.log({"reward/mean": 0.5}, 4)
     assert tracker.close(LONG_S) == 0
     assert logged(proxy.address, folder) == expected(4)
