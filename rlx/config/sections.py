@@ -48,11 +48,16 @@ def _check_resources(resources: dict[str, float]) -> dict[str, float]:
     return resources
 
 
+_FUZZY = re.compile(r"(?<!\\)(?:\\\\)*\{\s*[eids]")  # as regex reads it; Python's re takes that for text
+
+
 def _check_pattern(pattern: str) -> str:
     try:
         regex.compile(pattern)
     except (regex.error, OverflowError, RecursionError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
+    if _FUZZY.search(pattern):
+        raise ValueError("write \\{ for a brace that is text: {e}, {i}, {d}, {s} allow errors in a match")
     return pattern
 
 

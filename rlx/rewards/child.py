@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any
 
 _START_S = 600.0  # for what the code imports and loads
+_MARGIN_S = 30.0
 _MEMORY_LIMIT = 4 << 30  # bytes, of one forked process
 _SHORT_S = 0.1  # of the first attempt at an item
 _WAITING = 10  # an item may take so many times longer by the clock than it may compute
@@ -76,7 +77,7 @@ class ChildProcess:
                 if not self._is_ready:
                     self._receive(_START_S)
                     self._is_ready = True
-                self._pipe.send(argument)
+                self._pipe.send((argument, timeout_s))
                 return self._receive(timeout_s)
             except (EOFError, OSError):
                 raise ChildError(f"ended its process ({self._end()})") from None
@@ -117,7 +118,12 @@ def _serve(pipe: Connection) -> None:
         is_good, made = _outcome(pipe.recv())
         pipe.send((is_good, None if is_good else made))
         while is_good:
-            pipe.send(_outcome(made, pipe.recv()))
+            argument, timeout_s = pipe.recv()
+            # If the caller has been killed meanwhile, nobody else ends a call that never returns.
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + _MARGIN_S if timeout_s else 0.0)
+            outcome = _outcome(made, argument)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            pipe.send(outcome)
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:

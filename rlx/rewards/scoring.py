@@ -82,21 +82,21 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
     )
 
 
-def try_functions(config: RewardConfig, prompt: Prompt) -> None:
-    """Calls the user's functions once, with the expected answer as completion. Their processes end after it.
+def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
+    """Calls the user's functions once, with the expected answers as completions. Their processes end after it.
 
     Raises:
         ConfigError: one of them fails, or returns no score.
     """
-    response = Response(prompt, prompt.answer, prompt.answer, 1, finished=True)
+    responses = [Response(prompt, prompt.answer, prompt.answer, 1, finished=True) for prompt in prompts]
     for name in config.functions:
         if ":" not in name:
             continue
         try:
             with closing_process(name):
-                checked(name, [response], custom_scorer(name, config)([response]))
+                checked(name, responses, custom_scorer(name, config)(responses))
         except RewardError as error:
-            raise ConfigError(f"{error}; tried with the completion {brief(response.text)}") from None
+            raise ConfigError(f"{error}; tried with the expected answers as completions") from None
 
 
 def checked(name: str, responses: Sequence[Response], returned: Any) -> list[float]:

@@ -7,6 +7,7 @@ Left out: what needs a cluster (`launch.connect`), and whether the run's folder 
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from rlx.types import Prompt
 if TYPE_CHECKING:
     from rlx.models.tiny import Progress
 
+_LOG = logging.getLogger("rlx")
 _PATH_SETTINGS = ("model.path", "reward.model")
 _PROMPT_SETTINGS = ("data.source", "data.ptx_source", "eval.source")
 
@@ -217,16 +219,27 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     tables = {name: prompts.tokenize_rows(table, data, path, trust) for name, table in rows.items()}
     if (count := tables["train"].count()) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
-    try_rewards(config.reward, tables["train"])
+    on_gpu = bool(config.scaling.resources_per_worker.get("GPU"))
+    try_rewards(config.reward, tables["train"], on_gpu)
     return tables
 
 
-def try_rewards(reward: RewardConfig, rows: Any) -> None:
-    """Calls the user's reward functions with the first of the prompts, before engines and workers start.
+def try_rewards(reward: RewardConfig, rows: Any, on_gpu: bool) -> None:
+    """Calls the user's reward functions with the first two prompts, before engines and workers start.
+
+    Args:
+        reward: which functions, and their limits.
+        rows: the prompts.
+        on_gpu: workers have GPUs; this machine may have none, so a failure is only shown.
 
     Raises:
         ConfigError: one of them fails.
     """
     if any(":" in name for name in reward.functions):
-        (row,) = rows.take(1)
-        scoring.try_functions(reward, Prompt(0, (), row["question"], row["answer"]))
+        tried = [Prompt(i, (), row["question"], row["answer"]) for i, row in enumerate(rows.take(2))]
+        try:
+            scoring.try_functions(reward, tried)
+        except ConfigError as error:
+            if not on_gpu:
+                raise
+            _LOG.warning("on this machine, which need not be like those of the workers: %s", error)

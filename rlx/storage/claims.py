@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ _LOG = logging.getLogger("rlx")
 _FILE = re.compile(r"owner-(\d{1,9})(\.[0-9a-f]{32})?\.json")
 _BEAT_S = 10.0
 _GONE_S = 60.0  # who has not renewed a claim for so long is gone
+_ATTEMPTS = 10  # at a file in a folder that others remove
 _LOOKS_S = (0.0, 0.5, 1.0, 2.0)  # waits before the looks of one who is not alone
 
 
@@ -65,9 +67,12 @@ class Owner:
         Args:
             unseen_s: seconds since it renewed its claim; counts for processes of other machines.
         """
-        if self.machine != _machine() or not self.started:
+        if self.machine != _machine():
             return unseen_s > _GONE_S
-        return _started(self.pid) != self.started
+        started = _started(self.pid)
+        if started and self.started:
+            return started != self.started
+        return not _exists(self.pid) or unseen_s > _GONE_S
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.user} on {self.host}"
@@ -82,16 +87,20 @@ class Claim:
     def __init__(self, file: Storage, owner: Owner, what: str) -> None:
         self._file, self._owner, self._what = file, owner, what
         self.folder = Storage(file.filesystem, file.path.rpartition("/")[0])
-        self._released = threading.Event()
+        self._released, self._lock = threading.Event(), threading.Lock()
         atexit.register(self.release)
         threading.Thread(target=self._renew, name="claim", daemon=True).start()
 
     def _renew(self) -> None:
         while not self._released.wait(_BEAT_S):
-            with suppress(OSError):  # what is written to that storage next reports its errors
-                if _newest(self.folder) != self._file.name:
+            with suppress(OSError), self._lock:  # what is written to that storage next reports its errors
+                if self._released.is_set():
+                    return
+                if any(_number(name) > _number(self._file.name) for name in _claims(self.folder)):
                     _LOG.error("%s: another process has taken it over, this one ends", self._what)
-                    os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: also where the main thread waits in a system call
+                    # As Ctrl-C, so also where the main thread waits; in the background of some shells that is ignored.
+                    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+                    os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGINT)
                     return
                 self._touch()
 
@@ -107,7 +116,7 @@ class Claim:
             return
         self._released.set()
         atexit.unregister(self.release)
-        with suppress(OSError):
+        with suppress(OSError), self._lock:  # the thread writes nothing afterwards
             for name in _claims(self.folder):  # the own one last: until then it counts
                 if _number(name) <= _number(self._file.name):
                     (self.folder / name).delete()
@@ -145,11 +154,10 @@ def take(folder: Storage, what: str) -> Claim:
         StorageError: the storage cannot be written.
     """
     try:
-        newest = _newest(folder)
-        if newest and (holder := _holder(folder / newest)):
-            raise ClaimedError(f"{what} is in use by {holder}: wait for its end, or end it")
+        gone = _judge(folder, what)
         owner = Owner.myself()
-        file = _create(folder, _number(newest) + 1, json.dumps(asdict(owner)))
+        number = max(map(_number, gone), default=0) + 1
+        file = _create(folder, number, json.dumps(asdict(owner)), gone)
     except OSError as error:
         raise StorageError(f"{what} cannot be claimed in {folder.path}: {error}") from None
     if file is None:
@@ -157,13 +165,27 @@ def take(folder: Storage, what: str) -> Claim:
     return Claim(file, owner, what)
 
 
-def _holder(file: Storage) -> str:
+def _judge(folder: Storage, what: str) -> dict[str, str]:
+    """Returns the claims in a folder, with their content, if all of their owners are gone.
+
+    Raises:
+        ClaimedError: one of them is alive.
+    """
+    gone: dict[str, str] = {}
+    while left := [name for name in _claims(folder) if name not in gone]:
+        for name in left:
+            with suppress(FileNotFoundError):  # released since: look again, another may have come
+                gone[name] = (folder / name).read_text()
+                if holder := _holder(folder / name, gone[name]):
+                    raise ClaimedError(f"{what} is in use by {holder}: wait for its end, or end it")
+    return gone
+
+
+def _holder(file: Storage, content: str) -> str:
     """Who holds the claim in a file, and since when; empty if that process is gone."""
+    unseen_s = _seconds_since(file)
     try:
-        unseen_s = _seconds_since(file)
-        owner = Owner(**file.read_json())
-    except FileNotFoundError:  # it has been released since
-        return ""
+        owner = Owner(**json.loads(content))
     except (ValueError, TypeError):  # it is being written
         return "" if unseen_s > _GONE_S else "a process that starts it"
     if owner.is_gone(unseen_s):
@@ -184,42 +206,62 @@ def _seconds_since(file: Storage) -> float:
     return float((now - then).total_seconds())
 
 
-def _create(folder: Storage, number: int, content: str) -> Storage | None:
-    """Creates the claim of that number, or returns None if another process has it or a later one."""
+def _create(folder: Storage, number: int, content: str, gone: Mapping[str, str]) -> Storage | None:
+    """Creates the claim of that number, or returns None if another process has one.
+
+    Args:
+        gone: claims of processes that are gone, with their content.
+    """
     if folder.is_local:
         file = folder / f"owner-{number}.json"
-        Path(folder.path).mkdir(parents=True, exist_ok=True)
-        try:
-            with open(file.path, "x") as stream:
-                stream.write(content)
-        except FileExistsError:
+        if not _create_local(Path(file.path), content):
             return None
     else:
         file = folder / f"owner-{number}.{uuid.uuid4().hex}.json"
         file.write_text(content)
     for wait_s in _LOOKS_S:
         time.sleep(wait_s)
-        rivals = [name for name in _claims(folder) if _number(name) >= number]
-        if rivals == [file.name]:
+        others = [name for name in _claims(folder) if name != file.name and not _is_same(folder / name, gone)]
+        if not others:
             return file
-        if rivals[:1] != [file.name] or _number(rivals[-1]) > number:
+        if _order(others[0]) < _order(file.name) or _number(others[-1]) > number:
             break
     file.delete()
     return None
 
 
+def _create_local(file: Path, content: str) -> bool:
+    """Creates a file that must not exist; tells whether it did not."""
+    for _ in range(_ATTEMPTS):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # another process has released the empty folder meanwhile
+            try:
+                with open(file, "x") as stream:
+                    stream.write(content)
+                return True
+            except FileExistsError:
+                return False
+    return False
+
+
+def _is_same(file: Storage, known: Mapping[str, str]) -> bool:
+    """Whether a file is one of those known, or is there no more."""
+    try:
+        return file.name in known and file.read_text() == known[file.name]
+    except FileNotFoundError:
+        return True
+
+
 def _claims(folder: Storage) -> list[str]:
     """The claims in a folder by their numbers, and within a number by name."""
-    return sorted(filter(_FILE.fullmatch, folder.names()), key=lambda name: (_number(name), name))
+    return sorted(filter(_FILE.fullmatch, folder.names()), key=_order)
 
 
-def _newest(folder: Storage) -> str:
-    """The claim that counts, or an empty text."""
-    return (_claims(folder) or [""])[-1]
+def _order(name: str) -> tuple[int, str]:
+    return _number(name), name
 
 
 def _number(name: str) -> int:
-    """The number of a claim; 0 for an empty text."""
     found = _FILE.fullmatch(name)
     return int(found[1]) if found else 0
 
@@ -232,9 +274,19 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process of this machine began, in the kernel's own unit; empty if there is none, or it is a zombie."""
+    """When a process of this machine began, in the kernel's own unit; empty if that cannot be seen."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
+    except OSError:  # there is none, or it is of another user and hidden
         return ""
-    return "" if fields[0] == "Z" else fields[19]
+    return "zombie" if fields[0] == "Z" else fields[19]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is of another user
+        return True
+    return True

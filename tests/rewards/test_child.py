@@ -2,8 +2,12 @@
 
 import functools
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +62,31 @@ def test_a_function_that_cannot_be_made_is_said_at_each_call() -> None:
         with pytest.raises(ChildError, match=r"^raised ValueError\('no function'\) at .*test_child.py"):
             child.call("a")
     child.close()
+
+
+ABANDON = """
+import functools, os, threading, time
+from rlx.rewards import child
+from tests.rewards.test_child import counting
+
+child._MARGIN_S = 1.0
+there = child.ChildProcess(functools.partial(counting, 5))
+there.call("a")
+threading.Thread(target=lambda: (time.sleep(1), os._exit(0))).start()
+print(there._process.pid, flush=True)
+there.call("sleep", {limit})
+"""
+
+
+def test_a_call_that_never_returns_ends_after_its_caller_was_killed() -> None:
+    command = [sys.executable, "-c", ABANDON.format(limit=5.0)]
+    pid = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    os.kill(pid, 0)  # it is there
+    end = time.monotonic() + 40
+    with suppress(FileNotFoundError):
+        while ") Z" not in Path(f"/proc/{pid}/stat").read_text() and time.monotonic() < end:
+            time.sleep(0.2)
+    assert time.monotonic() < end
 
 
 def worked(item: float) -> float:

@@ -566,22 +566,32 @@ def test_a_wrong_number_of_scores_is_an_error(returned: Any, shown: str) -> None
     assert str(caught.value).startswith(f"reward task: {shown}")
 
 
+TWO = [Prompt(0, (), "1 + 1?", "2"), Prompt(1, (), "2 + 2?", "4")]
+
+
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        ("return [len(answers[0])]", None),
-        ("return []", "0 scores for 1 responses, from prompt 0 ('1 + 1?') on: []"),
-        ("return 'x'", "'x' is not a finite score, for prompt 0 ('1 + 1?')"),
-        ("raise OSError(completions[0])", "raised OSError('2') at "),
+        ("return [float(a) for a in answers]", None),
+        ("return []", "0 scores for 2 responses, from prompt 0 ('1 + 1?') on: []"),
+        ("return 'xy'", "'x' is not a finite score, for prompt 0 ('1 + 1?')"),
+        ("raise OSError(completions[1])", "raised OSError('4') at "),
     ],
 )
-def test_functions_are_tried_on_the_expected_answer(write: Write, body: str, complaint: str | None) -> None:
+def test_functions_are_tried_on_the_expected_answers(write: Write, body: str, complaint: str | None) -> None:
     name = write(f"def f(prompts, completions, answers): {body}\n") + ":f"
     config = RewardConfig(functions={name: 1.0, "exact_match": 1.0})
     if complaint is None:
-        scoring.try_functions(config, Prompt(0, (), "1 + 1?", "2"))
+        scoring.try_functions(config, TWO)
         return
     with pytest.raises(ConfigError) as refused:
-        scoring.try_functions(config, Prompt(0, (), "1 + 1?", "2"))
+        scoring.try_functions(config, TWO)
     assert str(refused.value).startswith(f"reward {name}: {complaint}")
-    assert str(refused.value).endswith("; tried with the completion '2'")
+    assert str(refused.value).endswith("; tried with the expected answers as completions")
+
+
+@pytest.mark.parametrize("pattern", [r"\\boxed{e}", r"x{ i<2}", r"(a|b){s}"])
+def test_a_brace_that_means_something_else_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="for a brace that is text"):
+        RewardConfig(answer_pattern=pattern)
+    assert RewardConfig(answer_pattern=r"\\boxed\{e\}|a{2}|[^{}]{1,3}").answer_pattern

@@ -1,11 +1,13 @@
 """What is found wrong with a run before any of it starts: the model's shape and missing prompt files."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
+from rlx.config.sections import RewardConfig
 from rlx.runs import preflight
 
 
@@ -30,3 +32,18 @@ def test_a_trial_on_another_machine_needs_no_prompt_file(tiny_model: Path, tmp_p
     given = {"storage": str(tmp_path), "data.source": str(tmp_path / "p.jsonl"), "data.params": {}}
     config = from_tree(with_overrides({}, given | {"model.path": str(tiny_model)}))
     assert preflight.prepare(config, tables={"train": None}).model_path == str(tiny_model)
+
+
+def test_rewards_are_tried_before_a_start_and_only_warn_where_workers_have_gpus(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "def f(prompts, completions, answers): return [1.0, int(completions[1])]\n"
+    (tmp_path / "tried_rewards.py").write_text(code)
+    rewards = RewardConfig(functions={"tried_rewards:f": 1.0})
+    rows = [{"question": "1 + 1?", "answer": "2"}, {"question": "Who?", "answer": "Ann"}]
+    table = SimpleNamespace(take=lambda count: rows[:count])
+    with pytest.raises(ConfigError, match=r"ValueError.*'Ann'.* at .*tried_rewards\.py:1"):
+        preflight.try_rewards(rewards, table, on_gpu=False)
+    preflight.try_rewards(rewards, table, on_gpu=True)
+    assert "need not be like those of the workers: reward " in caplog.text

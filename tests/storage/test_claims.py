@@ -128,6 +128,49 @@ def test_a_process_with_the_same_number_is_another_one(tmp_path: Path) -> None:
         assert claim.folder.names() == ["owner-3.json", "owner-4.json"]
 
 
+@pytest.mark.parametrize(("exists", "age_s", "is_free"), [(True, 50, False), (True, 70, True), (False, 0, True)])
+def test_a_process_that_cannot_be_looked_at_counts_by_its_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool, age_s: float, is_free: bool
+) -> None:
+    mine = Owner.myself()
+    pid = os.getpid() if exists else 2**22 + 1  # above the largest number of a process
+    foreign(tmp_path / "run", age_s, json.dumps(asdict(replace(mine, pid=pid, started=""))))
+    monkeypatch.setattr(claims, "_started", lambda pid: "")
+    if not is_free:
+        with pytest.raises(ClaimedError, match=f"process {pid} of "):
+            claims.take(Storage.local(tmp_path / "run"), "it")
+        return
+    with claims.take(Storage.local(tmp_path / "run"), "it") as claim:
+        assert "owner-4.json" in claim.folder.names()
+
+
+def test_an_older_claim_of_a_live_process_counts_too(tmp_path: Path) -> None:
+    foreign(tmp_path, 70)
+    (tmp_path / "owner-12.json").write_text(json.dumps(asdict(replace(Owner.myself(), started="1"))))
+    (tmp_path / "owner-4.json").write_text(json.dumps(asdict(Owner.myself())))
+    with pytest.raises(ClaimedError, match=f"process {os.getpid()} of "):
+        claims.take(Storage.local(tmp_path), "it")
+
+
+def test_where_ctrl_c_is_ignored_a_taken_claim_ends_the_process_as_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_BEAT_S", 0.05)
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with claims.take(Storage.local(tmp_path / "run"), "run 'run'"):
+            foreign(tmp_path / "run", 0)
+            end = time.monotonic() + 10
+            while not came and time.monotonic() < end:
+                time.sleep(0.05)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, ignored)
+    assert came == [signal.SIGTERM]
+
+
 def test_it_is_renewed_and_notices_when_it_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "_BEAT_S", 0.05)
     with pytest.raises(KeyboardInterrupt), claims.take(Storage.local(tmp_path / "run"), "run 'run'"):

@@ -39,7 +39,10 @@ from rlx.types import WeightSyncError
 def create_store(host: str, timeout_s: float) -> Any:
     """A new store on this node. It listens on that address alone; torch's own sockets listen on all of the machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError:  # of a network that translates addresses: none of this machine's interfaces has it
+        listener = socket.create_server(("", 0), family=family)
     port = listener.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]
         host,
