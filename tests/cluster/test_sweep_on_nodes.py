@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,10 +37,13 @@ SEATS = {
 }
 
 
-def temporary(place: Path) -> dict[str, str]:
-    """The environment of processes with temporary files of their own. (Ray's sockets need short paths.)"""
-    (place / "tmp").mkdir(exist_ok=True)
-    return {"TMPDIR": str(place / "tmp"), "RAY_TMPDIR": "/tmp"}
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # they go when this process ends
+
+
+def temporary() -> dict[str, str]:
+    """The environment of processes with temporary files of their own. (Sockets in them need short paths.)"""
+    _FOLDERS.append(tempfile.TemporaryDirectory(prefix="n", dir="/tmp"))
+    return {"TMPDIR": _FOLDERS[-1].name, "RAY_TMPDIR": "/tmp"}
 
 
 class Machines:
@@ -56,7 +60,7 @@ class Machines:
         self.count += 1
         with self.patch.context() as patch:
             patch.chdir(place)
-            for name, value in temporary(place).items():
+            for name, value in temporary().items():
                 patch.setenv(name, value)
             if self.count == 1:
                 return self.cluster.add_node(include_dashboard=True, dashboard_port=s3.free_port(), **resources)
@@ -98,7 +102,7 @@ class Driver:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=os.environ | temporary(folder) | {"RAY_ADDRESS": address},
+                env=os.environ | temporary() | {"RAY_ADDRESS": address},
                 start_new_session=True,
             )
 
