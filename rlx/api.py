@@ -73,6 +73,7 @@ def resume(
     *,
     storage: str | None = None,
     overrides: Mapping[str, Any] | None = None,
+    trust: bool = False,
     on_report: OnReport | None = None,
 ) -> TrainResult:
     """Continues a run from its newest checkpoint to its last step; a finished run gives its result at once.
@@ -80,14 +81,17 @@ def resume(
     Args:
         storage: the address where the run is kept; None: the default of the setting `storage`.
         overrides: settings for the rest of the run by dotted key, such as a larger `train.steps`.
+        trust: take all of the run's settings, whoever wrote them.
 
     Raises:
-        ConfigError: no such run, or a setting that a run cannot change once it has begun.
+        ConfigError: no such run, a setting that a run cannot change once it has begun, or settings of another person
+            that name code, models, addresses or patterns.
         RunError: training failed.
     """
     from rlx.runs import run_folder
 
-    with run_folder.saved_run(name, storage or RunConfig().storage, overrides or {}) as (config, folder):
+    storage = storage or RunConfig().storage
+    with run_folder.saved_run(name, storage, overrides or {}, trust=trust) as (config, folder):
         if metrics := run_folder.finished_metrics(folder, config.train.steps):
             return _result(config.storage, name, metrics)
         return _run(config, folder, resume=True, on_report=on_report)

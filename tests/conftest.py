@@ -78,6 +78,12 @@ KEPT = RunProcesses("workers")
 """engines and workers that one run leaves for the next of the same shape: starting them takes most of a run's time"""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def user_key(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The key that signs settings is one of the tests."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server: str) -> Iterator[None]:
     """One Ray cluster for the whole session: starting one takes ten seconds. Its workers have the keys for S3."""

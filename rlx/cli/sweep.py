@@ -68,6 +68,11 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
     parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="with --resume: run the code and the settings of a sweep that another person wrote, or this one elsewhere",
+    )
+    parser.add_argument(
         "--restart-errored",
         action="store_true",
         help="with --resume: failed trials go on from their newest checkpoints",
@@ -81,15 +86,18 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that exclude each other, and for counts below 1."""
-    if args.restart_errored and args.resume is None:
-        raise ConfigError("--restart-errored needs --resume")
+    for option in ("restart_errored", "trust"):
+        if getattr(args, option) and args.resume is None:
+            raise ConfigError(f"--{option.replace('_', '-')} needs --resume")
     if args.from_scratch and not args.restart_errored:
         raise ConfigError("--from-scratch needs --restart-errored")
     kept = ("config", "space", "trials", "seeds", "search", "scheduler", "max_concurrent", "reuse")  # in a sweep's plan
     changed = any(getattr(args, option) != parser.get_default(option) for option in kept)
     if args.resume is not None and (set(given) - set(_OF_THE_CLUSTER) or changed):
         allowed = ", ".join(f"--{key.replace('_', '-')}" for key in _OF_THE_CLUSTER)
-        raise ConfigError(f"--resume uses the sweep's own settings: only {allowed} and --restart-errored go with it")
+        raise ConfigError(
+            f"--resume uses the sweep's own settings: only {allowed}, --trust and --restart-errored go with it"
+        )
     for option in ("trials", "seeds", "max_concurrent"):
         if (value := getattr(args, option)) is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
@@ -172,7 +180,7 @@ def resumed_plan(
     """Returns the saved plan, with the addresses of today, and the failed trials that run again."""
     from rlx.sweeps import tuner
 
-    plan = tuner.saved_sweep(storage, name)
+    plan = tuner.saved_sweep(storage, name, trust=args.trust)
     today = {key: given[key] for key in _OF_THE_CLUSTER if key in given} | {"storage": tree["storage"]}
     plan = replace(plan, tree=with_overrides(plan.tree, today))  # the storage may have been moved since
     return plan, tuner.restart_failed(plan, storage, from_scratch=args.from_scratch) if args.restart_errored else []

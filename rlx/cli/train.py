@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, given = parse(parser, sys.argv[1:] if argv is None else argv)
         _check_options(args)
         if args.resume:
-            return resume(args.resume, given)
+            return resume(args.resume, given, trust=args.trust)
         # Bad settings are refused before anything slow is imported.
-        return start(new_config(args.config, given, args.start))
+        return start(new_config(args.config, given, args.start, trust=args.trust))
 
     return exit_code(script, "interrupted: --resume continues the run")
 
@@ -46,6 +46,12 @@ def _argument_parser() -> argparse.ArgumentParser:
         help="start a new run from the weights of a checkpoint (from all of its state with --checkpoint.init-state "
         "all), and from its settings unless --config gives others: NAME, NAME@10, NAME@best, or a folder or address",
     )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="with --resume and --from: also take settings that name code, models, addresses or patterns from what "
+        "another person wrote, or this one elsewhere",
+    )
     return parser
 
 
@@ -55,27 +61,34 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--resume uses the run's own settings: change single ones by options, not by --config")
     if args.resume and args.start:
         raise ConfigError("--resume continues a run, --from begins a new one: give one of them")
+    if args.trust and not (args.resume or args.start):
+        raise ConfigError("--trust goes with --resume or --from")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
 
 
-def new_config(file: str | None, given: Mapping[str, Any], start: str | None = None) -> RunConfig:
+def new_config(
+    file: str | None, given: Mapping[str, Any], start: str | None = None, *, trust: bool = False
+) -> RunConfig:
     """Returns the config of a new run.
 
     Args:
         file: a YAML file of settings.
         given: the settings of the command line by dotted key, which override the file.
         start: the checkpoint that the run starts from.
+        trust: take all of the checkpoint's settings, whoever wrote them.
     """
     base = read_yaml(file) if file else {}
     if start:
-        return from_tree(with_overrides(inherited_tree(start, base, given), given))
+        return from_tree(with_overrides(inherited_tree(start, base, given, trust=trust), given))
     return from_tree(with_overrides(base, given), file or "command line")
 
 
-def inherited_tree(which: str, base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def inherited_tree(
+    which: str, base: dict[str, Any], given: Mapping[str, Any], *, trust: bool = False
+) -> dict[str, Any]:
     """Returns the config tree of a new run that starts from a checkpoint: `base`, or else the checkpoint's settings."""
     from rlx.runs import run_folder
 
@@ -87,7 +100,7 @@ def inherited_tree(which: str, base: dict[str, Any], given: Mapping[str, Any]) -
         "checkpoint.init_from": address,
         "checkpoint.init_state": "weights",
     }
-    return with_overrides(base or run_folder.inherited_settings(checkpoint, print), start)
+    return with_overrides(base or run_folder.inherited_settings(checkpoint, print, trust=trust, needed=given), start)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,12 +115,13 @@ def start(config: RunConfig) -> int:
         return train(config, folder, resume=False)
 
 
-def resume(name: str, given: Mapping[str, Any]) -> int:
+def resume(name: str, given: Mapping[str, Any], *, trust: bool = False) -> int:
     """Trains the rest of a run; of a finished one, only sends what MLflow has not got yet."""
     from rlx.runs import launch, preflight, run_folder
     from rlx.tracking import console
 
-    with run_folder.saved_run(name, given.get("storage") or RunConfig().storage, given) as (config, folder):
+    storage = given.get("storage") or RunConfig().storage
+    with run_folder.saved_run(name, storage, given, trust=trust) as (config, folder):
         if last := run_folder.finished_metrics(folder, config.train.steps):
             print(f"run {name} is finished: {config.train.steps} steps, {console.metrics_line(last)}")
             print(f"rlx train --resume {shlex.quote(name)} --train.steps {2 * config.train.steps} goes on with it")

@@ -93,13 +93,13 @@ def export(checkpoint: CheckpointEntry, options: Export, folder: Path) -> float:
 def exported_model(checkpoint: CheckpointEntry) -> tuple[Any, Any]:
     """Returns a checkpoint's policy as a model of transformers, in float32, adapters merged in, and its tokenizer.
 
-    Settings of the checkpoint that could execute code count as unset: it may come from someone else.
+    Settings that name code count as unset if somebody else wrote the checkpoint.
 
     Raises:
         ConfigError, DamagedError, CheckpointError, StorageError, OSError: as `export`.
     """
     assert checkpoint.manifest
-    config = from_tree(run_folder.inherited_settings(checkpoint, _LOG.warning))
+    config = from_tree(run_folder.inherited_settings(checkpoint, _LOG.warning, needed=("model.path",)))
     reading = f"reading checkpoint {checkpoint.name}"
     retry(partial(checkpoint_catalog.verify, checkpoint, checkpoint.manifest.files), reading)
     with no_progress_bars():

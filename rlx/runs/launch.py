@@ -36,6 +36,7 @@ from rlx.runs.train_run import RunStopped
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
+from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.tracking import outbox, tracker
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.tracker import OutboxTracker
@@ -79,6 +80,7 @@ class Parent:
 
     folder: Storage
     tags: Mapping[str, str] = field(default_factory=dict)  # of the nested run
+    signer: Signer | None = None  # for its settings; None: the user's key is read
 
 
 def connect(config: RunConfig, needed: ResourcePlan, notify: Notify | None = None) -> None:
@@ -166,8 +168,9 @@ def run(
         # Before the run exists: a run without prompts leaves no trace.
         prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))
         record = _open_record(prepared, folder, resume, parent, notify)
+        signature = _signed(folder, config.model_dump(mode="json"), parent)
         with _closing(record, prepared.name, folder, notify):
-            job = WorkerSpec(config.model_dump(), prepared.model_path, folder, tracking, waits=waits)
+            job = WorkerSpec(config.model_dump(), prepared.model_path, folder, tracking, signature, waits=waits)
             events = _EventLog(record, notify)
             grace_s = config.checkpoint.grace_s
             reported = leased.run(prepared, job, on_report or _ignore, events, grace_s=grace_s, again=resume)
@@ -276,6 +279,13 @@ def _open_record(
     )
     record.log_text("config.yaml", text)
     return record
+
+
+def _signed(folder: Storage, tree: Mapping[str, Any], parent: Parent | None) -> str:
+    """Signs a run's settings in its folder; returns the signature, which its checkpoints have too."""
+    signer = parent.signer if parent and parent.signer else Signer.new()
+    write(folder / SIGNATURE, signature := signer.sign(tree))
+    return signature
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class WorkerSpec:
     model_path: str  # Hugging Face folder or name
     folder: Storage  # of the run
     tracking: TrackingService | None  # None: nothing is recorded
+    signature: str = ""  # of the settings, for checkpoints
     examine: bool = False  # run the doctor instead of training
     waits: bool = False  # after each evaluation, until it is released
     engines: Sequence[Any] = ()  # actor handles

@@ -6,7 +6,7 @@ Left out: the checkpoints' own files (rlx.storage) and what is written while a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC, CheckpointConfig, flatten
-from rlx.storage import checkpoint_catalog, claims
+from rlx.config.sections import DEFAULT_METRIC, GENERATED, CheckpointConfig, flatten
+from rlx.storage import checkpoint_catalog, claims, signatures
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage, retry
@@ -25,8 +25,23 @@ T = TypeVar("T")
 POINTER = "pointer.json"
 """file of a checkpoint of Ray that only names the path of another one, on the same storage"""
 
-# Settings that a new run never inherits from a checkpoint: they could execute code or send data elsewhere.
-_NOT_INHERITED = ("model.trust_remote_code", "reward.url", "reward.url_key_env", "tracking.uri", "ray_address")
+POWERFUL = (
+    "model.path",
+    "model.trust_remote_code",
+    "data.source",
+    "data.ptx_source",
+    "eval.source",
+    "reward.functions",
+    "reward.answer_pattern",
+    "reward.format_pattern",
+    "reward.model",
+    "reward.url",
+    "reward.url_key_env",
+    "tracking.uri",
+    "ray_address",
+    "checkpoint.init_from",
+)
+"""settings that name code, models, addresses or patterns: they are not taken from what somebody else wrote"""
 
 # Settings that the state of a run depends on: a resume cannot change them.
 _FIXED = (
@@ -152,20 +167,27 @@ def new_run(config: RunConfig) -> Iterator[tuple[RunConfig, Storage]]:
 
 
 @contextmanager
-def saved_run(name: str, storage: str, overrides: Mapping[str, Any]) -> Iterator[tuple[RunConfig, Storage]]:
+def saved_run(
+    name: str, storage: str, overrides: Mapping[str, Any], *, trust: bool = False
+) -> Iterator[tuple[RunConfig, Storage]]:
     """Claims the folder of a run; gives the config with which it continues, and the folder.
 
     Args:
         storage: the address of the run's storage, which may have been moved since it began.
         overrides: settings for the rest of the run, by dotted key.
+        trust: take all settings, whoever wrote them.
 
     Raises:
-        ConfigError: there is no such run, or a setting that cannot change would change.
+        ConfigError: there is no such run, a setting that cannot change would change, or somebody else wrote settings
+            that name code, models, addresses or patterns.
         ClaimedError: another process trains it.
     """
     folder = find(open_storage(storage) / "runs", name)
     with claims.take(folder, f"run {name!r}"):
-        tree = saved_config(folder) | {"name": name, "storage": storage}
+        saved = saved_config(folder)
+        if not (trust or signatures.is_own_folder(folder, saved)):
+            _refuse_powers(name, folder, saved, overrides)
+        tree = saved | {"name": name, "storage": storage}
         config = from_tree(with_overrides(tree, {**overrides, "name": name}))
         check_resumable(config, from_tree(tree))
         yield config, folder
@@ -222,19 +244,52 @@ def pointed_checkpoint(folder: Storage) -> CheckpointEntry:
     return _complete(checkpoint_catalog.read_checkpoint(folder))
 
 
-def inherited_settings(checkpoint: CheckpointEntry, notify: Notify) -> dict[str, Any]:
+def inherited_settings(
+    checkpoint: CheckpointEntry, notify: Notify, *, trust: bool = False, needed: Collection[str] = ()
+) -> dict[str, Any]:
     """Returns the settings in a checkpoint, for a new run.
 
-    Settings that could execute code or send data elsewhere are reset to their defaults, with a message: the checkpoint
-    may come from someone else.
+    Of a checkpoint that somebody else wrote, settings that name code, models, addresses or patterns are reset to their
+    defaults, with a message.
+
+    Args:
+        trust: take all of them, whoever wrote them.
+        needed: settings that are taken all the same.
     """
-    assert checkpoint.manifest
-    tree, defaults = checkpoint.manifest.config, flatten(RunConfig())
-    values = flatten(from_tree(tree))
-    reset = {key: defaults[key] for key in _NOT_INHERITED if values[key] != defaults[key]}
-    if reset:
-        notify(f"settings not taken from {checkpoint.name}, give them again if you want them: {', '.join(reset)}")
-    return with_overrides(tree, reset)
+    manifest = checkpoint.manifest
+    assert manifest
+    if trust or signatures.is_own(manifest.config, manifest.signature):
+        return manifest.config
+    left = [key for key in powers(manifest.config) if key not in needed]
+    if left:
+        notify(
+            f"settings not taken from {checkpoint.name}, which this user did not write: {', '.join(left)}. "
+            f"Give them again, or --trust to take all"
+        )
+    defaults = flatten(RunConfig())
+    return with_overrides(manifest.config, {key: defaults[key] for key in left})
+
+
+def powers(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a config tree that name code, models, addresses or patterns, by dotted key."""
+    values, defaults = flatten(from_tree(dict(tree))), flatten(RunConfig())
+    return {key: values[key] for key in POWERFUL if values[key] != defaults[key] and not _is_built_in(values[key])}
+
+
+def _is_built_in(value: Any) -> bool:
+    """Whether the value of such a setting is a part of rlx: rewards by their names, or generated prompts."""
+    if isinstance(value, Mapping):
+        return not any(":" in name for name in value)
+    return isinstance(value, str) and value.startswith(GENERATED)
+
+
+def _refuse_powers(name: str, folder: Storage, saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raises ConfigError if settings name code, models, addresses or patterns, and are not given again."""
+    if left := [f"{key} {value}" for key, value in powers(saved).items() if key not in overrides]:
+        raise ConfigError(
+            f"this user did not write run {name!r}, whose settings name code, models or addresses: {', '.join(left)}. "
+            f"Read {folder.path}/config.yaml; --trust takes them"
+        )
 
 
 def check_start(config: RunConfig) -> None:

@@ -176,6 +176,7 @@ def inputs_of(job: Job) -> TrainingInputs:
         reporter=reporter,
         connect_engines=connections.engines,
         connect_scorers=connections.scorers,
+        signature=spec.signature,
     )
 
 

@@ -54,6 +54,7 @@ class Manifest(_Record):
     mlflow_run_id: str | None
     config: dict[str, Any]
     files: dict[FileName, FileRecord]
+    signature: str = ""  # of the config, see `signatures`
 
     @property
     def dp_size(self) -> int:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
@@ -41,11 +41,11 @@ class SweepPlan:
     name: str
     tree: dict[str, Any]  # the config that all trials share; its paths are absolute
     space: str  # path of the search space
-    trials: int = 4  # settings to try; `tuner.check_sweep` puts a grid's number here
+    trials: PositiveInt = 4  # settings to try; `tuner.check_sweep` puts a grid's number here
     search: SearchName = "random"
     scheduler: SchedulerName = "none"
-    seeds: int = 1  # runs of each setting
-    max_concurrent: int | None = None
+    seeds: PositiveInt = 1  # runs of each setting
+    max_concurrent: PositiveInt | None = None
     reuse: ReuseName = "engines"  # what stays in a trial's process for the next trial
 
     @cached_property

@@ -31,6 +31,7 @@ from rlx.runs.run_folder import POINTER, exists, saved_config, write
 from rlx.runs.train_run import RunError, RunLostError, RunStopped
 from rlx.storage.addresses import join_address
 from rlx.storage.filesystem import Storage
+from rlx.storage.signatures import Signer
 from rlx.sweeps.records import SweepPlan, TrialRecord
 from rlx.sweeps.schedulers import REPLAYING
 from rlx.tracking.base import TrackingService
@@ -65,6 +66,7 @@ class SharedInputs:
 
     tracking: TrackingService
     mailbox: Any  # actor handle
+    signer: Signer | None = None  # of the trials' settings
     known: Mapping[str, TrialRecord] = field(default_factory=dict)  # of trials before a resume, by name
     model_path: str | None = None  # the model's folder or name; None if it differs from trial to trial
     tables: Mapping[str, Any] | None = None  # the prompts; None if they differ
@@ -234,7 +236,7 @@ def run_trial(
     prepared = replace(prepared, tracking_service=shared.tracking)
     if shared.model_path is None:
         nodes.bring_folder(prepared.model_path, "model.path")
-    parent = Parent(sweep if attempt.is_first else runs / attempt.trial, _tags(plan.name, attempt))
+    parent = Parent(sweep if attempt.is_first else runs / attempt.trial, _tags(plan.name, attempt), shared.signer)
     try:
         launch.run(
             prepared, folder, resume=exists(folder), parent=parent, on_report=on_report, processes=processes, waits=True

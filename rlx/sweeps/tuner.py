@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from ray import tune
 from ray.tune.search.sample import Categorical
 
@@ -28,13 +29,15 @@ from rlx.runs import launch, nodes, preflight, run_folder
 from rlx.runs.mailbox import start_mailbox
 from rlx.runs.resources import cluster_nodes
 from rlx.runs.run_folder import exists, saved_config
+from rlx.storage import signatures
 from rlx.storage.filesystem import Storage
+from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog, Watch
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.room import NeededModel, Room, concurrency, most_at_once, total_trials
 from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, Schedule
-from rlx.sweeps.space import MODE, Space, complete_settings, load_space
+from rlx.sweeps.space import MODE, Space, complete_settings, extremes, load_space
 from rlx.sweeps.trainable import SharedInputs, attempt_number, forgive, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
 from rlx.tracking.base import RunStatus, TrackingService
@@ -109,8 +112,10 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
         raise ConfigError(f"sweep {plan.name!r} exists in {folder.path}: --resume {plan.name} continues it")
     plan.tracking.check()
     _create_mlflow_run(plan, folder)
-    (folder / _SPACE_FILE).write_text(Path(plan.space).read_text())
-    (folder / _PLAN_FILE).write_text(json.dumps(asdict(plan), indent=1))
+    content, space = asdict(plan), Path(plan.space).read_text()
+    (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": space}))
+    (folder / _SPACE_FILE).write_text(space)
+    (folder / _PLAN_FILE).write_text(json.dumps(content, indent=1))
     return plan
 
 
@@ -127,18 +132,31 @@ def _create_mlflow_run(plan: SweepPlan, folder: Storage) -> None:
         )
 
 
-def saved_sweep(storage: Storage, name: str | None) -> SweepPlan:
+def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> SweepPlan:
     """Returns the plan of a sweep by name, or of the newest one.
 
+    Args:
+        trust: run the code of its search space, and take its settings, whoever wrote them.
+
     Raises:
-        ConfigError: there is no such sweep, or its record is damaged.
+        ConfigError: there is no such sweep, its record is damaged, or somebody else wrote it.
     """
     folder = find_sweep(storage, name)
     try:
-        plan = SweepPlan(**(folder / _PLAN_FILE).read_json())
-        space = (folder / _SPACE_FILE).read_text()
-    except (TypeError, ValueError, FileNotFoundError):
+        content, space = (folder / _PLAN_FILE).read_json(), (folder / _SPACE_FILE).read_text()
+        plan = TypeAdapter(SweepPlan).validate_python(content)
+        if plan.name != folder.name:
+            raise ValueError(plan.name)
+    except (TypeError, ValueError, RecursionError, FileNotFoundError):
         raise ConfigError(f"sweep {folder.path} is damaged: it is not what rlx wrote") from None
+    signed = {"plan": content, "space": space}
+    if trust:
+        (folder / SIGNATURE).write_text(Signer.new().sign(signed))
+    elif not signatures.is_own_folder(folder, signed):
+        raise ConfigError(
+            f"this user did not write sweep {folder.name!r}, whose search space is code: read {_SPACE_FILE} and "
+            f"{_PLAN_FILE} in {folder.path}; --trust runs them"
+        )
     copy = Path(tempfile.mkdtemp(prefix="rlx-space-"), Path(plan.space).name)  # the original may be on another machine
     atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
     copy.write_text(space)
@@ -259,6 +277,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
     folder, space = storage / "sweeps" / plan.name, load_space(plan.space, plan.tree)
     records = TrialRecords(folder)
     known = {name: _with_newest_settings(folder, name, record) for name, record in records.all().items()}
+    _check_settings(known, space, folder)
     models = models_of(plan, space)
     shared, room = replace(shared_inputs(plan, space, models), known=known), Room(plan, models)
     source = _trial_source(plan, records, space, known, room)
@@ -286,6 +305,17 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
     )
 
 
+def _check_settings(known: Mapping[str, TrialRecord], space: Space, folder: Storage) -> None:
+    """Raises ConfigError if trials have settings that the sweep does not vary: their records are not signed."""
+    for name, record in known.items():
+        damaged = f"{folder.path}/trials/{name}.json is damaged: the sweep does not"
+        if others := set(record.settings) - {*space, "seed"}:
+            raise ConfigError(f"{damaged} vary {min(others)}")
+        for key in set(record.settings) & set(run_folder.POWERFUL):
+            if record.settings[key] not in extremes(space[key]):
+                raise ConfigError(f"{damaged} have {key} {record.settings[key]!r}")
+
+
 def _tune_folder(folder: Storage) -> str:
     """Returns the name of the folder for Tune's own records, which a resume begins anew: tune, tune-2, ..."""
     count = sum(name.partition("-")[0] == _TUNE_FOLDER for name in folder.names())
@@ -298,7 +328,7 @@ def shared_inputs(plan: SweepPlan, space: Space, models: Sequence[NeededModel]) 
     Args:
         models: those of `models_of`, which every node gets.
     """
-    common = SharedInputs(nodes.reachable(plan.tracking), start_mailbox())
+    common = SharedInputs(nodes.reachable(plan.tracking), start_mailbox(), Signer.new())
     for model in models:
         nodes.bring_folder(*model)
     if any(key.startswith("model.") for key in space):

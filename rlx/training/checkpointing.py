@@ -32,6 +32,7 @@ class Checkpointer:
     queue: RolloutQueue
     writer: CheckpointWriter
     notify: Notify
+    signature: str = ""  # of the config
     restored_metrics: dict[str, float] = field(default_factory=dict)  # of the step that was restored
     _saved_step: int = 0  # of the newest checkpoint, or of the state that the run began with
 
@@ -95,6 +96,7 @@ class Checkpointer:
             mlflow_run_id=run_id,
             config=trainer.config.model_dump(mode="json"),
             files={},
+            signature=self.signature,
         )
 
     def _load(self, entry: CheckpointEntry) -> None:

@@ -51,6 +51,7 @@ class TrainingInputs:
     reporter: Reporter
     connect_engines: Callable[[Mesh, WeightSource], Engines]
     connect_scorers: Callable[[Mesh], dict[str, Scorer]]  # reward models and servers; a collective call
+    signature: str = ""  # of the config, for checkpoints
 
 
 def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpointer]:
@@ -80,7 +81,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
     collector = _collector(inputs, trainer, tokenizer)
     retention = Retention(config.checkpoint.keep_last, config.checkpoint.best_by, config.checkpoint.best_mode)
     writer = CheckpointWriter(inputs.folder, retention)
-    checkpointer = Checkpointer(trainer, collector.queue, writer, inputs.reporter.notify)
+    checkpointer = Checkpointer(trainer, collector.queue, writer, inputs.reporter.notify, inputs.signature)
     checkpointer.restore()
     return trainer, collector, checkpointer
 

@@ -113,8 +113,11 @@ def test_a_sweep_is_continued_by_one_at_a_time(tmp_path: Path) -> None:
     plan = SweepPlan("s", {"train": {"steps": 3}}, str(tmp_path / "space.py"))
     (folder / "sweep.json").write_text(json.dumps(asdict(plan)))
     (folder / "space.py").write_text("")
-    args, given = sweep_options("--resume")
     tree = {"storage": str(tmp_path)}
+    args, given = sweep_options("--resume")
+    with pytest.raises(ConfigError, match="did not write sweep 's'"), sweep.claimed_plan(args, storage, tree, given):
+        pass
+    args, given = sweep_options("--resume", "--trust")
     with sweep.claimed_plan(args, storage, tree, given) as (resumed, restarted):
         assert (resumed.name, resumed.config.train.steps, restarted) == ("s", 3, [])
         with (
@@ -122,4 +125,4 @@ def test_a_sweep_is_continued_by_one_at_a_time(tmp_path: Path) -> None:
             sweep.claimed_plan(args, storage, tree, given),
         ):
             pass
-    assert folder.names() == ["space.py", "sweep.json"]
+    assert folder.names() == ["signature", "space.py", "sweep.json"]

@@ -18,6 +18,7 @@ from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.claims import ClaimedError
 from rlx.storage.filesystem import StorageError
+from rlx.storage.signatures import Signer
 
 STEPS = {5: 0.2, 10: 0.9, 15: 0.5}
 """the checkpoints of a made-up run, and their accuracy"""
@@ -29,14 +30,14 @@ def settings(**changes: Any) -> dict[str, Any]:
     return from_tree(with_overrides({}, given)).model_dump(mode="json")
 
 
-def put(folder: Path | str, step: int, accuracy: float = 0.0, **changes: Any) -> CheckpointEntry:
+def put(folder: Path | str, step: int, accuracy: float = 0.0, signature: str = "", **changes: Any) -> CheckpointEntry:
     """A checkpoint with a file that is none of safetensors: nobody reads it here."""
     place = open_storage(str(folder), create=False) / checkpoint_catalog.checkpoint_name(step)
     file = place / "rank_00000.safetensors"
     file.write_text("x")
     manifest = Manifest(
         rlx="0", step=step, ranks=1, metrics={"eval/accuracy": accuracy, "loss": accuracy}, tokens=0, kl={}, scores={},
-        cursor={}, evaluation={}, mlflow_run_id=None, config=settings(**changes),
+        cursor={}, evaluation={}, mlflow_run_id=None, config=settings(**changes), signature=signature,
         files={file.name: checkpoint_catalog.file_record(file)},
     )  # fmt: skip
     checkpoint_catalog.commit(place, manifest)
@@ -146,6 +147,7 @@ def test_settings_are_inherited(tmp_path: Path) -> None:
 
 
 URL = {"reward__functions": {"url": 1.0}, "reward__url": "http://evil.example"}
+CODE = {"reward__functions": {"evil:score": 1.0}}
 
 
 @pytest.mark.parametrize(
@@ -156,6 +158,11 @@ URL = {"reward__functions": {"url": 1.0}, "reward__url": "http://evil.example"}
         (URL | {"reward__url_key_env": "AWS_SECRET_ACCESS_KEY"}, {"reward.url": None, "reward.url_key_env": None}),
         ({"tracking__uri": "http://evil.example"}, {"tracking.uri": None}),
         ({"ray_address": "evil.example:1"}, {"ray_address": None}),
+        (CODE, {"reward.functions": {"task": 1.0}}),
+        ({"model__path": "evil/weights"}, {"model.path": "tiny"}),
+        ({"data__source": "/etc/passwd.csv", "data__params": {}}, {"data.source": "reasoning_gym:chain_sum"}),
+        ({"reward__answer_pattern": "(a+)+$"}, {"reward.answer_pattern": None}),
+        ({"checkpoint__init_from": "/evil"}, {"checkpoint.init_from": None}),
     ],
 )
 def test_what_a_stranger_could_use_is_not_inherited_and_said(
@@ -165,8 +172,30 @@ def test_what_a_stranger_could_use_is_not_inherited_and_said(
     found = put(tmp_path, 5, train__steps=31, **changes)
     before = settings(train__steps=31, **changes)
     assert run_folder.inherited_settings(found, said.append) == with_overrides(before, left)
-    assert said == [f"settings not taken from step_000005, give them again if you want them: {', '.join(left)}"]
+    assert said == [
+        f"settings not taken from step_000005, which this user did not write: {', '.join(left)}. "
+        f"Give them again, or --trust to take all"
+    ]
     assert found.manifest and found.manifest.config == before  # what was read stays as it is
+    assert run_folder.inherited_settings(found, said.append, trust=True) == before
+    own = put(tmp_path, 6, signature=Signer.new().sign(before), train__steps=31, **changes)
+    assert run_folder.inherited_settings(own, said.append) == before and len(said) == 1
+
+
+def test_a_run_of_another_person_is_resumed_when_what_it_names_is_trusted_or_given(tmp_path: Path) -> None:
+    folder = made(tmp_path / "runs" / "a", **CODE)
+    given: dict[str, Any]
+    for given, trust in (({}, True), ({"reward.functions": {"task": 1.0}}, False)):
+        with run_folder.saved_run("a", str(tmp_path), given, trust=trust) as (config, _):
+            assert config.reward.functions == given.get("reward.functions", {"evil:score": 1.0})
+    with (
+        pytest.raises(ConfigError, match=r"this user did not write run 'a', .*: reward.functions {'evil:score': 1.0}"),
+        run_folder.saved_run("a", str(tmp_path), {}),
+    ):
+        pass
+    (folder / "signature").write_text(Signer.new().sign(settings(**CODE)))
+    with run_folder.saved_run("a", str(tmp_path), {}) as (config, _):
+        assert config.reward.functions == {"evil:score": 1.0}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -22,10 +24,11 @@ from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import launch, run_folder
 from rlx.runs.resources import cluster_nodes, plan_resources
 from rlx.runs.run_folder import mlflow_run, saved_config
+from rlx.storage import signatures
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import room, tuner
-from rlx.sweeps.records import SweepPlan, TrialRecords
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
 from rlx.sweeps.space import load_space
 from rlx.sweeps.trainable import PPOTrial
 from rlx.tracking import mlflow
@@ -65,6 +68,49 @@ def test_a_resume_uses_the_search_space_as_it_was(tmp_path: Path) -> None:
     saved = tuner.saved_sweep(storage, None)
     assert replace(saved, space=made.space) == made
     assert load_space(saved.space, saved.tree)["train.ppo_epochs"].categories == [1, 2]
+
+
+def test_a_sweep_of_another_person_is_not_resumed_unless_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    tuner.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
+    code = tmp_path / "sweeps" / "s" / "space.py"
+    code.write_text(code.read_text() + "# and more")
+    with pytest.raises(ConfigError, match=r"this user did not write sweep 's', whose search space is code: read space"):
+        tuner.saved_sweep(storage, "s")
+    assert tuner.saved_sweep(storage, "s", trust=True) == replace(tuner.saved_sweep(storage, "s"), space=ANY)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another"))
+    with pytest.raises(ConfigError, match="this user did not write"):
+        tuner.saved_sweep(storage, "s")
+
+
+EDITS = [{"trials": "many"}, {"trials": -3}, {"seeds": 0}, {"search": "zzz"}, {"name": "../x"}]
+
+
+@pytest.mark.parametrize("change", EDITS)
+def test_an_edited_plan_is_damaged(change: dict[str, Any], tmp_path: Path) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    tuner.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
+    file = tmp_path / "sweeps" / "s" / "sweep.json"
+    for content in (json.loads(file.read_text()) | change, [change], 4, None):
+        file.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match="is damaged: it is not what rlx wrote"):
+            tuner.saved_sweep(storage, "s", trust=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model.path": "evil"}, "the sweep does not vary model.path"),
+        ({"reward.functions": {"evil:f": 1.0}}, r"the sweep does not have reward.functions \{'evil:f': 1.0\}"),
+        ({"reward.functions": {"task": 1.0}, "seed": 3}, None),
+    ],
+)
+def test_a_trial_has_only_settings_of_the_sweep(settings: dict[str, Any], said: str | None, tmp_path: Path) -> None:
+    known, space = {"trial_00000": TrialRecord(settings=settings)}, {"reward.functions": tune.choice([{"task": 1.0}])}
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        tuner._check_settings(known, space, open_storage(str(tmp_path)))
 
 
 def space_file(folder: Path, body: str) -> str:
@@ -167,7 +213,9 @@ def test_a_sweep_stops_bad_trials_and_leaves_nothing(tiny_model: Path, place: Pa
         assert max(history(plan, storage, name)["reward/mean"]) >= results[name].step >= 2
     processes = {name: {metrics["pid"] for metrics in told if "pid" in metrics} for name, told in news.metrics.items()}
     assert len(set().union(*processes.values())) == 1  # all ran where the first did, also after one was stopped
-    assert (storage / "sweeps" / "s").names() == ["run.json", "runs", "space.py", "sweep.json", "trials", "tune"]
+    assert (storage / "sweeps" / "s").names() == [
+        "run.json", "runs", "signature", "space.py", "sweep.json", "trials", "tune",
+    ]  # fmt: skip
 
 
 # Metrics of a step that its update has no part in, nor what was measured after it.
@@ -232,9 +280,15 @@ def test_whoever_knows_ray_alone_finds_what_they_expect(
 
     again = tune.Tuner.restore(str(place / "storage" / "sweeps" / "s" / "tune"), PPOTrial).get_results()
     assert again.get_best_result(DEFAULT_METRIC, "max").metrics == best.metrics
+    nonce = (run / "signature").read_text().partition(":")[0]
+    assert not files_with(signatures._derived_key(nonce), place)  # who copies a sweep cannot sign
     nothing_left(15)
     plan, storage = saved_sweep(place)
     assert status_of(plan, storage) == "FINISHED"
+
+
+def files_with(content: bytes, folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file() and content in file.read_bytes()]
 
 
 def saved_sweep(place: Path) -> tuple[SweepPlan, Storage]:
@@ -252,13 +306,14 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     space = "{'reward.functions': tune.choice([{'tests.my_rewards:fragile': 1.0}, {'exact_match': 1.0}])}"
     config = from_tree({"name": "s", **small_tree(tiny_model, place, answer=str(flag))})
     grid = rlx.tuner(config, space=space_file(place, space), search="grid").fit()
-    words = "worker 0: RewardError: reward tests.my_rewards:fragile: raised ValueError('no luck')"
+    words = "worker 0: RewardError: reward tests.my_rewards:fragile: raised ValueError('no luck') at "
     assert len(grid.errors) == 1 and words in str(grid.errors[0])
 
     plan, storage = saved_sweep(place)
     results = TrialRecords(storage / "sweeps" / "s").all()
     assert [record.state for _, record in sorted(results.items())] == ["failed", "finished"]
-    assert tuner.failures(results) == [f"trial_00000: {words}"]
+    (failure,) = tuner.failures(results)
+    assert failure.startswith(f"trial_00000: {words}")
     before = {name: history(plan, storage, name) for name in sorted(results)}
     assert tuner.run_sweep(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
     flag.unlink()

@@ -1,0 +1,88 @@
+"""Signatures of settings. They show whether this user wrote what a run, a sweep or a checkpoint keeps.
+
+Each user has a key: the file rlx/key below $XDG_CONFIG_HOME or ~/.config, made when it is first needed. Whoever copies
+a folder cannot sign other settings with it. The key itself leaves neither its file nor the driver's process.
+Left out: what of somebody else's settings may be used (`rlx.runs.run_folder`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlx.storage.filesystem import Storage
+
+SIGNATURE = "signature"
+"""file in the folder of a run or sweep"""
+_KEY_BYTES = 32
+_KEY_OF_THIS_PROCESS = secrets.token_bytes(_KEY_BYTES)  # where no file can be kept: nothing is known again later
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Signs settings with a key that was derived from the user's, so that other processes of a sweep can have it."""
+
+    nonce: str
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> Signer:
+        nonce = secrets.token_hex(16)
+        return cls(nonce, _derived_key(nonce))
+
+    def sign(self, content: Any) -> str:
+        """Returns the signature of what JSON can hold."""
+        return f"{self.nonce}:{_digest(self.key, content)}"
+
+
+def is_own(content: Any, signature: str) -> bool:
+    """Whether this user has signed it."""
+    nonce, _, digest = signature.partition(":")
+    return hmac.compare_digest(digest.encode(), _digest(_derived_key(nonce), content).encode())
+
+
+def is_own_folder(folder: Storage, content: Any) -> bool:
+    """Whether the signature in a folder is this user's, and of that content."""
+    try:
+        return is_own(content, (folder / SIGNATURE).read_text())
+    except (OSError, ValueError):  # there is none, or it is no text
+        return False
+
+
+def _digest(key: bytes, content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _derived_key(nonce: str) -> bytes:
+    return hmac.new(_user_key(), nonce.encode(), hashlib.sha256).digest()
+
+
+def _user_key() -> bytes:
+    """The key in the user's file."""
+    try:
+        file = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "rlx" / "key"
+        if not file.exists():
+            _create_key(file)
+        key = file.read_bytes()
+    except (OSError, RuntimeError):  # there is no home, or it cannot be written
+        return _KEY_OF_THIS_PROCESS
+    return key if len(key) >= _KEY_BYTES else _KEY_OF_THIS_PROCESS
+
+
+def _create_key(file: Path) -> None:
+    """Writes a key that only this user can read; of several processes that do so at once, the first one's stays."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent) as unfinished:  # its mode is 0600
+        unfinished.write(secrets.token_bytes(_KEY_BYTES))
+        unfinished.flush()
+        with suppress(FileExistsError):
+            os.link(unfinished.name, file)
