@@ -88,7 +88,7 @@ def by_trl(config: RunConfig, path: str, prompts: alike.Prompts) -> Measured:
     """TRL's counted steps, in a process with the resources of an engine and a worker."""
     import ray
 
-    from rlx.runs.resources import plan_resources
+    from rlx.cluster.resources import plan_resources
 
     cpus = max(1, round(plan_resources(config).total().get("CPU", 1.0)))
     process: Any = ray.remote(max_calls=1)(trained).options(

@@ -36,7 +36,7 @@ _ALIKE: dict[str, Any] = {
 
 def check(config: RunConfig, other: str) -> None:
     """ConfigError for a config of which another library would not do the same work."""
-    from rlx.runs.resources import plan_resources
+    from rlx.cluster.resources import plan_resources
 
     if config.rollout.num_engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
         one_each = config.rollout.num_engines == config.scaling.num_workers == 1
@@ -50,7 +50,7 @@ def check(config: RunConfig, other: str) -> None:
 
 def gpus(config: RunConfig) -> float:
     """That engine and worker have together."""
-    from rlx.runs.resources import plan_resources
+    from rlx.cluster.resources import plan_resources
 
     return plan_resources(config).total().get("GPU", 0.0)
 

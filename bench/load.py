@@ -23,8 +23,9 @@ import psutil
 import ray
 from ray import tune
 
+from rlx.cluster import connection
 from rlx.config.sections import DEFAULT_METRIC
-from rlx.runs import launch, mailbox, nodes
+from rlx.runs import mailbox, relay
 from rlx.runs.mailbox import Box, StepReport
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
@@ -118,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     args = parser.parse_args(argv)
-    launch.quiet_environment()
-    launch.start_cluster(num_cpus=1, object_store_memory=2**28)
+    connection.quiet_environment()
+    connection.start_cluster(num_cpus=1, object_store_memory=2**28)
     with tempfile.TemporaryDirectory(prefix="rlx-load-") as folder:
         rows = measure(args.trials, args.at_once, args.steps, open_storage(folder))
     if args.out:
@@ -133,14 +134,14 @@ def measure(trials: int, at_once: int, steps: int, storage: Storage) -> list[dic
     plan = SweepPlan("load", {"storage": storage.path, "train": {"steps": steps}}, "space.py", trials=trials)
     sweep, records = storage / "sweeps" / "load", TrialRecords(storage / "sweeps" / "load")
     actor = mailbox.start_mailbox()
-    relay = nodes.start_relay(plan.tracking)
+    relayed = relay.start_relay(plan.tracking)
     settings = [{"train.actor_lr": 1e-6 * (i + 1)} for i in range(trials)]
     source = TrialSource(ListSearch(settings), {}, records, TrialOptions(trials, limit=lambda open_trials: at_once))
-    pids = ray.get([actor.__ray_call__.remote(_pid), relay.actor.__ray_call__.remote(_pid)])
+    pids = ray.get([actor.__ray_call__.remote(_pid), relayed.actor.__ray_call__.remote(_pid)])
     processes = map(psutil.Process, (os.getpid(), *pids))
     SweepCallback.watch = watch = Watch(trials, dict(zip(("driver", "mailbox", "mlflow"), processes, strict=True)))
     callback = SweepCallback(plan, TrialLog(plan.tracking, sweep, records), Helpers())
-    made = tune.with_parameters(LoadTrial, actor=actor, tracking=relay, sweep=sweep, steps=steps)
+    made = tune.with_parameters(LoadTrial, actor=actor, tracking=relayed, sweep=sweep, steps=steps)
     os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_MAX_PENDING_TRIALS_PG": "200"}
     tune.Tuner(
         tune.with_resources(made, {"CPU": 0, "memory": 1.0}),

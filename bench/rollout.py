@@ -81,8 +81,8 @@ def alone(config: RunConfig, path: str, tables: Mapping[str, Any]) -> list[tuple
     """What bare vLLM, in a process with the resources of an engine, makes of a run's counted steps: tokens, seconds."""
     import ray
 
+    from rlx.cluster.resources import plan_resources
     from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT
-    from rlx.runs.resources import plan_resources
 
     resources = plan_resources(config).engines[0]
     on_gpu = resources.get("GPU", 0) > 0
@@ -102,10 +102,10 @@ def requests(
     """What the run asked its engine for: vLLM's options, how to sample, each step's prompts and seeds."""
     import pyarrow as pa
 
+    from rlx.cluster.resources import plan_resources
     from rlx.data import prompts
     from rlx.rollout.base import request_seed
     from rlx.runs.processes import engine_spec
-    from rlx.runs.resources import plan_resources
     from rlx.types import Sampling
 
     chosen, train = config.rollout, config.train
@@ -132,7 +132,7 @@ def requests(
 
 def described(config: RunConfig) -> dict[str, Any]:
     """How both were set."""
-    from rlx.runs.resources import plan_resources
+    from rlx.cluster.resources import plan_resources
 
     needed = plan_resources(config)
     train, chosen = config.train, config.rollout

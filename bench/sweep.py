@@ -54,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         alone = times(storage, storage / "runs" / "alone")
         for reuse in args.reuse:
             in_sweep = seconds_of(
-                "ppo_sweep.py", "--name", reuse, "--trials", str(args.trials), "--max-concurrent", "1",
+                "ppo_sweep.py", "--name", f"reuse-{reuse}", "--trials", str(args.trials), "--max-concurrent", "1",
                 "--reuse", reuse, "--space", str(same_settings(Path(folder))), *words,
             )  # fmt: skip
-            runs = storage / "sweeps" / reuse / "runs"
+            runs = storage / "sweeps" / f"reuse-{reuse}" / "runs"
             trials = [times(storage, runs / f"trial_{i:05d}") for i in range(args.trials)]
             results[reuse] = measured(by_hand, in_sweep, alone, trials)
             print(f"--reuse {reuse}")

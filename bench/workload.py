@@ -172,8 +172,9 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     """
     import ray
 
-    from rlx.runs import launch, preflight
-    from rlx.runs.resources import plan_resources
+    from rlx.cluster import connection
+    from rlx.cluster.resources import plan_resources
+    from rlx.runs import preflight
 
     with tempfile.TemporaryDirectory() as folder:
         preflight.check_files(config.data, config.eval)
@@ -181,7 +182,7 @@ def prepared(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
         path = model_folder(config)
         preflight.check_model(config, path)
         config = config.model_copy(update={"storage": folder, "model": config.model.model_copy(update={"path": path})})
-        launch.connect(config, plan_resources(config))
+        connection.connect(config, plan_resources(config))
         try:
             yield config, path
         finally:

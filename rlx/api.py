@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import ReuseName, SchedulerName, SearchName
+from rlx.config.sections import Mode, ReuseName, SchedulerName, SearchName
 from rlx.types import OnReport
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rlx.analysis.loading import Sweep
     from rlx.storage.filesystem import Storage
+    from rlx.sweeps.records import SweepPlan
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,10 +99,11 @@ def resume(
 
 
 def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnReport | None) -> TrainResult:
+    from rlx.cluster import connection
     from rlx.runs import launch, preflight
 
     prepared = preflight.prepare(config)
-    launch.connect(config, prepared.resources)
+    connection.connect(config, prepared.resources)
     result = launch.run(prepared, folder, resume=resume, on_report=on_report)
     return _result(config.storage, result.name, result.metrics, result.train)
 
@@ -126,17 +128,20 @@ def _newest_checkpoint(run: Storage, path: str) -> str | None:
 # A sweep
 
 
-def tuner(
-    config: RunConfig,
-    *,
-    space: Mapping[str, Any] | str | Path,
-    trials: int = 4,
-    seeds: int = 1,
-    search: SearchName = "random",
-    scheduler: SchedulerName = "none",
-    max_concurrent: int | None = None,
-    reuse: ReuseName = "engines",
-) -> tune.Tuner:
+class SweepOptions(TypedDict, total=False):
+    """What `tuner` takes beside the config and the space, each as the option of `rlx sweep` with its name."""
+
+    trials: int  # settings to try, 4 by default; a grid has its own number
+    seeds: int  # runs of each setting
+    search: SearchName  # how settings are chosen
+    scheduler: SchedulerName  # which trials are stopped early
+    max_concurrent: int | None  # at most so many trials at once; None: as many as the cluster has room for
+    reuse: ReuseName  # what stays for the next trial: "engines", "engines and workers" as "workers", or "none"
+    metric: str  # by which trials are compared; one that every evaluation measures, such as "eval/reward"
+    mode: Mode  # whether high or low values of it are good
+
+
+def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options: Unpack[SweepOptions]) -> tune.Tuner:
     """A sweep over a search space as Ray's Tuner, ready for `fit`; `config.name` names it.
 
     Joins or starts a Ray cluster if this process has none. The sweep is recorded as `rlx sweep` records it: `rlx sweep
@@ -146,36 +151,41 @@ def tuner(
     Args:
         config: the settings that all trials share.
         space: domains such as `tune.loguniform(1e-6, 1e-4)` by dotted key, or a Python file with a function space().
-        trials: how many settings to try; a grid has its own number.
-        seeds: how many runs each setting gets.
-        search: how settings are chosen, as `rlx sweep --search`.
-        scheduler: which trials are stopped early, as `rlx sweep --scheduler`.
-        max_concurrent: at most so many trials at once; None: as many as the cluster has room for.
-        reuse: what stays for the next trial: "engines", "engines and workers" as "workers", or "none".
+        options: trials, seeds, search, scheduler, max_concurrent, reuse, metric and mode: see `SweepOptions`.
 
     Raises:
-        ConfigError: the space, the search, the scheduler and the seeds do not go together, the name of the sweep is
+        ConfigError: an option has a wrong value, the space and the options do not go together, the name of the sweep is
             taken, or the cluster has no room for a trial.
     """
-    from rlx.runs import launch, preflight
+    from rlx.cluster import connection
+    from rlx.runs import preflight
     from rlx.storage import claims
     from rlx.storage.addresses import open_storage
-    from rlx.sweeps.records import SweepPlan
-    from rlx.sweeps.tuner import check_sweep, create_sweep, make_tuner
+    from rlx.sweeps.plans import check_sweep, create_sweep
+    from rlx.sweeps.tuner import make_tuner
 
-    _check_choices(search, scheduler, {"trials": trials, "seeds": seeds, "max_concurrent": max_concurrent})
     tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config))
     storage = open_storage(config.storage)
     with ExitStack() as stack:
         claim = stack.enter_context(claims.take_new(storage / "sweeps", tree.pop("name", None), "sweep", "sweep"))
-        name = claim.folder.name
-        file = str(_space_file(space, name, config.storage).resolve())
-        plan = SweepPlan(name, tree, file, trials, search, scheduler, seeds, max_concurrent, reuse)
+        plan = _plan(claim.folder.name, tree, space, config.storage, options)
         prepared = preflight.prepare(check_sweep(plan).config)
-        launch.connect(prepared.config, prepared.resources)
+        connection.connect(prepared.config, prepared.resources)
         made = make_tuner(create_sweep(plan, storage), storage)
         stack.pop_all()  # this process holds the claim until its end
     return made
+
+
+def _plan(
+    name: str, tree: dict[str, Any], space: Mapping[str, Any] | str | Path, storage: str, options: SweepOptions
+) -> SweepPlan:
+    """Returns the plan of a new sweep; an option that is none of them is a ConfigError."""
+    from rlx.sweeps.records import read_plan
+
+    if unknown := set(options) - set(SweepOptions.__annotations__):
+        raise ConfigError(f"no option {min(unknown)!r}{nearest(min(unknown), list(SweepOptions.__annotations__))}")
+    file = str(_space_file(space, name, storage).resolve())
+    return read_plan({"name": name, "tree": tree, "space": file, **options})
 
 
 def _space_file(space: Mapping[str, Any] | str | Path, name: str, storage: str) -> Path:
@@ -241,15 +251,3 @@ def load_sweep(
         raise ConfigError(f"no storage folder {folder}")
     uri = tracking_uri or mlflow.default_uri(folder)
     return loading.load_sweep(uri, experiment or defaults.tracking.experiment, name, metrics)
-
-
-def _check_choices(search: SearchName, scheduler: SchedulerName, counts: Mapping[str, int | None]) -> None:
-    from rlx.sweeps.schedulers import SCHEDULERS
-    from rlx.sweeps.searchers import SEARCHES
-
-    for option, value, choices in (("search", search, SEARCHES), ("scheduler", scheduler, SCHEDULERS)):
-        if value not in choices:
-            raise ConfigError(f"{option} {value!r}: choose from {', '.join(choices)}")
-    for option, count in counts.items():
-        if count is not None and count < 1:
-            raise ConfigError(f"{option} {count}: at least 1")

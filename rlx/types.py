@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 Checker = Callable[[str, str, int | None], float]
 """(answer, expected answer, index in the dataset) -> score; 1 is correct"""
 Notify = Callable[[str], None]
-"""shows a person a message that is not a metric, e.g. that an engine died"""
+"""shows a person a message that is not a metric, e.g. that an engine died, or a `Phase`"""
 OnReport = Callable[[dict[str, Any], str | None], None]
 """(metrics of a step, path of a checkpoint), called after each step
 
 The checkpoint is the one that became complete since the step before. It may be of an earlier step, because checkpoints
 are written while training continues. None: none became complete. The path has no scheme such as s3://.
 """
+
+
+class Phase(str):
+    """A message that says what a start does from now on; the next one, or the first step, says that it is done."""
+
+    __slots__ = ()
 
 
 class WeightSyncError(RuntimeError):

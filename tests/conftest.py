@@ -24,11 +24,11 @@ from ray.util.state import list_actors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from xdist.scheduler import LoadScopeScheduling
 
+from rlx.cluster import connection
 from rlx.config.sections import ModelConfig, RolloutConfig
 from rlx.models.tiny import WarmStart, make_tiny_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import engine_args
-from rlx.runs import launch
 from rlx.runs.processes import RunProcesses
 from rlx.tracking import mlflow
 
@@ -87,10 +87,10 @@ def user_key(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server: str) -> Iterator[None]:
     """One Ray cluster for the whole session: starting one takes ten seconds. Its workers have the keys for S3."""
-    launch.quiet_environment()
+    connection.quiet_environment()
     # Else the tests without Ray, which run beside, would hold its workers up.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    launch.start_cluster(num_cpus=4)
+    connection.start_cluster(num_cpus=4)
     yield
     KEPT.close()
     ray.shutdown()

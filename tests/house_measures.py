@@ -40,7 +40,7 @@ from source_code import (
 
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"config", "algorithms", "types", "actors", "mesh"}),
-    frozenset({"storage", "data", "rewards", "models", "rollout"}),
+    frozenset({"cluster", "storage", "data", "rewards", "models", "rollout"}),
     frozenset({"training", "tracking"}),
     frozenset({"runs", "analysis"}),
     frozenset({"sweeps"}),

@@ -7,6 +7,7 @@ from typing import Any
 
 from conftest import KEPT, History, mlflow_history
 
+from rlx.cluster import connection
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
@@ -49,7 +50,7 @@ def train(
     """
     storage = records or Path(config.storage)
     prepared = preflight.prepare(config)
-    launch.connect(config, prepared.resources)
+    connection.connect(config, prepared.resources)
     reports: list[tuple[dict[str, Any], str | None]] = []
     folder = open_storage(config.storage) / "runs" / str(config.name)
 

@@ -21,11 +21,11 @@ import update
 import workload
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from rlx.cluster.resources import plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.models import tiny
-from rlx.runs.resources import plan_resources
 
 MAINS = {
     "rollout": rollout.main,

@@ -36,7 +36,7 @@ from source_code import (
 MODULES = read_modules(ROOT / "rlx")
 GRAPH = import_graph(MODULES)
 SCRIPTS = [Module.read(path) for path in sorted((ROOT / "experiments").glob("*.py"))]
-RAY = {"actors", "api", "data", "rewards", "rollout", "runs", "sweeps"}
+RAY = {"actors", "api", "cluster", "data", "rewards", "rollout", "runs", "sweeps"}
 """packages that may import ray; api does it for its annotations alone"""
 LOOP_LINES, LOOP_DEPTH = 100, 3
 

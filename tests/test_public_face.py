@@ -131,10 +131,11 @@ def config_at(storage: Path, **overrides: Any) -> rlx.RunConfig:
     ("options", "line"),
     [
         ({"space": {"train.actor_rl": 1}}, "unknown setting train.actor_rl; nearest: train.actor_lr"),
-        ({"search": "magic"}, "search 'magic': choose from random, grid"),
-        ({"scheduler": "magic"}, "scheduler 'magic': choose from none, asha"),
-        ({"trials": 0}, "trials 0: at least 1"),
-        ({"max_concurrent": 0}, "max_concurrent 0: at least 1"),
+        ({"search": "magic"}, "search 'magic': Input should be 'random', 'grid'"),
+        ({"scheduler": "magic"}, "scheduler 'magic': Input should be 'none', 'asha'"),
+        ({"trials": 0}, "trials 0: Input should be greater than 0"),
+        ({"max_concurrent": 0}, "max_concurrent 0: Input should be greater than 0"),
+        ({"trails": 3}, "no option 'trails'; nearest: trials"),
         ({"space": {"seed": tune.choice([1, 2])}, "seeds": 2}, "varies the seed already"),
     ],
 )

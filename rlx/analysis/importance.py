@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlx.analysis.loading import Setting
-from rlx.analysis.statistics import Group, Mode
+from rlx.analysis.statistics import Group
 from rlx.analysis.style import as_text
 from rlx.config.errors import ConfigError
+from rlx.config.sections import Mode
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -20,9 +20,10 @@ from rlx.analysis import figures, loading, statistics, tables
 from rlx.analysis.importance import importance, varied_settings
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.sentences import difference_sentence, summary_sentence
-from rlx.analysis.statistics import Group, Mode
+from rlx.analysis.statistics import Group
 from rlx.analysis.style import NUM_BANDS, as_text, short_names
 from rlx.config.errors import ConfigError
+from rlx.config.sections import Mode
 from rlx.tracking import metrics
 
 _SELECTION_BIAS = (

@@ -16,11 +16,11 @@ import yaml
 from rlx.analysis import loading, static_figure, statistics, tables
 from rlx.analysis.loading import Setting, Sweep
 from rlx.analysis.sentences import summary_sentence
-from rlx.analysis.statistics import Group, Mode, best_first, group_trials
+from rlx.analysis.statistics import Group, best_first, group_trials
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC, flatten
+from rlx.config.sections import DEFAULT_METRIC, Mode, flatten
 from rlx.tracking import mlflow
 
 SETTINGS = "settings"

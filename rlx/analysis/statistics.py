@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,10 +24,9 @@ from scipy.special import stdtrit
 from rlx.analysis.loading import Setting, Sweep, Trial, check_metric
 from rlx.analysis.style import as_text, short_names
 from rlx.config.errors import ConfigError, nearest
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sections import DEFAULT_METRIC, Mode
 from rlx.tracking.base import RunStatus
 
-Mode = Literal["max", "min"]
 """which end of a metric is good"""
 
 LEVEL = 0.95

@@ -27,13 +27,14 @@ def main(argv: Sequence[str]) -> int:
 
 def check(config: RunConfig) -> int:
     """Prints the doctor's lines; returns 1 if a check failed."""
+    from rlx.cluster import connection
     from rlx.runs import launch, preflight
     from rlx.tracking import console
 
     with console.RunProgress(1) as progress:
         prepared = preflight.prepare(config, progress.warm_start)
         progress.status("a few steps at learning rate 0")
-        launch.connect(config, prepared.resources)
+        connection.connect(config, prepared.resources)
         verdicts = launch.examine(prepared)
     for line in verdicts:
         print(f"{'passed' if line.passed else 'FAILED'}  {line.what}: {line.figure:.3g} ({line.demand})")

@@ -26,24 +26,25 @@ _received: list[int] = []
 # How a command ends
 
 
-def exit_code(command: Callable[[], int], interrupted: str = "interrupted") -> int:
+def exit_code(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit code.
 
-    An error is printed as one line and gives 1. Ctrl-C gives 130, SIGTERM 143 and SIGHUP 129, after the text
-    `interrupted`.
+    An error is printed as one line and gives 1. Ctrl-C gives 130, SIGTERM 143 and SIGHUP 129, after one line; the
+    command may say how to go on as the text of its KeyboardInterrupt.
     """
     try:
         return command()
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        way_on = str(error)
         received = (_received or [signal.SIGINT])[0]
     except SystemExit as stop:
         if stop.code != signal.SIGTERM:  # by Ray's own handler, which is there while Ray starts
             raise
-        received = signal.SIGTERM
-    print(interrupted, file=sys.stderr)
+        received, way_on = signal.SIGTERM, ""
+    print(f"interrupted: {way_on}" if way_on else "interrupted", file=sys.stderr)
     return 128 + received
 
 

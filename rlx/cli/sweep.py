@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import time
@@ -16,12 +17,13 @@ from rlx.cli.options import add_settings, end_on_signals, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import ReuseName, SchedulerName, SearchName
+from rlx.config.sections import DEFAULT_METRIC, Mode, ReuseName, SchedulerName, SearchName
 
 if TYPE_CHECKING:
     from rlx.runs.preflight import PreparedRun
     from rlx.storage.filesystem import Storage
-    from rlx.sweeps.records import SweepPlan
+    from rlx.sweeps.callback import Watch
+    from rlx.sweeps.records import SweepPlan, TrialRecord
     from rlx.types import Notify
 
 _OF_THE_CLUSTER = ("storage", "ray_address", "tracking.uri", "wait_for_resources")
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = from_tree(tree, args.config)  # bad settings are refused before anything slow is imported
         return start_sweep(args, tree, config, given)
 
-    return exit_code(script, "interrupted: --resume continues the sweep")
+    return exit_code(script)
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -59,6 +61,8 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scheduler", choices=get_args(SchedulerName), default="none", help="which trials are stopped early"
     )
+    parser.add_argument("--metric", default=DEFAULT_METRIC, help="what trials are compared by (default: %(default)s)")
+    parser.add_argument("--mode", choices=get_args(Mode), default="max", help="whether high or low is good")
     parser.add_argument("--max-concurrent", metavar="N", type=int, help="run at most N trials at once")
     parser.add_argument(
         "--reuse",
@@ -91,7 +95,7 @@ def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, gi
             raise ConfigError(f"--{option.replace('_', '-')} needs --resume")
     if args.from_scratch and not args.restart_errored:
         raise ConfigError("--from-scratch needs --restart-errored")
-    kept = ("config", "space", "trials", "seeds", "search", "scheduler", "max_concurrent", "reuse")  # in a sweep's plan
+    kept = ("config", "space", "trials", "seeds", "search", "scheduler", "max_concurrent", "reuse", "metric", "mode")
     changed = any(getattr(args, option) != parser.get_default(option) for option in kept)
     if args.resume is not None and (set(given) - set(_OF_THE_CLUSTER) or changed):
         allowed = ", ".join(f"--{key.replace('_', '-')}" for key in _OF_THE_CLUSTER)
@@ -107,23 +111,25 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfi
     """Starts or resumes a sweep, shows it, and writes its analysis; returns 1 if a trial failed."""
     from rlx.runs import preflight
     from rlx.storage.addresses import open_storage
-    from rlx.sweeps import tuner
+    from rlx.sweeps import plans, tuner
     from rlx.tracking import console
+    from rlx.types import Phase
 
     end_on_signals()
     started, is_resume = time.monotonic(), args.resume is not None
     tree = with_overrides(tree, preflight.absolute_paths(config))
     storage = open_storage(tree["storage"])
     with claimed_plan(args, storage, tree, given) as (plan, restarted):
-        with console.SweepProgress(plan.config.train.steps) as progress:
+        with console.SweepProgress(plan.config.train.steps, plan.metric) as progress:
             with console.RunProgress(plan.config.train.steps, progress.console) as preparing:
                 prepared = preflight.prepare(plan.config, preparing.warm_start)
-            connect_cluster(prepared, preparing.message)
-            plan = plan if is_resume else tuner.create_sweep(plan, storage)
+            connect_cluster(prepared, plan.name, progress.message)
+            plan = plan if is_resume else plans.create_sweep(plan, storage)
             where = tracking_lines(plan, storage)
-            lines = [tuner.describe(plan), *(f"{trial} runs again" for trial in restarted), *where]
-            progress.console.print(*lines, sep="\n", soft_wrap=True)
-            results = tuner.run_sweep(plan, storage, resume=is_resume, watch=progress.update)
+            lines = [plans.describe(plan), *(f"{trial} runs again" for trial in restarted), *where]
+            progress.message("\n".join(lines))
+            progress.message(Phase("prompts and first trial"))
+            results = _run(plan, storage, is_resume, progress.update)
         failures = tuner.failures(results)
         print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
         print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
@@ -132,29 +138,45 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfi
     return 1 if failures else 0
 
 
+def _run(plan: SweepPlan, storage: Storage, is_resume: bool, watch: Watch) -> dict[str, TrialRecord]:
+    """Runs the sweep; says how to go on if it is interrupted."""
+    from rlx.sweeps import tuner
+
+    try:
+        return tuner.run_sweep(plan, storage, resume=is_resume, watch=watch)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(way_on(plan.name)) from None
+
+
+def way_on(name: str) -> str:
+    return f"rlx sweep --resume {shlex.quote(name)} continues the sweep"
+
+
 @contextmanager
 def claimed_plan(
     args: argparse.Namespace, storage: Storage, tree: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Iterator[tuple[SweepPlan, list[str]]]:
     """Claims the folder of the sweep; gives its plan and, of a resumed one, the failed trials that run again."""
     from rlx.storage import claims
-    from rlx.sweeps import tuner
+    from rlx.sweeps import plans
 
     if args.resume is None:
         with claims.take_new(storage / "sweeps", tree.get("name"), "sweep", "sweep") as claim:
             yield new_plan(args, tree, claim.folder.name), []
     else:
-        folder = tuner.find_sweep(storage, args.resume or None)
+        folder = plans.find_sweep(storage, args.resume or None)
         with claims.take(folder, f"sweep {folder.name!r}"):
             yield resumed_plan(args, storage, folder.name, tree, given)
 
 
-def connect_cluster(prepared: PreparedRun, notify: Notify) -> None:
-    """Connects to the cluster; SIGTERM and SIGHUP still interrupt the sweep."""
-    from rlx.runs import launch
+def connect_cluster(prepared: PreparedRun, name: str, notify: Notify) -> None:
+    """Connects to the cluster; SIGTERM and SIGHUP still interrupt the sweep, and it ends if its own cluster dies."""
+    from rlx.cluster import connection
+    from rlx.cluster.watch import end_with_ray
 
-    launch.connect(prepared.config, prepared.resources, notify)
+    connection.connect(prepared.config, prepared.resources, notify)
     end_on_signals()  # again: Ray has installed a handler of its own
+    end_with_ray(way_on(name))
 
 
 def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> SweepPlan:
@@ -171,6 +193,8 @@ def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> Sw
         seeds=args.seeds,
         max_concurrent=args.max_concurrent,
         reuse=args.reuse,
+        metric=args.metric,
+        mode=args.mode,
     )
 
 
@@ -178,12 +202,12 @@ def resumed_plan(
     args: argparse.Namespace, storage: Storage, name: str, tree: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[SweepPlan, list[str]]:
     """Returns the saved plan, with the addresses of today, and the failed trials that run again."""
-    from rlx.sweeps import tuner
+    from rlx.sweeps import plans
 
-    plan = tuner.saved_sweep(storage, name, trust=args.trust)
+    plan = plans.saved_sweep(storage, name, trust=args.trust)
     today = {key: given[key] for key in _OF_THE_CLUSTER if key in given} | {"storage": tree["storage"]}
     plan = replace(plan, tree=with_overrides(plan.tree, today))  # the storage may have been moved since
-    return plan, tuner.restart_failed(plan, storage, from_scratch=args.from_scratch) if args.restart_errored else []
+    return plan, plans.restart_failed(plan, storage, from_scratch=args.from_scratch) if args.restart_errored else []
 
 
 def tracking_lines(plan: SweepPlan, storage: Storage) -> list[str]:
@@ -202,11 +226,13 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
 
     try:
         run_id = outbox.run_id(storage / "sweeps" / plan.name)  # a server may know other sweeps of that name
-        sweep = loading.load_sweep(plan.tracking_uri, plan.config.tracking.experiment, run_id or plan.name)
+        sweep = loading.load_sweep(
+            plan.tracking_uri, plan.config.tracking.experiment, run_id or plan.name, [plan.metric]
+        )
         folder = local_folder(plan.config.storage) / "analysis" / plan.name
-        paths = report.write_report(sweep, folder, plan.tracking_uri)
+        paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(tables.format_table(tables.settings_table(sweep), width))
+        print(tables.format_table(tables.settings_table(sweep, plan.metric, plan.mode), width))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own errors
         print(f"no analysis: {one_line(error, 300)}; later: rlx analyze --sweep {plan.name}", file=sys.stderr)

@@ -6,7 +6,8 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Bad settings are refused before anything slow is imported.
         return start(new_config(args.config, given, args.start, trust=args.trust))
 
-    return exit_code(script, "interrupted: --resume continues the run")
+    return exit_code(script)
 
 
 def _argument_parser() -> argparse.ArgumentParser:
@@ -132,12 +133,15 @@ def resume(name: str, given: Mapping[str, Any], *, trust: bool = False) -> int:
 
 def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
     """Runs the steps that are left and shows them."""
+    from rlx.cluster import connection
+    from rlx.cluster.watch import end_with_ray
     from rlx.runs import launch, preflight
     from rlx.tracking import console
 
     started, first = time.monotonic(), dict[str, Any]()
     end_on_signals()
-    with console.RunProgress(config.train.steps) as progress:
+    way_on = f"rlx train --resume {shlex.quote(folder.name)} continues the run from its newest checkpoint"
+    with _telling(way_on, folder), console.RunProgress(config.train.steps) as progress:
 
         def on_report(metrics: dict[str, Any], checkpoint: str | None) -> None:
             first.update(first or metrics)
@@ -145,13 +149,27 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 
         progress.message(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
         prepared = preflight.prepare(config, progress.warm_start)
-        progress.status("starting")
-        launch.connect(config, prepared.resources, progress.message)
+        connection.connect(config, prepared.resources, progress.message)
         end_on_signals()  # again: Ray has installed a handler of its own
+        end_with_ray(way_on)
         result = launch.run(prepared, folder, resume=resume, on_report=on_report, notify=progress.message)
     print(summary(prepared.name, first, result.metrics, time.monotonic() - started))
     print(f"curves: {prepared.tracking.browse_command()}")
     return 0
+
+
+@contextmanager
+def _telling(way_on: str, folder: Storage) -> Iterator[None]:
+    """Says how to go on when a run that has begun fails or is interrupted."""
+    from rlx.runs import run_folder
+    from rlx.runs.train_run import RunError
+
+    try:
+        yield
+    except RunError as error:
+        raise RunError(f"{error}; {way_on}") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(way_on if run_folder.exists(folder) else "the run had not begun") from None
 
 
 def summary(name: str, first: Mapping[str, Any], last: Mapping[str, Any], seconds: float) -> str:

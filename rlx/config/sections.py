@@ -29,6 +29,8 @@ SCORERS = (*CORRECTNESS, "format", "length", "model", "url")
 """all reward functions that rlx has; reward.functions also takes module:function"""
 DEFAULT_METRIC = "eval/accuracy"
 """metric that ranks checkpoints, runs and trials when nothing else is chosen"""
+Mode = Literal["max", "min"]
+"""whether high or low values of a metric are good"""
 SearchName = Literal["random", "grid", "optuna", "bayesopt", "hyperopt"]
 SchedulerName = Literal["none", "asha", "hyperband", "median", "pbt"]
 ReuseName = Literal["none", "engines", "workers"]

@@ -1,11 +1,12 @@
 """One training run: checks its input, starts its processes, and keeps its folder and its records.
 
-`preflight` checks a config, `resources` says what the run needs of the cluster, `launch` does the run with an
-`ActorGroup` of engines and Ray Train workers, and `run_folder`, `listing` and `export` read what the run leaves.
+`preflight` checks a config, `launch` does the run with the `processes` of engines and Ray Train workers (`train_run`,
+`worker_group`, `worker`), and `run_folder` and `export` read what the run leaves.
 
 Left out: what a training step does (rlx.training) and what a sweep does with many runs (rlx.sweeps).
 
-May import: config, algorithms, types, actors, mesh, storage, data, rewards, models, rollout, training, tracking.
+May import: config, algorithms, types, actors, mesh, cluster, storage, data, rewards, models, rollout, training,
+tracking.
 
 Example:
     from rlx.config.loading import from_tree
@@ -13,7 +14,7 @@ Example:
     from rlx.storage.addresses import open_storage
 
     prepared = preflight.prepare(from_tree({"name": "first", "train": {"steps": 3}}))
-    launch.connect(prepared.config, prepared.resources)
+    connection.connect(prepared.config, prepared.resources)
     folder = open_storage(prepared.config.storage) / "runs" / "first"
     result = launch.run(prepared, folder)
     print(result.metrics["eval/accuracy"])

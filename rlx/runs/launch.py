@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,36 +20,28 @@ import ray
 import ray.train
 import yaml
 
-from rlx.config.errors import ConfigError, one_line
-from rlx.config.run import RunConfig
+from rlx.cluster import nodes
+from rlx.config.errors import one_line
 from rlx.config.sections import flatten
-from rlx.runs import nodes
+from rlx.runs import relay
 from rlx.runs.mailbox import CHECKPOINT_PATH, WorkerSpec
 from rlx.runs.preflight import PreparedRun, prompt_tables
 from rlx.runs.processes import RunProcesses
-from rlx.runs.resources import ResourcePlan, wait_for_room
 from rlx.runs.run_folder import check_new, check_start, write
-from rlx.runs.train_run import RunStopped
+from rlx.runs.train_run import RunLostError, RunStopped
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.tracking import outbox, tracker
 from rlx.tracking.base import RunStatus, TrackingService
+from rlx.tracking.startup import StartUp
 from rlx.tracking.tracker import OutboxTracker
-from rlx.types import Notify, OnReport
+from rlx.types import Notify, OnReport, Phase
 
 if TYPE_CHECKING:
     from rlx.runs.doctor import Verdict
 
-
-# The environment of a cluster that this process starts: it needs no actors for preemption and for metrics of Ray Train.
-OWN_CLUSTER_ENVIRONMENT = {
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_enable_worker_prestart": "0",
-    "RAY_prestart_worker_first_driver": "0",
-}
 
 # Ray Train's list of the checkpoints that were reported to it. A resume deletes it: only the same version of
 # Ray can read it, and the checkpoint folders themselves show which checkpoints there are.
@@ -83,50 +72,6 @@ class Parent:
     signer: Signer | None = None  # for its settings; None: the user's key is read
 
 
-def connect(config: RunConfig, needed: ResourcePlan, notify: Notify | None = None) -> None:
-    """Joins the Ray cluster at `ray_address` or RAY_ADDRESS, or starts one in this process, unless that was done.
-
-    A cluster that was joined may still grow: there, a plan that does not fit waits as long as the config says.
-
-    Raises:
-        ConfigError: the cluster cannot be reached, or cannot hold what a run needs.
-    """
-    address = address_of(config.ray_address)
-    if not ray.is_initialized():
-        quiet_environment()
-        try:
-            _join(address) if address else start_cluster()
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"ray_address {address}: {one_line(error, 500)}") from None
-        if address and notify:
-            notify(f"joined the Ray cluster at {ray.get_runtime_context().gcs_address}")
-    wait_for_room(needed, 0.0 if nodes.is_own_cluster() else config.wait_for_resources, notify or _LOG.warning)
-
-
-def address_of(ray_address: str | None) -> str | None:
-    """Returns the address of the Ray cluster to join; None: one is started in this process."""
-    return ray_address or os.environ.get("RAY_ADDRESS") or None
-
-
-def _join(address: str) -> None:
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-
-
-def start_cluster(**options: Any) -> None:
-    """Starts a Ray cluster of one node in this process.
-
-    It has a dashboard, on a free port of this machine: Ray Train's cleaner of placement groups asks it who is alive.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # With two clusters on a machine, Ray would not know which dashboard is meant.
-    os.environ.update(OWN_CLUSTER_ENVIRONMENT | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}"})
-    dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
-    ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **dashboard, **options)
-    nodes.note_own_cluster()
-
-
 def run(
     prepared: PreparedRun,
     folder: Storage,
@@ -154,29 +99,37 @@ def run(
         RunError: training failed.
         RunStopped: `processes.stop` was called meanwhile.
     """
-    config, notify = prepared.config, notify or _LOG.warning
-    check_writable(folder)
-    if config.checkpoint.init_from and not (resume and checkpoint_catalog.complete_checkpoints(folder)):
-        check_start(config)
-    if not resume and parent is None:  # a resume and a trial keep their records until the server answers
-        prepared.tracking.check()
+    config, notify = prepared.config, notify or _log
+    _check(prepared, folder, resume, parent)
     if parent is None:  # the driver of a sweep has done that
         bring_folders(prepared)
     # Kept here: an actor ends with its last handle. The driver of a sweep has done that for its trials.
-    tracking = prepared.tracking if parent else nodes.reachable(prepared.tracking)
+    tracking = prepared.tracking if parent else relay.reachable(prepared.tracking)
     with (processes or RunProcesses()).lease(prepared) as leased:
         # Before the run exists: a run without prompts leaves no trace.
+        notify(Phase("prompts"))
         prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))
         record = _open_record(prepared, folder, resume, parent, notify)
         signature = _signed(folder, config.model_dump(mode="json"), parent)
         with _closing(record, prepared.name, folder, notify):
             job = WorkerSpec(config.model_dump(), prepared.model_path, folder, tracking, signature, waits=waits)
-            events = _EventLog(record, notify)
+            events = _EventLog(record, notify, on_report or _ignore)
+            events(Phase("workers"))
             grace_s = config.checkpoint.grace_s
-            reported = leased.run(prepared, job, on_report or _ignore, events, grace_s=grace_s, again=resume)
+            reported = leased.run(prepared, job, events.report, events, grace_s=grace_s, again=resume)
             metrics = {key: value for key, value in reported.items() if key not in RAY_KEYS}
             write(folder / "result.json", json.dumps(metrics))
         return RunResult(prepared.name, folder.path, metrics, record.run_id, leased.result and _pruned(leased.result))
+
+
+def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent | None) -> None:
+    """Raises an error for a folder, a start or a tracking service that cannot be used."""
+    check_writable(folder)
+    config = prepared.config
+    if config.checkpoint.init_from and not (resume and checkpoint_catalog.complete_checkpoints(folder)):
+        check_start(config)
+    if not resume and parent is None:  # a resume and a trial keep their records until the server answers
+        prepared.tracking.check()
 
 
 def bring_folders(prepared: PreparedRun) -> None:
@@ -236,23 +189,6 @@ def send_pending(service: TrackingService, folder: Storage, notify: Notify) -> b
     return not left
 
 
-def quiet_environment() -> None:
-    """Sets what the libraries read when they start: less output, and reports as often as steps."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    quiet = {
-        "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in a config mean the same everywhere
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # also how often the controller reads reports
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_AIR_NEW_OUTPUT": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    for name, value in quiet.items():
-        os.environ.setdefault(name, value)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Records of a run
 
@@ -301,6 +237,8 @@ def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) 
     except KeyboardInterrupt:
         status = RunStatus.KILLED
         raise
+    except ray.exceptions.RayError as error:  # an actor of the cluster has died, or the cluster itself
+        raise RunLostError(f"Ray failed: {one_line(error, 300)}") from error
     finally:
         record.end(status)
         _send_rest(record, name, folder, notify)
@@ -321,17 +259,34 @@ def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify
 
 
 class _EventLog:
-    """Passes messages on and keeps them as a text file with the MLflow run."""
+    """Passes messages and steps on; keeps the messages, and how long the start took, as a text with the MLflow run."""
 
-    def __init__(self, record: OutboxTracker, notify: Notify) -> None:
-        self.record, self.notify = record, notify
+    def __init__(self, record: OutboxTracker, notify: Notify, on_report: OnReport) -> None:
+        self.record, self.notify, self.on_report = record, notify, on_report
         self.file = f"events_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
-        self.text = ""
+        self.text, self.startup, self.is_started = "", StartUp(), False
 
     def __call__(self, message: str) -> None:
-        self.text += f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}\n"
+        if isinstance(message, Phase):
+            self.startup.begin(message)
+        else:
+            self._keep(message)
         self.notify(message)
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
+        if not self.is_started:
+            self._keep(self.startup.summary())
+            self.is_started = True
+        self.on_report(metrics, checkpoint)
+
+    def _keep(self, line: str) -> None:
+        self.text += f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n"
         self.record.log_text(self.file, self.text)
+
+
+def _log(message: str) -> None:
+    """Where nobody else shows messages."""
+    _LOG.info("starting: %s", message) if isinstance(message, Phase) else _LOG.warning(message)
 
 
 def _ignore(metrics: dict[str, Any], checkpoint: str | None) -> None:

@@ -1,7 +1,7 @@
 """Checks what a run starts from: the model folder, the prompt files, the reward functions.
 
 `prepare` does it once per run, before any process is started, and returns a `PreparedRun` that everything else takes.
-Left out: what needs a cluster (`launch.connect`), and whether the run's folder can be used (`run_folder`).
+Left out: what needs a cluster (`connection.connect`), and whether the run's folder can be used (`run_folder`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DataConfig, EvalConfig, RewardConfig, TrackingConfig, flatten
 from rlx.data import prompts, sources
 from rlx.rewards import custom, remote, scoring
-from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.addresses import local_folder, resolve_address
 from rlx.tracking import mlflow
 from rlx.tracking.base import TrackingService

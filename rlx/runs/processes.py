@@ -17,6 +17,7 @@ import ray
 import ray.train
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from rlx.cluster.resources import Bundle, ResourcePlan
 from rlx.config.errors import ConfigError
 from rlx.config.sections import ModelConfig, ReuseName, RolloutConfig, flatten
 from rlx.rewards import reward_model
@@ -24,7 +25,6 @@ from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
 from rlx.runs.mailbox import WorkerSpec, start_mailbox
 from rlx.runs.preflight import PreparedRun
-from rlx.runs.resources import Bundle, ResourcePlan
 from rlx.runs.train_run import END_S, RunStopped, TrainRun
 from rlx.types import Notify, OnReport
 

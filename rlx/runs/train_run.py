@@ -20,12 +20,12 @@ import ray
 import ray.train
 import ray.train.collective
 import ray.util
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rlx import actors
+from rlx.cluster.resources import Bundle, remove_groups
 from rlx.config.errors import one_line
-from rlx.config.sections import ScalingConfig
 from rlx.data.blocks import RankShares
 from rlx.runs.mailbox import (
     CHECKPOINT_PATH,
@@ -41,7 +41,7 @@ from rlx.runs.mailbox import (
     WorkersStarted,
 )
 from rlx.runs.preflight import PreparedRun
-from rlx.runs.resources import Bundle, remove_groups
+from rlx.runs.worker_group import WorkerGroupConfig, backend_of
 from rlx.storage.filesystem import Storage
 from rlx.types import Notify, OnReport
 
@@ -76,7 +76,7 @@ def make_trainer(prepared: PreparedRun, folder: Storage, box: Box) -> TorchTrain
     return TorchTrainer(
         work,
         train_loop_config={"box": box, "folder": folder},
-        torch_config=TorchConfig(backend=_backend(config.scaling, config.model.offload)),
+        torch_config=WorkerGroupConfig(backend_of(config.scaling, config.model.offload)),
         datasets=dict(prepared.tables or {}),
         dataset_config=RankShares(config.parallel.tp),
         scaling_config=ray.train.ScalingConfig(
@@ -110,16 +110,6 @@ def marked(bundle: Bundle, folder: Storage) -> Bundle:
     By them `resources.remove_groups` finds the workers' placement group when Ray Train's controller was killed.
     """
     return bundle | {"memory": bundle.get("memory", 0.0) + 1 + zlib.crc32(folder.path.encode()) % 2**24}
-
-
-def _backend(scaling: ScalingConfig, offload: tuple[str, ...]) -> str:
-    """Returns the backend of the workers' collectives.
-
-    Gradients in host memory are clipped there over all ranks, which NCCL cannot do.
-    """
-    if not scaling.use_gpu:
-        return "gloo"
-    return "cpu:gloo,cuda:nccl" if "critic" in offload else "nccl"
 
 
 class _Relay(ray.train.UserCallback):

@@ -42,7 +42,7 @@ from rlx.tracking.memory import NullTracker
 from rlx.tracking.tracker import OutboxTracker
 from rlx.training import loop, setup
 from rlx.training.setup import TrainingInputs, WeightSource
-from rlx.types import Scorer
+from rlx.types import Phase, Scorer
 
 _CLOSE_S = 5.0  # longest wait for the tracker at the end of a run
 
@@ -120,7 +120,8 @@ class RayReporter:
         return ray.train.get_preemption_info() is not None
 
     def notify(self, message: str) -> None:
-        self.job.notify(message)
+        if self.rank == 0 or not isinstance(message, Phase):
+            self.job.notify(message)
 
     def close(self) -> None:
         self.tracker.close(_CLOSE_S)
@@ -140,6 +141,7 @@ def whole_or_pointer(checkpoint: ray.train.Checkpoint, is_whole: bool) -> Iterat
 def run_job(spec: WorkerSpec, box: Box, number: int, train_folder: Storage) -> None:
     """Trains, or examines with the doctor, as the job says; every rank calls it."""
     inputs = inputs_of(Job(spec, box, number, train_folder))
+    inputs.reporter.notify(Phase("models"))
     trainer, collector, checkpointer = setup.build(inputs)
     if spec.examine:
         figures = doctor.examine(trainer, collector)

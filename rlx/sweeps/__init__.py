@@ -1,24 +1,24 @@
 """A sweep: many runs whose settings a search chooses from a space, as trials of Ray Tune.
 
-`tuner` starts and resumes a sweep, `trial_source` hands trials to Tune, `trainable` does one trial as one run of
-rlx.runs, `searchers` and `schedulers` say which settings are tried and which trials stop early. `records` keeps, in the
-sweep's folder, all that a resume needs.
+`plans` checks and keeps what a sweep consists of, `tuner` runs it, `trial_source` hands trials to Tune, `trainable`
+does one trial as one run of rlx.runs, `searchers` and `schedulers` say which settings are tried and which trials stop
+early. `records` keeps, in the sweep's folder, all that a resume needs.
 
 Left out: tables and figures of a sweep (rlx.analysis).
 
-May import: runs, tracking, storage, config.
+May import: runs, cluster, tracking, storage, config.
 
 Example:
     from rlx.config.run import RunConfig
     from rlx.runs import launch
-    from rlx.runs.resources import plan_resources
+    from rlx.cluster.resources import plan_resources
     from rlx.storage.addresses import open_storage
-    from rlx.sweeps import tuner
+    from rlx.sweeps import plans, tuner
     from rlx.sweeps.records import SweepPlan
 
     storage = open_storage("storage")
-    launch.connect(RunConfig(), plan_resources(RunConfig()))
-    plan = tuner.create_sweep(SweepPlan("s", {"train": {"steps": 4}}, "my_space.py", trials=2), storage)
+    connection.connect(RunConfig(), plan_resources(RunConfig()))
+    plan = plans.create_sweep(SweepPlan("s", {"train": {"steps": 4}}, "my_space.py", trials=2), storage)
     records = tuner.run_sweep(plan, storage, watch=lambda trial, settings, metrics, state: print(trial, state))
     print({name: record.state for name, record in records.items()})
 """

@@ -152,8 +152,10 @@ class TrialLog:
     Writing to either may take seconds, so threads do it.
     """
 
-    def __init__(self, tracking: TrackingService, folder: Storage, records: TrialRecords) -> None:
-        self.tracking, self.folder, self.records = tracking, folder, records
+    def __init__(
+        self, tracking: TrackingService, folder: Storage, records: TrialRecords, metric: str = DEFAULT_METRIC
+    ) -> None:
+        self.tracking, self.folder, self.records, self.metric = tracking, folder, records, metric
         self._thread = ThreadPoolExecutor(1, "trial-log")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,12 +166,12 @@ class TrialLog:
 
     @_harmless
     def add_report(self, trial: Trial, result: Mapping[str, Any]) -> None:
-        """Records the accuracy of a report that comes with an evaluation."""
+        """Records the sweep's metric of a report that comes with an evaluation."""
         if "time/eval" not in result:
             return
         record = self.records.read(str(trial))
         earlier = [report for report in record.reports if report[0] < result["step"]]
-        new = {"settings": dict(trial.config), "reports": [*earlier, (result["step"], result[DEFAULT_METRIC])]}
+        new = {"settings": dict(trial.config), "reports": [*earlier, (result["step"], result[self.metric])]}
         self.records.write(str(trial), record.model_copy(update=new))
 
     @_harmless

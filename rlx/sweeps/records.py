@@ -12,14 +12,14 @@ from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, ValidationError
 
+from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.config.sections import ReuseName, SchedulerName, SearchName
+from rlx.config.sections import DEFAULT_METRIC, Mode, ReuseName, SchedulerName, SearchName
 from rlx.runs import preflight
-from rlx.runs.resources import ResourcePlan, plan_resources
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import TrackingService
 from rlx.tracking.tracker import service_at
@@ -41,12 +41,14 @@ class SweepPlan:
     name: str
     tree: dict[str, Any]  # the config that all trials share; its paths are absolute
     space: str  # path of the search space
-    trials: PositiveInt = 4  # settings to try; `tuner.check_sweep` puts a grid's number here
+    trials: PositiveInt = 4  # settings to try; `plans.check_sweep` puts a grid's number here
     search: SearchName = "random"
     scheduler: SchedulerName = "none"
     seeds: PositiveInt = 1  # runs of each setting
     max_concurrent: PositiveInt | None = None
     reuse: ReuseName = "engines"  # what stays in a trial's process for the next trial
+    metric: str = DEFAULT_METRIC  # by which trials are compared; every evaluation measures it
+    mode: Mode = "max"
 
     @cached_property
     def config(self) -> RunConfig:
@@ -67,6 +69,19 @@ class SweepPlan:
         return service_at(self.tracking_uri)
 
 
+def read_plan(content: Any) -> SweepPlan:
+    """Returns the plan with such fields.
+
+    Raises:
+        ConfigError: a field is missing, unknown, or has a wrong value.
+    """
+    try:
+        return TypeAdapter(SweepPlan).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{'.'.join(map(str, first['loc']))} {first['input']!r:.60}: {first['msg']}") from None
+
+
 class TrialRecord(BaseModel):
     """What is kept of a trial."""
 
@@ -74,7 +89,7 @@ class TrialRecord(BaseModel):
 
     settings: dict[str, Any]
     state: TrialState = TrialState.OPEN
-    reports: list[tuple[int, float]] = []  # step and held-out accuracy of each evaluation
+    reports: list[tuple[int, float]] = []  # step and the sweep's metric of each evaluation
     message: str = ""  # why it failed
     attempts: int = 1  # how often it was started from step 0
 

@@ -1,6 +1,6 @@
 """How many trials of a sweep run at once, as nodes come and go; nodes for the others are asked of an autoscaler.
 
-Left out: what fits on which nodes (`rlx.runs.resources`).
+Left out: what fits on which nodes (`rlx.cluster.resources`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import ray
 
+from rlx.cluster import connection, nodes
+from rlx.cluster.resources import Node, ask_for, cluster_nodes
 from rlx.config.errors import ConfigError, one_line
-from rlx.runs import nodes
-from rlx.runs.resources import Node, ask_for, cluster_nodes
 from rlx.sweeps.records import SweepPlan
 from rlx.sweeps.schedulers import PAUSING
 
@@ -67,7 +67,7 @@ class Room:
     def __init__(self, plan: SweepPlan, models: Sequence[NeededModel]) -> None:
         self._plan, self._models = plan, models
         self._counted: list[Node] = []
-        self._is_joined = not nodes.is_own_cluster()
+        self._is_joined = not connection.is_own_cluster()
         self._count, self._nodes, self._until = 1, set[str](), 0.0  # until then, of `time.monotonic()`, nothing changes
 
     @property

@@ -18,11 +18,12 @@ from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import is_setting, setting_keys
+from rlx.config.sections import Mode
 
 Space = dict[str, Any]
 """values or domains (tune.choice, tune.loguniform, ...) of settings, by dotted key"""
-MODE = "max"
-"""how trials are compared: a larger DEFAULT_METRIC is better"""
+MODE: Mode = "max"
+"""how searches compare trials: a larger DEFAULT_METRIC is better; `TrialSource` gives them any metric as that"""
 SINGLE_VALUE = str | int | float | np.generic | None
 """types of choices that adaptive searches accept"""
 # Keys and prefixes of settings that decide the resources of a trial, which are the same for all trials.

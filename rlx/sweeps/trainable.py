@@ -19,14 +19,15 @@ from typing import Any
 import ray
 from ray import tune
 
+from rlx.cluster import connection, nodes
+from rlx.cluster.resources import ResourcePlan
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.sections import DEFAULT_METRIC, flatten
-from rlx.runs import launch, nodes, preflight
+from rlx.config.sections import flatten
+from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
 from rlx.runs.mailbox import CHECKPOINT_PATH
 from rlx.runs.processes import RunProcesses
-from rlx.runs.resources import ResourcePlan
 from rlx.runs.run_folder import POINTER, exists, saved_config, write
 from rlx.runs.train_run import RunError, RunLostError, RunStopped
 from rlx.storage.addresses import join_address
@@ -90,7 +91,7 @@ class PPOTrial(tune.Trainable):
         Args:
             config: the settings that the search has chosen.
         """
-        launch.quiet_environment()  # on a cluster that was joined, nothing has set it in this process
+        connection.quiet_environment()  # on a cluster that was joined, nothing has set it in this process
         self.plan, self.storage, self.shared = plan, storage, shared
         self.processes = RunProcesses(plan.reuse, shared.mailbox)
         self._begin()
@@ -132,7 +133,7 @@ class PPOTrial(tune.Trainable):
         self.thread, self.start, self.checkpoint, self.seen = None, "", "", -1
         self.record = self.shared.known.get(self.trial_name) or TrialRecord(settings=self.config)
         reports = self.record.reports if self.plan.scheduler in REPLAYING else []
-        self.replayed = [{"step": step, DEFAULT_METRIC: value} for step, value in reports]
+        self.replayed = [{"step": step, self.plan.metric: value} for step, value in reports]
         if self.record.is_over:
             self.replayed = [*self.replayed[:-1], {"step": self.record.step, **dict(*self.replayed[-1:]), "done": True}]
 

@@ -14,7 +14,7 @@ from typing import Any
 from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sections import DEFAULT_METRIC, Mode
 from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState, trial_name
 from rlx.sweeps.space import MODE, Space, complete_settings
 
@@ -28,6 +28,8 @@ class TrialOptions:
     limit: Callable[[int], int] | None = None  # (trials not over) -> how many may run at once; None: Tune decides
     replays: bool = False  # give Tune again the trials that are over
     pausing: bool = False  # a trial may be paused, and continue in the process of another
+    metric: str = DEFAULT_METRIC  # by which trials are compared
+    mode: Mode = MODE
 
 
 class SeededSearch:
@@ -37,7 +39,7 @@ class SeededSearch:
         self._search, self._space, self._count = search, space, options.count
         self._seeds: list[int | None] = [*options.seeds] or [None]
         self._settings: dict[str, Any] = {}  # the newest, without a seed
-        self._values: dict[int, list[float | None]] = {}  # by setting, the accuracy of its trials so far
+        self._values: dict[int, list[float | None]] = {}  # by setting, the values of its trials so far
         self.is_exhausted = False
 
     def settings_of(self, number: int) -> dict[str, Any] | None:
@@ -58,7 +60,7 @@ class SeededSearch:
         return self._settings | ({} if seed is None else {"seed": seed})
 
     def tell(self, number: int, value: float | None) -> None:
-        """Takes a trial's accuracy, None if it failed; gives the search the mean when all seeds are over."""
+        """Takes a trial's value, None if it failed; gives the search the mean when all seeds are over."""
         setting = number // len(self._seeds)
         values = self._values.setdefault(setting, [])
         values.append(value)
@@ -84,7 +86,8 @@ class TrialSource(Searcher):
             space: the domains of the search.
             known: records of the trials before a resume, by name; None: those in `records`.
         """
-        super().__init__(DEFAULT_METRIC, MODE)
+        super().__init__(options.metric, options.mode)
+        self._sign = 1.0 if options.mode == MODE else -1.0
         self._seeded, self._records, self._options = SeededSearch(search, space, options), records, options
         self._known = dict(records.all() if known is None else known)
         self._numbers: dict[str, int] = {}  # by Tune's id of each trial that it was given
@@ -104,7 +107,7 @@ class TrialSource(Searcher):
             record = self._known.get(trial_name(number))
             if record and record.is_over and (not self._options.replays or record.state is TrialState.FAILED):
                 failed = record.state is TrialState.FAILED or not record.reports
-                self._seeded.tell(number, None if failed else record.reports[-1][1])
+                self._seeded.tell(number, None if failed else self._sign * record.reports[-1][1])
                 continue
             if record is None:
                 self._records.write(trial_name(number), record := TrialRecord(settings=settings))
@@ -120,7 +123,8 @@ class TrialSource(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         self._live.discard(trial_id)
-        self._seeded.tell(self._numbers[trial_id], None if error else (result or {}).get(DEFAULT_METRIC))
+        value = None if error else (result or {}).get(self._options.metric)
+        self._seeded.tell(self._numbers[trial_id], None if value is None else self._sign * value)
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: a resume needs the records only."""

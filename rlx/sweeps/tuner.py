@@ -1,201 +1,44 @@
-"""Starts, resumes and ends a sweep: one Ray Tuner, each trial one run, nested in one MLflow run.
+"""Runs the plan of a sweep, or what is left of it: one Ray Tuner, each trial one run, nested in one MLflow run.
 
 A resume uses the sweep's own records and nothing of Tune's, see `trial_source`.
-Left out: what happens in a trial's process (`trainable`), tables and figures (rlx.analysis).
+Left out: the plan itself (`plans`), what happens in a trial's process (`trainable`), tables and figures (rlx.analysis).
 """
 
 from __future__ import annotations
 
-import atexit
-import json
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from pydantic import TypeAdapter
 from ray import tune
 from ray.tune.search.sample import Categorical
 
-from rlx.config.errors import ConfigError, nearest
-from rlx.config.loading import from_tree, with_overrides
-from rlx.config.sections import DEFAULT_METRIC, flatten
-from rlx.runs import launch, nodes, preflight, run_folder
+from rlx.cluster import nodes
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.sections import flatten
+from rlx.runs import launch, preflight, relay, run_folder
 from rlx.runs.mailbox import start_mailbox
-from rlx.runs.resources import cluster_nodes
-from rlx.runs.run_folder import exists, saved_config
-from rlx.storage import signatures
+from rlx.runs.run_folder import saved_config
 from rlx.storage.filesystem import Storage
-from rlx.storage.signatures import SIGNATURE, Signer
+from rlx.storage.signatures import Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog, Watch
+from rlx.sweeps.plans import record_of, schedule_of
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
-from rlx.sweeps.room import NeededModel, Room, concurrency, most_at_once, total_trials
-from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS, Schedule
-from rlx.sweeps.space import MODE, Space, complete_settings, extremes, load_space
-from rlx.sweeps.trainable import SharedInputs, attempt_number, forgive, newest_attempt, trainable
+from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
+from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS
+from rlx.sweeps.space import Space, extremes, load_space
+from rlx.sweeps.trainable import SharedInputs, attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
 from rlx.tracking.base import RunStatus, TrackingService
-from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
-_PLAN_FILE, _SPACE_FILE = "sweep.json", "space.py"
-_PATIENCE_S = 10.0  # longest wait for the tracking service
 _TUNE_FOLDER = "tune"  # holds Tune's own records
 _LOGGERS_OFF = "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Plans
-
-
-def check_sweep(plan: SweepPlan) -> SweepPlan:
-    """Returns the sweep as it will run: with a grid's own number of trials, and with what its scheduler needs.
-
-    Raises:
-        ConfigError: its space cannot be used, or its search, scheduler and seeds do not fit together.
-    """
-    space = load_space(plan.space, plan.tree)
-    if plan.seeds > 1 and "seed" in space:
-        raise ConfigError(f"--seeds {plan.seeds}: {plan.space} varies the seed already")
-    if plan.scheduler in PAUSING and plan.max_concurrent:
-        raise ConfigError(f"--max-concurrent: --scheduler {plan.scheduler} pauses and resumes its trials by itself")
-    if plan.scheduler == "pbt":
-        plan = _with_population(plan, space)
-    search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed)
-    if not isinstance(search, searchers.ListSearch):
-        return plan
-    for settings in search.settings:
-        from_tree(with_overrides(plan.tree, complete_settings(space, settings)), f"--space {plan.space}")
-    return replace(plan, trials=len(search.settings))
-
-
-def _with_population(plan: SweepPlan, space: Space) -> SweepPlan:
-    """Returns a sweep by population based training: each evaluation has a checkpoint that is complete and stays."""
-    if plan.search != "random" or plan.seeds > 1:
-        raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
-    if fixed := [key for key in space if run_folder.is_fixed(key)]:
-        raise ConfigError(f"--space {plan.space}: {fixed[0]} cannot change within a run, as --scheduler pbt would")
-    first_rung = _schedule(plan, space).first_rung
-    checkpoints = {"checkpoint.every": first_rung, "checkpoint.keep_last": None, "checkpoint.async_save": False}
-    return replace(plan, tree=with_overrides(plan.tree, checkpoints))
-
-
-def describe(plan: SweepPlan) -> str:
-    """Returns what a sweep is going to do, in one line."""
-    found = cluster_nodes()
-    where = f"{len(found)} {'node' if len(found) == 1 else 'nodes'}"
-    trials = f"{plan.trials} settings x {plan.seeds} seeds" if plan.seeds > 1 else f"{plan.trials} trials"
-    return (
-        f"sweep {plan.name}: {trials}, {concurrency(plan, found)} at once on {where} "
-        f"({plan.resources} each), {plan.config.train.steps} steps, search {plan.search}, scheduler {plan.scheduler}"
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A sweep's folder
-
-
-def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
-    """Records a new sweep in its folder and in MLflow; returns its checked plan.
-
-    Raises:
-        ConfigError: its name is taken, it cannot be run, or MLflow does not answer.
-    """
-    folder, plan = storage / "sweeps" / plan.name, check_sweep(plan)
-    if (folder / _PLAN_FILE).exists():
-        raise ConfigError(f"sweep {plan.name!r} exists in {folder.path}: --resume {plan.name} continues it")
-    plan.tracking.check()
-    _create_mlflow_run(plan, folder)
-    content, space = asdict(plan), Path(plan.space).read_text()
-    (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": space}))
-    (folder / _SPACE_FILE).write_text(space)
-    (folder / _PLAN_FILE).write_text(json.dumps(content, indent=1))
-    return plan
-
-
-def _create_mlflow_run(plan: SweepPlan, folder: Storage) -> None:
-    varied = [*load_space(plan.space, plan.tree), *(["seed"] if plan.seeds > 1 else [])]
-    options = {"search": plan.search, "scheduler": plan.scheduler, "seeds": plan.seeds}
-    with _record(plan, folder) as record:
-        record.open(
-            plan.config.tracking.experiment,
-            plan.name,
-            params={"trials": total_trials(plan), "space": plan.space} | options,
-            tags={"rlx.kind": "sweep", "rlx.folder": folder.path, "rlx.space": json.dumps(varied)}
-            | {f"rlx.{key}": str(value) for key, value in options.items()},
-        )
-
-
-def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> SweepPlan:
-    """Returns the plan of a sweep by name, or of the newest one.
-
-    Args:
-        trust: run the code of its search space, and take its settings, whoever wrote them.
-
-    Raises:
-        ConfigError: there is no such sweep, its record is damaged, or somebody else wrote it.
-    """
-    folder = find_sweep(storage, name)
-    try:
-        content, space = (folder / _PLAN_FILE).read_json(), (folder / _SPACE_FILE).read_text()
-        plan = TypeAdapter(SweepPlan).validate_python(content)
-        if plan.name != folder.name:
-            raise ValueError(plan.name)
-    except (TypeError, ValueError, RecursionError, FileNotFoundError):
-        raise ConfigError(f"sweep {folder.path} is damaged: it is not what rlx wrote") from None
-    signed = {"plan": content, "space": space}
-    if trust:
-        (folder / SIGNATURE).write_text(Signer.new().sign(signed))
-    elif not signatures.is_own_folder(folder, signed):
-        raise ConfigError(
-            f"this user did not write sweep {folder.name!r}, whose search space is code: read {_SPACE_FILE} and "
-            f"{_PLAN_FILE} in {folder.path}; --trust runs them"
-        )
-    copy = Path(tempfile.mkdtemp(prefix="rlx-space-"), Path(plan.space).name)  # the original may be on another machine
-    atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
-    copy.write_text(space)
-    return replace(plan, space=str(copy))
-
-
-def find_sweep(storage: Storage, name: str | None) -> Storage:
-    """Returns the folder of a sweep, or of the newest one.
-
-    Raises:
-        ConfigError: there is no such sweep.
-    """
-    sweeps = storage / "sweeps"
-    names = [each for each in sweeps.names() if (sweeps / each / _PLAN_FILE).exists()]
-    if not names or (name and name not in names):
-        raise ConfigError(f"no sweep {name or ''} in {sweeps.path}{nearest(name or '', names)}")
-    newest = max(names, key=lambda each: sweeps.filesystem.get_file_info((sweeps / each / _PLAN_FILE).path).mtime)
-    return sweeps / (name or newest)
-
-
-def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = False) -> list[str]:
-    """Makes the failed trials run again at the next resume; returns their names.
-
-    Args:
-        from_scratch: from step 0, as new runs; otherwise from their newest complete checkpoints.
-    """
-    folder = storage / "sweeps" / plan.name
-    records = TrialRecords(folder)
-    failed = {name: record for name, record in records.all().items() if record.state is TrialState.FAILED}
-    for name, record in failed.items():
-        newest = newest_attempt(folder, name)
-        forgive(folder / "runs" / newest)
-        if from_scratch:
-            attempts = attempt_number(newest) + exists(folder / "runs" / newest)
-            records.write(name, TrialRecord(settings=record.settings, attempts=attempts))
-        else:
-            records.write(name, record.model_copy(update={"state": TrialState.OPEN, "message": ""}))
-    records.flush()
-    return list(failed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,7 +56,7 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
     folder = storage / "sweeps" / plan.name
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `failures` says why trials failed
     if resume:
-        with _record(plan, folder) as record:
+        with record_of(plan, folder) as record:
             record.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
     try:
         SweepCallback.watch, SweepCallback.interrupted = watch, False
@@ -223,7 +66,7 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
         _send_pending(plan.tracking, folder)
         return results
     except BaseException as error:  # otherwise Tune's callback has ended the MLflow run
-        with _record(plan, folder) as record:
+        with record_of(plan, folder) as record:
             record.end(RunStatus.KILLED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED)
         raise
 
@@ -238,16 +81,6 @@ def _no_loggers() -> Iterator[None]:
     finally:
         os.environ.pop(_LOGGERS_OFF)
         os.environ |= {_LOGGERS_OFF: before} if before is not None else {}
-
-
-@contextmanager
-def _record(plan: SweepPlan, folder: Storage) -> Iterator[OutboxTracker]:
-    """Gives the tracker of the sweep's own MLflow run, and waits until it has sent everything."""
-    tracker = OutboxTracker(plan.tracking, folder, "driver")
-    try:
-        yield tracker
-    finally:
-        tracker.close(_PATIENCE_S)
 
 
 def _results(plan: SweepPlan, folder: Storage) -> dict[str, TrialRecord]:
@@ -281,14 +114,15 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
     models = models_of(plan, space)
     shared, room = replace(shared_inputs(plan, space, models), known=known), Room(plan, models)
     source = _trial_source(plan, records, space, known, room)
+    log = TrialLog(plan.tracking, folder, records, plan.metric)
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(max(200, total_trials(plan)))  # `concurrency` is the limit
     return tune.Tuner(
         trainable(plan, storage, shared, most_at_once(plan)),
         tune_config=tune.TuneConfig(
-            metric=DEFAULT_METRIC,
-            mode=MODE,
+            metric=plan.metric,
+            mode=plan.mode,
             num_samples=-1,
-            scheduler=SCHEDULERS[plan.scheduler](_schedule(plan, space, known)),
+            scheduler=SCHEDULERS[plan.scheduler](schedule_of(plan, space, known)),
             search_alg=source,
             reuse_actors=plan.reuse != "none",
             trial_name_creator=source.name_of,
@@ -298,7 +132,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
             name=_tune_folder(folder),
             storage_path=folder.path,
             storage_filesystem=storage.filesystem,
-            callbacks=[SweepCallback(plan, TrialLog(plan.tracking, folder, records), Helpers(shared.mailbox, room))],
+            callbacks=[SweepCallback(plan, log, Helpers(shared.mailbox, room))],
             failure_config=tune.FailureConfig(max_failures=plan.config.scaling.max_failures),
             verbose=0,
         ),
@@ -328,7 +162,7 @@ def shared_inputs(plan: SweepPlan, space: Space, models: Sequence[NeededModel]) 
     Args:
         models: those of `models_of`, which every node gets.
     """
-    common = SharedInputs(nodes.reachable(plan.tracking), start_mailbox(), Signer.new())
+    common = SharedInputs(relay.reachable(plan.tracking), start_mailbox(), Signer.new())
     for model in models:
         nodes.bring_folder(*model)
     if any(key.startswith("model.") for key in space):
@@ -355,11 +189,6 @@ def _choices(space: Space, key: str, default: str | None) -> list[Any]:
     return list(varied.categories) if isinstance(varied, Categorical) else [varied]
 
 
-def _schedule(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] | None = None) -> Schedule:
-    steps_done = {name.removeprefix("trial_"): record.step for name, record in (known or {}).items()}
-    return Schedule(plan.config.train.steps, plan.config.eval.every, space, steps_done)
-
-
 def _trial_source(
     plan: SweepPlan, records: TrialRecords, space: Space, known: Mapping[str, TrialRecord], room: Room
 ) -> TrialSource:
@@ -371,6 +200,8 @@ def _trial_source(
         limit=None if plan.scheduler in PAUSING else room.trials,
         replays=plan.scheduler in REPLAYING,
         pausing=plan.scheduler in PAUSING,
+        metric=plan.metric,
+        mode=plan.mode,
     )
     search = searchers.searcher(plan.search, space, plan.trials, seed, first_of_each_setting)
     return TrialSource(search, space, records, options, known)

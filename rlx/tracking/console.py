@@ -20,6 +20,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from rlx.config.sections import DEFAULT_METRIC
+from rlx.tracking.startup import StartUp
+from rlx.types import Phase
+
 
 class _Column(NamedTuple):
     """A metric that people watch."""
@@ -32,12 +36,11 @@ class _Column(NamedTuple):
 _COLUMNS = (
     _Column("reward", "reward/mean", "{:.3f}"),
     _Column("accuracy", "task/accuracy", "{:.3f}"),
-    _Column("held-out", "eval/accuracy", "{:.3f}"),
+    _Column("held-out", DEFAULT_METRIC, "{:.3f}"),
     _Column("KL", "kl/ref", "{:.4f}"),
     _Column("tokens/s", "tokens/rollout_per_s", "{:,.0f}"),
     _Column("s/step", "time/step", "{:.1f}"),
 )
-_LABELS = tuple(column.label for column in _COLUMNS)
 _TIME_LEFT = "left"
 _OPTIONAL = (
     "s/step",
@@ -55,15 +58,16 @@ class _TrialRow:
     settings: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     state: str = ""
+    since: float = 0.0  # when it was first seen
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text
 
 
-def metrics_line(metrics: Mapping[str, Any]) -> str:
+def metrics_line(metrics: Mapping[str, Any], columns: Sequence[_Column] = _COLUMNS) -> str:
     """The metrics that people watch, in one line; missing ones are omitted."""
-    values = [(column.label, _metric_text(column, metrics)) for column in _COLUMNS]
+    values = [(column.label, _metric_text(column, metrics)) for column in columns]
     return "  ".join(f"{label} {text}" for label, text in values if text)
 
 
@@ -84,6 +88,12 @@ def table_text(table: Table, width: int) -> str:
     stream = io.StringIO()
     plain_console(stream, width).print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
+
+
+def _columns_with(metric: str) -> tuple[_Column, ...]:
+    """The columns of a sweep that compares its trials by a metric, which takes the place of the held-out accuracy."""
+    own = _Column(metric, metric, "{:.3f}")
+    return tuple(own if column.metric == DEFAULT_METRIC != metric else column for column in _COLUMNS)
 
 
 def _metric_text(column: _Column, metrics: Mapping[str, Any]) -> str:
@@ -113,6 +123,7 @@ class RunProgress:
         self.console = console or plain_console()
         self.steps = steps
         self._first: tuple[int, float] | None = None  # the first step shown, and its time
+        self._startup = StartUp()
         self._live = Live(console=self.console, transient=True, refresh_per_second=4)
 
     def __enter__(self) -> RunProgress:
@@ -131,8 +142,15 @@ class RunProgress:
             self.message(text)
 
     def message(self, text: str) -> None:
-        """Prints a message that stays on the screen."""
-        self.console.print(text, soft_wrap=True)
+        """Prints a message that stays on the screen; a phase of the start is shown while it lasts."""
+        if not isinstance(text, Phase):
+            self.console.print(text, soft_wrap=True)
+            return
+        self._startup.begin(text)
+        if self.console.is_terminal:
+            self._live.update(_Clock(self._startup))
+        else:
+            self.console.print(f"starting: {text}", soft_wrap=True)
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
         """Shows one step of training the tiny model."""
@@ -142,6 +160,8 @@ class RunProgress:
     def step(self, metrics: Mapping[str, Any], checkpoint: str | None) -> None:
         """Shows one reported step, and the checkpoint that became complete since the step before."""
         step = int(metrics["step"])
+        if not self._first and (summary := self._startup.summary()):
+            self.message(summary)
         line = f"step {step}/{self.steps}  {metrics_line(metrics)}{self._time_left(step)}"
         if "time/eval" in metrics or not self.console.is_terminal:
             self.message(line + (f"  saved {checkpoint.rpartition('/')[2]}" if checkpoint else ""))
@@ -158,17 +178,31 @@ class RunProgress:
         return f"  left {duration_text((now - started) / (step - first_step) * (self.steps - step))}"
 
 
+@dataclass(frozen=True)
+class _Clock:
+    """What goes on in a start, with its seconds so far each time it is drawn."""
+
+    startup: StartUp
+
+    def __rich__(self) -> Text:
+        return Text(self.startup.now)
+
+
 class SweepProgress:
     """The progress table of a sweep, one row per trial. In a file, a trial is a line when it starts, evaluates or ends.
 
     Use it as a context manager.
     """
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
+    def __init__(self, steps: int, metric: str = DEFAULT_METRIC, console: Console | None = None) -> None:
+        """
+        Args:
+            metric: by which trials are compared.
+        """
         self.console = console or plain_console()
-        self.steps = steps
+        self.steps, self._columns = steps, _columns_with(metric)
         self._rows: dict[str, _TrialRow] = {}
-        self._started, self._is_over = time.monotonic(), False
+        self._startup, self._is_over = StartUp(), False
         self._live = Live(console=self.console, get_renderable=self.render, refresh_per_second=1)
 
     def __enter__(self) -> SweepProgress:
@@ -180,23 +214,31 @@ class SweepProgress:
         self._is_over = True  # the last table, which stays on the screen, has all trials
         self._live.stop()
 
+    def message(self, text: str) -> None:
+        """Prints a message that stays on the screen; a phase before the first trial is shown while it lasts."""
+        if isinstance(text, Phase):
+            self._startup.begin(text)
+        if not (isinstance(text, Phase) and self.console.is_terminal):
+            self.console.print(f"starting: {text}" if isinstance(text, Phase) else text, soft_wrap=True)
+
     def update(self, trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None:
         """Shows a change of a trial; its settings change when a scheduler replaces them."""
-        before = self._rows.get(trial, _TrialRow())
-        row = _TrialRow(settings, {**before.metrics, **metrics}, state)
+        before = self._rows.get(trial, _TrialRow(since=time.monotonic()))
+        row = _TrialRow(settings, {**before.metrics, **metrics}, state, before.since)
         self._rows = self._rows | {trial: row}  # a new dict, because another thread draws the table
         has_new_state = before.state != state
         if not self.console.is_terminal and (has_new_state or "time/eval" in metrics):
             step = f"step {row.metrics['step']}/{self.steps}  " if "step" in row.metrics else ""
             is_start = has_new_state and state == "running"
-            shown = _settings_line(settings) if is_start else step + metrics_line(row.metrics)
+            shown = _settings_line(settings) if is_start else step + metrics_line(row.metrics, self._columns)
+            if not before.metrics and row.metrics:
+                shown += f"  started in {time.monotonic() - row.since:.0f} s"
             self.console.print(f"{trial} {state}  {shown}", soft_wrap=True)
 
     def render(self) -> RenderableType:
         """The table with as many trials as fit on the screen; with all trials once the sweep is over."""
         if not self._rows:
-            waited = duration_text(time.monotonic() - self._started)
-            return Text("" if self._is_over else f"waiting for the first trial  {waited}")
+            return Text("" if self._is_over else self._startup.now)
         height = self.console.height - 4  # without the header, the line about omitted trials, and the cursor
         omitted = [] if self._is_over else self._least_interesting(len(self._rows) - max(height, 1))
         rows = {trial: row for trial, row in self._rows.items() if trial not in omitted}
@@ -213,9 +255,10 @@ class SweepProgress:
     def _fitting_table(self, rows: Mapping[str, _TrialRow]) -> Table:
         """The table without the `_OPTIONAL` columns for which the screen is too narrow, so that no cell is cut."""
         optional = list(_OPTIONAL)
-        table = self._table(rows, [*_LABELS, _TIME_LEFT])
+        every = [column.label for column in self._columns]
+        table = self._table(rows, [*every, _TIME_LEFT])
         while self._width(table) > self.console.width - 2 and optional:  # 2: typed characters must not wrap a line
-            labels = [label for label in _LABELS if label not in _OPTIONAL or label in optional]
+            labels = [label for label in every if label not in _OPTIONAL or label in optional]
             table = self._table(rows, labels, is_narrow=True)
             optional = optional[1:]
         return table
@@ -231,11 +274,12 @@ class SweepProgress:
         """
         table = Table(box=None, pad_edge=False, padding=(0, 1 if is_narrow else 2, 0, 0), header_style="bold")
         varied = list(next(iter(rows.values())).settings)
-        columns = [column for column in _COLUMNS if column.label in labels]
+        columns = [column for column in self._columns if column.label in labels]
         _add_headers(table, [*(key.rpartition(".")[2] for key in varied), "step"], columns, labels, is_narrow)
         for trial, row in rows.items():
             step = f"{row.metrics['step']}/{self.steps}" if "step" in row.metrics else ""
-            state = "starting" if row.state == "running" and not step else row.state
+            is_starting = row.state == "running" and not step
+            state = f"starting {time.monotonic() - row.since:.0f} s" if is_starting else row.state
             table.add_row(
                 trial.removeprefix("trial_") if is_narrow else trial,
                 *(_setting_text(row.settings.get(key)) for key in varied),

@@ -24,14 +24,17 @@ from rlx.training.metrics import StepTimer, evaluate, summarize
 from rlx.training.reporting import Reporter
 from rlx.training.trainer import Trainer
 from rlx.training.update import update
+from rlx.types import Phase
 
 
 def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpointer, reporter: Reporter) -> None:
     """PPO from the restored step to the last one; every rank calls it."""
     config = trainer.config
+    reporter.notify(Phase("engines and first weights"))
     collector.push_weights(trainer.step, starting=True)
     metrics, samples = checkpointer.restored_metrics, list[dict[str, Any]]()
     if trainer.step == 0:
+        reporter.notify(Phase("first evaluation"))
         metrics, samples = evaluate(trainer, collector)
     while not report(trainer, checkpointer, reporter, metrics, samples):
         timer = StepTimer()

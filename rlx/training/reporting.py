@@ -44,7 +44,7 @@ class Reporter(Protocol):
         """Whether this rank was told that its machine will be taken away soon."""
 
     def notify(self, message: str) -> None:
-        """Tells the person who watches."""
+        """Tells the person who watches; a `Phase` only on rank 0."""
 
     def close(self) -> None:
         """Sends the remaining records for a short time; those that are left stay in the run's folder."""

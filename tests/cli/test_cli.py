@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from conftest import NothingLeft
 
+from rlx.cluster import connection
+from rlx.cluster.resources import plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
-from rlx.runs.resources import plan_resources
 from rlx.runs.run_folder import finished_metrics
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
@@ -193,10 +194,10 @@ def test_an_empty_prompt_file_ends_the_script_in_one_line(tiny_model: Path, tmp_
 def test_more_workers_than_the_cluster_has(config: dict[str, Any], ray_cluster: None) -> None:
     run = from_tree(with_overrides(config, {"scaling.num_workers": 9, "train.prompts_per_step": 18}))
     with pytest.raises(ConfigError, match=r"9 workers and 1 engine need 5 CPU but the cluster has 4$"):
-        launch.connect(run, plan_resources(run))
+        connection.connect(run, plan_resources(run))
     gpus = from_tree(with_overrides(config, {"scaling.use_gpu": True}))
     with pytest.raises(ConfigError, match=r"need 1 GPU but the cluster has 0$"):
-        launch.connect(gpus, plan_resources(gpus))
+        connection.connect(gpus, plan_resources(gpus))
 
 
 def test_paths_are_kept_good_for_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps import tuner
+from rlx.sweeps import plans
 from rlx.sweeps.records import TrialRecords
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -186,5 +186,5 @@ def test_a_sweep_goes_on_on_another_cluster_and_uses_a_node_that_joins_late(
     shown = resumed.ends_well()
     assert f"trial_00000 running  step 0/{STEPS}" not in shown
     assert_complete(driver, storage, "s", trials=3)
-    plan = tuner.saved_sweep(storage, "s")
+    plan = plans.saved_sweep(storage, "s")
     assert json.dumps(plan.tree)  # it can be resumed again from the storage alone

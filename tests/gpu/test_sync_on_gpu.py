@@ -26,6 +26,7 @@ from test_parallel_on_gpu import SHARES_GPUS
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlx.cluster import connection
 from rlx.config import loading
 from rlx.config.sections import ModelConfig, RolloutConfig
 from rlx.mesh import Mesh
@@ -36,7 +37,6 @@ from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync import sync
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.runs import launch
 from rlx.training import experience, setup
 from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
 
@@ -51,8 +51,8 @@ PROMPTS = [Prompt(i, tuple(range(100 + i, 164 + i)), "question", "answer") for i
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[int]:
     """A Ray cluster; the number of its GPUs."""
-    launch.quiet_environment()
-    os.environ.update(launch.OWN_CLUSTER_ENVIRONMENT)
+    connection.quiet_environment()
+    os.environ.update(connection.OWN_CLUSTER_ENVIRONMENT)
     ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield int(ray.cluster_resources().get("GPU", 0))
     ray.shutdown()

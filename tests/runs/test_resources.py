@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlx.cluster.resources import Bundle, Node, ResourcePlan, RoleLabels, check_room, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
-from rlx.runs.resources import Bundle, Node, ResourcePlan, RoleLabels, check_room, plan_resources
 
 CLUSTER = Path(__file__).with_name("virtual_cluster.py")
 ONE_GPU, BIG = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 64.0, "GPU": 2.0}

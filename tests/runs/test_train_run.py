@@ -8,6 +8,7 @@ import pytest
 import ray
 from run_cases import small
 
+from rlx.cluster.resources import plan_resources
 from rlx.runs import preflight, train_run
 from rlx.runs.mailbox import (
     CHECKPOINT_PATH,
@@ -17,7 +18,6 @@ from rlx.runs.mailbox import (
     WorkersFailed,
     start_mailbox,
 )
-from rlx.runs.resources import plan_resources
 from rlx.storage.filesystem import Storage
 
 

@@ -18,16 +18,17 @@ from ray import tune
 from safetensors import safe_open
 
 import rlx
+from rlx.cluster import connection
+from rlx.cluster.resources import cluster_nodes, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections import DEFAULT_METRIC
-from rlx.runs import launch, run_folder
-from rlx.runs.resources import cluster_nodes, plan_resources
+from rlx.runs import run_folder
 from rlx.runs.run_folder import mlflow_run, saved_config
 from rlx.storage import signatures
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps import room, tuner
+from rlx.sweeps import plans, room, tuner
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
 from rlx.sweeps.space import load_space
 from rlx.sweeps.trainable import PPOTrial
@@ -51,21 +52,34 @@ def test_concurrency_never_exceeds_the_room(ray_cluster: None, tmp_path: Path) -
         ({"scheduler": "pbt", "search": "grid"}, "--scheduler pbt changes settings by itself: leave --search"),
         ({"scheduler": "pbt", "seeds": 2}, "--scheduler pbt changes settings by itself: leave --search and --seeds"),
         ({"scheduler": "pbt", "body": "{'seed': tune.choice([1, 2])}"}, "seed cannot change within a run"),
+        ({"metric": "reward/mean"}, "--metric reward/mean: trials are compared by what every evaluation measures: "),
+        ({"metric": "eval/ema/reward"}, "--metric eval/ema/reward: it needs train.ema_decay"),
         ({"search": "bayesopt"}, "--search bayesopt needs an unbroken range for train.ppo_epochs"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], line: str, tmp_path: Path) -> None:
     space = space_file(tmp_path, options.pop("body", "{'train.ppo_epochs': tune.choice([1, 2])}"))
     with pytest.raises(ConfigError) as error:
-        tuner.check_sweep(SweepPlan("s", {}, space, **options))
+        plans.check_sweep(SweepPlan("s", {}, space, **options))
     assert line.format(space=space) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "best"), [({}, ("eval/length", "min")), ({"best_by": "kl/ref", "best_mode": "max"}, ("kl/ref", "max"))]
+)
+def test_the_best_checkpoints_are_by_the_metric_of_the_sweep(
+    given: dict[str, Any], best: tuple[str, str], tmp_path: Path
+) -> None:
+    space = space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    plan = plans.check_sweep(SweepPlan("s", {"checkpoint": given}, space, metric="eval/length", mode="min"))
+    assert (plan.config.checkpoint.best_by, plan.config.checkpoint.best_mode) == best
 
 
 def test_a_resume_uses_the_search_space_as_it_was(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    made = tuner.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
+    made = plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
     Path(space).unlink()  # it may be on another machine
-    saved = tuner.saved_sweep(storage, None)
+    saved = plans.saved_sweep(storage, None)
     assert replace(saved, space=made.space) == made
     assert load_space(saved.space, saved.tree)["train.ppo_epochs"].categories == [1, 2]
 
@@ -74,15 +88,15 @@ def test_a_sweep_of_another_person_is_not_resumed_unless_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    tuner.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
+    plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
     code = tmp_path / "sweeps" / "s" / "space.py"
     code.write_text(code.read_text() + "# and more")
     with pytest.raises(ConfigError, match=r"this user did not write sweep 's', whose search space is code: read space"):
-        tuner.saved_sweep(storage, "s")
-    assert tuner.saved_sweep(storage, "s", trust=True) == replace(tuner.saved_sweep(storage, "s"), space=ANY)
+        plans.saved_sweep(storage, "s")
+    assert plans.saved_sweep(storage, "s", trust=True) == replace(plans.saved_sweep(storage, "s"), space=ANY)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another"))
     with pytest.raises(ConfigError, match="this user did not write"):
-        tuner.saved_sweep(storage, "s")
+        plans.saved_sweep(storage, "s")
 
 
 EDITS = [{"trials": "many"}, {"trials": -3}, {"seeds": 0}, {"search": "zzz"}, {"name": "../x"}]
@@ -91,12 +105,12 @@ EDITS = [{"trials": "many"}, {"trials": -3}, {"seeds": 0}, {"search": "zzz"}, {"
 @pytest.mark.parametrize("change", EDITS)
 def test_an_edited_plan_is_damaged(change: dict[str, Any], tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    tuner.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
+    plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
     file = tmp_path / "sweeps" / "s" / "sweep.json"
     for content in (json.loads(file.read_text()) | change, [change], 4, None):
         file.write_text(json.dumps(content))
         with pytest.raises(ConfigError, match="is damaged: it is not what rlx wrote"):
-            tuner.saved_sweep(storage, "s", trust=True)
+            plans.saved_sweep(storage, "s", trust=True)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +180,8 @@ def prepared(
     tree = {**small_tree(model, folder), **settings}
     storage = open_storage(tree["storage"])
     config = from_tree(tree)
-    launch.connect(config, plan_resources(config))
-    return tuner.create_sweep(SweepPlan("s", tree, space_file(folder, space), **options), storage), storage
+    connection.connect(config, plan_resources(config))
+    return plans.create_sweep(SweepPlan("s", tree, space_file(folder, space), **options), storage), storage
 
 
 def run_of(plan: SweepPlan, storage: Storage) -> str:
@@ -293,7 +307,7 @@ def files_with(content: bytes, folder: Path) -> list[Path]:
 
 def saved_sweep(place: Path) -> tuple[SweepPlan, Storage]:
     storage = open_storage(str(place / "storage"))
-    return tuner.saved_sweep(storage, "s"), storage
+    return plans.saved_sweep(storage, "s"), storage
 
 
 @pytest.mark.slow
@@ -317,7 +331,7 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     before = {name: history(plan, storage, name) for name in sorted(results)}
     assert tuner.run_sweep(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
     flag.unlink()
-    assert tuner.restart_failed(plan, storage, from_scratch=from_scratch) == ["trial_00000"]
+    assert plans.restart_failed(plan, storage, from_scratch=from_scratch) == ["trial_00000"]
     again = tuner.run_sweep(plan, storage, resume=True, watch=News().watch)
     nothing_left(15)
     assert {record.state for record in again.values()} == {"finished"}
@@ -399,7 +413,7 @@ def test_a_killed_sweep_is_resumed(tiny_model: Path, tmp_path: Path, script: Any
     first.wait_for("trial_00000 finished")
     first.wait_for("trial_00001 running  step 5/8")
     first.kill()
-    plan = tuner.saved_sweep(storage, "s")
+    plan = plans.saved_sweep(storage, "s")
     before = children(plan, storage)
     finished = mlflow_history(Path(storage.path), before["trial_00000"].info.run_id)
 

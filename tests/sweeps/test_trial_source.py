@@ -244,6 +244,14 @@ def test_a_search_is_told_the_mean_over_seeds_once_all_are_over(folder: Storage)
     assert search.told == {"0": 0.5, "1": 0.5}  # the mean of 0.25 and 0.75: one failed
 
 
+def test_a_search_for_low_values_is_told_that_they_are_high(folder: Storage) -> None:
+    search = Recording()
+    some = trials(folder, search, count=2, metric="eval/length", mode="min")
+    for trial, length in zip(all_of(some), (7.0, 3.0), strict=True):
+        some.source.on_trial_complete(trial.trial_id, {"eval/length": length, DEFAULT_METRIC: 1.0})
+    assert search.told == {"0": -7.0, "1": -3.0}
+
+
 def test_a_setting_of_which_all_seeds_failed_has_failed(folder: Storage) -> None:
     search = Recording()
     new = trials(folder, search, count=1, seeds=[0, 1])

@@ -2,11 +2,15 @@
 
 import io
 import re
+import time
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
 from rlx.tracking.console import RunProgress, SweepProgress
+from rlx.tracking.startup import StartUp
+from rlx.types import Phase
 
 SETTINGS = {
     "train.actor_lr": 0.0001711779,
@@ -24,10 +28,10 @@ METRICS = {
 }
 
 
-def screen(width: int, height: int) -> tuple[SweepProgress, io.StringIO]:
+def screen(width: int, height: int, metric: str = "eval/accuracy") -> tuple[SweepProgress, io.StringIO]:
     text = io.StringIO()
     console = Console(file=text, width=width, height=height, force_terminal=True, color_system=None, highlight=False)
-    return SweepProgress(120, console), text
+    return SweepProgress(120, metric, console), text
 
 
 def lines(progress: SweepProgress, text: io.StringIO) -> list[str]:
@@ -69,12 +73,69 @@ def test_running_trials_stay_on_a_low_screen() -> None:
 
 def test_before_the_first_step_and_with_changed_settings() -> None:
     progress, text = screen(140, 24)
-    assert lines(progress, text)[0].startswith("waiting for the first trial  0:0")
+    progress.message(Phase("prompts and first trial"))
+    assert lines(progress, text)[0] == "starting: prompts and first trial 0 s"
     progress.update("trial_00000", SETTINGS, {}, "running")
-    assert lines(progress, text)[-1].endswith("starting")
+    assert lines(progress, text)[-1].endswith("starting 0 s")
     progress.update("trial_00000", SETTINGS | {"train.ppo_epochs": 4, "train.actor_lr": 0.5}, {"step": 1}, "running")
     last = lines(progress, text)[-1].split()
     assert last == ["trial_00000", "0.5", "0.000368", "0.0161", "4", "1/120", "running"]
+
+
+def test_the_metric_of_a_sweep_takes_the_place_of_the_accuracy() -> None:
+    progress, text = screen(140, 24, "eval/reward")
+    progress.update("trial_00000", SETTINGS, METRICS | {"step": 7, "eval/reward": 1.125}, "running")
+    shown = "\n".join(lines(progress, text))
+    assert "eval/reward" in shown and "1.125" in shown and "0.833" not in shown and "held-out" not in shown
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the time in seconds."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, seconds)
+
+
+def started(progress: RunProgress | SweepProgress, clock: Callable[[float], None]) -> None:
+    for begun, phase in enumerate(("Ray cluster", "prompts", "workers")):
+        clock(begun * begun * 2.0)
+        progress.message(Phase(phase))
+    clock(20.0)
+
+
+def test_a_start_is_shown_phase_by_phase_with_its_seconds(clock: Callable[[float], None]) -> None:
+    text = io.StringIO()
+    run = RunProgress(4, Console(file=text, width=120))
+    started(run, clock)
+    run.step({"step": 0, "eval/accuracy": 0.5}, None)
+    run.step({"step": 1}, None)
+    assert text.getvalue().splitlines() == [
+        "starting: Ray cluster", "starting: prompts", "starting: workers",
+        "started in 20 s: Ray cluster 2 s, prompts 6 s, workers 12 s",
+        "step 0/4  held-out 0.500", "step 1/4    left 0:00",
+    ]  # fmt: skip
+
+
+def test_on_a_terminal_the_present_phase_is_shown_with_its_seconds_so_far(clock: Callable[[float], None]) -> None:
+    text = io.StringIO()
+    run = RunProgress(4, Console(file=text, width=120, force_terminal=True))
+    started(run, clock)
+    run.console.print(run._live.get_renderable())
+    assert text.getvalue() == "starting: workers 12 s\n"
+    assert StartUp().summary() == StartUp().now == ""
+
+
+def test_a_sweep_in_a_file_says_how_long_each_trial_took_to_start(clock: Callable[[float], None]) -> None:
+    text = io.StringIO()
+    sweep = SweepProgress(4, console=Console(file=text, width=120))
+    started(sweep, clock)
+    sweep.update("trial_00000", {"train.ppo_epochs": 2}, {}, "running")
+    clock(51.0)
+    sweep.update("trial_00000", {}, {"step": 0, "time/eval": 1.0, "eval/accuracy": 0.5}, "running")
+    assert text.getvalue().splitlines()[3:] == [
+        "trial_00000 running  train.ppo_epochs 2", "trial_00000 running  step 0/4  held-out 0.500  started in 31 s",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["worker 0: [/__w/gloo/pair.cc:537] closed", "[Rank 0] no :smile: [bold]", "[/]"])

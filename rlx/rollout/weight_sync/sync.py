@@ -137,7 +137,7 @@ class WeightSync:
         processes = {index: location.process for index, location in locations.items()}
         plan = UpdatePlan(_new_name(), ("", 0), _new_name(), sources, processes)
         if plan.direct and self._rank.store is None:
-            self._rank.store = create_store(_own_address(), timeout_s)
+            self._rank.store = create_store(own_address(), timeout_s)
         address = (self._rank.store.host, self._rank.store.port) if self._rank.store else ("", 0)
         group = self.plan.group if self.plan and self._is_connected(plan, self.plan) else plan.group
         return UpdatePlan(plan.name, address, group, sources, processes)
@@ -154,7 +154,7 @@ def this_device(device: torch.device) -> DeviceLocation:
     return DeviceLocation(ray.get_runtime_context().get_node_id(), gpu)
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """Where the run's other processes reach this one: nobody else does while the cluster has one node."""
     alone = sum(node["Alive"] for node in ray.nodes()) == 1
     return "127.0.0.1" if alone else ray.util.get_node_ip_address()

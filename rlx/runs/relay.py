@@ -1,124 +1,21 @@
-"""What nodes other than the driver's need of it: the model's folder, and a way to its tracking service.
+"""A way to the tracking service from all nodes: records for a database on the driver's disk go through an actor there.
 
-A run works on nodes with other disks. A folder that only the driver has is copied to the others if it is small, and
-refused with the name of the node if not. Records for a database on the driver's disk go through an actor there.
-Left out: prompts, which Ray Data brings to the workers, and the storage, which all nodes must reach by themselves.
+Left out: the records themselves (rlx.tracking).
 """
 
 from __future__ import annotations
 
-import io
-import tarfile
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlx.config.errors import ConfigError
+from rlx.cluster.connection import is_own_cluster
+from rlx.cluster.nodes import other_nodes
 from rlx.tracking.base import RunStatus, TrackingService
 
-_LARGEST_COPY = 512 * 2**20  # bytes
 _AT_ONCE = 4  # calls of MLflow; SQLite writes one by one, and more than its 15 connections fail after 30 s
-
-
-_own_clusters = set[str]()  # addresses
-
-
-def note_own_cluster() -> None:
-    """Notes that this process has started the cluster that it is in."""
-    _own_clusters.add(ray.get_runtime_context().gcs_address)
-
-
-def is_own_cluster() -> bool:
-    """Whether this process has started its cluster; any other may grow, and have nodes with other disks."""
-    return ray.get_runtime_context().gcs_address in _own_clusters
-
-
-def other_nodes() -> list[str]:
-    """Returns the ids of all live nodes but this one."""
-    here = ray.get_runtime_context().get_node_id()
-    return [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Folders
-
-
-def bring_folder(path: str, setting: str) -> None:
-    """Makes sure that all nodes have a model folder of this node at the same path; copies it to those that do not.
-
-    Args:
-        path: a folder, or a name on the hub, which is left to the nodes.
-        setting: the setting that names it, for errors.
-
-    Raises:
-        ConfigError: a node does not have the folder, and it is too large to be copied or cannot be written there.
-    """
-    folder = Path(path)
-    missing = [node for node in other_nodes() if not _on(node, _has, path)] if folder.is_dir() else []
-    if not missing:
-        return
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if size > _LARGEST_COPY:
-        lacking = f"{_title(missing[0])} does not have it"
-        raise ConfigError(f"{setting} {path}: {lacking}, and {size >> 20} MiB are too many to be copied")
-    content = ray.put(_packed(folder))
-    for node in missing:
-        try:
-            _on(node, _unpack, content, path)
-        except ray.exceptions.RayTaskError as error:
-            raise ConfigError(f"{setting} {path}: it cannot be copied to {_title(node)}: {error.cause}") from None
-
-
-def _title(node: str) -> str:
-    return next(f"node {each['NodeManagerAddress']}" for each in ray.nodes() if each["NodeID"] == node)
-
-
-def _on(node: str, function: Any, *args: Any) -> Any:
-    """Calls a function on a node; returns True if the node is lost meanwhile, because then it needs nothing."""
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    try:
-        return ray.get(ray.remote(function).options(num_cpus=0, scheduling_strategy=there).remote(*args))
-    except ray.exceptions.RayTaskError:
-        raise
-    except ray.exceptions.RayError:
-        if node in other_nodes():
-            raise
-        return True
-
-
-def _has(path: str) -> bool:
-    return Path(path, "config.json").is_file()
-
-
-def _packed(folder: Path) -> bytes:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
-        for file in sorted(each for each in folder.rglob("*") if each.is_file()):
-            archive.add(file, str(file.relative_to(folder)))
-    return content.getvalue()
-
-
-def _unpack(content: bytes, path: str) -> None:
-    """Makes the folder at once: a process that reads it never sees half of it."""
-    if _has(path):
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as unfinished:
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            archive.extractall(f"{unfinished}/model", filter="data")
-        try:
-            Path(unfinished, "model").rename(path)
-        except OSError:
-            if not _has(path):  # otherwise another process was faster
-                raise
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Records
 
 
 def reachable(service: TrackingService) -> TrackingService:

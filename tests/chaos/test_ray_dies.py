@@ -1,0 +1,44 @@
+"""Ray's own processes are killed under a run and a sweep: one line says it, nothing is left, a resume goes on."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import KILLED_S, Script, assert_all_end
+from test_kill import words
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+Start = Callable[..., Script]
+
+
+def kill_child(script: Script, name: str) -> None:
+    """Kills the process of that name below a driver."""
+    (found,) = (child for child in psutil.Process(script.process.pid).children(True) if name in child.name())
+    os.kill(found.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_run_whose_cluster_dies_says_how_to_go_on(name: str, tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    run = script("ppo.py", *words(tmp_path, tiny_model, "hurt", 500))
+    run.wait_for("step 3/500")
+    kill_child(run, name)
+    assert run.process.wait(30) == 1, run.output.read_text()
+    said = run.output.read_text().splitlines()[-1]
+    way_on = "rlx train --resume hurt continues the run from its newest checkpoint"
+    assert said == f"error: Ray's {name} died; {way_on}"
+    assert_all_end(run, KILLED_S)
+    resumed = script("ppo.py", "--storage", str(tmp_path), "--resume", "hurt", "--train.steps", "6")
+    assert resumed.process.wait(300) == 0, resumed.output.read_text()
+
+
+def test_a_sweep_whose_cluster_dies_says_how_to_go_on(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    sweep = script("ppo_sweep.py", *words(tmp_path, tiny_model, "hurt", 500), "--trials", "2")
+    sweep.wait_for("step 2/500")
+    kill_child(sweep, "gcs_server")
+    assert sweep.process.wait(30) == 1, sweep.output.read_text()
+    said = sweep.output.read_text().splitlines()[-1]
+    assert said == "error: Ray's gcs_server died; rlx sweep --resume hurt continues the sweep"
+    assert_all_end(sweep, KILLED_S)
