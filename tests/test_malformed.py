@@ -4,10 +4,12 @@ import functools
 import io
 import json
 import math
+import os
 import runpy
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict
 from difflib import SequenceMatcher
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,23 +23,33 @@ import torch
 import yaml
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from pyarrow import fs
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, setting_keys
 from rlx.config.sections import DataConfig
-from rlx.data import parsers, sources
+from rlx.data import parsers, prompts, sources
+from rlx.models import tiny
+from rlx.rewards import remote, scoring
+from rlx.rewards.custom import RewardError
+from rlx.rewards.remote import RemoteReward
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished_metrics
 from rlx.storage import addresses, checkpoint_catalog, checkpoint_files, checkpoint_manifest
 from rlx.storage.checkpoint_files import CheckpointError, CheckpointReader, Shard
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
 from rlx.storage.filesystem import Storage, StorageError
+from rlx.sweeps import plans
+from rlx.sweeps.records import SweepPlan, TrialRecords
+from rlx.sweeps.space import load_space
 from rlx.tracking import console
+from rlx.types import Prompt, Response
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
+MORE = int(os.environ.get("RLX_EXAMPLES", 1))  # times as many drawn examples
 LONGEST = 1000  # characters that still are one clear line, the paths of pytest's folders included
 
 
@@ -45,7 +57,9 @@ def examples(count: int, **worst: Sequence[Any]) -> Callable[[Callable[..., None
     """So many drawn examples, the same ones each time, after those that are known to be nasty."""
     # A test's folder outlives its examples: each writes over what the one before it wrote.
     shared = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    drawn = settings(max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=shared)
+    drawn = settings(
+        max_examples=count * MORE, derandomize=True, database=None, deadline=None, suppress_health_check=shared
+    )
 
     def decorated(test: Callable[..., None]) -> Callable[..., None]:
         for name, values in worst.items():
@@ -468,3 +482,115 @@ def test_a_damaged_record_of_a_run_is_named(record: tuple[str, bytes], tmp_path:
     elif name == "result.json" and found is not None:
         console.metrics_line(found)  # what a resume shows of it
         assert found["step"] >= RunConfig().train.steps
+
+
+# --- what a sweep keeps
+
+PLAN = asdict(SweepPlan("s", {"train": {"steps": 4}}, "space.py", trials=2))
+RECORD = {"settings": {"seed": 1}, "state": "open", "reports": [[0, 0.5]], "message": "", "attempts": 1}
+ANY_FIELD = {key: GARBAGE for key in PLAN}
+
+
+@examples(120, content=[text.encode() for text in ("", "{}", "null", "[]", "4", "{a", nested(1100))])
+@given(
+    content=damaged(json.dumps(PLAN).encode())
+    | JSON.map(str.encode)
+    | st.fixed_dictionaries({}, optional=ANY_FIELD).map(lambda changes: json.dumps(PLAN | changes).encode())
+)
+def test_any_plan_of_a_sweep_is_used_or_refused(content: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / "sweeps" / "s"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sweep.json").write_bytes(content)
+    (folder / "space.py").write_text("")
+    storage = Storage.local(tmp_path)
+    plan = used_or_refused(lambda: plans.saved_sweep(storage, "s", trust=True), ConfigError, str(folder))
+    if plan is not None:
+        used_or_refused(lambda: plan.config, ConfigError)
+
+
+@examples(80, content=[b"", b"{}", b"null", nested(1100).encode(), b'{"settings": {}, "reports": [[0, "x"]]}'])
+@given(content=damaged(json.dumps(RECORD).encode()) | JSON.map(str.encode))
+def test_any_record_of_a_trial_is_read_or_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "trials").mkdir(exist_ok=True)
+    file = tmp_path / "trials" / "trial_00000.json"
+    file.write_bytes(content)
+    used_or_refused(lambda: TrialRecords(Storage.local(tmp_path)).read("trial_00000"), ConfigError, str(file))
+
+
+SPACE = b"from ray import tune\n\ndef space():\n    return {'train.ppo_epochs': tune.choice([1, 2])}\n"
+BODIES = [
+    "sys.exit(0)",
+    "os._exit",
+    "1 / 0",
+    "{1: 2}",
+    "{'seed': tune}",
+    "{'seed': space}",
+    "space()",
+    "[[]]",
+    "{'a': {}}",
+]
+
+
+@examples(100, code=[SPACE.replace(b"{'train.ppo_epochs': tune.choice([1, 2])}", body.encode()) for body in BODIES])
+@given(
+    code=damaged(SPACE)
+    | st.dictionaries(st.sampled_from(setting_keys()) | st.text(max_size=4), GARBAGE, max_size=2).map(
+        lambda space: f"from math import inf, nan\n\ndef space():\n    return {space!r}\n".encode()
+    )
+)
+def test_any_search_space_is_used_or_refused(code: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "space.py"
+    file.write_bytes(b"import os, sys\n" + code)
+    used_or_refused(lambda: load_space(str(file), {}), ConfigError, str(file))
+
+
+# --- what a reward server and a reward function answer
+
+RESPONSES = [Response(Prompt(i, (), f"{i} + 1?", "2"), "2", "2", 1, finished=True) for i in range(2)]
+SCORER = RemoteReward("http://127.0.0.1:1/score", None, 64, 0, 1.0)
+
+
+@examples(100, body=[b"", b"{}", b"[]", b'{"scores": [1]}', b'{"scores": [Infinity, 1e999]}', nested(9999).encode()])
+@given(body=damaged(b'{"scores": [1.0, 0.5]}') | JSON.map(str.encode) | st.binary(max_size=20))
+def test_any_answer_of_a_reward_server_gives_scores_or_a_line(body: bytes) -> None:
+    def scores() -> list[float]:
+        return scoring.checked("url", RESPONSES, SCORER._scores(200, body, len(RESPONSES)))
+
+    try:
+        found = used_or_refused(scores, RewardError, "reward")
+    except remote._Transient as error:  # it is asked again, and then refused with this text
+        assert str(error) and "\n" not in str(error)
+        return
+    assert found is None or (len(found) == 2 and all(map(math.isfinite, found)))
+
+
+@examples(100)
+@given(returned=GARBAGE)
+def test_whatever_a_reward_function_returns_is_scores_or_a_line(returned: Any) -> None:
+    found = used_or_refused(lambda: scoring.checked("mine:f", RESPONSES, returned), RewardError, "reward mine:f")
+    assert found is None or (len(found) == 2 and all(map(math.isfinite, found)))
+
+
+# --- chat templates
+
+TEMPLATE = b"{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
+BAD_TEMPLATES = [
+    "{{",
+    "{% for %}",
+    "{{ 1 / 0 }}",
+    "{{ messages[9]['x'] }}",
+    "{{ ''.__class__ }}",
+    "{{ raise_exception('no') }}",
+]
+
+
+@examples(80, template=[text.encode() for text in BAD_TEMPLATES])
+@given(template=damaged(TEMPLATE) | st.binary(max_size=20))
+def test_any_chat_template_gives_tokens_or_a_short_error(template: bytes) -> None:
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = template.decode(errors="replace")
+    try:
+        (ids,) = prompts.encode_prompts(tokenizer, ["1 + 1?"], None)
+        assert all(isinstance(token, int) for token in ids)
+    except (TemplateError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        assert len(str(error)) < LONGEST  # `tokenize_rows` makes one line of it, which names the model

@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig
 from rlx.data import ray_data
+from rlx.data.limits import limited
 
 if TYPE_CHECKING:
     import ray.data
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("rlx")
 _BLOCK_ROWS = 32_768  # of rows that are not in blocks yet
 _BATCH = 1024  # questions in one call of the tokenizer
+_TEMPLATE_S, _TEMPLATE_BYTES = 60.0, 2 << 30  # for a batch of prompts
+_TEMPLATE_LENGTH = 1_000_000  # characters that a chat template may add to a question
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 """suffixes of files that no tokenizer reads"""
 
@@ -98,7 +101,11 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
 
 
 def encode_prompts(tokenizer: Any, questions: Sequence[str], system_prompt: str | None) -> list[list[int]]:
-    """Returns each question's token ids `[P]` in the tokenizer's chat template; as bare text if it has none."""
+    """Returns each question's token ids `[P]` in the tokenizer's chat template; as bare text if it has none.
+
+    Raises:
+        ValueError: the template takes too long or too much memory.
+    """
     if not questions:
         return []
     if not tokenizer.chat_template:
@@ -106,7 +113,11 @@ def encode_prompts(tokenizer: Any, questions: Sequence[str], system_prompt: str 
         return [list(ids) for ids in tokenizer([f"{before}{question}" for question in questions]).input_ids]
     start = [{"role": "system", "content": system_prompt}] if system_prompt else []
     chats = [[*start, {"role": "user", "content": question}] for question in questions]
-    return [list(ids) for ids in tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)]
+    with limited("the chat template", _TEMPLATE_S, _TEMPLATE_BYTES):
+        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    if (longest := max(map(len, texts))) > max(map(len, questions)) + _TEMPLATE_LENGTH:
+        raise ValueError(f"the chat template makes {longest:,} characters of a question")
+    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
 
 
 def encode_prompt(tokenizer: Any, question: str, system_prompt: str | None) -> list[int]:

@@ -26,6 +26,7 @@ MODE: Mode = "max"
 """how searches compare trials: a larger DEFAULT_METRIC is better; `TrialSource` gives them any metric as that"""
 SINGLE_VALUE = str | int | float | np.generic | None
 """types of choices that adaptive searches accept"""
+_PLAIN = (str, int, float, np.generic, type(None), Mapping, list, tuple)
 # Keys and prefixes of settings that decide the resources of a trial, which are the same for all trials.
 _RESOURCES = (
     "scaling.",
@@ -67,7 +68,7 @@ def _call_space(path: str) -> Space | None:
     try:
         spec.loader.exec_module(module)
         return dict(module.space()) if hasattr(module, "space") else None
-    except Exception as error:  # the file may raise anything
+    except (Exception, SystemExit) as error:  # the file may raise anything
         raise ConfigError(f"--space {path}: {type(error).__name__}: {error}") from None
 
 
@@ -96,6 +97,8 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
     if not extremes(domain):
         raise ConfigError(f"--space {path}: {key} has no values to choose from")
     for value in extremes(domain):
+        if not isinstance(value, _PLAIN):
+            raise ConfigError(f"--space {path}: {key}: no setting can be a {type(value).__name__}")
         from_tree(with_overrides(dict(tree), {key: value}), f"--space {path}")
 
 

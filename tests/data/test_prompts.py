@@ -1,7 +1,9 @@
 """The prompt table: token ids of prompts, made in real Ray tasks."""
 
 import logging
+import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,36 @@ def test_a_batch_of_questions_has_the_tokens_of_each_alone(chat_model: str, base
         assert list(encoder(questions)) == alone
         if system is None and model == base_model:
             assert alone[0] == tokenizer("1 + 1?").input_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "took longer than 0.5 s"),
+        ("{{ 'a' * 3000000000 }}", "took more than 256 MiB"),
+        ("{{ 'ab' * 1000000 }}", "makes 2,000,000 characters of a question"),
+    ],
+)
+def test_a_hostile_chat_template_is_stopped(
+    template: str, said: str, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_TEMPLATE_S", 0.5)
+    monkeypatch.setattr(prompts, "_TEMPLATE_BYTES", 256 << 20)
+    tokenizer = prompts.load_tokenizer(chat_model)
+    tokenizer.chat_template, template = template, tokenizer.chat_template
+    before = (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS))
+    with pytest.raises(ValueError, match=said):
+        prompts.encode_prompts(tokenizer, ["1 + 1?"], None)
+    assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
+    tokenizer.chat_template = template
+    assert prompts.encode_prompts(tokenizer, ["1 + 1?"], None)
+
+
+def test_an_error_of_a_chat_template_names_the_model(chat_model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(chat_model, tmp_path / "hostile")
+    (folder / "chat_template.jinja").write_text("{{ 'ab' * 1000000 }}")
+    with pytest.raises(ConfigError, match=rf"model.path {folder}: its tokenizer: .*makes 2,000,000 characters"):
+        prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), str(folder))
 
 
 def test_many_rows_are_tokenized_in_several_blocks_in_their_order(
