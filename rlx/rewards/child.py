@@ -32,6 +32,10 @@ Function = Callable[[Any], Any]
 class ChildError(Exception):
     """The child process gave no answer. The text says why, and continues a sentence about the function."""
 
+    def __init__(self, text: str, trace: str = "") -> None:
+        super().__init__(text)
+        self.trace = trace  # of what the function raised
+
 
 class ChildTimeout(ChildError):
     """The child process took too long, and was ended."""
@@ -90,7 +94,7 @@ class ChildProcess:
         if not is_good:
             if not self._is_ready:  # it had no function to call
                 self._end()
-            raise ChildError(f"raised {result}")
+            raise ChildError(f"raised {result[0]}", trace=result[1])
         return result
 
     def _end(self) -> str:
@@ -127,13 +131,13 @@ def _serve(pipe: Connection) -> None:
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-    """(True, the result), or (False, what was raised and where)."""
+    """(True, the result), or (False, (what was raised and where, in one line; the traceback))."""
     try:
         return True, function(*arguments)
     except (Exception, SystemExit) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(repr(error).split())
-        return False, f"{text[:300]} at {frame.filename}:{frame.lineno}"
+        return False, (f"{text[:300]} at {frame.filename}:{frame.lineno}", traceback.format_exc())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

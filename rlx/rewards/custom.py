@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import logging
 import math
 import os
@@ -30,6 +31,10 @@ _KEYWORDS = ("prompts", "completions", "answers")
 
 class RewardError(ValueError):
     """A reward function failed, or returned invalid scores; the text is one line that names the function."""
+
+    def __init__(self, text: str, details: str = "") -> None:
+        super().__init__(text)
+        self.details = details  # what it was called with, and its traceback
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -113,13 +118,12 @@ def custom_scorer(name: str, config: RewardConfig) -> Scorer:
         }
         try:
             return _process_of(name).call(columns, config.timeout_s)
-        except ChildTimeout as error:
-            if config.on_timeout == "fail":
-                raise RewardError(f"reward {name}: {error}, for {describe_batch(responses)}") from None
-            _LOG.warning("reward %s: %s: 0 for %s", name, error, describe_batch(responses))
-            return [0.0] * len(responses)
         except ChildError as error:
-            raise RewardError(f"reward {name}: {error}, for {describe_batch(responses)}") from None
+            if isinstance(error, ChildTimeout) and config.on_timeout == "zero":
+                _LOG.warning("reward %s: %s: 0 for %s", name, error, describe_batch(responses))
+                return [0.0] * len(responses)
+            details = f"{error.trace}\ncalled with\n{json.dumps(columns, indent=1)}\n"
+            raise RewardError(f"reward {name}: {error}, for {describe_batch(responses)}", details) from None
 
     return scorer
 

@@ -50,7 +50,7 @@ END_S = 10.0
 """longest wait for workers that were told to end"""
 _START_S = 60.0  # Ray Train's wait for room in one attempt to place the workers
 _WAIT_S = 5.0  # for one answer of the mailbox
-_MESSAGE_LENGTH = 500  # an error's text is cut to this number of characters
+_MESSAGE_LENGTH = 1000  # an error's text is cut to this number of characters
 _FATAL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, NameError, ImportError)
 
 

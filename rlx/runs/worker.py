@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from rlx.config.run import RunConfig
 from rlx.data.stream import Share
 from rlx.mesh import Mesh
 from rlx.rewards import reward_model
+from rlx.rewards.custom import RewardError
 from rlx.rewards.remote import RemoteReward
 from rlx.rollout.engine_actors import EngineSpec, start_engine_here
 from rlx.rollout.engine_group import EngineGroup
@@ -147,8 +149,22 @@ def run_job(spec: WorkerSpec, box: Box, number: int, train_folder: Storage) -> N
         figures = doctor.examine(trainer, collector)
         inputs.reporter.report(figures | {"step": 0}, is_last=True, checkpoints=[])
     else:
-        loop.train(trainer, collector, checkpointer, inputs.reporter)
+        with _keeping_details(spec.folder):
+            loop.train(trainer, collector, checkpointer, inputs.reporter)
     setup.close(trainer, collector, checkpointer, inputs.reporter)
+
+
+@contextmanager
+def _keeping_details(folder: Storage) -> Iterator[None]:
+    """Writes what a failed reward function was called with, and its traceback, into the run's folder."""
+    try:
+        yield
+    except RewardError as error:
+        if not error.details:
+            raise
+        file = folder / f"reward_error_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
+        file.write_text(f"{error}\n\n{error.details}")
+        raise RewardError(f"{error}; in full in {file.path}") from None
 
 
 def inputs_of(job: Job) -> TrainingInputs:

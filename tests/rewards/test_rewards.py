@@ -1,6 +1,7 @@
 """Answers out of completions, what they score by each function, and how the scores of several add up."""
 
 import itertools
+import json
 import math
 import re
 import sys
@@ -383,6 +384,9 @@ def test_what_a_function_of_ones_own_does_names_it_and_the_next_call_is_answered
     assert re.fullmatch(
         rf"reward {name}: {complaint}, for 1 responses, from prompt 0 \('{re.escape(FIRST)}'\) on", str(caught.value)
     )
+    details = json.loads(caught.value.details.partition("called with")[2])
+    assert details["completions"] == [""]
+    assert ("Traceback" in caught.value.details) == ("raised" in complaint)
     assert scoring.score([response(text="x")], scorers, config).total == [0.5]
 
 

@@ -328,6 +328,8 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     assert [record.state for _, record in sorted(results.items())] == ["failed", "finished"]
     (failure,) = tuner.failures(results)
     assert failure.startswith(f"trial_00000: {words}")
+    (details,) = (place / "storage" / "sweeps" / "s" / "runs" / "trial_00000").glob("reward_error_*.txt")
+    assert "Traceback" in details.read_text() and '"completions"' in details.read_text()
     before = {name: history(plan, storage, name) for name in sorted(results)}
     assert tuner.run_sweep(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
     flag.unlink()
