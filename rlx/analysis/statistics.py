@@ -119,8 +119,9 @@ def final_value(trial: Trial, metric: str) -> float:
 
 
 def best_value(trial: Trial, metric: str, mode: Mode) -> float:
-    """The best value of a metric at any step; NaN if the trial has none."""
+    """The best value of a metric after any step of training; NaN if the trial has none."""
     curve = trial.curve(metric)
+    curve = curve[curve.index > 0]
     return float(curve.max() if mode == "max" else curve.min())
 
 

@@ -224,7 +224,8 @@ def test_a_sweep_stops_bad_trials_and_leaves_nothing(tiny_model: Path, place: Pa
     for name, run in runs.items():
         assert run.data.tags["rlx.trial"] == name and run.data.params["train.steps"] == "10"
         assert ("rlx.stopped" in run.data.tags) == (states[name] == "stopped")
-        assert max(history(plan, storage, name)["reward/mean"]) >= results[name].step >= 2
+        assert max(history(plan, storage, name)["reward/mean"]) == results[name].step >= 2
+        assert run.data.tags.get("rlx.stopped", "10") == str(results[name].step)
     processes = {name: {metrics["pid"] for metrics in told if "pid" in metrics} for name, told in news.metrics.items()}
     assert len(set().union(*processes.values())) == 1  # all ran where the first did, also after one was stopped
     assert (storage / "sweeps" / "s").names() == [
