@@ -83,7 +83,7 @@ def test_nothing_outside_rlx_is_imported_by_it() -> None:
 
 def test_vllm_has_two_doors_and_mlflow_one() -> None:
     assert importers("vllm") <= {"rlx.rollout.vllm_engine", "rlx.rollout.weight_sync.receiver"}
-    assert importers("mlflow") == {"rlx.tracking.mlflow"}
+    assert importers("mlflow") == {"rlx.tracking.mlflow", "rlx.tracking.mlflow_page"}
 
 
 def test_ray_is_imported_where_it_is_used_alone() -> None:

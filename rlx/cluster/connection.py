@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from rlx.cluster.leftovers import clear_leftovers
 from rlx.cluster.resources import ResourcePlan, wait_for_room
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
@@ -78,6 +79,7 @@ def start_cluster(**options: Any) -> None:
 
     It has a dashboard, on a free port of this machine: Ray Train's cleaner of placement groups asks it who is alive.
     """
+    clear_leftovers()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -98,7 +99,10 @@ def make_tiny_model(
         accuracy = greedy_accuracy(model, tokenizer, held_out)
     report = {"accuracy": accuracy, "seconds": time.monotonic() - started}
     with atomic_folder(folder, repeatable=True) as unfinished, no_progress_bars():
-        model.save_pretrained(unfinished)
+        try:
+            model.save_pretrained(unfinished)
+        except SafetensorError as error:  # a full disk
+            raise OSError(f"the tiny model cannot be written to {folder}: {error}") from None
         tokenizer.save_pretrained(unfinished)
         record = {"recipe": asdict(recipe), **report}
         (unfinished / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")

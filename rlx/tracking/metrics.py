@@ -58,6 +58,7 @@ METRICS = {
     "tokens/padding_fraction": "fraction of the positions in the forward passes of the update that are padding",
     "tokens/total": "response tokens generated since the start of the run",
     "staleness/mean": "mean age of the weights that generated the completions, in steps",
+    "best/METRIC": "best value of METRIC after any step of training (checkpoint.best_by), or of a sweep's best setting",
     "memory/peak_gib": "largest peak memory of a worker in GiB, of its GPU if it has one",
 }
 
@@ -65,4 +66,5 @@ METRICS = {
 def meaning(metric: str) -> str | None:
     """What a metric measures; None for an unknown name. Every name reward/... is that of a reward function."""
     general = "reward/NAME" if metric.startswith("reward/") else metric
+    general = "best/METRIC" if metric.startswith("best/") else general
     return METRICS.get(metric, METRICS.get(general))

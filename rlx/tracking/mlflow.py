@@ -1,4 +1,4 @@
-"""The MLflow tracking service, and the only module that imports mlflow: everything it returns is a record of rlx.
+"""The MLflow tracking service; what it returns are records of rlx. Only this module and mlflow_page import mlflow.
 
 A sweep is a parent run, a trial a child run of it, and a later attempt of a trial a child run of the trial. A resumed
 run continues its own MLflow run.
@@ -24,6 +24,7 @@ from typing import Any
 from filelock import FileLock
 
 from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.tracking import mlflow_page
 from rlx.tracking.base import MetricPoint, RunStatus, TrackedRun
 from rlx.tracking.origin import origin_tags
 
@@ -46,7 +47,6 @@ _CAUSE = re.compile(
 _TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow 3 opens its pages for traces and evaluations
 _SQLITE = "sqlite:///"
 _PARENT = "mlflow.parentRunId"
-_DESCRIPTION = "mlflow.note.content"
 
 
 def default_uri(folder: Path) -> str:
@@ -125,6 +125,7 @@ class MLflowService:
             created = mlflow.create_run(experiment_id, at, dict(tags) | origin_tags() | extra, name)
             run_id = str(created.info.run_id)
         mlflow.log_batch(run_id, params=[Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in params.items()])
+        mlflow_page.dress(mlflow, run_id, params, tags)
         return run_id
 
     def reopen_run(self, run_id: str, at: int) -> bool:
@@ -218,6 +219,8 @@ class MLflowRun:
     def end(self, status: RunStatus, at: int) -> None:
         """Ends the run. A run that has this status already keeps its end time."""
         if self._client.get_run(self.run_id).info.status != status:
+            if status == RunStatus.FINISHED:
+                mlflow_page.log_best(self._client, self.run_id, at)
             self._client.set_terminated(self.run_id, status, at)
 
 
@@ -328,10 +331,8 @@ def log_files(uri: str, run_id: str, paths: Sequence[Path], folder: str | None =
 
 
 def log_summary(uri: str, run_id: str, description: str, metrics: Mapping[str, float]) -> None:
-    """Gives a run the description that the MLflow page shows, and final metrics at step 0."""
-    client(uri).set_tag(run_id, _DESCRIPTION, description)
-    for name, value in metrics.items():
-        client(uri).log_metric(run_id, name, value, step=0)
+    """Gives a sweep its description, and its best values under names of their own: trials have curves of these."""
+    mlflow_page.summarize(client(uri), run_id, description, metrics)
 
 
 def register(uri: str, run_id: str, folder: Path, name: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 import rlx
 from rlx.config.errors import ConfigError
+from rlx.config.sections import flatten
 from rlx.tracking import mlflow
 from rlx.tracking.base import MetricPoint, RunStatus
 
@@ -56,7 +57,32 @@ def test_runs_are_read_back_as_records(uri: str) -> None:
     assert mlflow.find_runs(uri, experiment, kind="sweep", parent=parent) == []
     mlflow.log_summary(uri, parent, "it won", {"eval/accuracy": 0.75})
     summary = mlflow.get_run(uri, parent)
-    assert (summary.tags["mlflow.note.content"], summary.metrics) == ("it won", {"eval/accuracy": 0.75})
+    assert (summary.tags["mlflow.note.content"], summary.metrics) == ("it won", {"best/eval/accuracy": 0.75})
+
+
+SETTINGS = {key: str(value) for key, value in flatten(rlx.RunConfig()).items() if value is not None}
+
+
+def test_the_page_of_a_run_has_a_description_its_data_sets_and_its_best(uri: str) -> None:
+    service = mlflow.MLflowService(uri)
+    tags = {"rlx.kind": "run", "rlx.folder": "/runs/a"}
+    run_id = service.make_run("1", "rlx", "a", parent=None, params=SETTINGS, tags=tags, at=1000)
+    writer = service.writer(run_id)
+    for step, value in enumerate((0.9, 0.25, 0.75, 0.75, 0.5)):
+        writer.log({"eval/accuracy": value}, step, 2000 + step)
+    for status in (RunStatus.KILLED, RunStatus.FINISHED, RunStatus.FINISHED):
+        assert "best/eval/accuracy" not in mlflow.get_run(uri, run_id).metrics or status == RunStatus.FINISHED
+        writer.end(status, 3000)
+    run = mlflow.client(uri).get_run(run_id)
+    assert run.data.tags["mlflow.note.content"] == (
+        "PPO (gae) of tiny on reasoning_gym:chain_sum: 40 steps of 64 prompts x 4 completions. Kept in /runs/a."
+    )
+    sets = {used.tags[0].value: used.dataset for used in run.inputs.dataset_inputs}
+    assert {use: each.name for use, each in sets.items()} == dict.fromkeys(
+        ("training", "evaluation"), "reasoning_gym:chain_sum"
+    )
+    assert sets["training"].digest != sets["evaluation"].digest and "data.num_prompts" in sets["training"].source
+    assert mlflow.history(uri, run_id, "best/eval/accuracy") == [MetricPoint(2, 0.75, 3000)]  # of trained steps
 
 
 def test_what_is_printed_can_be_pasted_into_a_shell() -> None:

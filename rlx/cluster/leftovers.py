@@ -1,0 +1,41 @@
+"""Deletes what earlier clusters and engines have left in the temporary folder: they never do that themselves.
+
+Left out: what is younger than a day, of other users, or of a process that is still there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_KEPT_S = 24 * 3600.0  # the logs of a failed run are there for a day
+_SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+_(\d+)")  # Ray's, with its driver's process id
+_RENDEZVOUS = re.compile(r"vllm_dist_[0-9a-f]{32}")  # vLLM's, one file for each engine
+
+
+def clear_leftovers() -> None:
+    """Deletes Ray's session folders and vLLM's files; what cannot be deleted stays."""
+    temporary = Path(tempfile.gettempdir())
+    sessions = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
+    for path in [*_found(sessions, _SESSION), *_found(temporary, _RENDEZVOUS)]:
+        session = _SESSION.fullmatch(path.name)
+        if not (session and Path("/proc", session[1]).exists()):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _found(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    """This user's files and folders of such a name that have not changed for a day."""
+    old: list[Path] = []
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(OSError):  # another process has deleted it meanwhile
+                status = path.lstat()
+                is_mine = status.st_uid == os.getuid() and not path.is_symlink()
+                if name.fullmatch(path.name) and is_mine and time.time() - status.st_mtime > _KEPT_S:
+                    old.append(path)
+    return old
