@@ -9,6 +9,7 @@ May import: config, algorithms, types, actors, mesh, cluster, storage, data, rew
 tracking.
 
 Example:
+    from rlx.cluster import connection
     from rlx.config.loading import from_tree
     from rlx.runs import launch, preflight
     from rlx.storage.addresses import open_storage

@@ -10,7 +10,7 @@ May import: runs, cluster, tracking, storage, config.
 
 Example:
     from rlx.config.run import RunConfig
-    from rlx.runs import launch
+    from rlx.cluster import connection
     from rlx.cluster.resources import plan_resources
     from rlx.storage.addresses import open_storage
     from rlx.sweeps import plans, tuner

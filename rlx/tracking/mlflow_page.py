@@ -17,14 +17,14 @@ _DATA_SETS = {"training": "data.", "evaluation": "eval."}
 """by MLflow's word for what a data set is used for: the settings that make it"""
 
 
-def describe(client: Any, run_id: str, text: str) -> None:
+def set_description(client: Any, run_id: str, text: str) -> None:
     """Gives a run the description that its page shows."""
     client.set_tag(run_id, _DESCRIPTION, text)
 
 
 def summarize(client: Any, run_id: str, description: str, metrics: Mapping[str, float]) -> None:
     """Gives a sweep a description, and the best values of metrics under names of their own."""
-    describe(client, run_id, description)
+    set_description(client, run_id, description)
     for name, value in metrics.items():
         client.log_metric(run_id, f"{BEST}{name}", value, step=0)
 
@@ -40,7 +40,7 @@ def dress(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str
     size = f"{params['train.steps']} steps of {params['train.prompts_per_step']} prompts"
     what = f"PPO ({params['algorithm.advantage']}) of {params['model.path']} on {params['data.source']}: {size}"
     text = f"{what} x {params['train.samples_per_prompt']} completions. Kept in {tags['rlx.folder']}."
-    describe(client, run_id, text)
+    set_description(client, run_id, text)
     client.log_inputs(run_id, [_data_set(params, use, prefix) for use, prefix in _DATA_SETS.items()])
 
 

@@ -24,8 +24,8 @@ from rlx.cli.options import end_on_signals, exit_code
 def command():
     end_on_signals()
     {before}
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(60)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("go on")
