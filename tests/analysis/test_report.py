@@ -87,7 +87,7 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, n
     assert len(pd.read_csv(tmp_path / "trials.csv")) == len(loaded.trials)
     run, settings = mlflow.get_run(uri, loaded.run_id), report.comparisons(loaded)["settings"]
     assert run.tags["mlflow.note.content"] == f"{summary_sentence(settings)} analysis/analysis.html has the rest."
-    assert run.metrics == ({"eval/accuracy": settings[0].mean} if recipe else {})
+    assert run.metrics == ({"best/eval/accuracy": settings[0].mean} if recipe else {})
     height, width, _ = matplotlib.image.imread(tmp_path / "settings.png").shape
     assert (height, width) >= (700, 1500)
 

@@ -22,6 +22,8 @@ import signal, sys, time
 from rlx.cli.options import end_on_signals, exit_code
 
 def command():
+    if not {ignored}:  # where the tests run under nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     end_on_signals()
     {before}
     try:
@@ -37,7 +39,7 @@ sys.exit(exit_code(command))
 def start(before: str = "pass", ignored: bool = False) -> subprocess.Popen[str]:
     """A command that waits; `ignored`: as under nohup."""
     shell = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"] if ignored else []
-    command = [*shell, sys.executable, "-c", COMMAND.format(before=before)]
+    command = [*shell, sys.executable, "-c", COMMAND.format(before=before, ignored=ignored)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "ready\n"
     return process

@@ -1,0 +1,55 @@
+"""What a worker does around training: phases from rank 0 alone, and the details of a failed reward function."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlx.config.sections import ScalingConfig
+from rlx.rewards.custom import RewardError
+from rlx.runs import worker
+from rlx.runs.mailbox import Message
+from rlx.runs.worker_group import backend_of
+from rlx.storage.filesystem import Storage
+from rlx.tracking.memory import NullTracker
+from rlx.types import Phase
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, ["models", "engine 1 is back"]), (1, ["engine 1 is back"])])
+def test_phases_come_from_the_first_rank_and_messages_from_all(rank: int, told: list[str]) -> None:
+    sent: list[Any] = []
+    job = worker.Job(SimpleNamespace(), SimpleNamespace(send=sent.append), 1, Storage.local("."))  # type: ignore[arg-type]
+    reporter = worker.RayReporter(NullTracker(), job, rank)
+    reporter.notify(Phase("models"))
+    reporter.notify("engine 1 is back")
+    assert sent == [Message(text) for text in told]
+    assert [isinstance(message.text, Phase) for message in sent] == [text == "models" for text in told]
+
+
+def test_the_details_of_a_failed_reward_function_are_kept_in_the_runs_folder(tmp_path: Path) -> None:
+    with pytest.raises(RewardError) as refused, worker._keeping_details(Storage.local(tmp_path)):
+        raise RewardError("reward mine:f: raised KeyError('x') at f.py:3", "Traceback ...\ncalled with\n{}")
+    (file,) = tmp_path.iterdir()
+    assert str(refused.value) == f"reward mine:f: raised KeyError('x') at f.py:3; in full in {file}"
+    assert file.read_text() == "reward mine:f: raised KeyError('x') at f.py:3\n\nTraceback ...\ncalled with\n{}"
+
+
+@pytest.mark.parametrize("error", [RewardError("reward task: no score"), ValueError("another")])
+def test_other_errors_pass_as_they_are(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as passed, worker._keeping_details(Storage.local(tmp_path)):
+        raise error
+    assert passed.value is error and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "offload", "backend"),
+    [
+        (False, (), "gloo"),
+        (True, (), "nccl"),
+        (True, ("reference",), "nccl"),
+        (True, ("critic",), "cpu:gloo,cuda:nccl"),
+    ],
+)
+def test_gradients_in_host_memory_need_gloo_too(use_gpu: bool, offload: tuple[Any, ...], backend: str) -> None:
+    assert backend_of(ScalingConfig(use_gpu=use_gpu), offload) == backend
