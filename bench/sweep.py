@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"--reuse {reuse}")
             print("".join(f"{name:<62} {value:8.3f}\n" for name, value in results[reuse].items()), flush=True)
     out = ROOT / "bench" / "results" / "sweep.json"
+    out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps({"trials": args.trials, "steps": args.steps, **results}, indent=1) + "\n")
     return 0
 

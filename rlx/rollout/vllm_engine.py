@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,11 +80,16 @@ class VLLMEngine:
         """
         self.version: int | None = None  # None: the engine holds no complete weights of a step
         self._update: WeightUpdate | None = None
-        self._process, self._in_work = uuid.uuid4().hex, 0
+        self._process, self._in_work, self._needed = uuid.uuid4().hex, 0, 0
         self._requests = Gauge("rlx_engine_requests", "Completions that an engine works on now.")
+        self._demand = Gauge(
+            "rlx_engine_cache_demand",
+            "Share of the KV cache that the completions in work may need; some wait where it is above 1.",
+        )
         self._tokens = Counter("rlx_engine_tokens", "Tokens that an engine has generated.")
         self._thread = EngineThread(partial(SteppedVLLM, model, options, adapter))
-        self._gpus = (await self._thread.started()).gpus
+        engine = await self._thread.started()
+        self._gpus, self._cache_tokens = engine.gpus, engine.cache_tokens
 
     # An engine that Ray is restarting answers when it is up again; no other call is ever sent twice.
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
@@ -107,18 +112,20 @@ class VLLMEngine:
         if version != self.version:
             raise WeightSyncError(f"asked for weight version {version} but holds version {self.version}")
         started = time.monotonic()
-        self._count(len(requests))
+        self._count(requests, 1)
         try:
             outputs = await asyncio.gather(*(self._thread.submit(SteppedVLLM.add, request) for request in requests))
         finally:
-            self._count(-len(requests))
+            self._count(requests, -1)
         self._tokens.inc(sum(len(output.token_ids) for output in outputs) or 1)  # Ray takes no 0
         return list(outputs), time.monotonic() - started
 
-    def _count(self, change: int) -> None:
-        """Counts the requests that are in work, for Prometheus."""
-        self._in_work += change
+    def _count(self, requests: Sequence[Request], sign: int) -> None:
+        """Counts the requests that are in work and the tokens that they may have, for Prometheus."""
+        self._in_work += sign * len(requests)
+        self._needed += sign * sum(len(request.prompt) + request.sampling.max_tokens for request in requests)
         self._requests.set(self._in_work)
+        self._demand.set(self._needed / self._cache_tokens)
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""
@@ -183,6 +190,8 @@ class SteppedVLLM:
         if self._asleep:  # an engine restarted during training would take the trainer's memory
             self._llm.sleep(level=2)
         self.gpus: list[str] = self._llm.collective_rpc("rlx_gpu")  # of each worker, empty on CPU
+        cache = self._llm.vllm_config.cache_config
+        self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that fit into the KV cache
 
     @property
     def is_busy(self) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rlx.actors import EngineLostError, RolloutError
 from rlx.mesh import Mesh
 from rlx.models import loading, lora, policy
-from rlx.rollout.base import request_seed
+from rlx.rollout.base import Request, request_seed
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.vllm_engine import with_newer_runner
 from rlx.rollout.weight_sync import buckets
@@ -290,6 +290,21 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(tied: Side) -> None:
     assert again.finished
     assert again.token_ids == cut.token_ids[:length]
     assert again.logprobs == cut.logprobs[:length]
+
+
+def test_what_an_engine_works_on_is_counted_with_the_cache_that_it_may_need(tied: Side) -> None:
+    requests = [Request((1, 2, 3), 0, SAMPLING), Request((1,), 1, SAMPLING)]
+
+    def counted(engine: Any) -> list[tuple[int, int]]:
+        found = []
+        for sign in (1, -1):
+            engine._count(requests, sign)
+            found.append((engine._in_work, engine._needed))
+        return [*found, (engine._cache_tokens, 0)]
+
+    tied.generate()
+    during, after, (cache, _) = ray.get(tied.engine.__ray_call__.remote(counted))
+    assert (during, after) == ((2, 4 + 2 * SAMPLING.max_tokens), (0, 0)) and cache > 1000
 
 
 def test_max_tokens_truncates(tied: Side) -> None:
