@@ -1,6 +1,6 @@
 """Ray Tune's schedulers by name: they stop bad trials early, or make a trial continue from a better one.
 
-All of them judge a trial by its newest held-out accuracy at each step that it reports.
+All of them judge a trial at its evaluations alone. It waits there, so it ends at the step where it is stopped.
 Left out: which settings are tried (`searchers`).
 """
 
@@ -43,6 +43,10 @@ class Schedule:
         """The step of the first evaluation that training can have changed."""
         return min(self.steps, self.eval_every or self.steps)
 
+    def is_evaluation(self, result: Mapping[str, Any]) -> bool:
+        """Whether a trial has evaluated at a step that it reports."""
+        return result[_TIME] % self.first_rung == 0 or result[_TIME] >= self.steps
+
 
 def _fifo(schedule: Schedule) -> TrialScheduler:
     return FIFOScheduler()
@@ -50,19 +54,20 @@ def _fifo(schedule: Schedule) -> TrialScheduler:
 
 def _asha(schedule: Schedule) -> TrialScheduler:
     """Stops the worse half at each rung (Li et al. 2020); the first rung comes after the first evaluation."""
-    return ASHAScheduler(
-        time_attr=_TIME, max_t=schedule.steps + 1, grace_period=schedule.first_rung, reduction_factor=2
+    return _ASHA(
+        schedule, time_attr=_TIME, max_t=schedule.steps + 1, grace_period=schedule.first_rung, reduction_factor=2
     )
 
 
 def _hyperband(schedule: Schedule) -> TrialScheduler:
     """Successive halving in brackets; each rung waits for all of its trials (Li et al. 2018)."""
-    return HyperBandScheduler(time_attr=_TIME, max_t=schedule.steps + 1, reduction_factor=2)
+    return _HyperBand(schedule, time_attr=_TIME, max_t=schedule.steps + 1, reduction_factor=2)
 
 
 def _median(schedule: Schedule) -> TrialScheduler:
     """Stops a trial whose best is below the median of the others' means so far (Golovin et al. 2017)."""
-    return MedianStoppingRule(
+    return _Median(
+        schedule,
         time_attr=_TIME,
         grace_period=schedule.first_rung,
         min_samples_required=3,
@@ -97,12 +102,33 @@ REPLAYING = ("asha", "hyperband", "median")
 """schedulers that get the earlier reports of the trials again when a sweep is resumed"""
 
 
-class _ResumablePopulation(PopulationBasedTraining):
-    """Ray's scheduler, but it looks at evaluations alone, once each, and leaves finished trials as they are."""
+class _AtEvaluations(TrialScheduler):
+    """Keeps from one of Ray's schedulers the steps without an evaluation."""
 
     def __init__(self, schedule: Schedule, **options: Any) -> None:
         super().__init__(**options)
         self.schedule = schedule
+
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
+        if not self.schedule.is_evaluation(result):
+            return TrialScheduler.CONTINUE
+        return str(super().on_trial_result(tune_controller, trial, result))
+
+
+class _ASHA(_AtEvaluations, ASHAScheduler):
+    pass
+
+
+class _HyperBand(_AtEvaluations, HyperBandScheduler):
+    pass
+
+
+class _Median(_AtEvaluations, MedianStoppingRule):
+    pass
+
+
+class _ResumablePopulation(_AtEvaluations, PopulationBasedTraining):
+    """It looks at each evaluation once, and leaves finished trials as they are."""
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         """Ray refuses searches beside this scheduler, as it chooses settings itself; ours only lists the first ones."""
@@ -110,7 +136,7 @@ class _ResumablePopulation(PopulationBasedTraining):
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         step, seen = result[_TIME], (0, self.schedule.steps_done.get(str(trial)))
-        if step % self.schedule.first_rung or step in seen or step >= self.schedule.steps:
+        if step in seen or step >= self.schedule.steps:
             return TrialScheduler.CONTINUE
         return str(super().on_trial_result(tune_controller, trial, result))
 

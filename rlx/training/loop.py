@@ -187,12 +187,25 @@ def report(
         checkpointer.save(shards, metrics, reporter.run_id)
     if is_last or not trainer.config.checkpoint.async_save:
         finished += checkpointer.finished(every=True)
-    reporter.report(
-        metrics | trainer.evaluation | {"step": trainer.step},
-        is_last=is_last,
-        checkpoints=finished,
-    )
-    return is_last
+    step = metrics | trainer.evaluation | {"step": trainer.step}
+    reporter.report(step, is_last=is_last, checkpoints=finished)
+    return is_last or ("time/eval" in metrics and ends_here(trainer, checkpointer, reporter, metrics))
+
+
+def ends_here(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter, metrics: dict[str, float]) -> bool:
+    """Whether rank 0 was asked to stop because of an evaluation it has just reported; a collective call.
+
+    If so, the step is reported once more as the last one, with a checkpoint of it.
+    """
+    if not agree(trainer, checkpointer, reporter)[0]:
+        return False
+    if checkpointer.is_due(is_last=True):
+        shards, _ = checkpointer.copy_state()
+        reporter.flush()
+        checkpointer.save(shards, metrics, reporter.run_id)
+    step = metrics | trainer.evaluation | {"step": trainer.step}
+    reporter.report(step, is_last=True, checkpoints=checkpointer.finished(every=True))
+    return True
 
 
 def agree(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter) -> tuple[bool, bool, bool]:

@@ -119,6 +119,16 @@ def test_hyperband_brings_all_trials_to_an_end(
     assert steps(reports) == [8, 8, 8, 8, 4, 8, 4, 8]
 
 
+def test_trials_are_judged_at_evaluations_alone(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 is no step of an evaluation here."""
+    monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "8")
+    reports = run("hyperband", [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.5, 0.8], sweep(8, 3), tmp_path)
+    assert set(steps(reports)) == {6, 8}
+    assert steps(run("median", [0.5, 0.7, 0.1, 0.2, 0.9], sweep(8, 3), tmp_path / "median")) == [8, 8, 8, 3, 8]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Populations
 

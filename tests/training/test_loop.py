@@ -1,6 +1,7 @@
 """The whole loop in a plain process: fakes for engines and reports, real models, real files, no Ray and no MLflow."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from rlx.mesh import Mesh
 from rlx.rollout.fake_engine import FakeEngines
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import checkpoint_name
+from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.training import loop, setup
 from rlx.training.reporting import MemoryReporter
 from rlx.training.setup import TrainingInputs, WeightSource
 
 STEPS = 4
+Runs = tuple[Any, Any, Any, Any, bool]
 
 
 @dataclass
@@ -40,7 +43,15 @@ class Stopping(MemoryReporter):
         return len(self.metrics) == 2
 
 
-def trained(path: str, folder: str, reporter: MemoryReporter | None = None) -> Outcome:
+class Judged(MemoryReporter):
+    """Is asked to stop because of the evaluation that it reports at step 2."""
+
+    def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoints: Sequence[FinishedCheckpoint]) -> None:
+        super().report(metrics, is_last=is_last, checkpoints=checkpoints)
+        self.stopping = metrics["step"] == 2
+
+
+def trained(path: str, folder: str, reporter: MemoryReporter | None = None, save_every: int = 1) -> Outcome:
     """Trains from the newest checkpoint in the folder, or from the start."""
     tree = {
         "model": {"path": path},
@@ -49,7 +60,7 @@ def trained(path: str, folder: str, reporter: MemoryReporter | None = None) -> O
         "train": {"steps": STEPS, "prompts_per_step": 4, "samples_per_prompt": 2},
         "rollout": {"max_tokens": 6},
         "eval": {"every": 2},
-        "checkpoint": {"every": 1, "keep_last": None},
+        "checkpoint": {"every": save_every, "keep_last": None},
         "reward": {"functions": {"length": 1.0}, "length_target": 3},
     }
     config = from_tree(tree)
@@ -81,14 +92,16 @@ def trained(path: str, folder: str, reporter: MemoryReporter | None = None) -> O
     return Outcome(reporter, engines[0])
 
 
-def stopped_and_resumed(rank: int, ranks: int, path: str, folder: str) -> tuple[Any, Any, Any, bool]:
-    """A run to the end; one that is asked to stop after two steps; what continues it."""
+def stopped_and_resumed(rank: int, ranks: int, path: str, folder: str) -> Runs:
+    """A run to the end; one that is asked to stop after two steps, by itself or by a scheduler; what continues it."""
     whole = trained(path, f"{folder}/whole")
 
     first = trained(path, f"{folder}/stopped", Stopping())
     second = trained(path, f"{folder}/stopped")
+    folder = f"{folder}/judged"
+    judged = trained(path, folder, Judged(), save_every=3), trained(path, folder, save_every=3)
     imported = any(name.split(".")[0] in ("mlflow", "vllm") for name in sys.modules)
-    return whole, first, second, imported
+    return whole, first, second, judged, imported
 
 
 def unmeasured(metrics: dict[str, float]) -> dict[str, float]:
@@ -101,12 +114,12 @@ def unmeasured(metrics: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def runs(on_ranks: OnRanks, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any, bool]:
+def runs(on_ranks: OnRanks, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     return on_ranks(1, stopped_and_resumed, str(tiny_model), str(folder))[0]
 
 
-def test_every_step_is_logged_and_reported(runs: tuple[Any, Any, Any, bool]) -> None:
+def test_every_step_is_logged_and_reported(runs: Runs) -> None:
     whole, *_, imported = runs
     assert not imported
     assert [row["step"] for row in whole.reporter.metrics] == [row["step"] for row in whole.reporter.reports]
@@ -117,7 +130,7 @@ def test_every_step_is_logged_and_reported(runs: tuple[Any, Any, Any, bool]) -> 
     assert all(row["ptx/loss"] > 0 for row in whole.reporter.metrics[1:])
 
 
-def test_checkpoints_are_reported_once_they_are_complete(runs: tuple[Any, Any, Any, bool]) -> None:
+def test_checkpoints_are_reported_once_they_are_complete(runs: Runs) -> None:
     for outcome, steps in zip(runs[:3], (range(1, 5), range(1, 3), range(3, 5)), strict=True):
         names = [Path(path).name for path in outcome.reporter.checkpoints]
         # Of two that become complete between two reports, the newer one is reported.
@@ -129,9 +142,19 @@ def test_checkpoints_are_reported_once_they_are_complete(runs: tuple[Any, Any, A
         assert written >= {checkpoint_name(step) for step in steps}
 
 
-def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(runs: tuple[Any, Any, Any, bool]) -> None:
-    whole, first, second, _ = runs
+def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(runs: Runs) -> None:
+    whole, first, second, *_ = runs
     assert [row["step"] for row in first.reporter.metrics] == [0, 1, 2]
     assert [row["step"] for row in second.reporter.metrics] == [2, 3, 4]
     steps = {row["step"]: unmeasured(row) for row in (*first.reporter.metrics, *second.reporter.metrics)}
     assert steps == {row["step"]: unmeasured(row) for row in whole.reporter.metrics}
+
+
+def test_a_run_ends_at_the_evaluation_because_of_which_it_is_stopped(runs: Runs) -> None:
+    whole, _, _, (first, second), _ = runs
+    assert [row["step"] for row in first.reporter.metrics] == [0, 1, 2]
+    assert [row["step"] for row in first.reporter.reports] == [0, 1, 2, 2]  # once more, as the last one
+    assert [Path(path).name for path in first.reporter.checkpoints] == [checkpoint_name(2)]  # none was due
+    assert unmeasured(first.reporter.reports[-1]) == unmeasured(first.reporter.reports[-2])
+    steps = {row["step"]: unmeasured(row) for row in second.reporter.metrics}
+    assert steps == {row["step"]: unmeasured(row) for row in whole.reporter.metrics if row["step"] >= 2}
