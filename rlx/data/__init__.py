@@ -8,6 +8,7 @@ Example:
     from rlx.data import prompts, sources
 
     data = DataConfig(source="reasoning_gym:chain_sum")
+    tokenizer = prompts.TokenizerSource.of("HuggingFaceTB/SmolLM2-135M-Instruct")
     training, held_out = sources.training_and_held_out_rows(data, EvalConfig())
-    table = prompts.tokenize_rows(training, data, "HuggingFaceTB/SmolLM2-135M-Instruct")
+    table = prompts.tokenize_rows(training, data, tokenizer)
 """

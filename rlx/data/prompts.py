@@ -1,7 +1,8 @@
 """Prompt tables: rows with the token ids of their prompts, made once per run in parallel tasks of Ray Data.
 
-The content of a model folder's tokenizer files travels to the tasks, because the folder may be on this node's disk
-alone; a name on the hub is looked up on each node, as the workers and engines do.
+One task loads the model's tokenizer, and the others get a copy: to load one takes seconds of imports in each process,
+to unpickle one does not. The content of a model folder's tokenizer files travels to it, because the folder may be on
+this node's disk alone; a name on the hub is looked up on the node.
 Left out: where rows come from (sources.py) and which rank trains on which row (stream.py).
 """
 
@@ -11,11 +12,12 @@ import functools
 import itertools
 import logging
 import os
+import pickle
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +42,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 
 def tokenize_rows(
-    rows: ray.data.Dataset | Iterable[dict[str, Any]], config: DataConfig, model: str, trust_remote_code: bool = False
+    rows: ray.data.Dataset | Iterable[dict[str, Any]], config: DataConfig, tokenizer: TokenizerSource
 ) -> ray.data.Dataset:
     """Returns the rows with a column `token_ids`: the question in the model's chat template.
 
@@ -48,15 +50,16 @@ def tokenize_rows(
 
     Args:
         rows: {question, answer[, entry]} each.
-        model: folder or name of the model whose tokenizer is used.
+        tokenizer: of the model.
 
     Raises:
         ConfigError: the tokenizer cannot be used, or no prompt is short enough.
     """
     ray_data.configure()
     source = _in_blocks(rows).materialize()
-    encoder = PromptEncoder(TokenizerSource.of(model, trust_remote_code), config.system_prompt)
+    encoder = PromptEncoder(tokenizer, config.system_prompt)
     try:
+        tokenizer.wait()
         table = source.map_batches(
             _tokenize_block,
             fn_kwargs={"encoder": encoder, "max_tokens": config.max_prompt_tokens},
@@ -66,7 +69,7 @@ def tokenize_rows(
             concurrency=min(ray_data.tasks_at_once(), source.num_blocks()),
         ).materialize()
     except Exception as error:
-        raise ConfigError(f"model.path {model}: its tokenizer: {ray_data.error_reason(error)}") from None
+        raise ConfigError(f"model.path {tokenizer.model}: its tokenizer: {ray_data.error_reason(error)}") from None
     _report_long_prompts(source.count(), table.count(), config.max_prompt_tokens)
     return table
 
@@ -127,23 +130,32 @@ def encode_prompt(tokenizer: Any, question: str, system_prompt: str | None) -> l
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """A tokenizer that any node can load: the name of one on the hub, or the content of its files."""
+    """A tokenizer that any process on any node can have: the name of one on the hub or the content of its files, and a
+    pickled copy of what was loaded from them."""
 
     model: str  # its name, or the folder that the files are from
     trust_remote_code: bool
     checksum: int = 0  # of the files
     files: Any = field(default=None, compare=False)  # a reference to {name: content}; None: it is on the hub
+    copy: Any = field(default=None, compare=False)  # a reference to the pickled tokenizer, or to None: see `_pickled`
 
     @classmethod
-    def of(cls, model: str, trust_remote_code: bool) -> TokenizerSource:
-        """Puts the files of a folder into the object store."""
+    def of(cls, model: str, trust_remote_code: bool = False) -> TokenizerSource:
+        """Puts the files of a folder into the object store, and starts a task that loads the tokenizer."""
         import ray
 
-        if not Path(model).is_dir():
-            return cls(model, trust_remote_code)
-        files = tokenizer_files(Path(model))
-        checksum = zlib.crc32(repr(sorted(files.items())).encode())
-        return cls(model, trust_remote_code, checksum, ray.put(files))
+        source = cls(model, trust_remote_code)
+        if Path(model).is_dir():
+            files = tokenizer_files(Path(model))
+            checksum = zlib.crc32(repr(sorted(files.items())).encode())
+            source = cls(model, trust_remote_code, checksum, ray.put(files))
+        return replace(source, copy=ray.remote(num_cpus=0)(_pickled).remote(source))
+
+    def wait(self) -> None:
+        """Returns when the tokenizer was loaded; raises what that raised."""
+        import ray
+
+        ray.get(self.copy)
 
 
 def tokenizer_files(folder: Path) -> Mapping[str, bytes]:
@@ -152,10 +164,23 @@ def tokenizer_files(folder: Path) -> Mapping[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.suffix not in _WEIGHTS}
 
 
+def _pickled(source: TokenizerSource) -> bytes | None:
+    """Loads a tokenizer and returns it pickled; None if another process could not unpickle it. Runs in a task."""
+    tokenizer = _load(source)
+    if not type(tokenizer).__module__.startswith("transformers."):  # code from the model's folder
+        return None
+    try:
+        return pickle.dumps(tokenizer)
+    except Exception:
+        return None
+
+
 @functools.cache  # once per process
 def _load(source: TokenizerSource) -> Any:
     import ray
 
+    if source.copy is not None and (copy := ray.get(source.copy)) is not None:
+        return pickle.loads(copy)
     if source.files is None:
         return load_tokenizer(source.model, source.trust_remote_code)
     with tempfile.TemporaryDirectory() as folder:

@@ -211,12 +211,12 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there are no prompts, or fewer than a step needs.
     """
-    data, trust = config.data, config.model.trust_remote_code
+    data, tokenizer = config.data, prompts.TokenizerSource.of(path, config.model.trust_remote_code)
     train, held_out = sources.training_and_held_out_rows(data, config.eval)
     rows: dict[str, Any] = {"train": train, "held_out": held_out}
     if data.ptx_source:
         rows["ptx"] = sources.read_rows(data.ptx_source, data, "data.ptx_source")
-    tables = {name: prompts.tokenize_rows(table, data, path, trust) for name, table in rows.items()}
+    tables = {name: prompts.tokenize_rows(table, data, tokenizer) for name, table in rows.items()}
     if (count := tables["train"].count()) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
     on_gpu = bool(config.scaling.resources_per_worker.get("GPU"))

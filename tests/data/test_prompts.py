@@ -1,9 +1,13 @@
 """The prompt table: token ids of prompts, made in real Ray tasks."""
 
+import json
 import logging
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,45 +56,60 @@ def decoded(table: ray.data.Dataset, model: str) -> list[str]:
 
 
 def test_the_chat_template_and_the_system_message_are_applied(chat_model: str) -> None:
-    plain = prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), chat_model)
+    plain = prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), prompts.TokenizerSource.of(chat_model))
     assert decoded(plain, chat_model) == ["<|user|>1 + 1?<|assistant|>"]
-    directed = prompts.tokenize_rows(rows("1 + 1?"), DataConfig(system_prompt="Be brief."), chat_model)
+    directed = prompts.tokenize_rows(
+        rows("1 + 1?"), DataConfig(system_prompt="Be brief."), prompts.TokenizerSource.of(chat_model)
+    )
     assert decoded(directed, chat_model) == ["<|system|>Be brief.<|user|>1 + 1?<|assistant|>"]
     assert plain.take_all()[0] | {"token_ids": None} == rows("1 + 1?")[0] | {"token_ids": None}
 
 
 def test_a_model_without_a_chat_template_gets_the_bare_text(base_model: str) -> None:
-    assert decoded(prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), base_model), base_model) == ["1 + 1?"]
-    directed = prompts.tokenize_rows(rows("1 + 1?"), DataConfig(system_prompt="Be brief."), base_model)
+    assert decoded(
+        prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), prompts.TokenizerSource.of(base_model)), base_model
+    ) == ["1 + 1?"]
+    directed = prompts.tokenize_rows(
+        rows("1 + 1?"), DataConfig(system_prompt="Be brief."), prompts.TokenizerSource.of(base_model)
+    )
     assert decoded(directed, base_model) == ["Be brief.\n\n1 + 1?"]
 
 
 def test_over_long_prompts_are_left_out_and_counted(base_model: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="rlx"):
-        table = prompts.tokenize_rows(rows("ab", LONG, "cd", LONG), DataConfig(max_prompt_tokens=24), base_model)
+        table = prompts.tokenize_rows(
+            rows("ab", LONG, "cd", LONG), DataConfig(max_prompt_tokens=24), prompts.TokenizerSource.of(base_model)
+        )
     assert [row["question"] for row in table.take_all()] == ["ab", "cd"]
     assert [row["entry"] for row in table.take_all()] == [0, 2]
     assert caplog.messages == ["2 of 4 prompts are longer than data.max_prompt_tokens (24) and left out"]
     caplog.clear()
-    assert prompts.tokenize_rows(rows("ab", LONG), DataConfig(max_prompt_tokens=25), base_model).count() == 2
+    assert (
+        prompts.tokenize_rows(
+            rows("ab", LONG), DataConfig(max_prompt_tokens=25), prompts.TokenizerSource.of(base_model)
+        ).count()
+        == 2
+    )
     assert caplog.messages == []
 
 
 def test_no_prompt_left_is_an_error(base_model: str) -> None:
     with pytest.raises(ConfigError, match=r"no prompt is left: 2 of 2 prompts are longer than .*_tokens \(24\)"):
-        prompts.tokenize_rows(rows(LONG, LONG), DataConfig(max_prompt_tokens=24), base_model)
+        prompts.tokenize_rows(
+            rows(LONG, LONG), DataConfig(max_prompt_tokens=24), prompts.TokenizerSource.of(base_model)
+        )
 
 
 def test_an_empty_block_has_the_schema_of_the_others(base_model: str) -> None:
     source = ray.data.from_items(rows(LONG, LONG, "ab", "cd"), override_num_blocks=2)
-    table = prompts.tokenize_rows(source, DataConfig(max_prompt_tokens=24), base_model)
+    table = prompts.tokenize_rows(source, DataConfig(max_prompt_tokens=24), prompts.TokenizerSource.of(base_model))
     joined = pa.concat_tables(table.iter_batches(batch_size=None, batch_format="pyarrow"))
     assert joined["question"].to_pylist() == ["ab", "cd"]
 
 
 def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model.path {tmp_path}: its tokenizer: ") as refused:
-        prompts.tokenize_rows(rows("ab"), DataConfig(), str(tmp_path))
+        prompts.tokenize_rows(rows("ab"), DataConfig(), prompts.TokenizerSource.of(str(tmp_path)))
     assert "\n" not in str(refused.value)
 
 
@@ -132,20 +151,27 @@ def test_an_error_of_a_chat_template_names_the_model(chat_model: str, tmp_path: 
     folder = shutil.copytree(chat_model, tmp_path / "hostile")
     (folder / "chat_template.jinja").write_text("{{ 'ab' * 1000000 }}")
     with pytest.raises(ConfigError, match=rf"model.path {folder}: its tokenizer: .*makes 2,000,000 characters"):
-        prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), str(folder))
+        prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), prompts.TokenizerSource.of(str(folder)))
 
 
 def test_many_rows_are_tokenized_in_several_blocks_in_their_order(
     base_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "_BLOCK_ROWS", 10)
-    table = prompts.tokenize_rows(rows(*(f"{i} + 1?" for i in range(95))), DataConfig(), base_model)
+    table = prompts.tokenize_rows(
+        rows(*(f"{i} + 1?" for i in range(95))), DataConfig(), prompts.TokenizerSource.of(base_model)
+    )
     assert table.num_blocks() == 10
     assert decoded(table, base_model) == [f"{i} + 1?" for i in range(95)]
 
 
 def test_few_rows_stay_one_block(base_model: str) -> None:
-    assert prompts.tokenize_rows(rows(*(f"{i} + 1?" for i in range(4096))), DataConfig(), base_model).num_blocks() == 1
+    assert (
+        prompts.tokenize_rows(
+            rows(*(f"{i} + 1?" for i in range(4096))), DataConfig(), prompts.TokenizerSource.of(base_model)
+        ).num_blocks()
+        == 1
+    )
 
 
 def test_the_files_of_a_tokenizer_travel_without_the_weights(chat_model: str, tmp_path: Path) -> None:
@@ -169,6 +195,33 @@ def test_a_name_on_the_hub_is_looked_up_where_it_is_used() -> None:
     assert (source.model, source.trust_remote_code, source.files) == ("organization/model", True, None)
 
 
+def test_the_copy_of_a_tokenizer_needs_no_torch_and_no_folder(chat_model: str, tmp_path: Path) -> None:
+    """To import them takes seconds in each process."""
+    copy = ray.get(prompts.TokenizerSource.of(chat_model).copy)
+    (tmp_path / "copy").write_bytes(copy)
+    code = """
+import json, pickle, sys
+from rlx.data import prompts
+tokenizer = pickle.load(open("copy", "rb"))
+print(json.dumps([prompts.encode_prompts(tokenizer, ["1 + 1?", ""], "Be brief."), "torch" in sys.modules]))
+"""
+    out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    expected = prompts.encode_prompts(prompts.load_tokenizer(chat_model), ["1 + 1?", ""], "Be brief.")
+    assert json.loads(out) == [expected, False]
+
+
+def test_a_tokenizer_of_the_models_own_code_is_loaded_in_each_process(
+    chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class cannot be found by another process."""
+    own = type("OwnTokenizer", (), {"__module__": "transformers_modules.own"})()
+    monkeypatch.setattr(prompts, "load_tokenizer", lambda folder, trust_remote_code: own)
+    source = prompts.TokenizerSource.of(chat_model, True)
+    assert prompts._pickled(replace(source, copy=None, checksum=1)) is None
+    without = replace(source, copy=ray.put(None), checksum=2)
+    assert prompts._load(without) is own
+
+
 def test_another_tokenizer_in_the_same_folder_is_another_source(chat_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(chat_model, folder)
@@ -188,7 +241,9 @@ def test_nothing_of_it_needs_a_free_cpu(base_model: str, tmp_path: Path) -> None
         path.write_text("question,answer\n" + "".join(f"{i}?,{i}\n" for i in range(40)))
         data = DataConfig(source=str(path), params={})
         training, held_out = sources.training_and_held_out_rows(data, EvalConfig(num_prompts=3))
-        tables = [prompts.tokenize_rows(each, data, base_model) for each in (training, held_out)]
+        tables = [
+            prompts.tokenize_rows(each, data, prompts.TokenizerSource.of(base_model)) for each in (training, held_out)
+        ]
         rows = [rows_of(table, small) for table in tables for small in (0, SMALL)]
         assert [len(each) for each in rows] == [37, 37, 3, 3]
         assert [prompt.question for prompt in Share(rows[2]).in_order()] == ["37?", "38?", "39?"]

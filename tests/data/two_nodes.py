@@ -8,7 +8,6 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -40,8 +39,9 @@ def main() -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as folder:
         tiny.build_tokenizer().save_pretrained(folder)
-        path = Path(folder)
-        table = prompts.tokenize_rows(anywhere, DataConfig(max_prompt_tokens=10_000), str(path))
+        table = prompts.tokenize_rows(
+            anywhere, DataConfig(max_prompt_tokens=10_000), prompts.TokenizerSource.of(folder)
+        )
     rows = rows_of(table, small=0)
     assert isinstance(rows, BlockRows)
     stream = PromptStream(rows, 0, 0, 2)
