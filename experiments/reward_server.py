@@ -23,10 +23,15 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections import RewardConfig
 from rlx.rewards import custom, functions, scoring
-from rlx.types import Prompt, Response
+from rlx.types import GivenAnswer, Prompt, Response
 
 MAX_BODY_BYTES = 64 << 20
 LISTS = ("prompts", "completions", "answers")
+
+
+def exact_matches(answers: Sequence[GivenAnswer]) -> list[float]:
+    """The task's scores: here no data set has a scorer of its own."""
+    return [functions.exact_match(answer.given, answer.expected) for answer in answers]
 
 
 class RefusedError(Exception):
@@ -41,7 +46,7 @@ class RewardServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], config: RewardConfig, key: str | None = None) -> None:
         self.config, self.key = config, key
         custom.check_functions(config)
-        self.scorers = scoring.scorers(config, lambda answer, expected, _: functions.exact_match(answer, expected))
+        self.scorers = scoring.scorers(config, lambda: exact_matches)
         self.lock = Lock()  # a trainer calls a reward function once at a time, so functions need not be thread-safe
         super().__init__(address, Handler)
 

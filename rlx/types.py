@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Checker = Callable[[str, str, int | None], float]
-"""(answer, expected answer, index in the dataset) -> score; 1 is correct"""
 Notify = Callable[[str], None]
 """shows a person a message that is not a metric, e.g. that an engine died, or a `Phase`"""
 OnReport = Callable[[dict[str, Any], str | None], None]
@@ -85,6 +83,18 @@ class Response:
     num_tokens: int  # length of the completion, the stop token included
     finished: bool  # ended with a stop token, not at max_tokens
 
+
+@dataclass(frozen=True, slots=True)
+class GivenAnswer:
+    """An answer that a checker judges."""
+
+    given: str
+    expected: str
+    entry: int | None  # the prompt's index in the reasoning-gym dataset; None for other sources
+
+
+Checker = Callable[[Sequence[GivenAnswer]], list[float]]
+"""a score for each answer; 1 is correct"""
 
 Scorer = Callable[[Sequence[Response]], Sequence[float]]
 """one score per response, in their order"""

@@ -49,6 +49,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 """packages and top modules of rlx, the lowest floor first: each imports from lower floors"""
 
 SAME_FLOOR: Mapping[tuple[str, str], str] = {
+    ("data", "rewards"): "a generator's own scorer runs in the child processes in which users' reward functions do",
     ("data", "storage"): "prompt files lie where runs do, and there is one way to open S3 with its keys and timeouts",
 }
 """(package, package of the same floor that it imports): the reason"""

@@ -1,7 +1,8 @@
 """Prompts: where they come from, how they become token ids, and which rank trains on which of them at which step.
 
 Left out: completions (rlx.rollout), and all scores of answers but those of a source's own scorer (rlx.rewards).
-Imports rlx.config, rlx.types, and rlx.storage to open S3. Reading and tokenizing run in Ray Data.
+Imports rlx.config, rlx.types, rlx.storage to open S3, and the child processes of rlx.rewards. Reading and tokenizing
+run in Ray Data.
 
 Example:
     from rlx.config.sections import DataConfig, EvalConfig

@@ -1,21 +1,26 @@
 """Prompts that reasoning-gym generates from seeds, and its scorers of answers.
 
+Some scorers evaluate what the policy has written, as Python or as formulas, so they run in a child process with limits.
 Left out: prompts that are stored in files (files.py).
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections import GENERATED, DataConfig, EvalConfig
-from rlx.types import Checker
+from rlx.rewards.child import ChildError, ChildProcess, map_limited
+from rlx.types import Checker, GivenAnswer
 
 if TYPE_CHECKING:
     import ray.data
+
+_SECONDS, _BATCH_SECONDS = 5.0, 5.0  # of computing: for one answer; for the slow ones of a batch
 
 
 class ReasoningGymSource:
@@ -51,17 +56,40 @@ class ReasoningGymSource:
         return training_rows, held_out_rows
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
-        """Returns the dataset's own scorer, for the rows that `generated_questions` gives for the same arguments."""
-        dataset = _create_dataset(data, seed, size)
+        """Returns the dataset's own scorer, for the rows that `generated_questions` gives for the same arguments.
 
-        def check(given: str, expected: str, entry: int | None) -> float:
-            item = dataset[entry]
+        An answer that it cannot parse is wrong, and so is one that takes more than 5 s of computing; many of those in a
+        batch have less time. It raises RuntimeError if an entry is not there.
+        """
+        process = _scorer_process(data.model_dump_json())
+
+        def check(answers: Sequence[GivenAnswer]) -> list[float]:
             try:
-                return float(dataset.score_answer(given, item))
-            except Exception:  # a scorer can fail on text that a model wrote: an answer that it cannot parse is wrong
-                return 0.0
+                scores = process.call((seed, size, [(answer.given, answer.entry) for answer in answers]))
+            except ChildError as error:
+                raise RuntimeError(f"data.source {data.source}: its scorer {error}") from None
+            return [score or 0.0 for score in scores]
 
         return check
+
+
+@functools.cache
+def _scorer_process(data: str) -> ChildProcess:
+    """The child process for all answers to questions of one dataset: to import reasoning-gym takes seconds."""
+    return ChildProcess(functools.partial(_scorer, data))
+
+
+def _scorer(data: str) -> Callable[[tuple[int, int, list[tuple[str, int]]]], list[float | None]]:
+    """Runs in the child process; `data`: a DataConfig as JSON."""
+    dataset_of = functools.cache(functools.partial(_create_dataset, DataConfig.model_validate_json(data)))
+
+    def scores(batch: tuple[int, int, list[tuple[str, int]]]) -> list[float | None]:
+        seed, size, answers = batch
+        dataset = dataset_of(seed, size)
+        items = [(given, dataset[entry]) for given, entry in answers]
+        return map_limited(lambda item: float(dataset.score_answer(*item)), items, _SECONDS, _BATCH_SECONDS)
+
+    return scores
 
 
 def generated_questions(data: DataConfig, seed: int, size: int) -> Iterator[dict[str, Any]]:

@@ -75,7 +75,7 @@ class StoredSource(ABC):
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
         """Returns exact match of the texts, without blanks around them."""
-        return lambda given, expected, entry: float(given.strip() == expected.strip())
+        return lambda answers: [float(answer.given.strip() == answer.expected.strip()) for answer in answers]
 
 
 def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.Dataset, ray.data.Dataset]:

@@ -12,6 +12,7 @@ Example:
 
     config = RewardConfig(functions={"numeric": 1.0, "length": 0.1}, length_target=8)
     response = Response(Prompt(0, (), "1 + 1?", "2"), text="2.0", answer="2.0", num_tokens=4, finished=True)
-    scores = scoring.score([response], scoring.scorers(config, lambda answer, expected, index: 0.0), config)
+    scorers = scoring.scorers(config, lambda: lambda answers: [0.0] * len(answers))  # of the task; `numeric` judges
+    scores = scoring.score([response], scorers, config)
     assert (scores.total, scores.is_correct) == ([0.95], [True])
 """

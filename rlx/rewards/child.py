@@ -2,7 +2,7 @@
 
 Such code may never end, hold the interpreter's lock in a C function, take all memory, or end its process. In a thread
 nothing of that can be stopped; a child process can be ended, and the next call starts another.
-Left out: which code that is, and what a failure means for the run (custom, math_verifier, scoring).
+Left out: which code that is, and what a failure means for the run.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from decimal import Decimal, InvalidOperation
 from rlx.config.sections import RewardConfig
 from rlx.rewards import patterns
 from rlx.rewards.math_verifier import MathVerifier
-from rlx.types import Response
+from rlx.types import Checker, GivenAnswer, Response
 
 RewardFunction = Callable[[Sequence[Response], RewardConfig], list[float]]
 _THOUSANDS_SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # "1,2" is not 12
@@ -93,21 +93,30 @@ def each(score: Callable[[Response, RewardConfig], float]) -> RewardFunction:
     return lambda responses, config: [score(response, config) for response in responses]
 
 
-def _of_answers(compare: Callable[[Sequence[tuple[str, str]]], list[float]]) -> RewardFunction:
-    """The reward function that compares answers with the expected ones; 0 for a completion without an answer."""
+def of_answers(checker: Checker, responses: Sequence[Response]) -> list[float]:
+    """What a checker says of each response's answer; 0 for a completion without an answer."""
+    given = [
+        GivenAnswer(one.answer, one.prompt.answer, one.prompt.dataset_index)
+        for one in responses
+        if one.answer is not None
+    ]
+    scores = iter(checker(given) if given else ())
+    return [0.0 if one.answer is None else next(scores) for one in responses]
 
-    def score(responses: Sequence[Response], _: RewardConfig) -> list[float]:
-        given = [(one.answer, one.prompt.answer) for one in responses if one.answer is not None]
-        scores = iter(compare(given))
-        return [0.0 if one.answer is None else next(scores) for one in responses]
 
-    return score
+def _comparing(compare: Callable[[Sequence[tuple[str, str]]], list[float]]) -> RewardFunction:
+    """The reward function that compares answers with the expected ones."""
+
+    def check(answers: Sequence[GivenAnswer]) -> list[float]:
+        return compare([(answer.given, answer.expected) for answer in answers])
+
+    return lambda responses, config: of_answers(check, responses)
 
 
 REWARDS: dict[str, RewardFunction] = {
-    "exact_match": _of_answers(lambda pairs: [exact_match(*pair) for pair in pairs]),
-    "numeric": _of_answers(lambda pairs: [numeric(*pair) for pair in pairs]),
-    "math_verify": _of_answers(math_verify),
+    "exact_match": _comparing(lambda pairs: [exact_match(*pair) for pair in pairs]),
+    "numeric": _comparing(lambda pairs: [numeric(*pair) for pair in pairs]),
+    "math_verify": _comparing(math_verify),
     "format": format_match,
     "length": each(length_penalty),
 }

@@ -6,7 +6,7 @@ Left out: the reward model (`model`) and the web address (`url`), which the call
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.sections import CORRECTNESS, RewardConfig
 from rlx.rewards.custom import RewardError, brief, closing_process, custom_scorer, describe_batch, is_finite
-from rlx.rewards.functions import REWARDS, each
+from rlx.rewards.functions import REWARDS, of_answers
 from rlx.types import Checker, Prompt, Response, Scorer
 
 _LARGEST = 1e18
@@ -36,26 +36,28 @@ def correctness_function(config: RewardConfig) -> str:
     return next((name for name in config.functions if name in CORRECTNESS), "task")
 
 
-def scorers(config: RewardConfig, checker: Checker) -> dict[str, Scorer]:
+def scorers(config: RewardConfig, make_checker: Callable[[], Checker]) -> dict[str, Scorer]:
     """A scorer for each of reward.functions except `model` and `url`, and one for the `correctness_function`.
 
     Args:
-        checker: the scorer of the task, which `task` calls.
+        make_checker: gives the task's own judge of answers; called if `task` is among the names.
     """
     names = [name for name in config.functions | {correctness_function(config): 0.0} if name not in _MADE_BY_CALLER]
-    return {name: _scorer(name, config, checker) for name in names}
+    return {name: _task_scorer(make_checker()) if name == "task" else _scorer(name, config) for name in names}
 
 
-def _scorer(name: str, config: RewardConfig, checker: Checker) -> Scorer:
+def _scorer(name: str, config: RewardConfig) -> Scorer:
     if ":" in name:
         return custom_scorer(name, config)
-
-    def task(response: Response, _: RewardConfig) -> float:
-        answer, prompt = response.answer, response.prompt
-        return 0.0 if answer is None else checker(answer, prompt.answer, prompt.dataset_index)
-
-    reward = (REWARDS | {"task": each(task)})[name]
+    reward = REWARDS[name]
     return lambda responses: reward(responses, config)
+
+
+def _task_scorer(checker: Checker) -> Scorer:
+    def score(responses: Sequence[Response]) -> list[float]:
+        return of_answers(checker, responses)
+
+    return score
 
 
 def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: RewardConfig) -> Scores:

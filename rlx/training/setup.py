@@ -117,7 +117,7 @@ def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> Roll
     sampling = sampling_of(config.rollout, tokenizer)
 
     def scorer(seed: int, size: int) -> CompletionScorer:
-        local = scoring.scorers(config.reward, sources.answer_checker(config.data, seed, size))
+        local = scoring.scorers(config.reward, partial(sources.answer_checker, config.data, seed, size))
         return CompletionScorer(config.reward, local | remote, tokenizer, mesh)
 
     return RolloutCollector(

@@ -1,11 +1,14 @@
 """Generated questions and the scorers of their datasets."""
 
+import time
+
 import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig, EvalConfig
 from rlx.data.reasoning_gym import generated_questions
 from rlx.data.sources import answer_checker, check_source, find_source, sample_questions, training_and_held_out_rows
+from rlx.types import GivenAnswer
 
 SUMS = DataConfig(params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
 
@@ -45,27 +48,38 @@ def test_the_default_sets_share_no_seed() -> None:
 def test_the_datasets_own_scorer_judges() -> None:
     rows = list(generated_questions(SUMS, seed=7, size=5))
     check = answer_checker(SUMS, seed=7, size=5)
-    for row in rows:
-        assert check(row["answer"], row["answer"], row["entry"]) == 1.0
-        assert check(str(int(row["answer"]) + 1), row["answer"], row["entry"]) < 1.0
+    assert check([GivenAnswer(row["answer"], "", row["entry"]) for row in rows]) == [1.0] * 5
+    assert max(check([GivenAnswer(str(int(row["answer"]) + 1), row["answer"], row["entry"]) for row in rows])) < 1.0
 
 
 @pytest.mark.parametrize("garbage", ["", "seven", "nan", "((((", "\x00", "7" * 5000, "__import__('os')"])
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "time_intervals"])
 def test_a_scorer_gives_garbage_no_full_score_and_never_raises(name: str, garbage: str) -> None:
     check = answer_checker(DataConfig(source=f"reasoning_gym:{name}"), seed=0, size=2)
-    assert 0.0 <= check(garbage, "", 1) < 1.0
+    (score,) = check([GivenAnswer(garbage, "", 1)])
+    assert 0.0 <= score < 1.0
 
 
 def test_an_entry_that_is_not_there_is_an_error_and_no_wrong_answer() -> None:
-    with pytest.raises(TypeError):
-        answer_checker(SUMS, seed=7, size=5)("1", "1", None)
+    with pytest.raises(RuntimeError, match=r"^data.source reasoning_gym:chain_sum: its scorer raised TypeError"):
+        answer_checker(SUMS, seed=7, size=5)([GivenAnswer("1", "1", None)])
+
+
+def test_a_hostile_answer_costs_neither_the_others_nor_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scorer of countdown computes what the policy has written."""
+    source = DataConfig(source="reasoning_gym:countdown")
+    row = next(generated_questions(source, seed=0, size=1))
+    check = answer_checker(source, seed=0, size=1)
+    hostile = ["9**9**9**9", "(" * 5000, "10**10**8 + 1", "x" * 100_000, "factorial(10**9)"]
+    started = time.monotonic()
+    scores = check([GivenAnswer(text, "", 0) for text in [*hostile * 3, row["answer"]]])
+    assert scores[-1] == 1.0 and max(scores[:-1]) < 1.0
+    assert time.monotonic() - started < 120  # without limits it never ends
 
 
 def test_prompt_files_are_scored_by_exact_match() -> None:
     check = answer_checker(DataConfig(source="prompts.csv"), seed=0, size=1)
-    assert check(" Paris\n", "Paris", None) == 1.0
-    assert check("paris", "Paris", None) == 0.0
+    assert check([GivenAnswer(" Paris\n", "Paris", None), GivenAnswer("paris", "Paris", None)]) == [1.0, 0.0]
     assert not find_source("prompts.csv").is_generated
     assert find_source("reasoning_gym:chain_sum").is_generated
 

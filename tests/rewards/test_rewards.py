@@ -24,7 +24,7 @@ from rlx.rewards.custom import RewardError, check_functions, load_function
 from rlx.rewards.functions import REWARDS, exact_match, extract_answers, math_verify, numeric
 from rlx.rewards.math_verifier import MathVerifier
 from rlx.rewards.scoring import Scores
-from rlx.types import Prompt, Response, Scorer
+from rlx.types import Checker, GivenAnswer, Prompt, Response, Scorer
 
 FIRST, SECOND = "What is 1 + 1?", "What\nis " + "very " * 100 + "long?"
 
@@ -36,12 +36,15 @@ def response(given: str | None = "", answer: str = "", text: str = "", tokens: i
     )
 
 
-def never(given: str, expected: str, entry: int | None) -> float:
-    raise AssertionError("asked")
+def never() -> Checker:
+    def check(answers: Sequence[GivenAnswer]) -> list[float]:
+        raise AssertionError("asked")
+
+    return check
 
 
-def wrong(given: str, expected: str, entry: int | None) -> float:
-    return 0.0
+def wrong() -> Checker:
+    return lambda answers: [0.0] * len(answers)
 
 
 def constant(*scores: Any) -> Scorer:
@@ -232,13 +235,14 @@ def test_no_answer_is_wrong_even_where_none_is_expected(name: str) -> None:
 def test_the_tasks_checker_gets_answer_expected_and_entry() -> None:
     asked = []
 
-    def checker(given: str, expected: str, entry: int | None) -> float:
-        asked.append((given, expected, entry))
-        return 0.25
+    def checker(answers: Sequence[GivenAnswer]) -> list[float]:
+        asked.append(list(answers))
+        return [0.25] * len(answers)
 
-    task = scoring.scorers(RewardConfig(), checker)["task"]
+    task = scoring.scorers(RewardConfig(), lambda: checker)["task"]
     assert task([response("5", "a"), response(None, "b"), response("6", "c", number=1)]) == [0.25, 0.0, 0.25]
-    assert asked == [("5", "a", 10), ("6", "c", 11)]
+    assert task([response(None, "b")]) == [0.0]
+    assert asked == [[GivenAnswer("5", "a", 10), GivenAnswer("6", "c", 11)]]
 
 
 @pytest.mark.parametrize(
@@ -454,7 +458,7 @@ def test_the_first_function_that_can_says_what_is_right(names: list[str], judge:
 
 def test_where_no_function_judges_the_answer_the_task_does_and_adds_nothing() -> None:
     config = RewardConfig(functions={"length": 1.0}, length_target=4)
-    scorers = scoring.scorers(config, lambda given, expected, entry: float(given == expected))
+    scorers = scoring.scorers(config, lambda: lambda answers: [float(one.given == one.expected) for one in answers])
     scores = scoring.score([response("a", "a", tokens=3), response("b", "a", tokens=4)], scorers, config)
     assert scores == Scores([-0.25, 0.0], {"length": [-0.25, 0.0], "task": [1.0, 0.0]}, [True, False])
 

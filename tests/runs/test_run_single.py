@@ -17,6 +17,7 @@ from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import mlflow, outbox
 from rlx.tracking.tracker import OutboxTracker, service_at
+from rlx.types import GivenAnswer
 
 pytestmark = pytest.mark.slow  # no other run has processes of this shape
 
@@ -90,7 +91,8 @@ def test_rewards_are_what_the_scorer_says(head: Done) -> None:
     answers = {row["question"]: row for row in reasoning_gym.generated_questions(head.config.data, 10_000_000, 12)}
     for step in (0, 1):
         rows = sample_rows(head, step)
-        expected = [check(row["completion"].strip(), row["answer"], answers[row["prompt"]]["entry"]) for row in rows]
+        given = [GivenAnswer(row["completion"].strip(), "", answers[row["prompt"]]["entry"]) for row in rows]
+        expected = check(given)
         assert len(rows) == len(answers) and [row["score"] for row in rows] == expected
         assert head.history["eval/reward"][step][0] == pytest.approx(sum(expected) / len(expected), rel=1e-6)
         right = sum(score >= 1 for score in expected) / len(expected)
