@@ -18,7 +18,7 @@ from rlx.types import Notify, OnReport
 
 STEPS = 4
 # Metrics that differ between any two runs, or that each part of a run ends with; all others are equal to the last bit.
-MEASURED = ("time/", "memory/", "tokens/rollout_per_s", "tokens/update_per_s", "best/")
+MEASURED = ("time/", "memory/", "system/", "tokens/rollout_per_s", "tokens/update_per_s", "best/")
 
 
 @dataclass(frozen=True)

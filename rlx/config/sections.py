@@ -369,6 +369,8 @@ class TrackingConfig(Section):
     """MLflow experiment of the runs and sweeps"""
     samples: NonNegativeInt = 32
     """held-out completions per evaluation in the sample table"""
+    system_metrics: bool = True
+    """log CPUs, memory, disk, network and GPUs of rank 0's machine with each step, by MLflow's names"""
 
     @pydantic.field_validator("uri")
     @classmethod

@@ -41,6 +41,7 @@ from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import Tracker
 from rlx.tracking.memory import NullTracker
+from rlx.tracking.mlflow_page import SystemMetrics
 from rlx.tracking.tracker import OutboxTracker
 from rlx.training import loop, setup
 from rlx.training.setup import TrainingInputs, WeightSource
@@ -71,13 +72,15 @@ class RayReporter:
     job: Job
     rank: int
     gauge: Gauge | None = None  # the newest value of each metric, for Prometheus
+    machine: SystemMetrics | None = None
 
     @property
     def run_id(self) -> str | None:
         return self.tracker.run_id if self.rank == 0 else None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self.tracker.log(metrics, step)
+        machine = self.machine.take() if self.machine else {}
+        self.tracker.log({**metrics, **machine}, step)
         if self.gauge:
             for name, value in metrics.items():
                 self.gauge.set(value, {"name": name, "run": str(self.job.spec.config["name"])})
@@ -126,6 +129,8 @@ class RayReporter:
             self.job.notify(message)
 
     def close(self) -> None:
+        if self.machine:
+            self.machine.close()
         self.tracker.close(_CLOSE_S)
 
 
@@ -183,7 +188,8 @@ def inputs_of(job: Job) -> TrainingInputs:
     reporter = RayReporter(NullTracker(), job, rank)
     if rank == 0 and spec.tracking:
         tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify)
-        reporter = RayReporter(tracker, job, rank, step_gauge())
+        machine = SystemMetrics() if config.tracking.system_metrics else None
+        reporter = RayReporter(tracker, job, rank, step_gauge(), machine)
     connections = Connections(config, job, device)
     return TrainingInputs(
         config=config,

@@ -59,6 +59,7 @@ METRICS = {
     "tokens/total": "response tokens generated since the start of the run",
     "staleness/mean": "mean age of the weights that generated the completions, in steps",
     "best/METRIC": "best value of METRIC after any step of training (checkpoint.best_by), or of a sweep's best setting",
+    "system/METRIC": "what MLflow's monitors measure on rank 0's machine, mean of a step (tracking.system_metrics)",
     "memory/peak_gib": "largest peak memory of a worker in GiB, of its GPU if it has one",
 }
 
@@ -67,4 +68,5 @@ def meaning(metric: str) -> str | None:
     """What a metric measures; None for an unknown name. Every name reward/... is that of a reward function."""
     general = "reward/NAME" if metric.startswith("reward/") else metric
     general = "best/METRIC" if metric.startswith("best/") else general
+    general = "system/METRIC" if metric.startswith("system/") else general
     return METRICS.get(metric, METRICS.get(general))

@@ -26,6 +26,7 @@ from filelock import FileLock
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.tracking import mlflow_page
 from rlx.tracking.base import MetricPoint, RunStatus, TrackedRun
+from rlx.tracking.mlflow_page import PAUSED, paused_ms
 from rlx.tracking.origin import origin_tags
 
 _MAX_PARAM_LENGTH = 6000  # characters; MLflow refuses longer values of parameters
@@ -144,11 +145,10 @@ class MLflowService:
         if run.info.lifecycle_stage != "active":
             return False
         if run.data.tags.get("rlx.opened") != str(at):
-            from mlflow.entities import RunTag
-
             mlflow.update_run(run_id, status="RUNNING")
             attempt = int(run.data.tags.get("rlx.attempt", "1")) + 1
-            mlflow.log_batch(run_id, tags=[RunTag("rlx.attempt", str(attempt)), RunTag("rlx.opened", str(at))])
+            new = {"rlx.attempt": str(attempt), "rlx.opened": str(at), PAUSED: str(paused_ms(run, at))}
+            self.writer(run_id).set_tags(new)
         return True
 
     def writer(self, run_id: str) -> MLflowRun:
@@ -218,10 +218,11 @@ class MLflowRun:
 
     def end(self, status: RunStatus, at: int) -> None:
         """Ends the run. A run that has this status already keeps its end time."""
-        if self._client.get_run(self.run_id).info.status != status:
+        run = self._client.get_run(self.run_id)
+        if run.info.status != status:
             if status == RunStatus.FINISHED:
                 mlflow_page.log_best(self._client, self.run_id, at)
-            self._client.set_terminated(self.run_id, status, at)
+            self._client.set_terminated(self.run_id, status, at - paused_ms(run))
 
 
 def _experiment_id(uri: str, name: str) -> str:

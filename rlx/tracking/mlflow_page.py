@@ -1,17 +1,26 @@
 """What MLflow's page of a run shows beside its curves: a description, its prompts as data sets, its best evaluation.
 
-Left out: records and how they reach MLflow (mlflow.py, delivery.py).
+Its "System metrics" show rank 0's machine, as MLflow's own monitors measure it. (Ray's dashboard and its Prometheus
+endpoint show all nodes.) Left out: records and how they reach MLflow (mlflow.py, delivery.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 BEST = "best/"
 """the prefix of a metric that a table of runs can be sorted by: the best value of another one"""
+SYSTEM = "system/"
+"""the prefix of what MLflow shows as a system metric"""
+_INTERVAL_S = 5.0  # between measurements of the machine
+_LOG = logging.getLogger("rlx")
+PAUSED = "rlx.paused_ms"
+"""the tag that says for how long a run has waited to be resumed, in all; its end is shown so much earlier"""
 _DESCRIPTION = "mlflow.note.content"
 _DATA_SETS = {"training": "data.", "evaluation": "eval."}
 """by MLflow's word for what a data set is used for: the settings that make it"""
@@ -70,3 +79,79 @@ def log_best(client: Any, run_id: str, at: int) -> None:
     if points:
         best = max(points, key=lambda point: (sign * point.value, -point.step))
         client.log_batch(run_id, metrics=[Metric(f"{BEST}{name}", best.value, at, best.step)])
+
+
+def paused_ms(run: Any, reopened_at: int | None = None) -> int:
+    """For how long a run has waited to be resumed, in all.
+
+    MLflow shows the time from a run's start to its end as its duration, and the start cannot change. So pauses are
+    taken off the end.
+
+    Args:
+        reopened_at: time in ms at which it goes on now; None: it does not.
+    """
+    known = int(run.data.tags.get(PAUSED, "0"))
+    if reopened_at is None:
+        return known
+    signs = [run.info.start_time, *(metric.timestamp for metric in run.data.to_proto().metrics)]
+    if run.info.end_time:  # otherwise it was killed
+        signs.append(run.info.end_time + known)
+    return known + max(0, reopened_at - max(signs))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine
+
+
+class SystemMetrics:
+    """Measures in a thread until it is closed, because a GPU that is idle between two steps is busy within them."""
+
+    def __init__(self, interval_s: float = _INTERVAL_S) -> None:
+        self._interval_s, self._lock, self._ended = interval_s, threading.Lock(), threading.Event()
+        self._monitors: list[Any] = []
+        threading.Thread(target=self._watch, daemon=True, name="system-metrics").start()
+
+    def take(self) -> dict[str, float]:
+        """The means since the last call, by MLflow's names; empty until the monitors are there."""
+        with self._lock:
+            self._collect()
+            means = {name: value for monitor in self._monitors for name, value in monitor.aggregate_metrics().items()}
+            for monitor in self._monitors:
+                monitor.clear_metrics()
+        return {f"{SYSTEM}{name}": float(value) for name, value in means.items()}
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        monitors = _monitors()  # imports MLflow, which takes seconds
+        with self._lock:
+            self._monitors = monitors
+        while not self._ended.wait(self._interval_s):
+            with self._lock:
+                self._collect()
+
+    def _collect(self) -> None:
+        for monitor in list(self._monitors):
+            try:
+                monitor.collect_metrics()
+            except Exception as error:  # what a driver or a container refuses is no reason to end a run
+                _LOG.warning("no more system metrics from %s: %s", type(monitor).__name__, error)
+                self._monitors.remove(monitor)
+
+
+def _monitors() -> list[Any]:
+    """MLflow's monitors that work on this machine."""
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+    monitors = []
+    for kind in (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor):
+        try:
+            monitors.append(kind())
+        except Exception as error:  # it has no GPU, or no library that asks it
+            logging.getLogger(__name__).debug("%s: %s", kind.__name__, error)
+    return monitors

@@ -6,13 +6,15 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import rlx
 from rlx.config.errors import ConfigError
 from rlx.config.sections import flatten
-from rlx.tracking import mlflow
+from rlx.tracking import mlflow, mlflow_page
 from rlx.tracking.base import MetricPoint, RunStatus
+from rlx.tracking.metrics import meaning
 
 
 @pytest.fixture
@@ -83,6 +85,55 @@ def test_the_page_of_a_run_has_a_description_its_data_sets_and_its_best(uri: str
     )
     assert sets["training"].digest != sets["evaluation"].digest and "data.num_prompts" in sets["training"].source
     assert mlflow.history(uri, run_id, "best/eval/accuracy") == [MetricPoint(2, 0.75, 3000)]  # of trained steps
+
+
+def test_the_duration_leaves_out_the_pauses_before_a_resume(uri: str) -> None:
+    """It trains from 1.0 to 3.0 s and is ended, from 10.0 to 14.5 s and is killed, and from 20.0 to 21.0 s: 7.5 s."""
+    service = mlflow.MLflowService(uri)
+    run_id = service.make_run("1", "rlx", "a", parent=None, params={}, tags={"rlx.kind": "run"}, at=1000)
+    service.writer(run_id).log({"reward/mean": 0.5}, 1, 2500)
+    service.writer(run_id).end(RunStatus.KILLED, 3000)
+    for _ in range(2):  # a repeated request changes nothing
+        assert service.reopen_run(run_id, 10_000)
+    service.writer(run_id).log({"reward/mean": 0.5}, 2, 14_500)
+    assert service.reopen_run(run_id, 20_000)
+    service.writer(run_id).end(RunStatus.FINISHED, 21_000)
+    run = mlflow.get_run(uri, run_id)
+    assert (run.tags["rlx.paused_ms"], run.tags["rlx.attempt"]) == (str(7000 + 5500), "3")
+    assert (run.start_ms, run.end_ms) == (1000, 1000 + 7500)
+
+
+def test_the_machine_is_measured_by_mlflows_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = mlflow_page.SystemMetrics(interval_s=0.05)
+    until = time.monotonic() + 60
+    while not (first := machine.take()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert {"system/cpu_utilization_percentage", "system/disk_available_megabytes"} <= first.keys()
+    assert all(meaning(name) for name in first)
+    assert abs(first["system/system_memory_usage_percentage"] - psutil.virtual_memory().percent) < 30
+    used = iter([10.0, 20.0, 60.0])
+    monkeypatch.setattr("psutil.cpu_percent", lambda: next(used, 30.0))
+    machine.take()
+    until = time.monotonic() + 60
+    while next(used, None) and time.monotonic() < until:
+        time.sleep(0.05)
+    machine.take()
+    assert machine.take()["system/cpu_utilization_percentage"] == 30.0  # only what came after the last call
+    machine.close()
+
+
+def test_a_monitor_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError("no disk")
+
+    monkeypatch.setattr("psutil.disk_usage", refuse)
+    machine = mlflow_page.SystemMetrics(interval_s=60)
+    until = time.monotonic() + 60
+    while not (measured := machine.take()) and time.monotonic() < until:
+        time.sleep(0.05)
+    machine.close()
+    assert "system/cpu_utilization_percentage" in measured and "system/disk_usage_percentage" not in measured
+    assert caplog.text.count("no more system metrics from DiskMonitor: no disk") == 1
 
 
 def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
