@@ -27,12 +27,14 @@ def main(argv: Sequence[str]) -> int:
 
 def check(config: RunConfig) -> int:
     """Prints the doctor's lines; returns 1 if a check failed."""
-    from rlx.cluster import connection
-    from rlx.runs import launch, preflight
+    from rlx.runs import preflight
     from rlx.tracking import console
 
     with console.RunProgress(1) as progress:
         prepared = preflight.prepare(config, progress.warm_start)
+        from rlx.cluster import connection  # slow to import: what is wrong has been said by now
+        from rlx.runs import launch
+
         progress.status("a few steps at learning rate 0")
         connection.connect(config, prepared.resources)
         verdicts = launch.examine(prepared)

@@ -186,7 +186,16 @@ def _value(text: str, annotation: Any) -> Any:
         return None
     if str in kinds or Literal in kinds:
         return text
-    return _parse(f"[{text}]" if tuple in kinds and not text.startswith("[") else text)
+    value = _parse(f"[{text}]" if tuple in kinds and not text.startswith("[") else text)
+    return _whole(value) if int in kinds and isinstance(value, str) else value
+
+
+def _whole(text: str) -> int | str:
+    """The number that a text like 1e3 stands for, which YAML takes for text; other text as it is."""
+    try:
+        return int(float(text)) if float(text).is_integer() else text
+    except (ValueError, OverflowError):
+        return text
 
 
 def _parse(text: str) -> Any:

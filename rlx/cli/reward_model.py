@@ -73,13 +73,15 @@ def train_reward_model(args: argparse.Namespace) -> int:
         ConfigError: the pairs, the base model or the folder cannot be used.
         RuntimeError: a gradient is not finite.
     """
-    from rlx.rewards import preferences
+    started, options = time.monotonic(), vars(args)
+    if "pairs" in options and not Path(args.pairs).is_file():
+        raise ConfigError(f"--pairs {args.pairs}: no such file")
+    from rlx.rewards import preferences  # slow to import
     from rlx.runs import preflight
     from rlx.storage.addresses import resolve_address
     from rlx.tracking import console
     from rlx.tracking.tracker import service_at
 
-    started, options = time.monotonic(), vars(args)
     config = RunConfig(storage=resolve_address(args.storage))
     pairs = preferences.read_pairs(args.pairs) if "pairs" in options else generated_pairs(args.seed, NUM_QUESTIONS)
     pairs, held_out = preferences.hold_out_pairs(pairs, args.held_out)

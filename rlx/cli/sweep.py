@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from rlx.cli.options import add_settings, end_on_signals, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, read_yaml, with_overrides
-from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC, Mode, ReuseName, SchedulerName, SearchName
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, given = parse(parser, list(sys.argv[1:] if argv is None else argv))
         _check_options(parser, args, given)
         tree = with_overrides(read_yaml(args.config), given)
-        config = from_tree(tree, args.config)  # bad settings are refused before anything slow is imported
-        return start_sweep(args, tree, config, given)
+        from_tree(tree, args.config)  # bad settings are refused before anything slow is imported
+        return start_sweep(args, tree, given)
 
     return exit_code(script)
 
@@ -107,21 +106,25 @@ def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, gi
             raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
 
 
-def start_sweep(args: argparse.Namespace, tree: dict[str, Any], config: RunConfig, given: Mapping[str, Any]) -> int:
+def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[str, Any]) -> int:
     """Starts or resumes a sweep, shows it, and writes its analysis; returns 1 if a trial failed."""
-    from rlx.runs import preflight
+    from rlx.runs import preflight, run_folder
     from rlx.storage.addresses import open_storage
-    from rlx.sweeps import plans, tuner
     from rlx.tracking import console
     from rlx.types import Phase
 
     end_on_signals()
     started, is_resume = time.monotonic(), args.resume is not None
-    tree = with_overrides(tree, preflight.absolute_paths(config))
+    tree = with_overrides(tree, preflight.absolute_paths(from_tree(tree)))
     storage = open_storage(tree["storage"])
     with claimed_plan(args, storage, tree, given) as (plan, restarted):
+        from rlx.sweeps import plans, tuner  # slow to import
+
         with console.SweepProgress(plan.config.train.steps, plan.metric) as progress:
-            with console.RunProgress(plan.config.train.steps, progress.console) as preparing:
+            with (
+                console.RunProgress(plan.config.train.steps, progress.console) as preparing,
+                run_folder.keeping_details(storage / "sweeps" / plan.name),
+            ):
                 prepared = preflight.prepare(plan.config, preparing.warm_start)
             connect_cluster(prepared, plan.name, progress.message)
             plan = plan if is_resume else plans.create_sweep(plan, storage)
@@ -158,13 +161,13 @@ def claimed_plan(
 ) -> Iterator[tuple[SweepPlan, list[str]]]:
     """Claims the folder of the sweep; gives its plan and, of a resumed one, the failed trials that run again."""
     from rlx.storage import claims
-    from rlx.sweeps import plans
+    from rlx.sweeps import records
 
     if args.resume is None:
         with claims.take_new(storage / "sweeps", tree.get("name"), "sweep", "sweep") as claim:
-            yield new_plan(args, tree, claim.folder.name), []
+            yield checked_plan(new_plan(args, tree, claim.folder.name)), []
     else:
-        folder = plans.find_sweep(storage, args.resume or None)
+        folder = records.find_sweep(storage, args.resume or None)
         with claims.take(folder, f"sweep {folder.name!r}"):
             yield resumed_plan(args, storage, folder.name, tree, given)
 
@@ -196,6 +199,23 @@ def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> Sw
         metric=args.metric,
         mode=args.mode,
     )
+
+
+def checked_plan(plan: SweepPlan) -> SweepPlan:
+    """Returns a new plan as it will run. What takes a moment is checked first: the space may import Ray.
+
+    Raises:
+        ConfigError: something of it cannot be used.
+    """
+    from rlx.runs import preflight
+    from rlx.sweeps.choices import check_choices
+
+    check_choices(plan)
+    preflight.check_quickly(plan.config)
+    preflight.check_tracking(plan.config.tracking)
+    from rlx.sweeps import plans  # slow to import
+
+    return plans.check_sweep(plan)
 
 
 def resumed_plan(

@@ -14,7 +14,7 @@ from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sections import DEFAULT_METRIC, TrackingConfig
 
 if TYPE_CHECKING:
     from rlx.storage.filesystem import Storage
@@ -118,7 +118,7 @@ def start(config: RunConfig) -> int:
 
 def resume(name: str, given: Mapping[str, Any], *, trust: bool = False) -> int:
     """Trains the rest of a run; of a finished one, only sends what MLflow has not got yet."""
-    from rlx.runs import launch, preflight, run_folder
+    from rlx.runs import run_folder
     from rlx.tracking import console
 
     storage = given.get("storage") or RunConfig().storage
@@ -126,16 +126,24 @@ def resume(name: str, given: Mapping[str, Any], *, trust: bool = False) -> int:
         if last := run_folder.finished_metrics(folder, config.train.steps):
             print(f"run {name} is finished: {config.train.steps} steps, {console.metrics_line(last)}")
             print(f"rlx train --resume {shlex.quote(name)} --train.steps {2 * config.train.steps} goes on with it")
-            launch.send_pending(preflight.tracking_service(config.tracking, config.storage), folder, print)
+            _send_pending(config.tracking, config.storage, folder)
             return 0
         return train(config, folder, resume=True)
 
 
+def _send_pending(tracking: TrackingConfig, storage: str, folder: Storage) -> None:
+    """Sends the records of a finished run that still wait."""
+    from rlx.tracking import outbox
+
+    if outbox.pending(folder):
+        from rlx.runs import launch, preflight  # slow to import
+
+        launch.send_pending(preflight.tracking_service(tracking, storage), folder, print)
+
+
 def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
     """Runs the steps that are left and shows them."""
-    from rlx.cluster import connection
-    from rlx.cluster.watch import end_with_ray
-    from rlx.runs import launch, preflight
+    from rlx.runs import preflight, run_folder
     from rlx.tracking import console
 
     started, first = time.monotonic(), dict[str, Any]()
@@ -148,7 +156,14 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
             progress.step(metrics, checkpoint)
 
         progress.message(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
-        prepared = preflight.prepare(config, progress.warm_start)
+        if not resume:  # a resume keeps its records until the server answers
+            preflight.check_tracking(config.tracking)
+        with run_folder.keeping_details(folder):
+            prepared = preflight.prepare(config, progress.warm_start)
+        from rlx.cluster import connection  # slow to import: what is wrong has been said by now
+        from rlx.cluster.watch import end_with_ray
+        from rlx.runs import launch
+
         connection.connect(config, prepared.resources, progress.message)
         end_on_signals()  # again: Ray has installed a handler of its own
         end_with_ray(way_on)
@@ -162,12 +177,13 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 def _telling(way_on: str, folder: Storage) -> Iterator[None]:
     """Says how to go on when a run that has begun fails or is interrupted."""
     from rlx.runs import run_folder
-    from rlx.runs.train_run import RunError
 
     try:
         yield
-    except RunError as error:
-        raise RunError(f"{error}; {way_on}") from None
+    except RuntimeError as error:
+        from rlx.runs.train_run import RunError  # slow to import, unless it was raised
+
+        raise RunError(f"{error}; {way_on}") if isinstance(error, RunError) else error from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(way_on if run_folder.exists(folder) else "the run had not begun") from None
 

@@ -1,8 +1,8 @@
 """The Ray cluster that runs work on: joining or starting it, and what a run takes from it.
 
-`connection` joins or starts a cluster, `resources` says what a run needs of it and waits for room, `nodes` brings
-folders to other nodes, `watch` notices that a cluster of this process has died, `leftovers` deletes what earlier ones
-have left.
+`connection` joins or starts a cluster, `resources` says what a run needs of it and waits for room, `machine` refuses
+at once what this machine cannot hold, `nodes` brings folders to other nodes, `watch` notices that a cluster of this
+process has died, `leftovers` deletes what earlier ones have left.
 
 Left out: the processes of a run (rlx.runs).
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import ray
 
-from rlx.cluster.leftovers import clear_leftovers
+from rlx.cluster.leftovers import clear_leftovers, ray_folder
+from rlx.cluster.machine import address_of
 from rlx.cluster.resources import ResourcePlan, wait_for_room
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
@@ -59,15 +60,11 @@ def connect(config: RunConfig, needed: ResourcePlan, notify: Notify | None = Non
         try:
             _join(address) if address else start_cluster()
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"ray_address {address}: {one_line(error, 500)}") from None
+            what = f"ray_address {address}" if address else f"Ray does not start here, see {ray_folder()}/ray"
+            raise ConfigError(f"{what}: {one_line(error, 500)}") from None
         if address and notify:
             notify(f"joined the Ray cluster at {ray.get_runtime_context().gcs_address}")
     wait_for_room(needed, 0.0 if is_own_cluster() else config.wait_for_resources, notify or _LOG.warning)
-
-
-def address_of(ray_address: str | None) -> str | None:
-    """Returns the address of the Ray cluster to join; None: one is started in this process."""
-    return ray_address or os.environ.get("RAY_ADDRESS") or None
 
 
 def _join(address: str) -> None:

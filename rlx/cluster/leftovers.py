@@ -21,11 +21,15 @@ _RENDEZVOUS = re.compile(r"vllm_dist_[0-9a-f]{32}")  # vLLM's, one file for each
 def clear_leftovers() -> None:
     """Deletes Ray's session folders and vLLM's files; what cannot be deleted stays."""
     temporary = Path(tempfile.gettempdir())
-    sessions = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
-    for path in [*_found(sessions, _SESSION), *_found(temporary, _RENDEZVOUS)]:
+    for path in [*_found(ray_folder() / "ray", _SESSION), *_found(temporary, _RENDEZVOUS)]:
         session = _SESSION.fullmatch(path.name)
         if not (session and Path("/proc", session[1]).exists()):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def ray_folder() -> Path:
+    """The folder below which Ray keeps logs, sockets and objects that do not fit into memory."""
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp")
 
 
 def _found(folder: Path, name: re.Pattern[str]) -> list[Path]:

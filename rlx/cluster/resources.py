@@ -1,6 +1,7 @@
 """What a run needs of the cluster: one bundle per worker, engine and reward model, in two placement groups.
 
-`ResourcePlan.fits` predicts how many runs a cluster holds, with the rules by which Ray places bundles on nodes.
+`ResourcePlan.fits` predicts how many runs a cluster holds, with the rules by which Ray places bundles on nodes. Only
+what asks a cluster imports Ray: a plan is made and checked before.
 Left out: the reservations, which `processes`, Ray Train and Ray Tune make.
 """
 
@@ -12,10 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
-
-import ray
-from ray.autoscaler.sdk import request_resources
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
@@ -305,6 +302,8 @@ def _check_whole_gpus(key: str, bundle: Bundle) -> None:
 
 def cluster_nodes() -> list[Node]:
     """Returns the live nodes of the cluster."""
+    import ray
+
     return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
 
 
@@ -312,7 +311,7 @@ def check_room(needed: ResourcePlan) -> None:
     """Raises ConfigError, with the numbers, if even the empty cluster could not hold a plan."""
     nodes = cluster_nodes()
     if not needed.fits(nodes, 1):
-        raise ConfigError(f"scaling: {needed} need {_lack(needed, nodes)}")
+        raise ConfigError(f"scaling: {needed} need {lack(needed, nodes)}")
 
 
 def wait_for_room(needed: ResourcePlan, patience_s: float, notify: Notify) -> None:
@@ -321,10 +320,12 @@ def wait_for_room(needed: ResourcePlan, patience_s: float, notify: Notify) -> No
     Raises:
         ConfigError: it could not after `patience_s`; the text has the numbers.
     """
+    from ray.autoscaler.sdk import request_resources
+
     nodes, deadline = cluster_nodes(), time.monotonic() + patience_s
     if needed.fits(nodes, 1):
         return
-    notify(f"waiting for nodes, {patience_s:.0f} s at most: {needed} need {_lack(needed, nodes)}")
+    notify(f"waiting for nodes, {patience_s:.0f} s at most: {needed} need {lack(needed, nodes)}")
     ask_for(needed, 1)
     try:
         while not needed.fits(cluster_nodes(), 1):
@@ -340,12 +341,14 @@ def ask_for(needed: ResourcePlan, times: int) -> None:
 
     The cluster keeps that in mind, also after this process has been killed, until someone asks for no bundles.
     """
+    from ray.autoscaler.sdk import request_resources
+
     workers = _reserved_workers(needed)
     selectors = [*needed.selectors, *[dict(needed.labels.workers)] * len(workers)]
     request_resources(bundles=[*needed.bundles, *workers] * times, bundle_label_selectors=selectors * times)
 
 
-def _lack(needed: ResourcePlan, nodes: Sequence[Node]) -> str:
+def lack(needed: ResourcePlan, nodes: Sequence[Node]) -> str:
     """What a plan needs, and what the nodes have instead."""
     total, cluster = needed.total(), _total([node.resources for node in nodes])
     lacking = [name for name, amount in total.items() if amount > cluster.get(name, 0.0) + _TOLERANCE]
@@ -369,7 +372,10 @@ def remove_groups(bundle: Bundle) -> None:
 
     Ray Train's group stays, with all that it reserves, when its controller is killed before the group is registered.
     """
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
     for key, row in placement_group_table().items():
         same = all(reserved.get("memory") == bundle["memory"] for reserved in row["bundles"].values())
         if same and row["state"] != "REMOVED":
-            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(key)))
+            remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(key)))

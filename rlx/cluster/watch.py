@@ -6,6 +6,7 @@ Left out: clusters that the command joined, whose processes are nobody's here.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -16,8 +17,11 @@ from pathlib import Path
 
 import ray
 
+from rlx.cluster.leftovers import ray_folder
+
 _NEEDED = ("gcs_server", "raylet")
 _LOOK_S = 1.0
+_FULL_BYTES = 1 << 20
 
 
 def end_with_ray(way_on: str) -> None:
@@ -38,11 +42,20 @@ def _watch(needed: dict[int, str], way_on: str) -> None:
         return
     dead = ", ".join(needed[pid] for pid in needed if pid not in left)
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-    print(f"{show_cursor}error: Ray's {dead} died; {way_on}", file=sys.stderr, flush=True)
+    print(f"{show_cursor}error: Ray's {dead} died{lack_of_room(ray_folder())}; {way_on}", file=sys.stderr, flush=True)
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # the workers end with their raylet
     os._exit(1)  # every call of Ray would wait for the dead
+
+
+def lack_of_room(folder: Path) -> str:
+    """A hint if a disk is full, on which Ray keeps logs and objects that do not fit into memory; else an empty text."""
+    try:
+        is_full = shutil.disk_usage(folder).free < _FULL_BYTES
+    except OSError:
+        return ""
+    return f": {folder} is full, free some or set RAY_TMPDIR to a folder on another disk" if is_full else ""
 
 
 def _ray_children() -> Iterator[tuple[int, str]]:

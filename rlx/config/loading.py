@@ -47,6 +47,10 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"not valid YAML: {where}{' '.join(f'{error.problem}'.split())}") from None
     except Exception as error:  # PyYAML lets other errors through for a bad tag (!!bool x) or a 13th month
         raise ValueError(f"not valid YAML: {one_line(error)}") from None
 
@@ -120,12 +124,22 @@ def _explain(error: ErrorDetails) -> str:
         return f"unknown setting {key}{nearest(key, [*setting_keys(), *sections()])}"
     if error["type"] == "model_type":
         message = f"expected a section of settings, such as {next(k for k in settings() if k.startswith(f'{key}.'))}"
+    elif error["type"] == "int_parsing":
+        message = f"expected a whole number{_in_digits(value)}"
     else:
         message = error["msg"].removeprefix("Value error, ")
     if not key or (isinstance(value, dict) and key in sections()):  # a section may hold an address with a password
         return message
     shown = "" if isinstance(value, str) and holds_secret(value) else f" = {_shorten(value)}"
     return f"{key}{shown}: {message[0].lower()}{message[1:]}"
+
+
+def _in_digits(value: Any) -> str:
+    """A hint for a number that is written like 1e3, which YAML takes for text."""
+    try:
+        return f"; write {int(float(value))}" if float(value).is_integer() else ""
+    except (ValueError, TypeError, OverflowError):
+        return ""
 
 
 def _default_entries(key: str, section: dict[str, Any]) -> dict[str, Any]:

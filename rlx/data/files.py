@@ -16,6 +16,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from rlx.config.errors import ConfigError
+from rlx.config.sections import DataConfig
 from rlx.data import parsers
 from rlx.data.parsers import FORMATS, Columns, Part
 from rlx.data.stored import NO_ROWS, Reading, StoredSource
@@ -24,6 +25,7 @@ from rlx.storage.filesystem import StorageError
 
 PIECE_BYTES = 4 * 2**20
 """bytes of files that a task reads, about; a file whose format has no parts is read by one task"""
+_QUICK_BYTES = 64 * 2**20
 _GLOB = "*?["
 
 
@@ -39,9 +41,15 @@ class PromptFile:
 class FileSource(StoredSource):
     """Files with a question and an answer in each row: PATH, FOLDER or GLOB, on this machine or on S3."""
 
-    def check(self, address: str, setting: str) -> None:
-        """Raises ConfigError if there is no such file, or all of them are empty."""
-        find_files(address, setting)
+    def check(self, address: str, data: DataConfig, setting: str) -> None:
+        """Raises ConfigError if there is no such file, all are empty, or the first rows cannot be used.
+
+        Rows are read if that takes a moment alone: not those of a large file that can only be read as a whole.
+        """
+        _, files = find_files(address, setting)
+        first = next(file for file in files if file.size)
+        if parsers.format_of(first.path).has_parts or first.size <= _QUICK_BYTES:
+            self.read_first(address, data, setting, 1)
 
     def resolve(self, address: str) -> str:
         """Returns an absolute path if the address is one of this machine that exists, or a glob."""
@@ -140,10 +148,13 @@ def _problem(files: Sequence[PromptFile], kind: fs.FileType, path: str) -> str |
         return f"the folder has no file ending in {known}; {path}/**/*.jsonl would name those below it"
     if _is_glob(path):
         return f"no file ending in {known} matches"
-    return "no such file" if parsers.suffix_of(path) and kind == fs.FileType.NotFound else _EXPECTED
+    if parsers.suffix_of(path) and kind == fs.FileType.NotFound:
+        return "no such file"
+    return _EXPECTED if Path(path).suffix or kind != fs.FileType.NotFound else f"{_EXPECTED}; {_COLUMNS}"
 
 
 _EXPECTED = f"expected reasoning_gym:DATASET, hf:NAME, or a file, folder or glob of {', '.join(FORMATS)} files"
+_COLUMNS = "columns are named by --data.prompt-column and --data.answer-column"
 
 
 def _is_glob(path: str) -> bool:

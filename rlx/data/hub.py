@@ -6,6 +6,7 @@ package `datasets`. Left out: streaming, and data sets that run code of their ow
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.config.sections import DataConfig
 from rlx.data import parsers
 from rlx.data.parsers import Columns
 from rlx.data.stored import NO_ROWS, Reading, StoredSource
@@ -57,14 +59,21 @@ def is_saved_folder(address: str) -> bool:
 class HubSource(StoredSource):
     """A Hugging Face data set, by its name or in a folder."""
 
-    def check(self, address: str, setting: str) -> None:
-        """Raises ConfigError if the address is malformed or the package `datasets` is missing."""
+    def check(self, address: str, data: DataConfig, setting: str) -> None:
+        """Raises ConfigError if the address is malformed or the package `datasets` is missing.
+
+        A data set is opened later: importing the package takes seconds.
+        """
+        self._parse(address, setting)
+
+    def _parse(self, address: str, setting: str) -> HubAddress:
         try:
-            HubAddress.parse(address)
+            parsed = HubAddress.parse(address)
         except ValueError as error:
             raise ConfigError(f"{setting} {address}: {error}") from None
         if not importlib.util.find_spec("datasets"):
             raise ConfigError(f"{setting} {address}: needs the package datasets: pip install 'rlx[hf]'")
+        return parsed
 
     def resolve(self, address: str) -> str:
         """Returns the address with an absolute path if it names a folder."""
@@ -72,16 +81,14 @@ class HubSource(StoredSource):
         return f"{HUB}{Path(name).resolve()}{mark}{split}" if is_saved_folder(name) else address
 
     def reading(self, address: str, columns: Columns, setting: str) -> Reading:
-        self.check(address, setting)
+        parsed = self._parse(address, setting)
         try:
-            rows = _load(HubAddress.parse(address))
+            rows = _load(parsed)
         except Exception as error:  # of the network, the hub, or a damaged folder
             raise ConfigError(f"{setting} {address}: {one_line(error, 500)}") from None
         for column in (columns.question, columns.answer):
             if column not in rows.column_names:
-                names = ", ".join(rows.column_names)
-                hint = nearest(column, rows.column_names)
-                raise ConfigError(f"{setting} {address}: no column {column!r}, it has {names}{hint}")
+                raise ConfigError(f"{setting} {address}: {parsers.no_column(column, rows.column_names, columns)}")
         if not len(rows):
             raise ConfigError(f"{setting} {address}: {NO_ROWS}")
         rows = rows.select_columns([columns.question, columns.answer]).with_format("arrow")
@@ -100,6 +107,7 @@ class _SliceReader:
         yield from parsers.as_tables(parsers.table_rows(self.rows[slice(*piece)], self.columns))
 
 
+@functools.cache
 def _load(address: HubAddress) -> Any:
     """Returns a data set as a `datasets.Dataset`; downloads it unless it is on this machine."""
     import datasets

@@ -243,11 +243,17 @@ def clean_row(question: Any, answer: Any) -> Row:
     return {"question": question, "answer": str(int(answer) if is_integer else answer)}
 
 
+def no_column(column: str, names: Sequence[str], columns: Columns) -> str:
+    """The line about a column that is not among the names of a table: what there is, and which setting names it."""
+    setting = "--data.prompt-column" if column == columns.question else "--data.answer-column"
+    return f"no column {column!r}, it has {', '.join(names) or 'none'}{nearest(column, names)}; {setting} names another"
+
+
 def _check_columns(names: Sequence[str], columns: Columns) -> None:
     """Raises ColumnError unless the file has each of the two columns once."""
     counts = Counter(names)
     for column in (columns.question, columns.answer):
         if column not in counts:
-            raise ColumnError(f"no column {column!r}, it has {', '.join(names)}{nearest(column, names)}")
+            raise ColumnError(no_column(column, names, columns))
         if counts[column] > 1:
             raise ColumnError(f"{counts[column]} columns are called {column!r}")

@@ -7,13 +7,17 @@ Left out: prompts that are stored in files (files.py).
 from __future__ import annotations
 
 import functools
+import importlib.util
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections import GENERATED, DataConfig, EvalConfig
+from rlx.data.parsers import Row
 from rlx.rewards.child import ChildError, ChildProcess, map_limited
 from rlx.types import Checker, GivenAnswer
 
@@ -28,11 +32,15 @@ class ReasoningGymSource:
 
     is_generated = True
 
-    def check(self, address: str, setting: str) -> None:
-        """Raises ConfigError for any setting but data.source. The dataset's name is checked when rows are made:
-        importing reasoning-gym takes seconds."""
+    def check(self, address: str, data: DataConfig, setting: str) -> None:
+        """Raises ConfigError for any setting but data.source, and for a name that reasoning-gym does not know."""
         if setting != "data.source":
             raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
+        _check_name(address.removeprefix(GENERATED))
+
+    def first_rows(self, data: DataConfig, count: int) -> list[Row]:
+        """Returns the rows of the first seeds; raises ConfigError if the dataset or its parameters cannot be used."""
+        return list(generated_questions(data, data.seed, count))
 
     def resolve(self, address: str) -> str:
         return address
@@ -107,6 +115,23 @@ def generated_questions(data: DataConfig, seed: int, size: int) -> Iterator[dict
             yield {"question": item["question"], "answer": str(item["answer"]), "entry": index}
 
 
+def _check_name(name: str) -> None:
+    """Raises ConfigError if the sources of reasoning-gym have the name of no such dataset; importing it takes seconds.
+
+    A name that they have anywhere in quotes passes: `_create_dataset` checks it again.
+    """
+    found = importlib.util.find_spec("reasoning_gym")
+    folders = (found.submodule_search_locations if found else None) or ()
+    files = (file for folder in folders for file in Path(folder).rglob("*.py"))
+    source = "".join(file.read_text(errors="replace") for file in files)
+    if source and f'"{name}"' not in source and f"'{name}'" not in source:
+        raise ConfigError(_unknown_name(name, re.findall(r'^DATASET_NAME = "(\w+)"', source, re.MULTILINE)))
+
+
+def _unknown_name(name: str, known: Sequence[str]) -> str:
+    return f"data.source: reasoning-gym has no dataset {name!r}{nearest(name, known)}"
+
+
 def _create_dataset(data: DataConfig, seed: int, size: int) -> Any:
     name = data.source.removeprefix(GENERATED)
     with warnings.catch_warnings():
@@ -114,7 +139,7 @@ def _create_dataset(data: DataConfig, seed: int, size: int) -> Any:
         import reasoning_gym  # type: ignore[import-untyped]  # imports a hundred datasets and takes seconds
         from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped]
     if name not in DATASETS:
-        raise ConfigError(f"data.source: reasoning-gym has no dataset {name!r}{nearest(name, list(DATASETS))}")
+        raise ConfigError(_unknown_name(name, list(DATASETS)))
     known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     for key in data.params:
         if key not in known:

@@ -13,6 +13,7 @@ from rlx.config.sections import GENERATED, DataConfig, EvalConfig
 from rlx.data import reasoning_gym
 from rlx.data.files import FileSource
 from rlx.data.hub import HUB, HubSource, is_saved_folder
+from rlx.data.parsers import Row
 from rlx.data.reasoning_gym import ReasoningGymSource
 from rlx.types import Checker
 
@@ -28,12 +29,15 @@ class PromptSource(Protocol):
 
     is_generated: bool  # rows are made from seeds; otherwise they are stored somewhere
 
-    def check(self, address: str, setting: str) -> None:
+    def check(self, address: str, data: DataConfig, setting: str) -> None:
         """Raises ConfigError if a quick check without Ray shows that the source cannot be used.
 
         Args:
             setting: the setting that has the address, for errors.
         """
+
+    def first_rows(self, data: DataConfig, count: int) -> list[Row]:
+        """Returns the first rows of data.source without Ray; raises ConfigError as `rows` does."""
 
     def resolve(self, address: str) -> str:
         """Returns an address that means the same in any working directory."""
@@ -65,7 +69,7 @@ def resolve(address: str) -> str:
     return find_source(address).resolve(address)
 
 
-def check_source(address: str, setting: str) -> None:
+def check_source(address: str, data: DataConfig, setting: str) -> None:
     """Checks quickly and without Ray whether a source can be used.
 
     Args:
@@ -74,7 +78,16 @@ def check_source(address: str, setting: str) -> None:
     Raises:
         ConfigError: the source cannot be used.
     """
-    find_source(address).check(address, setting)
+    find_source(address).check(address, data, setting)
+
+
+def first_rows(data: DataConfig, count: int) -> list[Row]:
+    """Returns the first rows of data.source, read or generated in this process.
+
+    Raises:
+        ConfigError: the source or one of these rows cannot be used.
+    """
+    return find_source(data.source).first_rows(data, count)
 
 
 def read_rows(address: str, data: DataConfig, setting: str) -> ray.data.Dataset:

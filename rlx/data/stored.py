@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig, EvalConfig
 from rlx.data import ray_data
-from rlx.data.parsers import SCHEMA, Columns
+from rlx.data.parsers import SCHEMA, Columns, Row
 from rlx.types import Checker
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class StoredSource(ABC):
     is_generated = False
 
     @abstractmethod
-    def check(self, address: str, setting: str) -> None:
+    def check(self, address: str, data: DataConfig, setting: str) -> None:
         """Raises ConfigError if a quick check without Ray shows that the source cannot be used."""
 
     @abstractmethod
@@ -48,6 +48,20 @@ class StoredSource(ABC):
     @abstractmethod
     def reading(self, address: str, columns: Columns, setting: str) -> Reading:
         """Returns how the rows are read; raises ConfigError if they cannot be found."""
+
+    def first_rows(self, data: DataConfig, count: int) -> list[Row]:
+        """Returns the first rows of data.source, which this process reads."""
+        return self.read_first(data.source, data, "data.source", count)
+
+    def read_first(self, address: str, data: DataConfig, setting: str, count: int) -> list[Row]:
+        """Returns the first rows at an address, which this process reads; raises ConfigError as `rows` does."""
+        reading = self.reading(address, Columns(data.prompt_column, data.answer_column), setting)
+        try:
+            tables = (table for piece in reading.pieces for table in reading.read(piece))
+            return next((table.slice(0, count).to_pylist() for table in tables if len(table)), [])
+        except ValueError as error:
+            prefix = "" if reading.names_files else f"{address}: "
+            raise ConfigError(f"{setting} {prefix}{error}") from None
 
     def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
         """Returns all rows in their order.

@@ -1,8 +1,9 @@
 """The trained networks: policy, critic and reference; how they are loaded, sharded and made to score responses.
 
-`policy` has the networks and `logprobs` the log-probabilities of tokens; `loading` reads Hugging Face folders, `lora`
-adds adapters, `fsdp` and `tensor_parallel` spread them over processes; `tiny` makes the small model that rlx
-starts from by default. Left out: optimizers and losses (training, algorithms), generation (rollout).
+`policy` has the networks and `logprobs` the log-probabilities of tokens; `loading` reads Hugging Face folders and
+`folder` looks at their files, `lora` adds adapters, `fsdp` and `tensor_parallel` spread them over processes; `tiny`
+makes the small model that rlx starts from by default.
+Left out: optimizers and losses (training, algorithms), generation (rollout).
 May import rlx.config and rlx.types.
 
 Shapes: B responses, L tokens of prompt and response, T response tokens, N response tokens of all responses together,

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.errors import ConfigError
 from rlx.config.sections import CORRECTNESS, RewardConfig
 from rlx.rewards.custom import RewardError, brief, closing_process, custom_scorer, describe_batch, is_finite
 from rlx.rewards.functions import REWARDS, of_answers
@@ -88,7 +87,7 @@ def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
     """Calls the user's functions once, with the expected answers as completions. Their processes end after it.
 
     Raises:
-        ConfigError: one of them fails, or returns no score.
+        RewardError: one of them fails, or returns no score.
     """
     responses = [Response(prompt, prompt.answer, prompt.answer, 1, finished=True) for prompt in prompts]
     for name in config.functions:
@@ -98,7 +97,9 @@ def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
             with closing_process(name):
                 checked(name, responses, custom_scorer(name, config)(responses))
         except RewardError as error:
-            raise ConfigError(f"{error}; tried with the expected answers as completions") from None
+            completions = brief([response.text for response in responses])
+            text = f"{error}; tried with the expected answers as completions: {completions}"
+            raise RewardError(text, error.details) from None
 
 
 def checked(name: str, responses: Sequence[Response], returned: Any) -> list[float]:

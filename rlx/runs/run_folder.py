@@ -6,6 +6,7 @@ Left out: the checkpoints' own files (rlx.storage) and what is written while a r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC, GENERATED, CheckpointConfig, flatten
+from rlx.rewards.custom import RewardError
 from rlx.storage import checkpoint_catalog, claims, signatures
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
@@ -71,6 +73,22 @@ def write(file: Storage, text: str) -> None:
         StorageError: the storage keeps failing.
     """
     retry(partial(file.write_text, text), f"writing {file.path}")
+
+
+@contextmanager
+def keeping_details(folder: Storage) -> Iterator[None]:
+    """Writes what a failed reward function was called with, and its traceback, into the folder of a run or sweep."""
+    try:
+        yield
+    except RewardError as error:
+        if not error.details:
+            raise
+        file = folder / f"reward_error_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
+        try:
+            file.write_text(f"{error}\n\n{error.details}")
+        except OSError as problem:
+            raise RewardError(f"{error}; not kept in full: {one_line(problem)}") from None
+        raise RewardError(f"{error}; in full in {file.path}") from None
 
 
 def check_new(name: str, folder: Storage) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from rlx.config.run import RunConfig
 from rlx.data.stream import Share
 from rlx.mesh import Mesh
 from rlx.rewards import reward_model
-from rlx.rewards.custom import RewardError
 from rlx.rewards.remote import RemoteReward
 from rlx.rollout.engine_actors import EngineSpec, start_engine_here
 from rlx.rollout.engine_group import EngineGroup
@@ -36,7 +34,7 @@ from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import doctor
 from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, Message, WorkerSpec
-from rlx.runs.run_folder import POINTER
+from rlx.runs.run_folder import POINTER, keeping_details
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import Tracker
@@ -154,22 +152,9 @@ def run_job(spec: WorkerSpec, box: Box, number: int, train_folder: Storage) -> N
         figures = doctor.examine(trainer, collector)
         inputs.reporter.report(figures | {"step": 0}, is_last=True, checkpoints=[])
     else:
-        with _keeping_details(spec.folder):
+        with keeping_details(spec.folder):
             loop.train(trainer, collector, checkpointer, inputs.reporter)
     setup.close(trainer, collector, checkpointer, inputs.reporter)
-
-
-@contextmanager
-def _keeping_details(folder: Storage) -> Iterator[None]:
-    """Writes what a failed reward function was called with, and its traceback, into the run's folder."""
-    try:
-        yield
-    except RewardError as error:
-        if not error.details:
-            raise
-        file = folder / f"reward_error_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
-        file.write_text(f"{error}\n\n{error.details}")
-        raise RewardError(f"{error}; in full in {file.path}") from None
 
 
 def inputs_of(job: Job) -> TrainingInputs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Storage:
         """Replaces the file at once: a reader never sees half of it. On a local disk it survives a loss of power."""
         self.filesystem.create_dir(self.path.rpartition("/")[0], recursive=True)
         if self.is_local:
-            _replace_file(Path(self.path), text.encode())
+            replace_file(Path(self.path), text.encode())
             return
         with self.filesystem.open_output_stream(self.path) as stream:
             stream.write(text.encode())
@@ -103,7 +104,8 @@ def free_name(folder: Storage, prefix: str) -> str:
     return next(name for name in (f"{prefix}-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
 
 
-def _replace_file(file: Path, content: bytes) -> None:
+def replace_file(file: Path, content: bytes) -> None:
+    """Replaces a file of this machine at once; after an error, e.g. of a full disk, the old one is still there."""
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as stream:
@@ -142,6 +144,26 @@ def check_writable(folder: Storage) -> None:
             folder.delete()
     except (OSError, ValueError) as error:
         raise StorageError(f"storage {folder.path}: cannot write there: {explain(error)}") from None
+
+
+def check_free(folder: Storage, needed: int, what: str) -> None:
+    """Checks that a disk of this machine has room for something; other storage says so when it is full.
+
+    Args:
+        needed: bytes.
+        what: what needs them, for the error.
+
+    Raises:
+        StorageError: it has not.
+    """
+    if not folder.is_local:
+        return
+    existing = next(path for path in (Path(folder.path), *Path(folder.path).parents) if path.exists())
+    if (free := shutil.disk_usage(existing).free) < needed:
+        raise StorageError(
+            f"storage {folder.path}: {free / 2**20:,.1f} MiB are free on its disk, and {what} takes about "
+            f"{needed / 2**20:,.1f} MiB: free some, or give another --storage"
+        )
 
 
 def retry(action: Callable[[], T], what: str, wait: Callable[[float], Any] = time.sleep) -> T:

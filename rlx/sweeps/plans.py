@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rlx.cluster.resources import cluster_nodes
-from rlx.config.errors import ConfigError, nearest
+from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections import DEFAULT_METRIC
 from rlx.runs import run_folder
@@ -24,15 +24,15 @@ from rlx.storage import signatures
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import searchers
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, read_plan
+from rlx.sweeps.choices import check_choices
+from rlx.sweeps.records import PLAN_FILE, SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, read_plan
 from rlx.sweeps.room import concurrency, total_trials
-from rlx.sweeps.schedulers import PAUSING, Schedule
+from rlx.sweeps.schedulers import Schedule
 from rlx.sweeps.space import Space, complete_settings, load_space
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
-from rlx.tracking.metrics import METRICS
 from rlx.tracking.tracker import OutboxTracker
 
-_PLAN_FILE, _SPACE_FILE = "sweep.json", "space.py"
+_SPACE_FILE = "space.py"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,12 +45,11 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
     Raises:
         ConfigError: its space cannot be used, or its search, scheduler and seeds do not fit together.
     """
+    check_choices(plan)
     space = load_space(plan.space, plan.tree)
     plan = _with_metric(plan)
     if plan.seeds > 1 and "seed" in space:
         raise ConfigError(f"--seeds {plan.seeds}: {plan.space} varies the seed already")
-    if plan.scheduler in PAUSING and plan.max_concurrent:
-        raise ConfigError(f"--max-concurrent: --scheduler {plan.scheduler} pauses and resumes its trials by itself")
     if plan.scheduler == "pbt":
         plan = _with_population(plan, space)
     search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed)
@@ -63,14 +62,6 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
 
 def _with_metric(plan: SweepPlan) -> SweepPlan:
     """Returns a sweep whose trials keep their best checkpoints by its metric, unless its settings say by which."""
-    average = "eval/ema/"
-    if average in plan.metric and not plan.config.train.ema_decay:
-        raise ConfigError(f"--metric {plan.metric}: it needs train.ema_decay")
-    choices = [name for name in METRICS if name.startswith("eval/")]
-    if plan.metric not in choices:
-        raise ConfigError(
-            f"--metric {plan.metric}: trials are compared by what every evaluation measures: {', '.join(choices)}"
-        )
     if plan.metric == DEFAULT_METRIC:
         return plan
     checkpoint = {"best_by": plan.metric, "best_mode": plan.mode} | plan.tree.get("checkpoint", {})
@@ -79,8 +70,6 @@ def _with_metric(plan: SweepPlan) -> SweepPlan:
 
 def _with_population(plan: SweepPlan, space: Space) -> SweepPlan:
     """Returns a sweep by population based training: each evaluation has a checkpoint that is complete and stays."""
-    if plan.search != "random" or plan.seeds > 1:
-        raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
     if fixed := [key for key in space if run_folder.is_fixed(key)]:
         raise ConfigError(f"--space {plan.space}: {fixed[0]} cannot change within a run, as --scheduler pbt would")
     first_rung = schedule_of(plan, space).first_rung
@@ -116,14 +105,14 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
         ConfigError: its name is taken, it cannot be run, or MLflow does not answer.
     """
     folder, plan = storage / "sweeps" / plan.name, check_sweep(plan)
-    if (folder / _PLAN_FILE).exists():
+    if (folder / PLAN_FILE).exists():
         raise ConfigError(f"sweep {plan.name!r} exists in {folder.path}: --resume {plan.name} continues it")
     plan.tracking.check()
     _create_mlflow_run(plan, folder)
     content, space = asdict(plan), Path(plan.space).read_text()
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": space}))
     (folder / _SPACE_FILE).write_text(space)
-    (folder / _PLAN_FILE).write_text(json.dumps(content, indent=1))
+    (folder / PLAN_FILE).write_text(json.dumps(content, indent=1))
     return plan
 
 
@@ -151,7 +140,7 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     """
     folder = find_sweep(storage, name)
     try:
-        content, space = (folder / _PLAN_FILE).read_json(), (folder / _SPACE_FILE).read_text()
+        content, space = (folder / PLAN_FILE).read_json(), (folder / _SPACE_FILE).read_text()
         plan = read_plan(content)
         if plan.name != folder.name:
             raise ValueError(plan.name)
@@ -163,26 +152,12 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     elif not signatures.is_own_folder(folder, signed):
         raise ConfigError(
             f"this user did not write sweep {folder.name!r}, whose search space is code: read {_SPACE_FILE} and "
-            f"{_PLAN_FILE} in {folder.path}; --trust runs them"
+            f"{PLAN_FILE} in {folder.path}; --trust runs them"
         )
     copy = Path(tempfile.mkdtemp(prefix="rlx-space-"), Path(plan.space).name)  # the original may be on another machine
     atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
     copy.write_text(space)
     return replace(plan, space=str(copy))
-
-
-def find_sweep(storage: Storage, name: str | None) -> Storage:
-    """Returns the folder of a sweep, or of the newest one.
-
-    Raises:
-        ConfigError: there is no such sweep.
-    """
-    sweeps = storage / "sweeps"
-    names = [each for each in sweeps.names() if (sweeps / each / _PLAN_FILE).exists()]
-    if not names or (name and name not in names):
-        raise ConfigError(f"no sweep {name or ''} in {sweeps.path}{nearest(name or '', names)}")
-    newest = max(names, key=lambda each: sweeps.filesystem.get_file_info((sweeps / each / _PLAN_FILE).path).mtime)
-    return sweeps / (name or newest)
 
 
 def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = False) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, ValidationError
 
 from rlx.cluster.resources import ResourcePlan, plan_resources
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC, Mode, ReuseName, SchedulerName, SearchName
@@ -23,6 +23,8 @@ from rlx.runs import preflight
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import TrackingService
 from rlx.tracking.tracker import service_at
+
+PLAN_FILE = "sweep.json"
 
 
 class TrialState(StrEnum):
@@ -80,6 +82,20 @@ def read_plan(content: Any) -> SweepPlan:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))} {first['input']!r:.60}: {first['msg']}") from None
+
+
+def find_sweep(storage: Storage, name: str | None) -> Storage:
+    """Returns the folder of a sweep, or of the newest one.
+
+    Raises:
+        ConfigError: there is no such sweep.
+    """
+    sweeps = storage / "sweeps"
+    names = [each for each in sweeps.names() if (sweeps / each / PLAN_FILE).exists()]
+    if not names or (name and name not in names):
+        raise ConfigError(f"no sweep {name or ''} in {sweeps.path}{nearest(name or '', names)}")
+    newest = max(names, key=lambda each: sweeps.filesystem.get_file_info((sweeps / each / PLAN_FILE).path).mtime)
+    return sweeps / (name or newest)
 
 
 class TrialRecord(BaseModel):

@@ -15,8 +15,8 @@ import ray
 from rlx.cluster import connection, nodes
 from rlx.cluster.resources import Node, ask_for, cluster_nodes
 from rlx.config.errors import ConfigError, one_line
+from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.records import SweepPlan
-from rlx.sweeps.schedulers import PAUSING
 
 _LOG = logging.getLogger("rlx")
 _MOST_ASKED = 200  # trials for which an autoscaler is asked at once

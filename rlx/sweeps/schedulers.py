@@ -96,8 +96,6 @@ SCHEDULERS: dict[SchedulerName, Callable[[Schedule], TrialScheduler]] = {
     "median": _median,
     "pbt": _pbt,
 }
-PAUSING = ("hyperband", "pbt")
-"""schedulers that pause trials, so that all trials must exist from the start; each gets its newest checkpoint"""
 REPLAYING = ("asha", "hyperband", "median")
 """schedulers that get the earlier reports of the trials again when a sweep is resumed"""
 

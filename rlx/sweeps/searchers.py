@@ -6,7 +6,6 @@ Left out: which trial runs when, and what is kept of it (`trial_source`).
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,7 +124,6 @@ def _is_log(domain: Float) -> bool:
 
 def _bayesopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
     """A Gaussian process over ranges of numbers."""
-    _check_installed("bayes_opt", "bayesopt")
     for key, domain in space.items():
         if not isinstance(domain, Float) or isinstance(domain.sampler, Quantized):
             raise ConfigError(f"--search bayesopt needs an unbroken range for {key}: use tune.uniform")
@@ -134,7 +132,6 @@ def _bayesopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
 
 def _hyperopt(space: Space, count: int, seed: int, points: Points) -> Searcher:
     """HyperOpt's tree-structured Parzen estimator."""
-    _check_installed("hyperopt", "hyperopt")
     from ray.tune.search.hyperopt import HyperOptSearch
 
     space = HyperOptSearch.convert_search_space(space)
@@ -161,7 +158,7 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
         points: what the sweep had tried before a resume, in order.
 
     Raises:
-        ConfigError: the space does not fit the search, or its library is missing.
+        ConfigError: the space does not fit the search.
     """
     if name not in ADAPTIVE:
         return SEARCHES[name](space, count, seed, points)
@@ -175,8 +172,3 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
             raise ConfigError(f"--search {name}: the choices of {key} must be numbers, texts or booleans")
     tried = [{key: settings[key] for key in varied} for settings in points]
     return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would give the same settings again
-
-
-def _check_installed(package: str, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"--search {extra} needs the package {package}: pip install 'rlx[search]'")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def _call_space(path: str) -> Space | None:
         spec.loader.exec_module(module)
         return dict(module.space()) if hasattr(module, "space") else None
     except (Exception, SystemExit) as error:  # the file may raise anything
-        raise ConfigError(f"--space {path}: {type(error).__name__}: {error}") from None
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        where = f":{lines[-1]}" if lines else ""
+        raise ConfigError(f"--space {path}{where}: {type(error).__name__}: {error}") from None
 
 
 def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:

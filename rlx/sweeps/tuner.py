@@ -27,10 +27,11 @@ from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog, Watch
+from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.plans import record_of, schedule_of
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
-from rlx.sweeps.schedulers import PAUSING, REPLAYING, SCHEDULERS
+from rlx.sweeps.schedulers import REPLAYING, SCHEDULERS
 from rlx.sweeps.space import Space, extremes, load_space
 from rlx.sweeps.trainable import SharedInputs, attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource

@@ -101,7 +101,7 @@ def sweep_options(*words: str) -> tuple[Any, dict[str, Any]]:
 
 
 def test_sweeps_without_a_name_that_start_at_once_get_names_of_their_own(tmp_path: Path) -> None:
-    args, given = sweep_options("--space", "space.py", "--trials", "3")
+    args, given = sweep_options("--trials", "3")
     storage = Storage.local(tmp_path)
     with (
         sweep.claimed_plan(args, storage, {}, given) as (first, restarted),

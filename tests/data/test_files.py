@@ -214,7 +214,7 @@ def test_an_address_without_usable_files_is_refused_before_ray_starts(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if "empty" in name else "x")
     with pytest.raises(ConfigError) as refused:
-        sources.check_source(f"{tmp_path}/{address}", "eval.source")
+        sources.check_source(f"{tmp_path}/{address}", FILES, "eval.source")
     assert str(refused.value).startswith(f"eval.source {tmp_path}/{address}: {message.format(tmp_path)}")
 
 
@@ -312,7 +312,7 @@ def test_of_many_errors_the_first_in_the_file_is_named(tmp_path: Path, small_pie
     """Also where a later part fails sooner: the column's name is wrong in all of them."""
     jsonl(tmp_path / "p.jsonl", [{"questoin": f"q{i}", "answer": i} for i in range(100)])
     for _ in range(3):
-        with pytest.raises(ConfigError, match=r"p\.jsonl: no column 'question', .*; nearest: questoin$"):
+        with pytest.raises(ConfigError, match=r"p\.jsonl: no column 'question', .*; nearest: questoin; --data"):
             answers(str(tmp_path / "p.jsonl"))
 
 
@@ -367,5 +367,17 @@ def test_errors_on_s3_name_the_object(bucket: str, tmp_path: Path, address: str,
 
 def test_an_address_with_a_key_is_refused_without_it() -> None:
     with pytest.raises(ConfigError, match=r"^eval\.source: storage s3://\.\.\.: the address holds a key") as refused:
-        sources.check_source("s3://bucket/p.jsonl?secret_key=abc", "eval.source")
+        sources.check_source("s3://bucket/p.jsonl?secret_key=abc", FILES, "eval.source")
     assert "abc" not in str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_columns_and_the_first_rows_are_seen_without_ray(tmp_path: Path, suffix: str) -> None:
+    WRITERS[suffix](tmp_path / f"p{suffix}", [{"asked": "1 + 1", "answer": i} for i in range(3)])
+    data = DataConfig(source=str(tmp_path / f"p{suffix}"), params={})
+    wanted = r"no column 'question', it has asked, answer.*; --data\.prompt-column names another$"
+    with pytest.raises(ConfigError, match=rf"^eval\.source .*p{suffix}: {wanted}"):
+        sources.check_source(data.source, data, "eval.source")
+    named = data.model_copy(update={"prompt_column": "asked"})
+    sources.check_source(data.source, named, "data.source")
+    assert sources.first_rows(named, 2) == [{"question": "1 + 1", "answer": f"{i}"} for i in range(2)]

@@ -44,14 +44,14 @@ def read(address: str) -> list[dict[str, str]]:
 )
 def test_names_with_config_and_split(address: str, expected: tuple[str, str | None, str]) -> None:
     assert HubAddress.parse(address) == HubAddress(*expected, is_folder=False)
-    sources.check_source(address, "data.source")
+    sources.check_source(address, FILES, "data.source")
     assert sources.resolve(address) == address and not sources.find_source(address).is_generated
 
 
 @pytest.mark.parametrize("address", ["hf:", "hf:a//b", "hf:a/b/c/d", "hf:@train"])
 def test_a_malformed_name_is_refused_with_the_syntax(address: str) -> None:
     with pytest.raises(ConfigError, match=rf"^eval\.source {address}: expected hf:NAME, hf:ORGANIZATION/NAME/CONFIG@S"):
-        sources.check_source(address, "eval.source")
+        sources.check_source(address, FILES, "eval.source")
 
 
 def test_a_named_data_set_is_loaded_with_its_config_and_split(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -134,4 +134,4 @@ def test_an_empty_data_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^data\.source hf:a: needs the package datasets: pip install 'rlx\[hf\]'$"):
-        sources.check_source("hf:a", "data.source")
+        sources.check_source("hf:a", FILES, "data.source")

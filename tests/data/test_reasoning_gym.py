@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from reasoning_gym.factory import DATASETS
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections import DataConfig, EvalConfig
@@ -100,9 +101,16 @@ def test_questions_to_try_a_model_on_need_no_file() -> None:
 
 
 def test_only_the_training_source_may_be_generated() -> None:
-    check_source("reasoning_gym:chain_sum", "data.source")
+    check_source("reasoning_gym:chain_sum", SUMS, "data.source")
     with pytest.raises(ConfigError, match=r"^eval\.source reasoning_gym:chain_sum: expected a prompt file; only"):
-        check_source("reasoning_gym:chain_sum", "eval.source")
+        check_source("reasoning_gym:chain_sum", SUMS, "eval.source")
+
+
+def test_every_dataset_and_no_other_passes_the_quick_check() -> None:
+    for name in DATASETS:
+        check_source(f"reasoning_gym:{name}", SUMS, "data.source")
+    with pytest.raises(ConfigError, match=r"no dataset 'leg_count'; nearest: leg_counting$"):
+        check_source("reasoning_gym:leg_count", SUMS, "data.source")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""What can be said of a model's folder without loading the model: its files, its shape, how many parameters it has.
+
+Imports neither torch nor transformers, so that a wrong folder is refused at once. Left out: loading (loading.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.config.errors import ConfigError, one_line
+
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "*.gguf")
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
+_ANSWER_S = 2.0
+_LARGEST_HEADER = 100 << 20  # bytes, as safetensors has it
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model's config.json says of its size; None where it says nothing."""
+
+    positions: int | None
+    heads: int | None
+
+    @classmethod
+    def read(cls, path: str) -> ModelShape:
+        """Raises ConfigError if config.json is no JSON object."""
+        try:
+            content = json.loads((Path(path) / "config.json").read_text())
+            return cls(content.get("max_position_embeddings"), content.get("num_attention_heads"))
+        except (ValueError, AttributeError):
+            raise ConfigError(f"model.path {path}: its config.json is not a JSON object") from None
+
+
+def is_model_folder(path: str, setting: str) -> bool:
+    """Returns whether a path is a Hugging Face model on disk (True) or may be a name on the hub (False).
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{setting} {path}: not a Hugging Face model, it has no config.json")
+        return True
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local or (folder.parent != Path() and folder.parent.is_dir()):
+        raise ConfigError(f"{setting} {path}: no such folder")
+    return False
+
+
+def check_hub_name(name: str, setting: str) -> None:
+    """Raises ConfigError if the Hugging Face hub has no such model, or does not answer and none is in the cache."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        huggingface_hub.hf_hub_download(name, "config.json", etag_timeout=_ANSWER_S)
+    except errors.LocalEntryNotFoundError:
+        raise ConfigError(
+            f"{setting} {name}: no folder here, not in the cache of the Hugging Face hub, and the hub does not answer"
+        ) from None
+    except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.EntryNotFoundError) as error:
+        reason = one_line(error, 200)
+        raise ConfigError(f"{setting} {name}: no folder here, and no model of the Hugging Face hub: {reason}") from None
+    except OSError:  # the hub has said something else: the workers will see
+        return
+
+
+def check_model_files(path: str, setting: str) -> None:
+    """Raises ConfigError if a model's folder has no tokenizer, a damaged one, or no weights."""
+    folder = Path(path)
+    if not _has_any(folder, _TOKENIZER_FILES):
+        raise ConfigError(
+            f"{setting} {path}: it has no tokenizer (tokenizer.json): tokenizer.save_pretrained writes it"
+        )
+    if not _has_any(folder, _WEIGHT_FILES):
+        raise ConfigError(f"{setting} {path}: it has no weights (model.safetensors): model.save_pretrained writes them")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (file := folder / name).is_file():
+            _check_json(file, setting)
+
+
+def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
+    return any(file.is_file() for pattern in patterns for file in folder.glob(pattern))
+
+
+def _check_json(file: Path, setting: str) -> None:
+    try:
+        json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{setting} {file}: damaged, or not downloaded completely: {one_line(error, 200)}") from None
+
+
+def count_parameters(path: str) -> int:
+    """Returns how many numbers the safetensors files of a model's folder hold; 0 if it has none that can be read."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    return sum(math.prod(entry["shape"]) for file in files for entry in _tensors(file))
+
+
+def _tensors(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields what the header of a safetensors file says of each tensor; nothing if the file is damaged."""
+    try:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(size)) if size < _LARGEST_HEADER else {}
+        yield from (entry for name, entry in header.items() if name != "__metadata__")
+    except (struct.error, ValueError, AttributeError):  # whoever loads the weights says what is wrong
+        return

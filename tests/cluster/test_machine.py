@@ -1,0 +1,50 @@
+"""What this machine cannot hold, and clusters that do not answer, are refused before Ray is imported."""
+
+import socket
+
+import pytest
+
+from rlx.cluster import machine
+from rlx.cluster.resources import ResourcePlan, RoleLabels
+from rlx.config.errors import ConfigError
+
+PLAN = ResourcePlan([{"CPU": 1.0, "GPU": 1.0}] * 2, [{"CPU": 0.5}])
+
+
+@pytest.mark.parametrize(
+    ("own", "lacking"),
+    [
+        ({"CPU": 4.0, "GPU": 2.0}, None),
+        ({"CPU": 4.0}, None),  # GPUs that cannot be counted may be there
+        ({"CPU": 4.0, "GPU": 0.0}, "2 workers and 1 engine need 2 GPU but the cluster has 0; --ray-address"),
+        ({"CPU": 2.0, "GPU": 2.0}, "need 2.5 CPU but the cluster has 2;"),
+    ],
+)
+def test_a_plan_that_a_machine_cannot_hold_is_refused(own: dict[str, float], lacking: str | None) -> None:
+    if lacking is None:
+        machine.check_machine(PLAN, own)
+        return
+    with pytest.raises(ConfigError, match=lacking):
+        machine.check_machine(PLAN, own)
+
+
+@pytest.mark.parametrize(("shown", "most"), [("", 0.0), ("-1", 0.0), ("0", 1.0)])
+def test_hidden_gpus_do_not_count(shown: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    own = machine.own_resources()
+    assert own["CPU"] >= 1 and own.get("GPU", 0.0) <= most
+
+
+def test_a_cluster_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_has_joined", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        machine.check_place(PLAN, f"127.0.0.1:{server.getsockname()[1]}")
+        machine.check_place(PLAN, "auto")
+    with pytest.raises(ConfigError, match=r"^ray_address ray://127\.0\.0\.1:9: no Ray cluster answers there"):
+        machine.check_place(PLAN, "ray://127.0.0.1:9")
+
+
+def test_a_label_that_this_machine_cannot_have_is_refused() -> None:
+    machine.check_labels(ResourcePlan([], [], labels=RoleLabels({"market-type": "!spot", "ray.io/node-id": "1"})))
+    with pytest.raises(ConfigError, match=r"^label_selector disk: this machine has no such label"):
+        machine.check_labels(ResourcePlan([], [], labels=RoleLabels(engines={"disk": "fast"})))
