@@ -6,6 +6,7 @@ tests that correct for the number of settings. To confirm a winner, run it again
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections import DEFAULT_METRIC, Mode, flatten
+from rlx.storage.filesystem import StorageError, replace_file
 from rlx.tracking import mlflow
 
 SETTINGS = "settings"
@@ -47,6 +49,7 @@ def write_report(
 
     Raises:
         ConfigError: the metric was not loaded, or `by` was not varied.
+        StorageError: the folder cannot be written; files of an earlier analysis are still there.
     """
     from rlx.analysis import page  # imports plotly, which is slow
 
@@ -58,11 +61,8 @@ def write_report(
         "trials.csv": tables.trial_table(sweep, metric, mode).to_csv(index=False),
     }
     texts |= {"best.yaml": recipe} if recipe else {}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    files = [*texts, *_write_comparisons(compared, folder, sweep.name, metric)]
-    paths = [folder / name for name in files]
+    files = {name: text.encode() for name, text in texts.items()} | _comparison_files(compared, sweep.name, metric)
+    paths = _write(folder, files)
     mlflow.log_files(uri, sweep.run_id, paths, "analysis")
     description = f"{summary_sentence(settings, metric)} analysis/analysis.html has the rest."
     mlflow.log_summary(uri, sweep.run_id, description, {metric: settings[0].mean} if settings[0].values else {})
@@ -130,19 +130,34 @@ def minimal_tree(config: RunConfig, without: Set[str] = frozenset(), keep: Set[s
     return with_overrides({}, values)
 
 
-def _write_comparisons(
-    compared: Mapping[str, Sequence[Group]], folder: Path, sweep_name: str, metric: str
-) -> list[str]:
-    """Writes a table and a picture for each comparison; returns the file names, tables first."""
-    written, pictures = [], []
+def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Writes files into a folder, each at once; returns their paths.
+
+    Raises:
+        StorageError: the disk is full, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            replace_file(folder / name, content)
+    except OSError as error:
+        raise StorageError(
+            f"the analysis cannot be written to {folder}: {error.strerror}; --out names another"
+        ) from None
+    return [folder / name for name in files]
+
+
+def _comparison_files(compared: Mapping[str, Sequence[Group]], sweep_name: str, metric: str) -> dict[str, bytes]:
+    """The content of a table and a picture for each comparison by file name, tables first."""
+    texts, pictures = dict[str, bytes](), dict[str, bytes]()
     for name, groups in compared.items():
         title, stem = f"{sweep_name}: {metric}, {name}", name.replace(" ", "_")
         table = tables.format_table(tables.group_table(groups))
-        (folder / f"{stem}.md").write_text(f"# {title}\n\n{table}\n")
-        static_figure.draw(groups, title, metric).savefig(folder / f"{stem}.png", dpi=150)
-        written.append(f"{stem}.md")
-        pictures.append(f"{stem}.png")
-    return [*written, *pictures]
+        texts[f"{stem}.md"] = f"# {title}\n\n{table}\n".encode()
+        picture = io.BytesIO()
+        static_figure.draw(groups, title, metric).savefig(picture, dpi=150)
+        pictures[f"{stem}.png"] = picture.getvalue()
+    return texts | pictures
 
 
 def _labelled(sweep_name: str, group: Group) -> Group:

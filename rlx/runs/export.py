@@ -164,8 +164,8 @@ def _write(policy: Policy, tokenizer: Any, options: Export, path: str, folder: P
             _write_adapters(policy, options.config.model, path, dtype, folder)
         else:
             _write_model(policy, tokenizer, dtype, folder)
-    except (SafetensorError, ValueError) as error:  # a full disk; settings that transformers reads but does not write
-        raise OSError(f"the folder cannot be written: {one_line(error)}") from None
+    except (SafetensorError, OSError, ValueError) as error:  # a full disk; settings that transformers does not write
+        raise OSError(f"{folder.parent} cannot be written: {one_line(error)}; --out names another folder") from None
     for item in (folder, *folder.rglob("*")):  # temporary folders and safetensors' files are private to their owner
         item.chmod(0o755 if item.is_dir() else 0o644)
 

@@ -236,12 +236,23 @@ def _create_local(file: Path, content: str) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # another process has released the empty folder meanwhile
             try:
-                with open(file, "x") as stream:
-                    stream.write(content)
-                return True
+                file.touch(exist_ok=False)
             except FileExistsError:
                 return False
+            _fill(file, content)
+            return True
     return False
+
+
+def _fill(file: Path, content: str) -> None:
+    """Writes a claim; removes it if the disk is full: it would keep others out for a minute."""
+    try:
+        file.write_text(content)
+    except OSError:
+        file.unlink()
+        with suppress(OSError):  # unless others have put something into the folder
+            file.parent.rmdir()
+        raise
 
 
 def _is_same(file: Storage, known: Mapping[str, str]) -> bool:

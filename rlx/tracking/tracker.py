@@ -122,9 +122,11 @@ class OutboxTracker:
         try:
             self._queue.wait_until_empty(patience_s)
         finally:
-            self._queue.save(0)
-            self._queue.close()
-            self._delivery.hurry()
+            try:
+                self._queue.save(0)
+            finally:  # also on a full disk: the thread ends
+                self._queue.close()
+                self._delivery.hurry()
         return len(self._queue)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib.image
 import pandas as pd
 import pytest
+import s3
 from plotly.offline import get_plotlyjs
 from sweep_cases import Run, config, log_sweep
 
@@ -18,6 +19,7 @@ from rlx.analysis.importance import MIN_GROUPS
 from rlx.analysis.sentences import summary_sentence
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.sections import flatten
+from rlx.storage.filesystem import StorageError
 from rlx.tracking import mlflow
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "analyze.py"
@@ -278,3 +280,13 @@ def test_the_script_fails_in_one_line(
         assert error.startswith(f"error: {message}")
         assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named_and_the_analysis_before_stays(uri: str, tmp_path: Path) -> None:
+    loaded = loading.load_sweep(uri, "rlx", "lr")
+    with s3.small_disk(tmp_path / "disk", "64k") as disk:
+        (disk / "analysis.html").write_text("before")
+        with pytest.raises(StorageError, match=rf"^the analysis cannot be written to {disk}: No space left on device"):
+            report.write_report(loaded, disk, uri)
+        assert [path.name for path in disk.iterdir()] == ["analysis.html"]
+        assert (disk / "analysis.html").read_text() == "before"

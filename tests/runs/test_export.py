@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import s3
 import torch
 import yaml
 from conftest import OnRanks, start_engine, stop_engine
@@ -407,4 +408,11 @@ def test_a_folder_that_cannot_be_written_is_one_line(
 
     monkeypatch.setattr(export, "_write_model", full)
     line = refused("tied", "--out", str(tmp_path / "out"))
-    assert line == "the folder cannot be written: No space left on device"
+    assert line == f"{tmp_path} cannot be written: No space left on device; --out names another folder"
+
+
+def test_an_export_to_a_full_disk_names_it_and_leaves_nothing(made: Make, refused: Refused, tmp_path: Path) -> None:
+    with s3.small_disk(tmp_path / "disk", "64k") as disk:
+        line = refused("tied", "--out", str(disk / "out"))
+        assert line.startswith(f"{disk} cannot be written: ") and line.endswith("; --out names another folder")
+        assert list(disk.iterdir()) == []

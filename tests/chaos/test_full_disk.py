@@ -1,0 +1,103 @@
+"""Disks that are full where a command begins, where records wait, and where Ray keeps its own files.
+
+Checkpoints on a full disk are in test_saving.py, the analysis in analysis/test_report.py, exports in
+runs/test_export.py.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3
+
+from rlx.cluster.watch import lack_of_room
+from rlx.runs import preflight
+from rlx.storage.filesystem import Storage, StorageError, retry
+from rlx.tracking import outbox
+from rlx.tracking.mlflow import MLflowService
+from rlx.tracking.tracker import OutboxTracker
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    with s3.small_disk(tmp_path / "disk", "64k") as disk:
+        fill(disk)
+        yield disk
+
+
+def fill(disk: Path) -> None:
+    """Writes until nothing more fits."""
+    free = os.statvfs(disk)
+    (disk / "fill").write_bytes(b"x" * free.f_bavail * free.f_frsize)
+
+
+def rlx(*words: str, seconds: float = 60, **environment: str) -> tuple[int, list[str]]:
+    """The exit code of a command, and the lines of its stderr; nothing of it is left."""
+    command = [str(Path(sys.executable).with_name("rlx")), *words]
+    done = subprocess.run(
+        command, text=True, capture_output=True, check=False, timeout=seconds, env=os.environ | environment
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(("command", "what"), [("train", "run 'ppo-1'"), ("sweep", "sweep 'sweep-1'")])
+def test_a_start_on_a_full_disk_is_one_line_and_leaves_nothing(command: str, what: str, full_disk: Path) -> None:
+    code, lines = rlx(command, "--storage", str(full_disk))
+    assert code == 1 and len(lines) == 1
+    assert lines[0].startswith(f"error: {what} cannot be claimed in {full_disk}/")
+    assert lines[0].endswith("No space left on device")
+    assert [path for path in full_disk.rglob("*") if path.is_file()] == [full_disk / "fill"]
+
+
+def test_a_disk_without_room_for_the_tiny_model_is_refused_before_it_is_made(full_disk: Path) -> None:
+    with pytest.raises(StorageError, match=rf"^storage {full_disk}/models/tiny-.* the tiny model takes about 8\.0 MiB"):
+        preflight.model_folder("tiny", str(full_disk))
+    assert list(full_disk.iterdir()) == [full_disk / "fill"]
+
+
+def test_a_full_disk_below_ray_is_refused_before_ray_waits_for_itself(full_disk: Path, tmp_path: Path) -> None:
+    code, lines = rlx("train", "--storage", str(tmp_path / "storage"), RAY_TMPDIR=str(full_disk))
+    assert code == 1 and len(lines) == 1
+    assert lines[0].startswith(
+        f"error: Ray needs room in {full_disk}, where 0.0 MiB are free: free 32 MiB, or set RAY_TMP"
+    )
+    assert not list(tmp_path.rglob("models")) and not [path for path in tmp_path.rglob("*") if path.name == "ray"]
+
+
+def test_a_run_ends_where_its_outbox_alone_is_full_and_loses_nothing_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "retry", functools.partial(retry, wait=lambda seconds: None))
+    (tmp_path / "run").mkdir()
+    with s3.small_disk(tmp_path / "run" / "outbox", "64k") as disk:
+        (disk / "rank_0").mkdir()
+        tracker = OutboxTracker(MLflowService("http://127.0.0.1:9"), Storage.local(tmp_path / "run"), "rank_0")
+        fill(disk)
+        tracker.log({"reward/mean": 1.0}, 1)
+        full = rf"^writing {disk}/rank_0/\d+\.json failed 6 times: .*No space left on device"
+        with pytest.raises(StorageError, match=full):
+            tracker.flush(0.0)
+        (disk / "fill").unlink()
+        tracker.flush(0.0)
+        fill(disk)
+        tracker.log({"reward/mean": 2.0}, 2)
+        with pytest.raises(StorageError, match=full):
+            tracker.close(0.0)
+        for thread in threading.enumerate():  # its thread ends all the same
+            if thread.name == f"tracking {disk}/rank_0":
+                thread.join(30)
+                assert not thread.is_alive()
+        (saved,) = (disk / "rank_0").iterdir()
+        assert json.loads(saved.read_text())["content"]["step"] == 1
+
+
+def test_ray_that_dies_of_a_full_disk_says_so(full_disk: Path, tmp_path: Path) -> None:
+    assert lack_of_room(full_disk).startswith(f": {full_disk} is full, free some or set RAY_TMPDIR")
+    assert lack_of_room(tmp_path) == lack_of_room(tmp_path / "gone") == ""
