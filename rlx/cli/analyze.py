@@ -48,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def print_analysis(args: argparse.Namespace) -> int:
     """Prints the ranking of the sweep and writes its files; returns the exit status."""
-    from rlx.analysis import loading, report, tables
-    from rlx.analysis.sentences import difference_sentence, summary_sentence
-
     storage = local_folder(args.storage)
     uri = args.tracking_uri or existing_uri(storage)
+    from rlx.analysis import loading, report, tables  # slow to import
+    from rlx.analysis.sentences import difference_sentence, summary_sentence
+
     names = loading.sweep_names(uri, args.experiment)
     sweep = loading.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
     against = loading.load_sweep(uri, args.experiment, args.against, [args.metric]) if args.against else None

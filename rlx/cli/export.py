@@ -50,11 +50,12 @@ def _argument_parser() -> argparse.ArgumentParser:
 
 def write(args: argparse.Namespace) -> int:
     """Finds the checkpoint, exports it, and prints what it is and how to load it."""
+    out = free_folder(args.out) if args.out else None
     _, checkpoint = checkpoint_of(which(args.run, args.checkpoint), args.storage)
     manifest = checkpoint.manifest
     assert manifest
     config = run_config(args, checkpoint.name, manifest)
-    folder = free_folder(args.out or default_folder(args, f"{config.name}-{checkpoint.name}"))
+    folder = out or free_folder(default_folder(args, f"{config.name}-{checkpoint.name}"))
     from rlx.runs import export  # slow to import
 
     difference = export.export(checkpoint, export.Export(config, args.weights == "average", args.adapter), folder)

@@ -213,7 +213,10 @@ def checked_plan(plan: SweepPlan) -> SweepPlan:
     check_choices(plan)
     preflight.check_quickly(plan.config)
     preflight.check_tracking(plan.config.tracking)
-    from rlx.sweeps import plans  # slow to import
+    from rlx.sweeps.space import load_space  # imports ray.tune, as the space itself may
+
+    load_space(plan.space, plan.tree)
+    from rlx.sweeps import plans  # slower to import
 
     return plans.check_sweep(plan)
 
