@@ -48,8 +48,8 @@ class Engine(Protocol):
     bucket, then `finish_update`. Or the engine's worker processes fetch them: `update`.
     """
 
-    def probe(self) -> ActorResult[EngineLocation]:
-        """Returns where the engine computes, once it is up."""
+    def probe(self, run: str) -> ActorResult[EngineLocation]:
+        """Returns where the engine computes, once it is up; its metrics are those of this run from then on."""
         ...
 
     def lives(self) -> ActorResult[None]:

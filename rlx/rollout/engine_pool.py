@@ -37,6 +37,7 @@ class EnginePool:
     rank: int = 0
     timeout_s: float = 600.0  # longest wait for completions
     hang_s: float = 120.0  # an engine whose process runs but answers no probe for longer is replaced
+    run: str = ""  # whose work the engines do, a tag of their metrics
     lost: dict[int, str] = field(default_factory=dict)  # engines that failed, and the reason
     _unanswered: dict[int, float] = field(default_factory=dict, init=False)  # engines, and the first lost probe
     _lifelines: dict[int, Lifeline] = field(default_factory=dict, init=False)  # of engines that have answered
@@ -90,7 +91,7 @@ class EnginePool:
         Returns:
             The location of each engine that is up, by index.
         """
-        calls = [engine.probe.remote() for engine in self.engines]
+        calls = [engine.probe.remote(self.run) for engine in self.engines]
         returned = ray.wait(calls, num_returns=len(calls), timeout=patience_s)[0]
         returned = returned or ray.wait(calls, num_returns=1, timeout=self.timeout_s)[0]
         locations: dict[int, EngineLocation] = {}

@@ -48,7 +48,7 @@ class FakeEngine:
         self._update = ""
         self._missing = 0  # tensors of the update that have not arrived
 
-    def probe(self) -> EngineLocation:
+    def probe(self, run: str) -> EngineLocation:
         """A location that no trainer shares, so that weights arrive by `receive`."""
         return EngineLocation("fake", (DeviceLocation("fake", ""),))
 

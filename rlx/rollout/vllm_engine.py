@@ -13,16 +13,16 @@ import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.metrics import Counter, Gauge
 
 from rlx.rollout.base import Output, Request
+from rlx.rollout.engine_metrics import EngineMetrics
 from rlx.rollout.engine_thread import EngineThread, Report
 from rlx.rollout.weight_sync.base import DeviceLocation, EngineLocation, Incoming, UpdateInterruptedError
 from rlx.types import Sampling, WeightSyncError
@@ -80,21 +80,16 @@ class VLLMEngine:
         """
         self.version: int | None = None  # None: the engine holds no complete weights of a step
         self._update: WeightUpdate | None = None
-        self._process, self._in_work, self._needed = uuid.uuid4().hex, 0, 0
-        self._requests = Gauge("rlx_engine_requests", "Completions that an engine works on now.")
-        self._demand = Gauge(
-            "rlx_engine_cache_demand",
-            "Share of the KV cache that the completions in work may need; some wait where it is above 1.",
-        )
-        self._tokens = Counter("rlx_engine_tokens", "Tokens that an engine has generated.")
+        self._process = uuid.uuid4().hex
         self._thread = EngineThread(partial(SteppedVLLM, model, options, adapter))
         engine = await self._thread.started()
-        self._gpus, self._cache_tokens = engine.gpus, engine.cache_tokens
+        self._gpus, self._metrics = engine.gpus, EngineMetrics(engine.cache_tokens)
 
     # An engine that Ray is restarting answers when it is up again; no other call is ever sent twice.
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
-    async def probe(self) -> EngineLocation:
+    async def probe(self, run: str) -> EngineLocation:
         """See `Engine.probe`."""
+        self._metrics.begin(run)
         node = ray.get_runtime_context().get_node_id()
         return EngineLocation(self._process, tuple(DeviceLocation(node, gpu) for gpu in self._gpus))
 
@@ -112,20 +107,13 @@ class VLLMEngine:
         if version != self.version:
             raise WeightSyncError(f"asked for weight version {version} but holds version {self.version}")
         started = time.monotonic()
-        self._count(requests, 1)
+        outputs: list[Output] = []
+        self._metrics.asked(requests)
         try:
             outputs = await asyncio.gather(*(self._thread.submit(SteppedVLLM.add, request) for request in requests))
         finally:
-            self._count(requests, -1)
-        self._tokens.inc(sum(len(output.token_ids) for output in outputs) or 1)  # Ray takes no 0
-        return list(outputs), time.monotonic() - started
-
-    def _count(self, requests: Sequence[Request], sign: int) -> None:
-        """Counts the requests that are in work and the tokens that they may have, for Prometheus."""
-        self._in_work += sign * len(requests)
-        self._needed += sign * sum(len(request.prompt) + request.sampling.max_tokens for request in requests)
-        self._requests.set(self._in_work)
-        self._demand.set(self._needed / self._cache_tokens)
+            self._metrics.ended(requests, sum(len(output.token_ids) for output in outputs))
+        return outputs, time.monotonic() - started
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""

@@ -219,13 +219,13 @@ class Connections:
     def engines(self, mesh: Mesh, weights: WeightSource) -> EngineGroup:
         """The engines, which may still be starting; a collective call if they run beside the workers."""
         config, spec, dtype = self.config, self.job.spec, getattr(torch, self.config.model.dtype)
-        rollout, engines = config.rollout, spec.engines
+        rollout, engines, name = config.rollout, spec.engines, str(config.name)
         if spec.engine_spec:
             engines = _engines_beside(spec.engine_spec)
         # An engine's own process takes adapters and writes them to a file for vLLM; they have no direct way.
         adapters_only = config.model.lora_sync == "adapter"
         return EngineGroup(
-            pool=EnginePool(engines, config.seed, mesh.dp_rank, rollout.timeout_s, rollout.sync_timeout_s),
+            pool=EnginePool(engines, config.seed, mesh.dp_rank, rollout.timeout_s, rollout.sync_timeout_s, name),
             mesh=mesh,
             sync=WeightSync(engines, mesh, self.device, dtype, None if adapters_only else rollout.transport),
             retries=rollout.retries,

@@ -258,13 +258,13 @@ def test_an_engine_that_sleeps_leaves_its_memory_to_the_trainer_also_after_it_wa
         assert on_all(ranks, "gap", 0)[0] <= CLOSE
         assert asleep - on_all(ranks, "room")[0] > CACHE_GIB
 
-    ray.get(engine.probe.remote())
+    ray.get(engine.probe.remote(""))
     assert_wakes_with_new_weights(on_all(ranks, "room")[0])
     ray.get(engine.sleep.remote())
     assert_wakes_with_new_weights(on_all(ranks, "room")[0])
     os.kill(process(engine), signal.SIGKILL)
     time.sleep(5)
-    ray.get(engine.probe.remote())
+    ray.get(engine.probe.remote(""))
     assert_wakes_with_new_weights(on_all(ranks, "room")[0])
 
 

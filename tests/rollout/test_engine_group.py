@@ -155,7 +155,7 @@ def test_an_engine_that_was_sent_weights_since_is_not_lost_by_an_earlier_failure
 def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], messages: list[str]) -> None:
     @ray.remote
     class Broken:
-        def probe(self) -> bool:
+        def probe(self, run: str) -> bool:
             return True
 
         def lives(self) -> None:
