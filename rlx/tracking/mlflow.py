@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -45,7 +44,6 @@ _CAUSE = re.compile(
     r"|name or service not known|database is locked|error code \d+",
     re.IGNORECASE,
 )
-_TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow 3 opens its pages for traces and evaluations
 _SQLITE = "sqlite:///"
 _PARENT = "mlflow.parentRunId"
 
@@ -85,15 +83,14 @@ class MLflowService:
 
     def browse_command(self) -> str:
         """What to type in a shell to see the runs in a browser."""
-        uri = shlex.quote(self.uri)
-        return f"open {uri}" if self.uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+        return mlflow_page.browse_command(self.uri)
 
     def run_page(self, run_id: str | None) -> str:
         """The web address of a run once the store is served; of the server if MLflow cannot find the run."""
-        server = self.uri.rstrip("/") if self.uri.startswith("http") else "http://127.0.0.1:5000"
+        server = mlflow_page.server(self.uri)
         try:
-            experiment = client(self.uri).get_run(run_id).info.experiment_id
-            return f"{server}/#/experiments/{experiment}/runs/{run_id}{_TRAINING_VIEW}"
+            info = client(self.uri).get_run(run_id).info
+            return server + mlflow_page.run_path(info.experiment_id, info.run_id)
         except Exception:  # the error type depends on the kind of store
             return server
 

@@ -1,4 +1,4 @@
-"""What MLflow's page of a run shows beside its curves: a description, its prompts as data sets, its best evaluation.
+"""MLflow's page of a run: its address, and what it shows beside curves: description, data sets, best evaluation.
 
 Its "System metrics" show rank 0's machine, as MLflow's own monitors measure it. (Ray's dashboard and its Prometheus
 endpoint show all nodes.) Left out: records and how they reach MLflow (mlflow.py, delivery.py).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shlex
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,28 @@ PAUSED = "rlx.paused_ms"
 _DESCRIPTION = "mlflow.note.content"
 _DATA_SETS = {"training": "data.", "evaluation": "eval."}
 """by MLflow's word for what a data set is used for: the settings that make it"""
+_DEFAULT_SERVER = "http://127.0.0.1:5000"  # where `mlflow ui` answers
+_TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow 3 opens its pages for traces and evaluations
+
+
+def has_server(uri: str) -> bool:
+    """Whether a tracking address is that of a server; otherwise it is a database, which `browse_command` serves."""
+    return uri.startswith(("http://", "https://"))
+
+
+def server(uri: str) -> str:
+    """The web address at which a tracking store is seen, once it is served."""
+    return uri.rstrip("/") if has_server(uri) else _DEFAULT_SERVER
+
+
+def browse_command(uri: str) -> str:
+    """What to type in a shell to see a tracking store in a browser."""
+    return f"{'open' if has_server(uri) else 'mlflow ui --backend-store-uri'} {shlex.quote(uri)}"
+
+
+def run_path(experiment_id: str, run_id: str) -> str:
+    """What follows the address of the server in that of a run's page."""
+    return f"/#/experiments/{experiment_id}/runs/{run_id}{_TRAINING_VIEW}"
 
 
 def set_description(client: Any, run_id: str, text: str) -> None:
