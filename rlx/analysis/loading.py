@@ -54,10 +54,21 @@ class Trial:
     history: pd.DataFrame  # a row per step, a column per loaded metric, NaN where it was not logged
     stopped_at: int | None = None  # the step at which a scheduler stopped it
     origins: tuple[str, ...] = ()  # the checkpoints that later attempts continued from, e.g. trial_00001@6
+    end_ms: int | None = None  # of the last attempt, since the epoch; None while it is running
 
     def curve(self, metric: str) -> pd.Series[float]:
         """A metric by step, without the steps that have no value."""
         return self.history[metric].dropna()
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a scheduler stopped it."""
+        return self.stopped_at is not None
+
+    @property
+    def last_step(self) -> int:
+        """The last step with a metric; 0 if there is none."""
+        return max(self.history.index, default=0)
 
     @property
     def seconds(self) -> float:
@@ -77,6 +88,7 @@ class Sweep:
     trials: tuple[Trial, ...]
     options: dict[str, str] = field(default_factory=dict)  # space, search, scheduler, seeds, trials, steps, if recorded
     num_questions: int | None = None  # held-out questions of an evaluation, equal in all trials; None if not recorded
+    experiment_id: str = ""  # of MLflow
 
     def num_questions_of(self, metric: str) -> int | None:
         """The number of held-out questions, if the metric is the share of correct answers to them; otherwise None."""
@@ -125,6 +137,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         trials=tuple(_trial(uri, parent.name, runs, varied, loaded) for runs in attempts),
         options=_options(parent, first_params.get("train.steps")),
         num_questions=None if num_questions is None else int(num_questions),
+        experiment_id=parent.experiment_id,
     )
 
 
@@ -146,6 +159,13 @@ def samples(uri: str, trial: Trial) -> pd.DataFrame:
             newest = json.loads(mlflow.read_artifact(uri, run_id, tables[-1]))
             return pd.DataFrame(**newest)[list(SAMPLE_COLUMNS)]
     return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
+
+
+def every_metric(uri: str, trial: Trial) -> pd.DataFrame:
+    """Everything that a trial logged: a row per step, a column per metric, NaN where it was not logged."""
+    attempts = [mlflow.get_run(uri, run_id) for run_id in trial.run_ids]
+    logged = {metric for run in attempts for metric in run.metrics}
+    return _joined_history(uri, attempts, sorted(logged))
 
 
 def run_config(uri: str, trial: Trial) -> RunConfig:
@@ -197,20 +217,27 @@ def _trial(
 ) -> Trial:
     first, last = attempts[0], attempts[-1]
     params: dict[str, str] = {}
-    history = pd.DataFrame(columns=list(metrics), dtype=float)
     for run in attempts:
         params |= run.params
-        history = _continued(history, _history(uri, run, metrics), run.tags.get("rlx.from"))
     stopped_at = last.tags.get("rlx.stopped", first.tags.get("rlx.stopped"))
     return Trial(
         name=first.name.removeprefix(f"{sweep}."),
         run_ids=tuple(run.id for run in attempts),
         settings={key: _setting(params.get(key)) for key in varied},
         status=last.status,
-        history=history,
+        history=_joined_history(uri, attempts, metrics),
         stopped_at=None if stopped_at is None else int(stopped_at),
         origins=tuple(run.tags["rlx.from"] for run in attempts if "rlx.from" in run.tags),
+        end_ms=last.end_ms,
     )
+
+
+def _joined_history(uri: str, attempts: Sequence[TrackedRun], metrics: Sequence[str]) -> pd.DataFrame:
+    """The history of a trial over all its attempts."""
+    history = pd.DataFrame(columns=list(metrics), dtype=float)
+    for run in attempts:
+        history = _continued(history, _history(uri, run, metrics), run.tags.get("rlx.from"))
+    return history
 
 
 def _continued(before: pd.DataFrame, after: pd.DataFrame, origin: str | None) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """The analysis of a sweep as files: tables, a static picture, the best setting as YAML, and one page with everything.
 
-Left out: reading the sweep (loading.py), statistics (statistics.py), what the page shows (page.py), and significance
-tests that correct for the number of settings. To confirm a winner, run it again on fresh seeds.
+Left out: reading the sweep (loading.py), statistics (statistics.py), what the page shows (rlx.analysis.page), and
+significance tests that correct for the number of settings. To confirm a winner, run it again on fresh seeds.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def write_report(
         ConfigError: the metric was not loaded, or `by` was not varied.
         StorageError: the folder cannot be written; files of an earlier analysis are still there.
     """
-    from rlx.analysis import page  # imports plotly, which is slow
+    from rlx.analysis.page import sections  # imports plotly, which is slow
 
     compared = comparisons(sweep, metric, mode, by, against)
     settings = compared[SETTINGS]
     recipe = best_yaml(sweep, settings, uri)
     texts = {
-        "analysis.html": page.render(sweep, compared, recipe, uri, metric, mode),
+        "analysis.html": sections.render(sweep, compared, recipe, uri, metric, mode),
         "trials.csv": tables.trial_table(sweep, metric, mode).to_csv(index=False),
     }
     texts |= {"best.yaml": recipe} if recipe else {}

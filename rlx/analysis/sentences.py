@@ -11,7 +11,7 @@ from rlx.config.sections import DEFAULT_METRIC
 
 
 def summary_sentence(groups: Sequence[Group], metric: str = DEFAULT_METRIC) -> str:
-    """States which setting wins, by how much, and whether the intervals overlap.
+    """States which setting is first and by how much. It wins only if its interval does not overlap the next one's.
 
     Args:
         groups: the settings, best first.
@@ -20,15 +20,22 @@ def summary_sentence(groups: Sequence[Group], metric: str = DEFAULT_METRIC) -> s
     if not with_values:
         return f"No trial has ended with {metric} yet."
     best, *others = with_values
-    wins = f"{best.label} {'wins' if others else 'ends'} with {metric} {_mean_text(best)}"
     if not others:
-        return f"{wins}; there is no other setting to compare it with."
-    second = others[0]
-    comparison = f"{wins}; the next is {_mean_text(second)} ({second.label})"
-    if math.isnan(best.half_width + second.half_width):
-        return f"{comparison}: with one run of a setting, the difference may be chance; use --seeds 3."
-    is_apart = abs(best.mean - second.mean) > best.half_width + second.half_width
-    return f"{comparison}: the intervals {'do not overlap' if is_apart else 'overlap'}."
+        return f"{best.label} ends with {metric} {mean_text(best)}; there is no other setting to compare it with."
+    return _first_two(best, others[0], metric)
+
+
+def _first_two(best: Group, second: Group, metric: str) -> str:
+    gap, doubt = abs(best.mean - second.mean), best.half_width + second.half_width
+    if gap > doubt:
+        wins = f"{best.label} wins with {metric} {mean_text(best)}"
+        return f"{wins}; the next is {mean_text(second)} ({second.label}): the intervals do not overlap."
+    ahead = f"ahead of {second.label} by {as_text(gap, 2)}" if gap else f"level with {second.label}"
+    reason = (
+        "with one run of a setting there is no interval; use --seeds 3" if math.isnan(doubt) else "intervals overlap"
+    )
+    means = f"{metric} {mean_text(best)} against {mean_text(second)}"
+    return f"{best.label} is {ahead}; not shown to be better: {reason} ({means})."
 
 
 def difference_sentence(first: Group, second: Group) -> str:
@@ -40,7 +47,8 @@ def difference_sentence(first: Group, second: Group) -> str:
     return f"The means differ by {as_text(gap, 2)} ± {as_text(half_width, 2)} (95 %, Welch): {verdict}."
 
 
-def _mean_text(group: Group) -> str:
+def mean_text(group: Group) -> str:
+    """The mean of a group with its interval and its number of runs."""
     count = len(group.values)
     interval = "" if math.isnan(group.half_width) else f" ± {as_text(group.half_width, 2)}"
     return f"{as_text(group.mean)}{interval} over {count} run{'s' if count > 1 else ''}"

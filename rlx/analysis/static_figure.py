@@ -1,6 +1,6 @@
 """The static picture of a sweep, for a terminal's image viewer or a text: curves, and the final values beside them.
 
-Left out: interactive figures (figures.py).
+Left out: interactive figures (rlx.analysis.page).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from rlx.analysis.ranges import axis_of_curves, axis_of_values, natural_range, reach
 from rlx.analysis.statistics import Group, mean_curve
 from rlx.analysis.style import NUM_BANDS, colors
 from rlx.config.sections import DEFAULT_METRIC
@@ -33,10 +34,15 @@ def draw(groups: Sequence[Group], title: str, metric: str = DEFAULT_METRIC) -> F
     drawn = [group for group in groups if group.values]
     figure = Figure(figsize=(12, max(5.2, 1.6 + 0.3 * min(len(drawn), _MAX_INTERVALS))))
     curves, finals = figure.add_axes((0.06, 0.11, 0.41, 0.74)), figure.add_axes((0.74, 0.11, 0.24, 0.74))
-    for row, (group, color) in reversed(list(enumerate(zip(drawn, colors(len(drawn)), strict=True)))):
-        _draw_curve(curves, mean_curve(group, metric), color, row < NUM_BANDS)
+    means = [mean_curve(group, metric) for group in drawn]
+    ranked = list(enumerate(zip(drawn, means, colors(len(drawn)), strict=True)))
+    for row, (group, mean, color) in reversed(ranked):
+        _draw_curve(curves, mean, metric, color, row < NUM_BANDS)
         if row < _MAX_INTERVALS:
-            _draw_final_values(finals, row, group, color)
+            _draw_final_values(finals, row, group, metric, color)
+    if drawn:
+        curves.set_ylim(axis_of_curves(means, metric))
+        finals.set_xlim(axis_of_values(drawn, metric))
     for axes in (curves, finals):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e8e8e8", linewidth=0.8)
@@ -67,16 +73,17 @@ def _folded(label: str) -> str:
     return "\n".join(lines)
 
 
-def _draw_curve(axes: Axes, curve: pd.DataFrame, color: str, has_band: bool) -> None:
+def _draw_curve(axes: Axes, curve: pd.DataFrame, metric: str, color: str, has_band: bool) -> None:
     marker, width = ("o-", 2) if has_band else ("-", 1)
     axes.plot(curve.index, curve["mean"], marker, color=color, linewidth=width, markersize=4)
     if has_band:
-        axes.fill_between(curve.index, curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0)
+        band = curve.clip(*natural_range(metric))
+        axes.fill_between(curve.index, band["low"], band["high"], color=color, alpha=0.15, linewidth=0)
 
 
-def _draw_final_values(axes: Axes, row: int, group: Group, color: str) -> None:
+def _draw_final_values(axes: Axes, row: int, group: Group, metric: str, color: str) -> None:
     count = len(group.values)
     heights = row + (np.linspace(-0.12, 0.12, count) if count > 1 else np.zeros(1))
     axes.plot(group.values, heights, "o", color=color, alpha=0.5, markersize=5)
-    half_width = 0 if math.isnan(group.half_width) else group.half_width
-    axes.errorbar(group.mean, row, xerr=half_width, fmt="|", color=color, markersize=14, capsize=4)
+    below, above = reach(metric, group.mean, 0 if math.isnan(group.half_width) else group.half_width)
+    axes.errorbar(group.mean, row, xerr=[[below], [above]], fmt="|", color=color, markersize=14, capsize=4)

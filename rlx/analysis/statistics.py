@@ -53,6 +53,11 @@ class Group:
     half_width: float  # of the 95 % interval of the mean; NaN for fewer than two values
     num_questions: int | None  # each value is a share of correct answers to this number; None for other metrics
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Both ends of the interval; NaN if it is not known."""
+        return self.mean - self.half_width, self.mean + self.half_width
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Means and differences
@@ -116,6 +121,11 @@ def final_value(trial: Trial, metric: str) -> float:
     """The last value of a metric, which belongs to the model that the trial left; NaN if it has none."""
     curve = trial.curve(metric)
     return float(curve.iloc[-1]) if len(curve) else math.nan
+
+
+def has_ended(trial: Trial, metric: str) -> bool:
+    """Whether a trial has ended with a value of the metric."""
+    return trial.status != RunStatus.RUNNING and len(trial.curve(metric)) > 0
 
 
 def best_value(trial: Trial, metric: str, mode: Mode) -> float:
@@ -184,7 +194,7 @@ def mean_curve(group: Group, metric: str) -> pd.DataFrame:
 
 
 def _group(settings: dict[str, Setting], trials: Sequence[Trial], metric: str, num_questions: int | None) -> Group:
-    ended = tuple(trial for trial in trials if trial.status != RunStatus.RUNNING and len(trial.curve(metric)))
+    ended = tuple(trial for trial in trials if has_ended(trial, metric))
     values_by_setting: dict[tuple[Setting, ...], list[float]] = {}
     for trial in ended:
         values_by_setting.setdefault(tuple(trial.settings.values()), []).append(final_value(trial, metric))

@@ -1,4 +1,4 @@
-"""The tables of an analysis, and tables as Markdown for a terminal or a file. Left out: HTML (page.py)."""
+"""The tables of an analysis, and tables as Markdown for a terminal or a file. Left out: HTML (rlx.analysis.page)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trial_table(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") 
         | dict(zip(short_names(trial.settings), trial.settings.values(), strict=True))
         | {"final": final_value(trial, metric), "best": best_value(trial, metric, mode)}
         | {"first": float(trial.curve(metric).get(0, math.nan))}
-        | {"steps": max(trial.history.index, default=0), "tokens": trial.history["tokens/total"].max()}
+        | {"steps": trial.last_step, "tokens": trial.history["tokens/total"].max()}
         | {"seconds": trial.seconds, "status": str(trial.status), "stopped": trial.stopped_at}
         | {"from": ", ".join(trial.origins)}
         for rank, trial in enumerate(rank_trials(sweep, metric, mode), 1)
@@ -110,14 +110,9 @@ def _measure(table: pd.DataFrame) -> Measurement:
 def _remarks(trials: Sequence[Trial]) -> str:
     """Remarks that a mean needs: which trials did not end as planned, and which continued from others."""
     statuses = Counter(
-        trial.status.lower() for trial in trials if trial.status != RunStatus.FINISHED and not _was_stopped(trial)
+        trial.status.lower() for trial in trials if trial.status != RunStatus.FINISHED and not trial.was_stopped
     )
-    stops = sorted(str(trial.stopped_at) for trial in trials if _was_stopped(trial))
+    stops = sorted(str(trial.stopped_at) for trial in trials if trial.was_stopped)
     remarks = [f"{count} {status}" if len(trials) > 1 else status for status, count in statuses.items()]
     remarks += [f"stopped at {', '.join(stops)}"] if stops else []
     return "; ".join([*remarks, *(f"continued from {origin}" for trial in trials for origin in trial.origins)])
-
-
-def _was_stopped(trial: Trial) -> bool:
-    """Whether a scheduler stopped the trial."""
-    return trial.stopped_at is not None

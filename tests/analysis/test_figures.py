@@ -8,7 +8,8 @@ import plotly.graph_objects as go
 import pytest
 from sweep_cases import sweep, trial
 
-from rlx.analysis import figures
+from rlx.analysis.page import figures, layout, trial_figures
+from rlx.analysis.progress import best_so_far, find_rungs
 from rlx.analysis.statistics import group_trials
 from rlx.analysis.style import NUM_BANDS
 from rlx.config.sections import DEFAULT_METRIC
@@ -40,6 +41,36 @@ def test_intervals_show_each_mean_and_each_run() -> None:
     assert list(means.x) == pytest.approx([0.1 * i + 0.01 for i in reversed(range(7))])
     assert list(means.error_x.array) == pytest.approx([12.706205 * 0.01] * 7, rel=1e-6)
     assert means.y[0].startswith("1  actor_lr 0.001")
+
+
+def wide_interval(metric: str = DEFAULT_METRIC) -> list:
+    """Two settings of two seeds each; the interval of the first reaches from -0.97 to 1.57."""
+    runs = [(1.0, 0, 0.2), (1.0, 1, 0.4), (2.0, 0, 0.25), (2.0, 1, 0.25)]
+    several = sweep(*(trial(i, {LR: lr, "seed": seed}, {0: 0.3, 9: value}) for i, (lr, seed, value) in enumerate(runs)))
+    for each in several.trials:
+        each.history[metric] = each.history[DEFAULT_METRIC]
+    return group_trials(several, metric)
+
+
+def test_intervals_are_drawn_up_to_the_ends_of_the_metric_and_named_in_full() -> None:
+    figure = figures.intervals(wide_interval(), DEFAULT_METRIC)
+    means = figure.data[1]
+    assert (means.error_x.symmetric, means.error_x.array[0]) == (False, pytest.approx(0.7))
+    assert means.error_x.arrayminus[0] == pytest.approx(0.3)
+    assert means.hovertext[0].endswith("<br>0.3 ± 1.3 over 2 runs")
+    bands = [trace.y for trace in figures.curves(wide_interval(), DEFAULT_METRIC).data if trace.fill]
+    assert (min(map(min, bands)), max(map(max, bands))) == (0, 1)
+
+
+def test_a_wide_interval_does_not_hide_the_points() -> None:
+    """Runs from 0.2 to 0.4: the axis shows twice as much on both sides, within the range of an accuracy."""
+    for metric, lowest in ((DEFAULT_METRIC, 0.0), ("eval/reward", -0.2)):
+        expected = pytest.approx((lowest, 0.8), abs=0.05)
+        assert figures.intervals(wide_interval(metric), metric).layout.xaxis.range == expected
+        assert figures.slices(wide_interval(metric), metric).layout.yaxis.range == expected
+        assert figures.costs(wide_interval(metric), metric).layout.yaxis.range == expected
+    low, high = figures.curves(wide_interval(), DEFAULT_METRIC).layout.yaxis.range  # means from 0.25 to 0.3
+    assert (low, high) == pytest.approx((0.15, 0.4), abs=0.02)
 
 
 def test_a_setting_of_one_run_has_no_bar_and_no_band() -> None:
@@ -137,7 +168,28 @@ def test_importances_are_named_and_in_order() -> None:
     ],
 )
 def test_marks_are_few_and_round(values: list[Any], marks: list[Any]) -> None:
-    assert figures.axis_marks(values) == marks
+    assert layout.axis_marks(values) == marks
+
+
+def test_the_history_shows_each_trial_in_the_order_of_its_end_and_the_best_so_far() -> None:
+    ends = {0: 30, 1: 10, 2: 20}
+    runs = [
+        trial(i, {LR: lr}, {9: value}, end_ms=ends[i]) for i, (lr, value) in enumerate([(1, 0.4), (2, 0.2), (3, 0.1)])
+    ]
+    best, points = trial_figures.best_values(best_so_far(sweep(*runs), DEFAULT_METRIC, "max"), DEFAULT_METRIC).data
+    assert (list(points.x), list(points.y), list(best.y)) == ([1, 2, 3], [0.2, 0.1, 0.4], [0.2, 0.2, 0.4])
+    assert points.hovertext[0] == "trial_00001 (actor_lr 2)"
+    assert list(points.marker.symbol) == ["circle"] * 3
+
+
+def test_stopped_trials_end_in_a_cross_at_a_rung() -> None:
+    runs = [trial(0, {LR: 1}, {0: 0.1, 2: 0.2, 4: 0.3}), trial(1, {LR: 2}, {0: 0.1, 2: 0.15}, stopped_at=2)]
+    several = sweep(*runs)
+    figure = trial_figures.stops(several, find_rungs(several, DEFAULT_METRIC), DEFAULT_METRIC)
+    stopped, other = figure.data
+    assert (stopped.name, list(stopped.y), list(stopped.marker.size)) == ("stopped", [0.1, 0.15], [0, 9])
+    assert (other.name, list(other.y), list(other.marker.size)) == ("not stopped", [0.1, 0.2, 0.3], [0, 0, 0])
+    assert [line.x0 for line in figure.layout.shapes] == [2]
 
 
 def test_every_figure_has_its_data() -> None:

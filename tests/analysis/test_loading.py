@@ -108,6 +108,19 @@ def test_a_continued_trial_has_one_history_and_its_last_settings(uri: str) -> No
     assert (other.origins, len(other.run_ids)) == ((), 1)
 
 
+def test_every_metric_is_read_over_all_attempts(uri: str) -> None:
+    history = loading.every_metric(uri, loading.load_sweep(uri, "rlx", "cloned").trials[0])
+    assert set(history) == {"eval/accuracy", "kl/ref", "time/step", "time/eval", "tokens/total"}
+    assert history["eval/accuracy"].dropna().to_dict() == {0: 0.2, 2: 0.3, 3: 0.5, 4: 0.6, 5: 0.8, 6: 0.9}
+
+
+def test_trials_have_the_time_of_their_end(uri: str, sweep: loading.Sweep) -> None:
+    ends = [trial.end_ms for trial in sweep.trials]
+    assert None not in ends and ends == sorted(ends)
+    assert loading.load_sweep(uri, "rlx", "alone").trials[0].end_ms is None
+    assert sweep.experiment_id == loading.mlflow.find_experiment(uri, "rlx")
+
+
 def test_samples_are_the_newest(uri: str, sweep: loading.Sweep) -> None:
     assert loading.samples(uri, sweep.trials[0]).values.tolist() == [["is it?", "no", "yes", 0.0]]
     cloned = loading.load_sweep(uri, "rlx", "cloned").trials[0]  # its last run has none, the one before it has

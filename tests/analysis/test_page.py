@@ -1,10 +1,27 @@
-"""The parts of the page: samples side by side, tables in HTML, and the escaping of all texts."""
+"""The parts of the page: samples, tables that sort and filter, links to MLflow, and the escaping of all texts."""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
 
 import pandas as pd
 import plotly.graph_objects as go
+import pytest
+from sweep_cases import sweep, trial
 
-from rlx.analysis import page
-from rlx.analysis.page import PageSection
+from rlx.analysis.page import explorer, html, sections
+from rlx.analysis.page.explorer import Explorer, MetricChoice, MetricCurve
+from rlx.analysis.page.html import PageSection
+from rlx.analysis.statistics import group_trials
+from rlx.config.sections import DEFAULT_METRIC
+
+LR = "train.actor_lr"
+TWO_ROWS = pd.DataFrame({"t": ["a", "b"]})
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def answers(**texts: str) -> pd.DataFrame:
@@ -14,36 +31,130 @@ def answers(**texts: str) -> pd.DataFrame:
 
 
 def test_samples_are_side_by_side_by_prompt() -> None:
-    table = page.side_by_side(answers(one="yes", two="no", three="a"), answers(three="b", one="c", four="d"))
+    table = sections.side_by_side(answers(one="yes", two="no", three="a"), answers(three="b", one="c", four="d"))
     assert table["prompt"].tolist() == ["one", "three"]
     assert table["completion, best"].tolist() == ["yes", "a"]
     assert table["completion, worst"].tolist() == ["c", "b"]
-    assert page.side_by_side(answers(), answers(one="yes")).empty
+    assert sections.side_by_side(answers(), answers(one="yes")).empty
 
 
 def test_a_repeated_prompt_is_shown_once() -> None:
     twice = pd.concat([answers(one="yes"), answers(one="no")])
-    assert page.side_by_side(twice, twice)["completion, best"].tolist() == ["yes"]
+    assert sections.side_by_side(twice, twice)["completion, best"].tolist() == ["yes"]
 
 
 def test_empty_columns_are_left_out() -> None:
     table = pd.DataFrame({"a": [1, 2], "b": ["", ""], "c": [None, None], "d": ["", "x"]})
-    assert list(page.without_empty_columns(table)) == ["a", "d"]
+    assert list(sections.without_empty_columns(table)) == ["a", "d"]
+
+
+def rendered(*sections: PageSection) -> str:
+    return html.render_sections("title", "lead", {}, sections)
 
 
 def test_texts_are_escaped_everywhere() -> None:
     evil = "<script>alert(1)</script>"
     figure = go.Figure(go.Scatter(x=[1], y=[1], name=evil))
-    section = PageSection(evil, evil, figure, pd.DataFrame({evil: [evil]}), evil)
-    html = page.render_sections(evil, evil, {evil: evil}, [section])
-    assert evil not in html
-    assert html.count("&lt;script&gt;alert(1)") == 10
+    choice = MetricChoice(evil, evil, (0, 1), (MetricCurve(0, (1.0, 2.0)),))
+    curves, table = Explorer(((0, 1),), (choice,)), pd.DataFrame({evil: [evil] * 3})
+    section = PageSection(evil, evil, figure, curves, table, {evil: evil}, evil)
+    page = html.render_sections(evil, evil, {evil: evil}, [section])
+    assert evil not in page
+    assert page.count("&lt;script&gt;alert(1)") == 17
+    assert page.count(r'"\u003cscript\u003ealert(1)') == 3  # of the figure and in the data of the selector
 
 
-def test_table_cells_are_rounded_and_aligned() -> None:
-    html = page.render_sections(
-        "t", "l", {}, [PageSection("s", table=pd.DataFrame({"n": [0.5, None], "t": ["a", None]}))]
-    )
-    assert '<th class="number">n</th><th class="text">t</th>' in html
-    assert '<td class="number">0.5</td><td class="text">a</td>' in html
-    assert '<td class="number">-</td><td class="text">-</td>' in html
+def test_table_cells_are_rounded_and_keep_the_number_to_sort_by() -> None:
+    page = rendered(PageSection("s", table=pd.DataFrame({"n": [0.123456, None], "t": ["a", None]})))
+    assert '<td class="number" data-key="0.123456">0.123</td><td class="text">a</td>' in page
+    assert '<td class="number">-</td><td class="text">-</td>' in page
+
+
+def test_a_header_is_a_button_that_says_how_it_is_sorted() -> None:
+    page = rendered(PageSection("s", table=pd.DataFrame({"n": [1], "t": ["a"]})))
+    head = '<th class="{}" scope="col" aria-sort="none"><button type="button">{}</button></th>'
+    assert all(head.format(kind, name) in page for kind, name in (("number", "n"), ("text", "t")))
+
+
+def test_longer_tables_have_a_filter() -> None:
+    page = rendered(PageSection("long", table=pd.DataFrame({"n": [1] * 3})), PageSection("short", table=TWO_ROWS))
+    assert re.findall(r'aria-label="Filter the rows of: (.*?)"', page) == ["long"]
+
+
+def test_cells_with_an_address_are_links() -> None:
+    page = rendered(PageSection("s", table=TWO_ROWS, links={"b": "http://server/#/runs/1?a=b&c=d"}))
+    links = re.findall(r'<a href="http://server.*?</a>', page)
+    assert links == ['<a href="http://server/#/runs/1?a=b&amp;c=d" target="_blank" rel="noopener">b</a>']
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Links to MLflow
+
+
+def every_trial(uri: str) -> PageSection:
+    several = sweep(trial(3, {LR: 1.0}, {9: 0.5}), trial(4, {LR: 2.0}, {9: 0.6}))
+    return sections.every_trial(replace(several, experiment_id="7"), uri, DEFAULT_METRIC, "max")
+
+
+def test_names_of_trials_lead_to_their_runs_on_a_server() -> None:
+    section = every_trial("https://user:secret@mlflow.example/path/")
+    run = "https://mlflow.example/path/#/experiments/7/runs/{}?workflowType=machine_learning"
+    assert section.links == {"trial_00003": run.format(3), "trial_00004": run.format(4)}
+    assert section.text == ""
+    assert "secret" not in rendered(section)
+
+
+def test_a_database_comes_with_the_command_that_serves_it() -> None:
+    section = every_trial("sqlite:////a folder/mlflow.db")
+    command, path = section.text.splitlines()
+    assert command == "mlflow ui --backend-store-uri 'sqlite:////a folder/mlflow.db'"
+    assert path.endswith(" /#/experiments/7/runs/RUN?workflowType=machine_learning")
+    assert section.links["trial_00003"].startswith("http://127.0.0.1:5000/#/experiments/7/runs/3?")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a browser
+
+ACTIONS = """
+const section = [...document.querySelectorAll("section")].at(-1);
+const shown = () => [...section.querySelectorAll("tbody tr")].filter(row => !row.hidden);
+const cells = column => shown().map(row => row.cells[column].textContent).join(" ");
+const seen = [];
+const [number, text] = section.querySelectorAll("th");
+for (const header of [number, number, text]) {
+  header.firstElementChild.click();
+  seen.push([header.getAttribute("aria-sort"), cells(header.cellIndex)]);
+}
+const input = section.querySelector("input");
+input.value = "A1 x";
+input.dispatchEvent(new Event("input"));
+seen.push([section.querySelector("[role=status]").textContent, cells(1)]);
+const select = document.querySelector("select");
+select.value = "kl/ref";
+select.dispatchEvent(new Event("change"));
+const figure = document.querySelector(".plotly-graph-div");
+seen.push([document.querySelector(".meaning").textContent, figure.layout.yaxis.title.text, figure.data[0].y]);
+document.title = JSON.stringify(seen);
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_sorts_filters_and_selects(tmp_path: Path) -> None:
+    histories = [pd.DataFrame({"reward/mean": [0.1, 0.2], "kl/ref": [0.3, 0.4]}, index=[1, 2])]
+    data = explorer.gather_curves(histories)
+    groups = group_trials(sweep(trial(0, {LR: 1.0}, {9: 0.5})))
+    table = pd.DataFrame({"n": [0.1, None, 1e-5, 0.1004], "t": ["a2 x", "a10 x", None, "a1 x"]})
+    selector = PageSection("metrics", figure=explorer.draw_first(groups, data), explorer=data)
+    page = rendered(selector, PageSection("table", table=table))
+    (tmp_path / "page.html").write_text(page.replace("</body>", f"<script>{ACTIONS}</script></body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    command = [str(CHROMIUM), *options, "--virtual-time-budget=20000", f"file://{tmp_path}/page.html"]
+    dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    found = re.search(r"<title>(.*?)</title>", dom)
+    assert found and json.loads(unescape(found[1])) == [
+        ["ascending", "1e-5 0.1 0.1 -"],
+        ["descending", "0.1 0.1 1e-5 -"],
+        ["ascending", "a1 x a2 x a10 x -"],
+        ["2 of 4 rows", "a1 x a10 x"],
+        ["mean KL estimate per token to the reference model, before the update", "kl/ref", [0.3, 0.4]],
+    ]

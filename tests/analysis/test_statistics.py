@@ -155,7 +155,7 @@ def test_runs_that_agree_by_luck_are_no_certainty() -> None:
     runs = [trial(i, setting(1 + i // 3, i), {0: 0.5, 9: 0.87 - 0.02 * (i // 3)}) for i in range(6)]
     certain, doubtful = group_trials(sweep(*runs)), group_trials(sweep(*runs, num_questions=512))
     assert summary_sentence(certain).endswith("do not overlap.")
-    assert summary_sentence(doubtful).endswith("the intervals overlap.")
+    assert "not shown to be better: intervals overlap" in summary_sentence(doubtful)
     assert difference_sentence(*certain).endswith("more than chance.")
     assert difference(*doubtful)[1] == pytest.approx(math.hypot(doubtful[0].half_width, doubtful[1].half_width))
     assert difference_sentence(*doubtful).endswith("which may be chance.")
@@ -174,8 +174,15 @@ def test_the_summary_states_whether_intervals_overlap() -> None:
         "actor_lr 0 wins with eval/accuracy 0.71 ± 0.025 over 3 runs; the next is 0.51 ± 0.025 over 3 runs "
         "(actor_lr 1): the intervals do not overlap."
     )
-    assert summary((0.7, 0.5), (0.5, 0.4)).endswith("the intervals overlap.")
-    assert "with one run of a setting" in summary((0.7,), (0.5,))
+    assert summary((0.7, 0.5), (0.5, 0.4)) == (
+        "actor_lr 0 is ahead of actor_lr 1 by 0.15; not shown to be better: intervals overlap "
+        "(eval/accuracy 0.6 ± 1.3 over 2 runs against 0.45 ± 0.64 over 2 runs)."
+    )
+    assert summary((0.7,), (0.5,)) == (
+        "actor_lr 0 is ahead of actor_lr 1 by 0.2; not shown to be better: with one run of a setting there is no "
+        "interval; use --seeds 3 (eval/accuracy 0.7 over 1 run against 0.5 over 1 run)."
+    )
+    assert summary((0.7, 0.5), (0.7, 0.5)).startswith("actor_lr 0 is level with actor_lr 1; not shown to be better")
     assert summary((0.7, 0.8)).endswith("there is no other setting to compare it with.")
 
 
@@ -303,6 +310,16 @@ def test_the_picture_shows_every_group_and_run(tmp_path: Path) -> None:
     assert drawn == {(0.1, 0.9), (0.1, 0.35, 0.6), (0.2, 0.2)}
     assert [text.get_text() for text in ends.get_yticklabels()] == [group.label for group in groups]
     figure.savefig(tmp_path / "figure.png")
+
+
+def test_a_wide_interval_is_cut_in_the_picture_too() -> None:
+    runs = [(1.0, 0, 0.2), (1.0, 1, 0.4), (2.0, 0, 0.25), (2.0, 1, 0.25)]
+    wide = group_trials(sweep(*(trial(i, {LR: lr, "seed": s}, {0: 0.3, 9: v}) for i, (lr, s, v) in enumerate(runs))))
+    curves, ends = static_figure.draw(wide, "s").axes
+    band = curves.collections[-1].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (0, 1)
+    assert curves.get_ylim() == pytest.approx((0.15, 0.4), abs=0.02)  # means from 0.25 to 0.3
+    assert ends.get_xlim() == pytest.approx((0, 0.8), abs=0.05)  # runs from 0.2 to 0.4
 
 
 def test_only_the_best_are_named_and_all_are_drawn() -> None:

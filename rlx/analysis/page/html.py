@@ -1,0 +1,107 @@
+"""Sections as one HTML file, which contains all it needs: styles, scripts, plotly, and the numbers of the curves.
+
+The layout is the Jinja template page.html, which escapes every text that a model or a person has written; page.js sorts
+and filters tables and draws the selected metric. Left out: what the sections show (sections.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jinja2
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from rlx.analysis.page.explorer import Explorer
+from rlx.analysis.style import as_text
+
+_MIN_FILTERED = 3  # rows; a shorter table needs no filter
+
+
+@dataclass(frozen=True, eq=False)
+class PageSection:
+    """A heading, a note of a sentence or two, and the contents, in this order."""
+
+    title: str
+    note: str = ""
+    figure: go.Figure | None = None
+    explorer: Explorer | None = None  # whose metrics the figure shows, one at a time
+    table: pd.DataFrame | None = None
+    links: Mapping[str, str] = field(default_factory=dict)  # addresses by the text of the table's cells
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class _Cell:
+    text: str
+    kind: str  # its CSS class: number or text
+    key: str  # a number in full, to sort by; empty for texts and for no value
+    address: str | None
+
+
+@dataclass(frozen=True)
+class _Table:
+    columns: list[tuple[str, str]]  # names and kinds
+    rows: list[list[_Cell]]
+    has_filter: bool
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """A section as the template takes it."""
+
+    title: str
+    note: str
+    text: str
+    figure: str | None
+    explorer: dict[str, Any] | None
+    table: _Table | None
+
+
+def render_sections(title: str, lead: str, facts: Mapping[str, str], sections: Sequence[PageSection]) -> str:
+    """Renders the template.
+
+    Args:
+        lead: the sentence below the title.
+        facts: listed below the lead, by name.
+    """
+    files = jinja2.PackageLoader("rlx.analysis.page", "")
+    environment = jinja2.Environment(loader=files, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    contents = [_contents(section, f"figure-{number}") for number, section in enumerate(sections, 1)]
+    template = environment.get_template("page.html")
+    return template.render(title=title, lead=lead, facts=facts, sections=contents, plotly=get_plotlyjs())
+
+
+def _contents(section: PageSection, name: str) -> _Contents:
+    return _Contents(
+        title=section.title,
+        note=section.note,
+        text=section.text,
+        figure=None if section.figure is None else _figure_html(section.figure, name),
+        explorer=None if section.explorer is None else asdict(section.explorer),
+        table=None if section.table is None else _table(section.table, section.links),
+    )
+
+
+def _figure_html(figure: go.Figure, name: str) -> str:
+    """A figure as an HTML element with the id `name`, without the JavaScript of plotly."""
+    config = {"responsive": True, "displaylogo": False}
+    return str(figure.to_html(config, full_html=False, include_plotlyjs=False, include_mathjax=False, div_id=name))
+
+
+def _table(table: pd.DataFrame, links: Mapping[str, str]) -> _Table:
+    kinds = ["number" if pd.api.types.is_numeric_dtype(table[column]) else "text" for column in table]
+    rows = [
+        [_cell(value, kind, links) for value, kind in zip(row, kinds, strict=True)]
+        for row in table.itertuples(index=False)
+    ]
+    return _Table(list(zip(map(str, table.columns), kinds, strict=True)), rows, len(rows) >= _MIN_FILTERED)
+
+
+def _cell(value: Any, kind: str, links: Mapping[str, str]) -> _Cell:
+    text = as_text(value)
+    key = repr(float(value)) if kind == "number" and not pd.isna(value) else ""
+    return _Cell(text, kind, key, links.get(text))

@@ -1,0 +1,67 @@
+"""Interactive figures of the trials of a sweep: the best value so far, and where a scheduler stopped which trial.
+
+Left out: means of settings (figures.py), and the curves of every metric (explorer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from rlx.analysis.loading import Sweep, Trial
+from rlx.analysis.page.layout import styled
+from rlx.analysis.progress import Finish, Rung
+from rlx.analysis.ranges import axis_range
+from rlx.analysis.style import as_text, short_names
+
+_BLUE, _GREY, _RED = "#1f4e79", "#9db4cf", "#b5483a"
+
+
+def best_values(finishes: Sequence[Finish], metric: str) -> go.Figure:
+    """Shows the last value of each trial in the order in which they ended, and the best one so far as a line."""
+    numbers, values = list(range(1, len(finishes) + 1)), [finish.value for finish in finishes]
+    is_stopped = [finish.trial.was_stopped for finish in finishes]
+    marker = {"size": 8, "color": _GREY, "symbol": ["x" if stopped else "circle" for stopped in is_stopped]}
+    hover: dict[str, Any] = {"hovertext": [described(finish.trial) for finish in finishes], "hoverinfo": "text+y"}
+    name = "one trial (a cross: stopped early)" if any(is_stopped) else "one trial"
+    best = {"line": {"shape": "hv", "color": _BLUE, "width": 2.5}, "hoverinfo": "y", "name": "best so far"}
+    figure = go.Figure()
+    figure.add_scatter(x=numbers, y=[finish.best for finish in finishes], mode="lines", **best)
+    figure.add_scatter(x=numbers, y=values, mode="markers", marker=marker, name=name, **hover)
+    figure.update_xaxes(title="trials, in the order in which they ended", tickformat="d")
+    figure.update_yaxes(title=f"last {metric}", range=axis_range(metric, values))
+    return styled(figure, 280, legend_lines=1)
+
+
+def stops(sweep: Sweep, rungs: Sequence[Rung], metric: str) -> go.Figure:
+    """Shows the curve of each trial, with a cross where a scheduler stopped it; a dotted line marks each rung."""
+    figure, points = go.Figure(), list[float]()
+    for rung in rungs:
+        figure.add_vline(rung.step, line={"color": "#8a97a6", "width": 1, "dash": "dot"})
+    named = set[str]()
+    for trial in sorted(sweep.trials, key=lambda trial: not trial.was_stopped):  # the others are drawn on top
+        curve = trial.curve(metric)
+        name = "stopped" if trial.was_stopped else "not stopped"
+        look = _look(trial.was_stopped, len(curve))
+        common = {"name": name, "legendgroup": name, "showlegend": name not in named, "hoverinfo": "text+y"}
+        figure.add_scatter(x=list(curve.index), y=curve.tolist(), hovertext=described(trial), **look, **common)
+        points, named = [*points, *curve], {*named, name}
+    figure.update_xaxes(title="PPO step (0: before training)")
+    figure.update_yaxes(title=metric, range=axis_range(metric, points))
+    return styled(figure, 320, legend_lines=1)
+
+
+def described(trial: Trial) -> str:
+    """The name of a trial with its settings."""
+    settings = zip(short_names(trial.settings), trial.settings.values(), strict=True)
+    return f"{trial.name} ({', '.join(f'{name} {as_text(value)}' for name, value in settings)})"
+
+
+def _look(is_stopped: bool, num_points: int) -> dict[str, Any]:
+    """The line of a trial; if it was stopped, with a cross at its end."""
+    color = _RED if is_stopped else _BLUE
+    sizes = [0] * (num_points - 1) + [9 if is_stopped else 0]
+    marker = {"symbol": "x", "size": sizes, "color": color, "opacity": 1}
+    return {"mode": "lines+markers", "marker": marker, "line": {"color": color, "width": 1.4 if is_stopped else 2}}

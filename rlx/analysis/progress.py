@@ -1,0 +1,67 @@
+"""How a sweep went on: the best value after each trial that ended, and which trials a scheduler stopped at which step.
+
+A rung is a step at which the scheduler stopped at least one trial. It is read from the trials, so that it holds for
+every scheduler that stops trials. Left out: drawing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pandas as pd
+
+from rlx.analysis.loading import Sweep, Trial
+from rlx.analysis.statistics import final_value, has_ended, rank_trials
+from rlx.analysis.style import short_names
+from rlx.config.sections import Mode
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A trial that ended, its last value, and the best one of all trials that had ended by then."""
+
+    trial: Trial
+    value: float
+    best: float
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A step at which trials were stopped: how many had a value there, and how many of them were stopped."""
+
+    step: int
+    reached: int
+    stopped: int
+
+
+def best_so_far(sweep: Sweep, metric: str, mode: Mode) -> list[Finish]:
+    """The trials that have ended with the metric, in the order in which they ended."""
+    ended = [trial for trial in sweep.trials if has_ended(trial, metric)]
+    ended.sort(key=lambda trial: math.inf if trial.end_ms is None else trial.end_ms)
+    values = [final_value(trial, metric) for trial in ended]
+    bests = accumulate(values, max if mode == "max" else min)
+    return [Finish(*each) for each in zip(ended, values, bests, strict=True)]
+
+
+def find_rungs(sweep: Sweep, metric: str) -> list[Rung]:
+    """The rungs of a sweep, first step first; none if no trial with the metric was stopped."""
+    steps = [set(trial.curve(metric).index) for trial in sweep.trials]
+    stops = [trial.stopped_at for trial in sweep.trials if trial.stopped_at is not None and has_ended(trial, metric)]
+    return [Rung(step, sum(step in each for each in steps), stops.count(step)) for step in sorted(set(stops))]
+
+
+def rung_table(sweep: Sweep, metric: str, mode: Mode) -> pd.DataFrame:
+    """One row per trial, those that went farthest first: its settings, its value at each rung, its last step and value,
+    and the step at which it was stopped."""
+    steps = [rung.step for rung in find_rungs(sweep, metric)]
+    ranked = sorted(rank_trials(sweep, metric, mode), key=lambda trial: -trial.last_step)
+    rows = [
+        {"trial": trial.name}
+        | dict(zip(short_names(trial.settings), trial.settings.values(), strict=True))
+        | {f"at {step}": float(trial.curve(metric).get(step, math.nan)) for step in steps}
+        | {"final": final_value(trial, metric), "steps": trial.last_step, "stopped": trial.stopped_at}
+        for trial in ranked
+    ]
+    return pd.DataFrame(rows)

@@ -1,0 +1,40 @@
+"""The best value so far, and the rungs at which a scheduler stopped trials."""
+
+import math
+
+from sweep_cases import sweep, trial
+
+from rlx.analysis.progress import Rung, best_so_far, find_rungs, rung_table
+from rlx.config.sections import DEFAULT_METRIC
+
+LR = "train.actor_lr"
+HALVED = sweep(
+    trial(0, {LR: 1.0}, {0: 0.1, 2: 0.5, 4: 0.6, 8: 0.7}, end_ms=400),
+    trial(1, {LR: 2.0}, {0: 0.1, 2: 0.2}, stopped_at=2, end_ms=100),
+    trial(2, {LR: 3.0}, {0: 0.1, 2: 0.4, 4: 0.3}, stopped_at=4, end_ms=300),
+    trial(3, {LR: 4.0}, {0: 0.1, 2: 0.3}, stopped_at=2, end_ms=200),
+    trial(4, {LR: 5.0}, {0: 0.1, 2: 0.9}, status="RUNNING"),
+    trial(5, {LR: 6.0}, {}, status="FAILED", end_ms=50),
+)
+
+
+def test_trials_count_in_the_order_in_which_they_ended() -> None:
+    finishes = best_so_far(HALVED, DEFAULT_METRIC, "max")
+    assert [finish.trial.name[-1] for finish in finishes] == ["1", "3", "2", "0"]
+    assert [finish.value for finish in finishes] == [0.2, 0.3, 0.3, 0.7]
+    assert [finish.best for finish in finishes] == [0.2, 0.3, 0.3, 0.7]
+    assert [finish.best for finish in best_so_far(HALVED, DEFAULT_METRIC, "min")] == [0.2] * 4
+
+
+def test_a_rung_is_a_step_at_which_trials_were_stopped() -> None:
+    assert find_rungs(HALVED, DEFAULT_METRIC) == [Rung(2, 5, 2), Rung(4, 2, 1)]
+    assert find_rungs(sweep(trial(0, {LR: 1.0}, {2: 0.5})), DEFAULT_METRIC) == []
+
+
+def test_the_table_of_rungs_has_a_value_for_each_trial_that_was_there() -> None:
+    table = rung_table(HALVED, DEFAULT_METRIC, "max")
+    assert list(table) == ["trial", "actor_lr", "at 2", "at 4", "final", "steps", "stopped"]
+    assert table["trial"].str[-1].tolist() == ["0", "2", "4", "3", "1", "5"]  # farthest first, then best first
+    assert table["at 2"].tolist()[:5] == [0.5, 0.4, 0.9, 0.3, 0.2]
+    assert table["at 4"].tolist()[:2] == [0.6, 0.3] and math.isnan(table["at 4"][2])
+    assert table["stopped"].fillna(0).tolist() == [0, 4, 0, 2, 2, 0]
