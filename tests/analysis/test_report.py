@@ -171,6 +171,7 @@ def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) ->
     assert "stopped at 2" in html
     assert "The scheduler stopped 1 of 2 at step 2." in html
     assert "Stopped early" in headings(html)
+    assert len(re.findall(r'<a href="http://127.0.0.1:5000/#/experiments/.*?>trial_1</a>', html)) == 2  # tables
     recipe = (tmp_path / "best.yaml").read_text()
     assert "The trial changed while it ran" in recipe
     assert read_yaml(tmp_path / "best.yaml")["train"]["actor_lr"] == 1e-3

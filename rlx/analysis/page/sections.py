@@ -57,7 +57,7 @@ def render(
         *_figures(settings, metric),
         *_any_metric(settings, uri),
         *_best_so_far(sweep, metric, mode),
-        *_stops(sweep, metric, mode),
+        *_stops(sweep, uri, metric, mode),
         *_varied(settings, metric, mode),
         *(_comparison(title, groups, metric) for title, groups in compared.items() if groups is not settings),
         *_samples(settings, uri),
@@ -136,18 +136,15 @@ def _best_so_far(sweep: Sweep, metric: str, mode: Mode) -> list[PageSection]:
     return [PageSection("Best so far", note, trial_figures.best_values(finishes, metric))]
 
 
-def _stops(sweep: Sweep, metric: str, mode: Mode) -> list[PageSection]:
+def _stops(sweep: Sweep, uri: str, metric: str, mode: Mode) -> list[PageSection]:
     """Where a scheduler stopped trials, and what their values were there."""
     rungs = progress.find_rungs(sweep, metric)
     if not rungs:
         return []
     counts = ", ".join(f"{rung.stopped} of {rung.reached} at step {rung.step}" for rung in rungs)
-    note = (
-        f"The scheduler stopped {counts}. It compares a trial with those that were there before it, so one that "
-        "came late needs a better value to go on."
-    )
-    table = progress.rung_table(sweep, metric, mode)
-    return [PageSection("Stopped early", note, trial_figures.stops(sweep, rungs, metric), table=table)]
+    note = f"The scheduler stopped {counts}. A trial that was stopped might still have become better."
+    figure, table = trial_figures.stops(sweep, rungs, metric), progress.rung_table(sweep, metric, mode)
+    return [PageSection("Stopped early", note, figure, table=table, links=_run_pages(sweep, uri))]
 
 
 def _varied(settings: Sequence[Group], metric: str, mode: Mode) -> list[PageSection]:
@@ -228,9 +225,7 @@ def _best_setting(sweep: Sweep, settings: Sequence[Group], recipe: str) -> list[
 
 def every_trial(sweep: Sweep, uri: str, metric: str, mode: Mode) -> PageSection:
     """A row per trial, whose name leads to its run in MLflow."""
-    address = mlflow_page.server(without_password(uri))
-    paths = {trial.name: mlflow_page.run_path(sweep.experiment_id, trial.run_ids[0]) for trial in sweep.trials}
-    links = {name: address + path for name, path in paths.items()}
+    address, links = mlflow_page.server(without_password(uri)), _run_pages(sweep, uri)
     table = without_empty_columns(tables.trial_table(sweep, metric, mode))
     note = f"Best last value first. A name leads to the run of the trial in MLflow, at {address}"
     if mlflow_page.has_server(uri):
@@ -239,3 +234,10 @@ def every_trial(sweep: Sweep, uri: str, metric: str, mode: Mode) -> PageSection:
     path = mlflow_page.run_path(sweep.experiment_id, "RUN")
     command = f"{without_password(mlflow_page.browse_command(uri))}\n# the path of a run: {path}"
     return PageSection("Every trial", note, table=table, links=links, text=command)
+
+
+def _run_pages(sweep: Sweep, uri: str) -> dict[str, str]:
+    """The web address of each trial in MLflow, by its name."""
+    address = mlflow_page.server(without_password(uri))
+    paths = {trial.name: mlflow_page.run_path(sweep.experiment_id, trial.run_ids[0]) for trial in sweep.trials}
+    return {name: address + path for name, path in paths.items()}
