@@ -125,7 +125,7 @@ def arguments(config: RunConfig) -> dict[str, Any]:
         "beta": 0.0,
         "loss_type": "grpo",
         "gradient_checkpointing": train.gradient_checkpointing,
-        "torch_compile": train.compile,
+        "torch_compile": config.resolved_compile,
         "optim": "adamw_torch_fused",
         "use_cpu": not on_gpu,
         "bf16": config.model.dtype == "bfloat16",

@@ -250,7 +250,7 @@ def overrides(config: RunConfig) -> dict[str, Any]:
     """veRL's settings that follow from rlx's, for the same work."""
     train, chosen, tokens = config.train, config.rollout, config.train.micro_batch_tokens
     actor = {
-        "fsdp_config.use_torch_compile": train.compile,
+        "fsdp_config.use_torch_compile": config.resolved_compile,
         "use_torch_compile": train.compile,
         "optim.lr": train.actor_lr,
         "optim.weight_decay": train.weight_decay,

@@ -53,8 +53,8 @@ def rollout(
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
                 seed=seed,
-                logprobs=0,
-                flat_logprobs=True,
+                logprobs=0 if sampling.logprobs else None,
+                flat_logprobs=sampling.logprobs,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -140,7 +140,7 @@ class _Learner:
         if config.train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
-        if getattr(config.train, "compile", False):
+        if config.resolved_compile:
             for layer in self.backbone.layers:
                 layer.compile(dynamic=True)
             self.loss = torch.compile(self.loss, dynamic=True)  # type: ignore[method-assign]

@@ -110,7 +110,14 @@ def requests(
 
     chosen, train = config.rollout, config.train
     end = prompts.load_tokenizer(path, config.model.trust_remote_code).eos_token_id
-    sampling = Sampling(chosen.temperature, chosen.top_p, chosen.top_k, chosen.max_tokens, (end,))
+    sampling = Sampling(
+        chosen.temperature,
+        chosen.top_p,
+        chosen.top_k,
+        chosen.max_tokens,
+        (end,),
+        logprobs=config.resolved_logprobs_every == 1,  # as in the run's counted steps, the third to the tenth
+    )
     whole = pa.concat_tables(tables["train"].iter_batches(batch_size=None, batch_format="pyarrow"))
     stream = PromptStream(TableRows(whole), config.seed)
     rounds = [

@@ -85,7 +85,7 @@ def described(config: RunConfig) -> dict[str, Any]:
     train = config.train
     return {
         "precision": f"{config.model.dtype}, weights and AdamW in float32",
-        "torch.compile": getattr(train, "compile", False),
+        "torch.compile": config.resolved_compile,
         "gradient checkpointing": train.gradient_checkpointing,
         "models": "policy and critic" if config.resolved_critic == "separate" else "policy",
         "reference held": config.resolved_reference == "copy",
@@ -104,6 +104,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from rlx.data.blocks import RankShares
     from rlx.runs import mailbox, preflight, train_run
     from rlx.runs.mailbox import Box
     from rlx.storage.addresses import open_storage
@@ -117,7 +118,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
         train_loop_config=job,
         torch_config=TorchConfig(backend="nccl" if scaling.use_gpu else "gloo"),
         datasets=preflight.prompt_tables(config, path),
-        dataset_config=ray.train.DataConfig(datasets_to_split=[]),
+        dataset_config=RankShares(config.parallel.tp),
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.num_workers,
             use_gpu=scaling.use_gpu,

@@ -54,11 +54,12 @@ class Sampling:
     top_k: int  # -1: the whole vocabulary
     max_tokens: int
     stop_token_ids: tuple[int, ...]
+    logprobs: bool = True  # whether the engine reports them, which costs time in each decode step
 
     @property
     def greedy(self) -> Sampling:
-        """The same settings, but the most likely token is always taken."""
-        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
+        """The same settings, but the most likely token is always taken; log-probabilities are not reported."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, logprobs=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Completion:
     prompt: Prompt
     sample: int  # 0 .. samples_per_prompt - 1
     token_ids: tuple[int, ...]  # [T], the stop token included
-    logprobs: tuple[float, ...]  # [T], of each token in the distribution that it was sampled from
+    logprobs: tuple[float, ...]  # [T], of each token in the distribution that it was sampled from; or not reported: ()
     finished: bool  # ended with a stop token, not at max_tokens
     version: int  # version of the weights that sampled it
 

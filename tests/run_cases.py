@@ -76,7 +76,8 @@ def small(model: Path, storage: Path | str, name: str, **overrides: Any) -> RunC
         "model": {"path": str(model)},
         "data": {"num_prompts": 200, "max_prompt_tokens": 32},
         "train": {"steps": STEPS, "prompts_per_step": 8, "samples_per_prompt": 2},
-        "rollout": {"num_engines": 2, "max_tokens": 8, "kv_cache_mib": 16, "resources_per_engine": {"CPU": 0.25}},
+        "rollout": {"num_engines": 2, "max_tokens": 8, "kv_cache_mib": 16, "resources_per_engine": {"CPU": 0.25}}
+        | {"logprobs_every": 1},
         "scaling": {"num_workers": 2, "resources_per_worker": {"CPU": 0.5}},
         "eval": {"every": 2, "num_prompts": 12},
         "checkpoint": {"every": 2},

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlx.algorithms.masking import apply_mask, lookup
 
@@ -105,14 +106,32 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     """
     inside = mask.bool()
     rewards, values = rewards.detach(), values.detach()
-    advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = rewards.new_zeros(len(rewards))
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(inside[:, t], delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(inside[:, t], values[:, t], next_value)
-        advantages[:, t] = next_advantage
+    deltas = torch.where(inside, rewards + gamma * _next_inside(values, inside) - values, 0.0)
+    advantages = discounted_sums(deltas, torch.full_like(values, gamma * lam).masked_fill(~inside, 1.0))
     return apply_mask(advantages, mask), apply_mask(advantages + values, mask)
+
+
+def discounted_sums(terms: Tensor, factors: Tensor) -> Tensor:
+    """`[B, T]` sums s with s[t] = terms[t] + factors[t] * s[t + 1], and 0 after the last column.
+
+    A loop over tokens would be thousands of small kernels. This one doubles the span that each sum covers, so it takes
+    log2(T) rounds. A sum does not depend on how many columns of zeros follow.
+    Source: Hillis and Steele 1986, "Data parallel algorithms", Communications of the ACM 29 (12).
+    """
+    span, width = 1, terms.shape[1]
+    while span < width:
+        terms = terms + factors * pad(terms[:, span:], (0, span))
+        factors = factors * pad(factors[:, span:], (0, span))
+        span *= 2
+    return terms
+
+
+def _next_inside(values: Tensor, inside: Tensor) -> Tensor:
+    """`[B, T]` the value of the next token inside, 0 after the last one."""
+    width = values.shape[1]
+    columns = torch.where(inside, torch.arange(width, device=values.device), width)  # T: none
+    following = pad(columns.flip(1).cummin(1).values.flip(1), (0, 1), value=width)[:, 1:]
+    return pad(values, (0, 1)).gather(1, following)
 
 
 def _gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:

@@ -123,6 +123,10 @@ class AlgorithmConfig(Section):
     """dual-clip PPO: the loss of a token with a negative advantage is at most this multiple of -advantage"""
     entropy_coef: NonNegativeFloat = 0.0
     """weight of the entropy bonus in the loss"""
+    exact_entropy: bool = False
+    """compute policy/entropy from the probabilities of all tokens, as an entropy bonus does: it takes as long as the
+    log-probabilities; otherwise it is the mean of -log p of the sampled tokens, which top_p, top_k and stale
+    completions bias"""
     value_clip: PositiveFloat | None = 0.2
     """clip the value loss where a prediction moves further than this from its old value; unset: no clipping"""
     value_coef: PositiveFloat = 0.5
@@ -162,6 +166,11 @@ class AlgorithmConfig(Section):
     """mask: tokens (or responses) with a smaller ratio are left out"""
     rollout_correction_high: float = Field(default=2.0, gt=1)
     """tis: larger ratios are set to this; mask: tokens (or responses) with a larger ratio are left out"""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy of the policy is computed, not estimated."""
+        return self.exact_entropy or self.entropy_coef > 0
 
     @property
     def estimator(self) -> Estimator:

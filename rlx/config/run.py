@@ -30,6 +30,8 @@ from rlx.config.sections import (
     flatten,
 )
 
+_STEPS_TO_COMPILE = 100
+
 
 class RunConfig(Section):
     """All settings of a run; a copy is saved in the run's folder."""
@@ -83,6 +85,14 @@ class RunConfig(Section):
         return self.scaling.num_workers // self.parallel.tp
 
     @property
+    def resolved_compile(self) -> bool:
+        """`train.compile`, or the default: where it saves more time than it takes, and is possible."""
+        if self.train.compile is not None:
+            return self.train.compile
+        is_possible = self.parallel.tp == 1 and not self.model.offload
+        return self.scaling.use_gpu and is_possible and self.train.steps >= _STEPS_TO_COMPILE
+
+    @property
     def resolved_critic(self) -> Literal["separate", "head", "none"]:
         """`model.critic` with `auto` resolved."""
         if self.model.critic != "auto":
@@ -97,6 +107,13 @@ class RunConfig(Section):
         if self.model.reference != "auto":
             return self.model.reference
         return "lora_off" if self.model.lora_rank else "copy"
+
+    @property
+    def resolved_logprobs_every(self) -> int:
+        """`rollout.logprobs_every`; 1 where training needs the engines' log-probabilities."""
+        settings, correction = self.algorithm, self.resolved_rollout_correction
+        is_needed = settings.old_logprobs == "rollout" or correction != "none" or self.rollout.max_staleness > 0
+        return 1 if is_needed else self.rollout.logprobs_every
 
     @property
     def resolved_rollout_correction(self) -> Literal["none", "tis", "mask"]:

@@ -231,9 +231,9 @@ class TrainConfig(Section):
     """gradients with a larger global norm are scaled down to it"""
     gradient_checkpointing: bool = False
     """recompute the activations of decoder layers in the backward pass: less memory, about a third more time"""
-    compile: bool = False
-    """compile decoder layers with torch.compile: the first steps take minutes, later steps less time; a resumed run
-    then equals an uninterrupted one only up to rounding"""
+    compile: bool | None = None
+    """compile decoder layers with torch.compile: the first steps take a minute or two more, later ones a third less; a
+    resumed run then equals an uninterrupted one only up to rounding; unset: on GPUs, for runs of 100 steps or more"""
     ema_decay: Decay | None = None
     """keep an exponential moving average of the policy's weights with this decay per optimizer step, and evaluate it
     too; unset: no average"""
@@ -257,6 +257,9 @@ class RolloutConfig(Section):
     """sampling temperature; the trainer divides its logits by it too"""
     top_p: Fraction = 1.0
     """nucleus sampling; a value below 1 needs algorithm.rollout_correction"""
+    logprobs_every: PositiveInt = 10
+    """steps between those in which engines report log-probabilities for mismatch/* alone, which takes up to a third of
+    a decode step; every step where training needs them (rollout_correction, old_logprobs rollout, max_staleness)"""
     top_k: int = Field(default=-1, ge=-1)
     """sample among the k most probable tokens, -1 for all; needs algorithm.rollout_correction"""
     max_tokens: PositiveInt = 16

@@ -83,15 +83,23 @@ def compile_layers(model: nn.Module) -> None:
     Raises:
         ConfigError: the C++ compiler that torch.compile needs is missing.
     """
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise ConfigError(f"train.compile: this machine has no C++ compiler {compiler}")
+    if not can_compile():
+        raise ConfigError(f"train.compile: this machine has no C++ compiler {_compiler()}")
     # All layers of policy, critic and reference share the code of one function: with and without gradients, ...
     torch._dynamo.config.recompile_limit = 32
     for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)  # `layer.compile` would include the hooks of FSDP
     if isinstance(model, Policy):
         model.logit_scorer = torch.compile(score_logits)
+
+
+def can_compile() -> bool:
+    """Whether this machine has the C++ compiler that torch.compile needs."""
+    return shutil.which(_compiler()) is not None
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
 
 
 def _zero(weight: Tensor, seed: int) -> None:

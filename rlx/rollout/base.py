@@ -37,7 +37,7 @@ class Output:
     """One completion of an engine."""
 
     token_ids: tuple[int, ...]  # [T], the stop token included
-    logprobs: tuple[float, ...]  # [T], of each token under the distribution that it was sampled from
+    logprobs: tuple[float, ...]  # [T], see `Completion.logprobs`
     finished: bool  # ended with a stop token
 
 

@@ -34,7 +34,8 @@ def uniform_output(request: Request, vocab_size: int = 32) -> Output:
         if tokens[-1] in request.sampling.stop_token_ids:
             break
     finished = tokens[-1] in request.sampling.stop_token_ids
-    return Output(tuple(tokens), (-math.log(vocab_size),) * len(tokens), finished)
+    logprobs = (-math.log(vocab_size),) * len(tokens) if request.sampling.logprobs else ()
+    return Output(tuple(tokens), logprobs, finished)
 
 
 class FakeEngine:

@@ -7,6 +7,7 @@ prompt is decided in engine_pool.py, and how weights arrive in weight_sync/.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import tempfile
@@ -180,6 +181,9 @@ class SteppedVLLM:
         self.gpus: list[str] = self._llm.collective_rpc("rlx_gpu")  # of each worker, empty on CPU
         cache = self._llm.vllm_config.cache_config
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that fit into the KV cache
+        # Python's own collections look at all requests again and again: a tenth of a decode step of 512 requests.
+        gc.disable()
+        gc.freeze()
 
     @property
     def is_busy(self) -> bool:
@@ -219,6 +223,7 @@ class SteppedVLLM:
         """
         if not update.keep:
             self._finish_requests()
+        gc.collect()
         # The cached keys and values belong to the old weights; requests that continue compute theirs again.
         if not self._llm.reset_prefix_cache(reset_running_requests=update.keep):
             raise RuntimeError("vLLM did not reset its prefix cache")
@@ -343,7 +348,7 @@ def _params(sampling: Sampling, seed: int) -> Any:
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=seed,
-        logprobs=0,  # of the sampled token alone
+        logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -352,4 +357,5 @@ def _params(sampling: Sampling, seed: int) -> Any:
 
 def _output(result: Any) -> Output:
     sampled = result.outputs[0]
-    return Output(tuple(sampled.token_ids), tuple(sampled.logprobs.logprobs), sampled.finish_reason == "stop")
+    logprobs = () if sampled.logprobs is None else tuple(sampled.logprobs.logprobs)
+    return Output(tuple(sampled.token_ids), logprobs, sampled.finish_reason == "stop")

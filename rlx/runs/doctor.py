@@ -41,10 +41,11 @@ class Verdict:
 
 
 def with_no_learning(config: RunConfig) -> RunConfig:
-    """Returns the config with learning rates of 0, so that a step changes nothing, and with recomputed logprobs."""
+    """Returns the config with learning rates of 0, so that a step changes nothing, and with all logprobs to compare."""
     train = config.train.model_copy(update={"actor_lr": 0.0, "critic_lr": 0.0, "critic_warmup": 0})
     algorithm = config.algorithm.model_copy(update={"old_logprobs": "recomputed"})
-    return config.model_copy(update={"train": train, "algorithm": algorithm})
+    rollout = config.rollout.model_copy(update={"logprobs_every": 1})
+    return config.model_copy(update={"train": train, "algorithm": algorithm, "rollout": rollout})
 
 
 def examine(trainer: Trainer, collector: RolloutCollector) -> dict[str, float]:

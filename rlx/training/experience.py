@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self, TypeVar
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlx.mesh import Mesh
-from rlx.types import ScoredCompletion
+from rlx.types import Completion, ScoredCompletion
 
 B = TypeVar("B", bound="RolloutBatch")
 
@@ -35,7 +36,7 @@ class RolloutBatch:
     ids: Tensor  # [B, L] int64, prompt then response then padding
     prompt_lengths: Tensor  # [B] int64
     mask: Tensor  # [B, T] float, 1 on response tokens
-    rollout_logprobs: Tensor  # [B, T] as the engine reports them
+    rollout_logprobs: Tensor  # [B, T] as the engine reports them; nan where it was not asked to
     row: Tensor  # [B] int64, the completion's index on this rank
     groups: Tensor  # [B] int64, equal for completions of the same prompt
     scores: Tensor  # [B] reward of the whole completion
@@ -121,12 +122,16 @@ def build_batch(scored: Sequence[ScoredCompletion], pad_id: int) -> RolloutBatch
         ids=_padded(ids, pad_id),
         prompt_lengths=torch.tensor([len(c.prompt.token_ids) for c in completions]),
         mask=_padded([torch.ones(len(c.token_ids)) for c in completions], 0.0),
-        rollout_logprobs=_padded([torch.tensor(c.logprobs) for c in completions], 0.0),
+        rollout_logprobs=_padded([_reported_logprobs(c) for c in completions], 0.0),
         row=torch.arange(len(completions)),
         groups=torch.tensor([c.prompt.id for c in completions]),
         scores=torch.tensor([each.score for each in scored], dtype=torch.float32),
         greedy_scores=torch.tensor([each.greedy_score for each in scored], dtype=torch.float32),
     )
+
+
+def _reported_logprobs(completion: Completion) -> Tensor:
+    return torch.tensor(completion.logprobs or (math.nan,) * len(completion.token_ids))
 
 
 def concat(parts: Sequence[B]) -> B:

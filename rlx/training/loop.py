@@ -112,8 +112,9 @@ def old_policy_output(trainer: Trainer, batch: RolloutBatch) -> PolicyOutput:
     """The old policy's log-probabilities, entropy and values; or what the engines reported for the tokens."""
     if trainer.config.algorithm.old_logprobs == "rollout":
         return PolicyOutput(batch.rollout_logprobs, -batch.rollout_logprobs, None)  # entropy is the mean of -log p
-    output: PolicyOutput = trainer.policy(*batch.inputs, trainer.config.rollout.temperature, True)
-    return output
+    settings, temperature = trainer.config.algorithm, trainer.config.rollout.temperature
+    output: PolicyOutput = trainer.policy(*batch.inputs, temperature, settings.needs_entropy)
+    return output if settings.needs_entropy else output._replace(entropy=-output.logprobs)
 
 
 def reference_logprobs(trainer: Trainer, batch: RolloutBatch) -> Tensor | None:

@@ -175,12 +175,9 @@ def _of_tokens(trainer: Trainer, queue: RolloutQueue, batch: Experience, sums: S
 
 
 def _of_policy(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
-    config, mask, count = trainer.config, batch.mask.bool(), trainer.config.train.num_minibatches
-    # Where other entropies are exact, the one-sample estimates of a deferred first mini-batch do not count.
-    estimated = trainer.defers_logprobs and config.algorithm.entropy_coef == 0 and count > 1
-    exact = slice(len(mask) // count if estimated else 0, None)
+    mask = batch.mask.bool()
     updates: Updates = {
-        "policy/entropy": (Mean, batch.entropy[exact][mask[exact]]),
+        "policy/entropy": (Mean, batch.entropy[mask]),
         "kl": (Ratio, sums["kl"], mask.sum()),
     }
     if "policy/loss" not in sums:  # the critic is warming up
@@ -214,6 +211,8 @@ def _of_mismatch(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
     if settings.old_logprobs == "rollout":  # the first ratios are those of engine and trainer
         is_known = "first/policy/approx_kl" in sums
         return {"mismatch/kl": (Ratio, sums["first/policy/approx_kl"], sums["first/updated"])} if is_known else {}
+    if (trainer.step - 1) % trainer.config.resolved_logprobs_every:
+        return {}
     mask, ratios = batch.mask.bool(), _ratios(settings.rollout_correction_level, batch)
     reweighted = (rollout_correction(kind, settings, batch) != ratios) & (kind != "none")
     return {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class RolloutQueue:
     prompts_per_step: int  # of a round, over all replicas
     num_chunks: int  # number of chunks in which a round is handed out
     max_staleness: int  # steps that a completion's weights may be older than the weights that train on it
+    logprobs_every: int = 1  # steps between those of whose completions the engines report log-probabilities
     seconds: float = 0.0  # that the engines took for the rounds handed out since it was last set to 0
     _rounds: deque[QueuedRound] = field(default_factory=deque, init=False)
 
@@ -123,7 +124,9 @@ class RolloutQueue:
         prompts = self.prompts.next(self.prompts_per_step)
         edges = [len(prompts) * i // self.num_chunks for i in range(self.num_chunks + 1)]
         chunks = [prompts[start:stop] for start, stop in itertools.pairwise(edges)]
-        return QueuedRound(position, [self.engines.begin(chunk, self.samplings, step) for chunk in chunks])
+        reported = step % self.logprobs_every == 0
+        samplings = [replace(each, logprobs=each.logprobs and reported) for each in self.samplings]
+        return QueuedRound(position, [self.engines.begin(chunk, samplings, step) for chunk in chunks])
 
     def _request(self) -> Tensor:
         """The settings that a round's completions depend on, as numbers `[1 + 4 S]` of S samplings."""
@@ -148,7 +151,8 @@ def _columns(completions: Sequence[Completion], width: int) -> dict[str, Tensor]
     for row, completion in enumerate(completions):
         length = len(completion.token_ids)
         tokens[row, :length] = torch.tensor(completion.token_ids, dtype=torch.int32)
-        logprobs[row, :length] = torch.tensor(completion.logprobs, dtype=torch.float64)
+        if completion.logprobs:  # a greedy completion has none
+            logprobs[row, :length] = torch.tensor(completion.logprobs, dtype=torch.float64)
     plain = {
         "prompts": [completion.prompt.id for completion in completions],
         "versions": [completion.version for completion in completions],

@@ -168,7 +168,15 @@ def _queue(config: RunConfig, engines: Engines, sampling: Sampling, prompts: Pro
     samplings = [sampling] * train.samples_per_prompt
     if config.algorithm.estimator.needs_greedy:
         samplings.append(sampling.greedy)
-    return RolloutQueue(engines, prompts, samplings, train.prompts_per_step, rollout.num_chunks, rollout.max_staleness)
+    return RolloutQueue(
+        engines,
+        prompts,
+        samplings,
+        train.prompts_per_step,
+        rollout.num_chunks,
+        rollout.max_staleness,
+        config.resolved_logprobs_every,
+    )
 
 
 # --- models and optimizers
@@ -213,7 +221,7 @@ class _Sharder:
 
     def sharded(self, name: str, part: Any) -> Any:
         model, device_mesh = self.config.model, self.device_mesh
-        if self.config.train.compile:
+        if self.config.train.compile or (self.config.resolved_compile and loading.can_compile()):
             loading.compile_layers(part)
         if self.config.parallel.tp > 1:
             tensor_parallel.split_layers(part, device_mesh[TENSOR])

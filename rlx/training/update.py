@@ -113,34 +113,29 @@ def backward(
     trainer: Trainer, micro_batch: Experience, size: LossDenominators, first_pass: bool
 ) -> tuple[Experience, Sums]:
     """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks; see `accumulate`."""
-    settings, mask = trainer.config.algorithm, micro_batch.mask
-    stats: Sums = {"updated": mask.sum()}
-    loss, values = torch.zeros((), device=trainer.device), None
+    stats: Sums = {"updated": micro_batch.mask.sum()}
+    scale = trainer.mesh.dp_size  # FSDP averages gradients over replicas; the denominators are global already
     if "policy" in trainer.learning:
-        temperature = trainer.config.rollout.temperature
-        output = trainer.policy(*micro_batch.inputs, temperature, settings.entropy_coef > 0)
+        settings, temperature = trainer.config.algorithm, trainer.config.rollout.temperature
+        entropy = settings.needs_entropy if first_pass else settings.entropy_coef > 0
+        output = trainer.policy(*micro_batch.inputs, temperature, entropy)
         micro_batch = _with_old_logprobs(micro_batch, output) if first_pass else micro_batch
-        policy_loss, policy_stats = policy_losses(trainer, output, micro_batch, size.policy)
-        loss, values = loss + policy_loss, output.values
+        loss, policy_stats = policy_losses(trainer, output, micro_batch, size.policy)
         stats |= policy_stats
-    if trainer.critic is not None:
-        values = trainer.critic(*micro_batch.inputs)
-    if values is not None:
-        value_loss, value_stats = losses.value_loss(
-            values, micro_batch.values, micro_batch.returns, mask, size.tokens, settings.value_clip
-        )
-        loss = loss + (settings.value_coef if trainer.critic is None else 1.0) * value_loss
-        stats |= {"value/loss": value_loss.detach(), "value/clip_fraction": value_stats["clip_fraction"]}
-    # FSDP averages gradients over replicas; the denominators are global already.
-    (loss * trainer.mesh.dp_size).backward()
+        if output.values is not None:
+            value_loss, value_stats = value_losses(trainer, output.values, micro_batch, size.tokens)
+            loss = loss + settings.value_coef * value_loss
+            stats |= value_stats
+        (loss * scale).backward()
+    if trainer.critic is not None:  # after the policy's backward pass, so that one model's activations are alive
+        loss, value_stats = value_losses(trainer, trainer.critic(*micro_batch.inputs), micro_batch, size.tokens)
+        (loss * scale).backward()
+        stats |= value_stats
     return micro_batch, stats
 
 
 def _with_old_logprobs(micro_batch: Experience, output: PolicyOutput) -> Experience:
-    """The micro-batch with the log-probabilities of a pass as the old ones.
-
-    An exact entropy takes as long as the loss does, so without one the entropy is minus the log-probabilities.
-    """
+    """The micro-batch with the log-probabilities of a pass as the old ones, and the entropy or an estimate of it."""
     logprobs = output.logprobs.detach()
     entropy = -logprobs if output.entropy is None else output.entropy.detach()
     return replace(micro_batch, logprobs=logprobs, entropy=entropy)
@@ -161,7 +156,7 @@ def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experienc
     )
     sums: Sums = {"policy/loss": loss.detach()}
     sums |= {f"policy/{name}": total for name, total in stats.items()}
-    if output.entropy is not None:
+    if output.entropy is not None and settings.entropy_coef > 0:
         loss = loss + settings.entropy_coef * losses.entropy_loss(output.entropy, mask, size, weights)
     if settings.kl_placement == "loss" and trainer.kl.coef > 0:
         estimator = settings.kl_estimator
@@ -169,6 +164,13 @@ def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experienc
         loss = loss + trainer.kl.coef * kl_loss
         sums["kl/loss"] = kl_loss.detach()
     return loss, sums
+
+
+def value_losses(trainer: Trainer, values: Tensor, micro_batch: Experience, size: float) -> tuple[Tensor, Sums]:
+    """The critic's loss (a scalar) for its values `[B, T]`, and its statistics."""
+    clip = trainer.config.algorithm.value_clip
+    loss, stats = losses.value_loss(values, micro_batch.values, micro_batch.returns, micro_batch.mask, size, clip)
+    return loss, {"value/loss": loss.detach(), "value/clip_fraction": stats["clip_fraction"]}
 
 
 def rollout_correction(kind: str, settings: AlgorithmConfig, batch: LogprobBatch) -> Tensor:

@@ -104,6 +104,21 @@ def test_one_step_ahead_the_next_round_is_drawn_while_this_one_trains() -> None:
     assert log(own) == ["begin 4 with 1"] and own.seconds == 4.0  # two rounds
 
 
+def test_engines_report_logprobs_every_few_steps() -> None:
+    own = rounds(logprobs_every=3, samplings=[SAMPLING, SAMPLING.greedy])
+    asked: list[list[bool]] = []
+    begin = own.engines.begin
+
+    def noted(prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
+        asked.append([sampling.logprobs for sampling in samplings])
+        return begin(prompts, samplings, version)
+
+    own.engines.begin = noted  # type: ignore[method-assign]
+    for number in range(4):
+        step(own, number)
+    assert asked == [[True, False], [False, False], [False, False], [True, False]]  # never of the greedy completion
+
+
 def test_nothing_is_begun_that_no_step_trains_on() -> None:
     own = rounds(max_staleness=2)
     drawn = [step(own, number, steps=4) for number in range(4)]
