@@ -324,6 +324,14 @@ def test_a_prompt_that_cannot_be_taken_fails_alone(tied: Side) -> None:
     assert tied.gap(tied.generate()) < CLOSE
 
 
+def test_logprobs_that_are_not_asked_for_change_no_token(tied: Side) -> None:
+    reported = tied.generate(samples=3)
+    silent = replace(SAMPLING, logprobs=False)
+    completions = generate_all(EnginePool([tied.engine], seed=0), PROMPTS, silent, 3, tied.version)
+    assert [each.token_ids for each in completions] == [each.token_ids for each in reported]
+    assert all(each.logprobs == () for each in completions) and all(each.logprobs for each in reported)
+
+
 def test_request_seeds_are_stable_and_distinct() -> None:
     assert request_seed(0, 1, 2, 3) == 4207613231832888560
     grid = {request_seed(r, s, p, k) for r in range(3) for s in range(3) for p in range(12) for k in range(12)}

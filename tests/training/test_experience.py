@@ -50,6 +50,14 @@ def scores(parts: Sequence[RolloutBatch]) -> list[list[float]]:
     return [part.scores.tolist() for part in parts]
 
 
+def test_log_probabilities_that_the_engine_did_not_report_are_nan() -> None:
+    silent = replace(completion([1, 2, 3], [4, 5]), logprobs=())
+    batch = build_batch([judged(silent), judged(completion([5], [6, 7, 8]))], PAD)
+    assert batch.rollout_logprobs.isnan().tolist() == [[True, True, False], [False, False, False]]
+    assert batch.rollout_logprobs[0, 2] == 0  # padding
+    assert batch.rollout_logprobs[1].tolist() == [-6, -7, -8]
+
+
 def test_completions_are_padded_on_the_right() -> None:
     batch = build_batch([judged(completion([1, 2, 3], [4]), 0.5), judged(completion([5], [6, 7, 8]), -1.0)], PAD)
     assert batch.ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]

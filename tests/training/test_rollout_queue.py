@@ -1,6 +1,7 @@
 """Rounds of generation ahead of training: what is begun when, how old it is, and what a checkpoint keeps of it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_one_step_ahead_the_next_round_is_drawn_while_this_one_trains() -> None:
     assert log(own) == ["finish 4 of 0"]
     assert {one.version for one in step(own, 1)} == {0}
     assert log(own) == ["begin 4 with 1"] and own.seconds == 4.0  # two rounds
+
+
+def test_rounds_without_logprobs_go_into_a_checkpoint() -> None:
+    own = rounds(max_staleness=1, samplings=[SAMPLING, SAMPLING.greedy])
+    engines = own.engines
+    drawn = engines.drawn  # type: ignore[attr-defined]
+    engines.drawn = lambda *given: replace(drawn(*given), logprobs=())  # type: ignore[attr-defined]
+    step(own, 0)
+    own.wait(0)
+    columns = {name: shard.local for name, shard in own.state().items()}
+    (logprobs,) = (tensor for name, tensor in columns.items() if name.endswith("logprobs"))
+    assert logprobs.shape[0] == 8 and not logprobs.any()
 
 
 def test_engines_report_logprobs_every_few_steps() -> None:
