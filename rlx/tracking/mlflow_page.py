@@ -132,7 +132,8 @@ class SystemMetrics:
     def __init__(self, interval_s: float = _INTERVAL_S) -> None:
         self._interval_s, self._lock, self._ended = interval_s, threading.Lock(), threading.Event()
         self._monitors: list[Any] = []
-        threading.Thread(target=self._watch, daemon=True, name="system-metrics").start()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="system-metrics")
+        self._thread.start()
 
     def take(self) -> dict[str, float]:
         """The means since the last call, by MLflow's names; empty until the monitors are there."""
@@ -144,8 +145,9 @@ class SystemMetrics:
         return {f"{SYSTEM}{name}": float(value) for name, value in means.items()}
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and waits a second for it at most: it may be importing MLflow."""
         self._ended.set()
+        self._thread.join(1.0)
 
     def _watch(self) -> None:
         monitors = _monitors()  # imports MLflow, which takes seconds

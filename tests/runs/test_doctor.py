@@ -52,3 +52,8 @@ def failed(changes: dict[str, float]) -> list[float]:
 def test_engine_and_trainer_are_compared_for_any_old_logprobs() -> None:
     config = from_tree({"algorithm": {"old_logprobs": "rollout"}})
     assert doctor.with_no_learning(config).algorithm.old_logprobs == "recomputed"
+
+
+def test_engines_report_the_logprobs_that_the_doctor_compares() -> None:
+    config = from_tree({"rollout": {"logprobs_every": 7}})
+    assert doctor.with_no_learning(config).resolved_logprobs_every == 1

@@ -122,6 +122,13 @@ def test_the_machine_is_measured_by_mlflows_monitors(monkeypatch: pytest.MonkeyP
     machine.close()
 
 
+def test_a_closed_monitor_measures_no_more() -> None:
+    machine = mlflow_page.SystemMetrics(interval_s=0.01)
+    machine.close()
+    machine._thread.join(60)
+    assert not machine._thread.is_alive()
+
+
 def test_a_monitor_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(path: str) -> None:
         raise PermissionError("no disk")
