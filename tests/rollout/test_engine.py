@@ -297,10 +297,11 @@ def test_what_an_engine_works_on_is_counted_with_the_cache_that_it_may_need(tied
 
     def counted(engine: Any) -> list[tuple[int, int]]:
         found = []
+        metrics = engine._metrics
         for sign in (1, -1):
-            engine._count(requests, sign)
-            found.append((engine._in_work, engine._needed))
-        return [*found, (engine._cache_tokens, 0)]
+            metrics._add(requests, sign)
+            found.append((metrics._in_work, metrics._needed))
+        return [*found, (metrics._cache_tokens, 0)]
 
     tied.generate()
     during, after, (cache, _) = ray.get(tied.engine.__ray_call__.remote(counted))

@@ -10,6 +10,7 @@ from rlx.config.sections import ScalingConfig
 from rlx.rewards.custom import RewardError
 from rlx.runs import worker
 from rlx.runs.mailbox import Message
+from rlx.runs.run_folder import keeping_details
 from rlx.runs.worker_group import backend_of
 from rlx.storage.filesystem import Storage
 from rlx.tracking.memory import NullTracker
@@ -28,7 +29,7 @@ def test_phases_come_from_the_first_rank_and_messages_from_all(rank: int, told: 
 
 
 def test_the_details_of_a_failed_reward_function_are_kept_in_the_runs_folder(tmp_path: Path) -> None:
-    with pytest.raises(RewardError) as refused, worker._keeping_details(Storage.local(tmp_path)):
+    with pytest.raises(RewardError) as refused, keeping_details(Storage.local(tmp_path)):
         raise RewardError("reward mine:f: raised KeyError('x') at f.py:3", "Traceback ...\ncalled with\n{}")
     (file,) = tmp_path.iterdir()
     assert str(refused.value) == f"reward mine:f: raised KeyError('x') at f.py:3; in full in {file}"
@@ -37,7 +38,7 @@ def test_the_details_of_a_failed_reward_function_are_kept_in_the_runs_folder(tmp
 
 @pytest.mark.parametrize("error", [RewardError("reward task: no score"), ValueError("another")])
 def test_other_errors_pass_as_they_are(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(type(error)) as passed, worker._keeping_details(Storage.local(tmp_path)):
+    with pytest.raises(type(error)) as passed, keeping_details(Storage.local(tmp_path)):
         raise error
     assert passed.value is error and not list(tmp_path.iterdir())
 

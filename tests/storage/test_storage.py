@@ -447,7 +447,7 @@ def test_a_default_replaces_a_missing_variable(
     [
         ("address: a\nadress: b\n", "unknown key adress"),
         ("region: a\n", "it has no address"),
-        ("address: [a\n", "not valid YAML: while parsing a flow sequence"),
+        ("address: [a\n", "not valid YAML: line 2, column 1: "),
         ("", ""),
         ("5\n", ""),
         ("- address\n", ""),
