@@ -257,11 +257,11 @@ class RolloutConfig(Section):
     """sampling temperature; the trainer divides its logits by it too"""
     top_p: Fraction = 1.0
     """nucleus sampling; a value below 1 needs algorithm.rollout_correction"""
+    top_k: int = Field(default=-1, ge=-1)
+    """sample among the k most probable tokens, -1 for all; needs algorithm.rollout_correction"""
     logprobs_every: PositiveInt = 10
     """steps between those in which engines report log-probabilities for mismatch/* alone, which takes up to a third of
     a decode step; every step where training needs them (rollout_correction, old_logprobs rollout, max_staleness)"""
-    top_k: int = Field(default=-1, ge=-1)
-    """sample among the k most probable tokens, -1 for all; needs algorithm.rollout_correction"""
     max_tokens: PositiveInt = 16
     """longest response in tokens"""
     max_staleness: NonNegativeInt = 0

@@ -49,6 +49,11 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor | None  # in nats; None unless asked for
     values: Tensor | None  # None without a value head on the policy
 
+    @property
+    def estimated_entropy(self) -> Tensor:
+        """`[B, T]` the entropy; where it was not asked for, -log p of the token, an estimate from one sample."""
+        return -self.logprobs if self.entropy is None else self.entropy
+
 
 class Policy(nn.Module):
     """A causal language model that scores given responses, with a value head if the critic shares its layers."""

@@ -100,7 +100,8 @@ def compute_logprobs(trainer: Trainer, batch: RolloutBatch, deferred: bool = Fal
         output = old_policy_output(trainer, micro_batch)
         reference = reference_logprobs(trainer, micro_batch)
         values = output.values if trainer.critic is None else trainer.critic(*micro_batch.inputs)
-        grids = (output.logprobs, output.logprobs if reference is None else reference, values, output.entropy)
+        reference = output.logprobs if reference is None else reference
+        grids = (output.logprobs, reference, values, output.estimated_entropy)
         for column, grid in zip(columns.values(), grids, strict=True):
             if grid is not None:
                 column[micro_batch.row, : grid.shape[1]] = grid
@@ -111,10 +112,10 @@ def compute_logprobs(trainer: Trainer, batch: RolloutBatch, deferred: bool = Fal
 def old_policy_output(trainer: Trainer, batch: RolloutBatch) -> PolicyOutput:
     """The old policy's log-probabilities, entropy and values; or what the engines reported for the tokens."""
     if trainer.config.algorithm.old_logprobs == "rollout":
-        return PolicyOutput(batch.rollout_logprobs, -batch.rollout_logprobs, None)  # entropy is the mean of -log p
+        return PolicyOutput(batch.rollout_logprobs, None, None)
     settings, temperature = trainer.config.algorithm, trainer.config.rollout.temperature
     output: PolicyOutput = trainer.policy(*batch.inputs, temperature, settings.needs_entropy)
-    return output if settings.needs_entropy else output._replace(entropy=-output.logprobs)
+    return output
 
 
 def reference_logprobs(trainer: Trainer, batch: RolloutBatch) -> Tensor | None:

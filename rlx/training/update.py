@@ -136,9 +136,7 @@ def backward(
 
 def _with_old_logprobs(micro_batch: Experience, output: PolicyOutput) -> Experience:
     """The micro-batch with the log-probabilities of a pass as the old ones, and the entropy or an estimate of it."""
-    logprobs = output.logprobs.detach()
-    entropy = -logprobs if output.entropy is None else output.entropy.detach()
-    return replace(micro_batch, logprobs=logprobs, entropy=entropy)
+    return replace(micro_batch, logprobs=output.logprobs.detach(), entropy=output.estimated_entropy.detach())
 
 
 def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experience, size: float) -> tuple[Tensor, Sums]:
