@@ -78,6 +78,8 @@ def checkpoint_gradients(model: nn.Module) -> None:
 def compile_layers(model: nn.Module) -> None:
     """Makes decoder layers, and the scores of logits, compile when they first run, for any number of rows and tokens.
 
+    On a GPU with Triton, `logprobs.kernel_scores` scores the logits, compiled or not.
+
     Call it before `fsdp.shard`. It works in place, so the names of weights do not change.
 
     Raises:

@@ -1,22 +1,26 @@
 """Log-probabilities of given tokens from hidden states, without ever holding the logits of all tokens.
 
-Left out: losses that are fused with the output layer; some need all tokens of a response before any of their gradients.
+On GPUs with Triton, `logprob_kernel` scores the logits, elsewhere torch's operations. Left out: losses that are fused
+with the output layer; some need all tokens of a response before any of their gradients.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 CHUNK = 2**27
-"""logits that are computed at a time: 512 MiB in float32, and a few copies of it"""
+"""float32 logits that are computed at a time, or as many bytes of another type: 512 MiB; `score_logits` takes copies"""
 STORED_LOGITS = 2**30
-"""logits that may be stored for the backward pass, which then does not compute them again: 4 GiB in float32"""
+"""float32 logits, or as many bytes, that may be stored for the backward pass, which then does not compute them again"""
 
 LogitScorer = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 """(logits `[N, V]`, targets `[N]`, temperature, whether to compute the entropy) -> logprobs `[N]`, entropy `[N]`"""
@@ -31,6 +35,76 @@ def score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy: b
     # Not `gather`: compiled, its gradient fills a table by atomic operations; that of nll_loss is fused away.
     logprobs = -nn.functional.nll_loss(distribution, targets, reduction="none")
     return logprobs, -(distribution.exp() * distribution).sum(-1) if entropy else None
+
+
+class Passes(Protocol):
+    """Both passes over logits of their scores; in use it is the module `logprob_kernel`, which says what is what."""
+
+    def score(
+        self, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Logits `[N, V]` to `[N]` each: log-probabilities, two numbers that make their sums, entropies."""
+
+    def write_gradient(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        scores: tuple[Tensor, Tensor, Tensor | None],
+        temperature: float,
+        upstream: tuple[Tensor, Tensor | None],
+    ) -> None:
+        """Replaces logits `[N, V]` by the gradient in them, from `[N]` each: scores, and the gradients in them."""
+
+
+class InPlaceScores(torch.autograd.Function):
+    """`score_logits` by two passes, of which the second writes the gradient where the logits are.
+
+    Beside the logits it stores a few numbers per token. It takes the logits over: nobody else may read them after the
+    backward pass. Autograd counts their changes and raises RuntimeError if they are needed again, as for a second
+    backward pass. Logits that a checkpoint computes again are new each time. Gradients of gradients raise, too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, passes: Passes, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The arguments after `passes`, and the results, are those of `score_logits`."""
+        ctx.set_materialize_grads(False)
+        if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:  # rows may share memory
+            logits = logits.contiguous()
+        targets = targets.contiguous()
+        logprobs, *scores, entropies = passes.score(logits, targets, temperature, entropy)
+        ctx.save_for_backward(logits, targets, *scores, entropies)
+        ctx.passes, ctx.temperature = passes, temperature
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """From the gradients in both results, `[N]`, that in the logits, `[N, V]`."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("InPlaceScores has no gradients of gradients: create_graph=True is not supported")
+        logits, targets, *scores = ctx.saved_tensors
+        if of_logprobs is None and of_entropies is None:
+            return (None,) * 5
+        first = torch.zeros_like(scores[0]) if of_logprobs is None else of_logprobs.contiguous()
+        second = None if of_entropies is None else of_entropies.contiguous()
+        ctx.passes.write_gradient(logits, targets, tuple(scores), ctx.temperature, (first, second))
+        torch.autograd.graph.increment_version(logits)
+        return None, logits.detach(), None, None, None
+
+
+def kernel_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """`score_logits` of logits `[N, V]` on a GPU, by Triton. It takes the logits over, see `InPlaceScores`."""
+    from rlx.models import logprob_kernel  # imports Triton
+
+    return InPlaceScores.apply(logprob_kernel, logits, targets, temperature, entropy)
+
+
+@cache
+def runs_kernels(device: torch.device) -> bool:
+    """Whether it is a GPU, and Triton can be imported and finds the C compiler that it needs to start kernels."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return device.type == "cuda" and find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
 def stored_logits_on_gpu(share: float) -> int:
@@ -59,21 +133,25 @@ def token_logprobs(
         targets: `[N]`, the token ids.
         temperature: logits are divided by it.
         entropy: also compute the entropy.
-        logit_scorer: `score_logits`, or the same function compiled.
-        stored_logits: at most this many logits, or logits and their entropy terms, are stored for the backward pass.
+        logit_scorer: `score_logits`, or the same function compiled; on a GPU with Triton, `kernel_scores` replaces it.
+        stored_logits: memory for what is stored for the backward pass, as a number of float32 logits. `score_logits`
+            stores one float32 number per logit, two with entropy; `kernel_scores` the logits themselves.
     """
-    vocabulary = head.weight.shape[0]
-    size = max(1, CHUNK // vocabulary)
+    kernel = runs_kernels(hidden.device)
+    scorer, vocabulary = kernel_scores if kernel else logit_scorer, head.weight.shape[0]
+    width = hidden.element_size() if kernel else 4  # bytes per logit of what is computed at a time
+    size = max(1, 4 * CHUNK // (width * vocabulary))
 
     def scored(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        return logit_scorer(head(states), tokens, temperature, entropy)
+        return scorer(head(states), tokens, temperature, entropy)
 
     if len(hidden) <= size:
         return scored(hidden, targets)
     recomputed = partial(checkpoint, scored, use_reentrant=False, preserve_rng_state=False)
     chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
     # The last chunks are stored: the backward pass releases them first.
-    first_stored = len(chunks) - stored_logits // (2 if entropy else 1) // (size * vocabulary)
+    stored_width = width if kernel or not entropy else 2 * width
+    first_stored = len(chunks) - 4 * stored_logits // (stored_width * size * vocabulary)
     parts = [(recomputed if number < first_stored else scored)(*chunk) for number, chunk in enumerate(chunks)]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None
