@@ -1,4 +1,4 @@
-"""What of the update shows on GPUs only: compiled layers, shards in host memory, and how much memory logits take."""
+"""What of the update shows on GPUs only: compiled layers, and shards in host memory."""
 
 import gc
 from pathlib import Path
@@ -8,10 +8,7 @@ import pytest
 import torch
 from conftest import OnRanks
 from test_update import trainer_of, updated
-from torch import Tensor, nn
-
-from rlx.models import logprobs
-from rlx.models.logprobs import token_logprobs
+from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -51,32 +48,3 @@ def test_what_is_offloaded_takes_no_gpu_memory(on_ranks: OnRanks, tiny_model: Pa
     for (whole, on_device), (left, at_home) in on_ranks(torch.cuda.device_count(), offloaded, str(tiny_model)):
         assert (on_device, at_home) == ({"cuda"}, {"cpu"})
         assert left < 0.3 * whole  # the policy's weights, of six times as much
-
-
-def peak(chunk: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[Tensor]]:
-    """GPU memory that both passes need beside their inputs, and the results, of a vocabulary of today's size."""
-    monkeypatch.setattr(logprobs, "CHUNK", chunk)
-    vocabulary, tokens, hidden = 151_936, 4096, 256
-    generator = torch.Generator("cuda").manual_seed(0)
-    head = nn.Linear(hidden, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
-    nn.init.normal_(head.weight, std=0.05, generator=generator)
-    states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
-    targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    chosen, spread = token_logprobs(head, states, targets, 0.7, entropy=True)
-    assert spread is not None and states.grad is None
-    (chosen + spread).sum().backward()
-    assert states.grad is not None
-    return torch.cuda.max_memory_allocated() - before, [chosen.detach(), spread.detach(), states.grad.float()]
-
-
-def test_logits_take_a_few_chunks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    all_logits = 151_936 * 4096
-    most, whole = peak(all_logits, monkeypatch)
-    least, chunked = peak(2**26, monkeypatch)
-    assert most > 12 * all_logits
-    assert least < 0.3 * most
-    assert least < 30 * 2**26 + 4 * 151_936 * 256  # bytes: a chunk's tensors, and the weights' gradients
-    for one, other in zip(chunked, whole, strict=True):
-        assert (one - other).norm() < 1e-2 * other.norm()
