@@ -64,6 +64,14 @@ def check_workers(scaling: ScalingConfig, parallel: ParallelConfig, train: Train
     )
 
 
+def check_packing(train: TrainConfig, scaling: ScalingConfig, model: ModelConfig) -> None:
+    """Raises ValueError if torch has no kernel for packed rows."""
+    _refuse_if(
+        bool(train.packing) and scaling.use_gpu and model.dtype == "float32",
+        "train.packing: GPUs need model.dtype bfloat16 for it",
+    )
+
+
 def check_adaptive_kl(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
     """Raises ValueError if one step could set an adaptive kl_coef to 0 forever."""
     completions = train.prompts_per_step * train.samples_per_prompt

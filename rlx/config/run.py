@@ -73,6 +73,7 @@ class RunConfig(Section):
         rules.check_models(self.model, self.algorithm, self.resolved_critic, self.resolved_reference)
         rules.check_adapters(self.model, self.rollout)
         rules.check_overlap(self.rollout, self.train, self.algorithm, self.replicas)
+        rules.check_packing(self.train, self.scaling, self.model)
         rules.check_colocated(self.rollout, self.scaling, self.model)
         rules.check_old_logprobs(self.algorithm, self.rollout, self.resolved_critic, self.resolved_rollout_correction)
         rules.check_engine_gpus(self.rollout)
@@ -91,6 +92,12 @@ class RunConfig(Section):
             return self.train.compile
         is_possible = self.parallel.tp == 1 and not self.model.offload
         return self.scaling.use_gpu and is_possible and self.train.steps >= _STEPS_TO_COMPILE
+
+    @property
+    def resolved_packing(self) -> bool:
+        """`train.packing`, or the default: where torch has a kernel for it."""
+        is_possible = self.scaling.use_gpu and self.model.dtype != "float32"
+        return is_possible if self.train.packing is None else self.train.packing
 
     @property
     def resolved_critic(self) -> Literal["separate", "head", "none"]:

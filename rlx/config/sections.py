@@ -213,6 +213,9 @@ class TrainConfig(Section):
     """optimizer steps per pass"""
     micro_batch_tokens: PositiveInt = 16_384
     """maximum number of tokens, padding included, in one forward and backward pass of a worker"""
+    packing: bool | None = None
+    """completions of a pass stand in one row without padding, and those of a prompt share it; unset: on GPUs in half
+    precision, for models that can"""
     actor_lr: NonNegativeFloat = 1e-4
     """learning rate of the policy"""
     critic_lr: NonNegativeFloat = 1e-4

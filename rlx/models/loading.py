@@ -60,6 +60,11 @@ def load_reference(path: str, *, trust_remote_code: bool = False) -> Policy:
     return load_policy(path, head=None, trust_remote_code=trust_remote_code).requires_grad_(False)
 
 
+def transformer(model: Any) -> Any:
+    """The model of transformers in a policy or critic."""
+    return model.lm if isinstance(model, Policy) else model.backbone
+
+
 def checkpoint_gradients(model: nn.Module) -> None:
     """Makes a policy or critic drop the activations of its layers and compute them again in the backward pass."""
     if isinstance(model, Policy):

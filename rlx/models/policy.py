@@ -1,7 +1,7 @@
 """The networks that score responses token by token: the policy, with or without a value head, and the critic.
 
 Everything is evaluated without dropout: a token that is scored twice has the same log-probability. Padding is on the
-right and attention is causal, so no attention mask is needed. Left out: loading and sharding.
+right and attention is causal, so no attention mask is needed. Left out: loading, sharding, and how rows are packed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,22 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from rlx.models.logprobs import STORED_LOGITS, LogitScorer, score_logits, token_logprobs
+from rlx.models.packing import Packing, hidden_states
 
 
 class ResponseTokens:
     """The N response tokens of padded rows, row by row: no head is ever applied to prompts or padding."""
 
-    def __init__(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, token_index: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self,
+        ids: Tensor,
+        prompt_lengths: Tensor,
+        mask: Tensor,
+        token_index: tuple[Tensor, Tensor],
+        packing: Packing | None = None,
+    ) -> None:
         """See `Policy.forward` for the arguments."""
-        self._ids, self._shape, self._token_index = ids, mask.shape, token_index
+        self._ids, self._shape, self._token_index, self._packing = ids, mask.shape, token_index, packing
         rows, columns = token_index
         # [N], into the flat ids: the position before each token, whose output scores the token
         self._before = rows * ids.shape[1] + prompt_lengths[rows] - 1 + columns
@@ -30,6 +38,8 @@ class ResponseTokens:
 
     def hidden(self, backbone: nn.Module) -> Tensor:
         """`[N, H]` last hidden states at the position before each token."""
+        if self._packing:
+            return hidden_states(backbone, self._packing)
         states = backbone(input_ids=self._ids, use_cache=False).last_hidden_state
         return states.flatten(0, 1).index_select(0, self._before)
 
@@ -63,6 +73,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.value_head = value_head
         self.logit_scorer: LogitScorer = score_logits  # or the same function, compiled
+        self.packs = False  # whether its layers take packed rows, see `packing.enable`
         self.stored_logits = STORED_LOGITS  # see `token_logprobs`; 0 where memory matters more than time
 
     def forward(
@@ -71,6 +82,7 @@ class Policy(nn.Module):
         prompt_lengths: Tensor,
         mask: Tensor,
         token_index: tuple[Tensor, Tensor],
+        packing: Packing | None,
         temperature: float,
         entropy: bool = False,
     ) -> PolicyOutput:
@@ -81,11 +93,12 @@ class Policy(nn.Module):
             prompt_lengths: `[B]` int64.
             mask: `[B, T]`, 1 where column t is scored: the t-th token after the prompt.
             token_index: `[N]` each, the rows and columns of the ones in the mask, row by row.
+            packing: the same completions packed; None: the model computes them padded.
             temperature: logits are divided by it, as they were when the response was sampled.
             entropy: also compute the entropy of the distribution of each token.
         """
         lm: Any = self.lm
-        tokens = ResponseTokens(ids, prompt_lengths, mask, token_index)
+        tokens = ResponseTokens(ids, prompt_lengths, mask, token_index, packing)
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
         logprobs, entropies = token_logprobs(
             head, hidden, tokens.targets, temperature, entropy, self.logit_scorer, self.stored_logits
@@ -106,10 +119,17 @@ class Critic(nn.Module):
         self.backbone = backbone
         self.value_head = value_head
 
-    def forward(self, ids: Tensor, prompt_lengths: Tensor, mask: Tensor, token_index: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        prompt_lengths: Tensor,
+        mask: Tensor,
+        token_index: tuple[Tensor, Tensor],
+        packing: Packing | None = None,
+    ) -> Tensor:
         """Values `[B, T]`: column t is the value before token t of the response is sampled; zero where padded.
 
         The arguments are those of `Policy.forward`.
         """
-        tokens = ResponseTokens(ids, prompt_lengths, mask, token_index)
+        tokens = ResponseTokens(ids, prompt_lengths, mask, token_index, packing)
         return tokens.grid(self.value_head(tokens.hidden(self.backbone)).squeeze(-1).float())

@@ -11,8 +11,8 @@ import bisect
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Self, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlx.mesh import Mesh
+from rlx.models.packing import Packing, pack
 from rlx.types import Completion, ScoredCompletion
 
 B = TypeVar("B", bound="RolloutBatch")
@@ -41,16 +42,27 @@ class RolloutBatch:
     groups: Tensor  # [B] int64, equal for completions of the same prompt
     scores: Tensor  # [B] reward of the whole completion
     greedy_scores: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator needs none
+    packing: Packing | None = field(default=None, kw_only=True)  # of all B completions, where models take packed rows
 
     @property
-    def columns(self) -> dict[str, Tensor]:
+    def columns(self) -> dict[str, Any]:  # Any: mypy takes a dict of tensors for a possible `packing`
         """All tensors by name, `[B]`, `[B, L]` or `[B, T]`."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "packing"}
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """What the models take: `ids` [B, L], `prompt_lengths` [B], `mask` [B, T], `token_index` [N] twice."""
-        return self.ids, self.prompt_lengths, self.mask, self.token_index
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Packing | None]:
+        """What the models take: `ids` [B, L], `prompt_lengths` [B], `mask` [B, T], `token_index` [N] twice, packed."""
+        return self.ids, self.prompt_lengths, self.mask, self.token_index, self.packing
+
+    @property
+    def positions(self) -> int:
+        """How many tokens the models compute for these completions, padding included."""
+        return (self.ids if self.packing is None else self.packing.ids).numel()
+
+    def packed(self) -> Self:
+        """The same with `packing`. Waits for the GPU."""
+        row = pack(self.ids, self.prompt_lengths, self.response_lengths, self.groups, self.token_index)
+        return replace(self, packing=row)
 
     @functools.cached_property
     def token_index(self) -> tuple[Tensor, Tensor]:
@@ -70,18 +82,18 @@ class RolloutBatch:
         width = int(response_lengths.max())
         length = int((selected["prompt_lengths"] + response_lengths).max())
         grids = {name: column[:, :width] for name, column in selected.items() if column.ndim == 2}
-        return replace(self, **(selected | grids | {"ids": selected["ids"][:, :length]}))
+        return replace(self, **(selected | grids | {"ids": selected["ids"][:, :length]}), packing=None)
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
         return replace(self, **{name: column.to(device) for name, column in self.columns.items()})
 
-    def with_logprobs(self, columns: Mapping[str, Tensor]) -> LogprobBatch:
+    def with_logprobs(self, columns: Mapping[str, Any]) -> LogprobBatch:
         """The same completions with `logprobs`, `ref_logprobs`, `values` and `entropy`, `[B, T]` each.
 
         Columns that were computed before are left out.
         """
-        completions = {field.name: getattr(self, field.name) for field in fields(RolloutBatch)}
+        completions = {each.name: getattr(self, each.name) for each in fields(RolloutBatch)}
         return LogprobBatch(**completions, **columns)
 
 
@@ -141,7 +153,7 @@ def concat(parts: Sequence[B]) -> B:
     length = max(part.ids.shape[1] for part in parts)
     width = max(part.mask.shape[1] for part in parts)
     padded = [pad_to(part, length, width).columns for part in parts]
-    columns = {name: torch.cat([part[name] for part in padded]) for name in padded[0]}
+    columns: dict[str, Any] = {name: torch.cat([part[name] for part in padded]) for name in padded[0]}
     columns["row"] = torch.arange(len(columns["scores"]), device=columns["scores"].device)
     return replace(parts[0], **columns)
 
@@ -152,7 +164,8 @@ def pad_to(batch: B, length: int, width: int) -> B:
     def padded(name: str, grid: Tensor) -> Tensor:
         return pad(grid, (0, (length if name == "ids" else width) - grid.shape[1])) if grid.ndim == 2 else grid
 
-    return replace(batch, **{name: padded(name, column) for name, column in batch.columns.items()})
+    columns: dict[str, Any] = {name: padded(name, column) for name, column in batch.columns.items()}
+    return replace(batch, **columns)
 
 
 def _padded(rows: Sequence[Tensor], value: float) -> Tensor:
@@ -174,49 +187,77 @@ def minibatches(batch: B, count: int) -> list[B]:
     return [batch.rows(slice(i, i + rows // count)) for i in range(0, rows, rows // count)]
 
 
-def micro_batch_count(batch: RolloutBatch, token_budget: int) -> int:
-    """The least number of micro-batches of at most `token_budget` tokens, padding included.
+def micro_batch_count(batch: RolloutBatch, token_budget: int, packed: bool = False) -> int:
+    """The least number of micro-batches of at most `token_budget` tokens, padding included; see `micro_batches`.
 
     A completion that is longer than the budget is a micro-batch of its own.
     """
-    return len(_packed(sorted(_lengths(batch), reverse=True), token_budget))
+    return len(_Rows.of(batch, packed).cut(token_budget))
 
 
-def micro_batches(batch: B, count: int) -> list[B]:
-    """`count` micro-batches of completions of similar length, the longest first, each cut to its longest completion.
+def micro_batches(batch: B, count: int, packed: bool = False) -> list[B]:
+    """`count` micro-batches; with `packed` of completions in their order, so that those of a group share their prompt.
 
-    Every rank makes `count` of them. The largest is as small as possible, so micro-batches are nearly equal, on one
-    rank and over ranks.
+    Without, of completions of similar length, the longest first, each cut to its longest completion. Every rank makes
+    `count` of them. The largest is as small as possible, so micro-batches are nearly equal, on one rank and over ranks.
 
     Raises:
         ValueError: there are fewer completions than micro-batches.
     """
-    lengths = _lengths(batch)
-    if len(lengths) < count:
-        raise ValueError(f"{len(lengths)} completions do not fill {count} micro-batches")
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    longest_first = [lengths[i] for i in order]
-    budgets = range(len(lengths) * longest_first[0])
-    least = bisect.bisect_left(budgets, True, key=lambda budget: len(_packed(longest_first, budget)) <= count)
-    index = torch.tensor(order, device=batch.ids.device)
-    return [batch.rows(index[part]) for part in _packed(longest_first, least, count)]
+    rows = _Rows.of(batch, packed)
+    if len(rows.lengths) < count:
+        raise ValueError(f"{len(rows.lengths)} completions do not fill {count} micro-batches")
+    least = bisect.bisect_left(range(rows.most), True, key=lambda budget: len(rows.cut(budget)) <= count)
+    index = torch.tensor(rows.order, device=batch.ids.device)
+    parts = [batch.rows(index[part]) for part in rows.cut(least, count)]
+    return [part.packed() for part in parts] if packed else parts
 
 
-def _lengths(batch: RolloutBatch) -> list[int]:
-    """Tokens of each completion, its prompt included."""
-    return list((batch.prompt_lengths + batch.response_lengths).tolist())
+@dataclass(frozen=True)
+class _Rows:
+    """The completions of a batch in the order in which they are cut into micro-batches."""
 
+    order: list[int]
+    lengths: list[int]  # tokens of each, its prompt included
+    saved: list[int] | None  # tokens that each shares with the one before it; None: padded to the longest
 
-def _packed(lengths: Sequence[int], budget: int, count: int = 1) -> list[slice]:
-    """Slices of descending lengths, as few as the budget allows, padding included, but at least `count`."""
-    runs: list[slice] = []
-    start = 0
-    while start < len(lengths):
-        left = len(lengths) - start - max(0, count - len(runs) - 1)  # each later run gets at least one
-        stop = start + max(1, min(budget // lengths[start], left))
-        runs.append(slice(start, stop))
-        start = stop
-    return runs
+    @classmethod
+    def of(cls, batch: RolloutBatch, packed: bool) -> _Rows:
+        lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+        if not packed:
+            order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+            return cls(order, [lengths[i] for i in order], None)
+        groups, prompts = batch.groups.tolist(), batch.prompt_lengths.tolist()
+        saved = [prompts[i] * (i > 0 and groups[i] == groups[i - 1]) for i in range(len(lengths))]
+        return cls(list(range(len(lengths))), lengths, saved)
+
+    @property
+    def most(self) -> int:
+        """A number of tokens that one micro-batch of all completions does not exceed, plus one."""
+        return len(self.lengths) * max(self.lengths) + 1
+
+    def cut(self, budget: int, count: int = 1) -> list[slice]:
+        """As few slices as the budget allows, but at least `count`."""
+        slices: list[slice] = []
+        start = 0
+        while start < len(self.lengths):
+            left = len(self.lengths) - start - max(0, count - len(slices) - 1)  # each later slice gets at least one
+            stop = start + max(1, min(self._fitting(start, budget), left))
+            slices.append(slice(start, stop))
+            start = stop
+        return slices
+
+    def _fitting(self, start: int, budget: int) -> int:
+        """How many completions from `start` on fit into the budget."""
+        if self.saved is None:
+            return budget // self.lengths[start]
+        stop, tokens = start, 0
+        while stop < len(self.lengths):
+            tokens += self.lengths[stop] - (self.saved[stop] if stop > start else 0)
+            if tokens > budget:
+                break
+            stop += 1
+        return stop - start
 
 
 # --- over replicas
@@ -256,7 +297,7 @@ def balance_over_replicas(batch: B, count: int, mesh: Mesh) -> B:
         dist.all_to_all_single(result, column[by_owner], received, sent, group=mesh.replicas)
         return result
 
-    columns = {name: exchanged(column) for name, column in pad_to(batch, length, width).columns.items()}
+    columns: dict[str, Any] = {name: exchanged(column) for name, column in pad_to(batch, length, width).columns.items()}
     by_minibatch = (incoming.nonzero()[:, 1] // (len(outgoing) // count)).argsort(stable=True).to(batch.ids.device)
     balanced = replace(batch, **columns).rows(by_minibatch)
     return replace(balanced, row=torch.arange(len(outgoing), device=batch.ids.device))

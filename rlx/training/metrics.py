@@ -168,7 +168,7 @@ def _of_tokens(trainer: Trainer, queue: RolloutQueue, batch: Experience, sums: S
         "completions": (Total, len(batch.mask)),
         "trained": (Total, tokens * sums["updates"] / trainer.config.train.num_minibatches),  # in all optimizer steps
         "response/length_mean": (Mean, batch.mask.sum(1)),
-        "tokens/padding_fraction": (Ratio, sums["positions"] - tokens, sums["positions"]),
+        "tokens/padding_fraction": (Ratio, (sums["positions"] - tokens).clamp(min=0), sums["positions"]),
         "time/generation": (Maximum, queue.seconds),
         "memory/peak_gib": (Maximum, _peak_gib(trainer.device)),
     }

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
+from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.config.sections import ModelConfig, RolloutConfig, ScalingConfig, TrainConfig
 from rlx.data import prompts, sources
 from rlx.data.stream import PromptStream, Share
 from rlx.mesh import DATA, TENSOR, Mesh
-from rlx.models import fsdp, loading, logprobs, lora, tensor_parallel
+from rlx.models import fsdp, loading, logprobs, lora, packing, tensor_parallel
 from rlx.rewards import scoring
 from rlx.rollout.base import Engines
 from rlx.storage.checkpoint_catalog import Retention
@@ -195,10 +196,11 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     )
     if device_mesh.device_type == "cuda":
         policy.stored_logits = _kept_numbers(config.scaling)
+    policy.packs = packs(config, policy)
     parts: dict[str, Any] = {"policy": policy}
     if config.resolved_critic == "separate":
         parts["critic"] = loading.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
-    sharder = _Sharder(config, device_mesh)
+    sharder = _Sharder(config, device_mesh, policy.packs)
     models = {name: sharder.trained(name, part) for name, part in parts.items()}
     if config.resolved_reference != "copy":
         return models, None
@@ -212,6 +214,7 @@ class _Sharder:
 
     config: RunConfig
     device_mesh: Any
+    packs: bool  # whether the models take packed rows
 
     def trained(self, name: str, part: Any) -> ModelAndOptimizer:
         if self.config.train.gradient_checkpointing:
@@ -221,12 +224,28 @@ class _Sharder:
 
     def sharded(self, name: str, part: Any) -> Any:
         model, device_mesh = self.config.model, self.device_mesh
+        if self.packs:
+            packing.enable(loading.transformer(part))
         if self.config.train.compile or (self.config.resolved_compile and loading.can_compile()):
             loading.compile_layers(part)
         if self.config.parallel.tp > 1:
             tensor_parallel.split_layers(part, device_mesh[TENSOR])
             device_mesh = device_mesh[DATA]
         return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), offload=name in model.offload)
+
+
+def packs(config: RunConfig, policy: Any) -> bool:
+    """Whether updates compute packed rows: as train.packing says, or by default where the model can.
+
+    Raises:
+        ConfigError: train.packing asks for what the model cannot.
+    """
+    if not config.resolved_packing:
+        return False
+    reason = packing.obstacle(policy.lm)
+    if reason and config.train.packing:
+        raise ConfigError(f"train.packing: {config.model.path}: {reason}")
+    return reason is None
 
 
 def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:

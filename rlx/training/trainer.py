@@ -104,10 +104,10 @@ class Trainer:
 
     def micro_batches(self, batches: Sequence[B]) -> list[list[B]]:
         """The micro-batches of each batch, equally many on every rank: each forward pass is a collective call."""
-        budget = self.config.train.micro_batch_tokens
-        counts = self.max_over_ranks([experience.micro_batch_count(batch, budget) for batch in batches])
+        budget, packs = self.config.train.micro_batch_tokens, self.policy.packs
+        counts = self.max_over_ranks([experience.micro_batch_count(batch, budget, packs) for batch in batches])
         pairs = zip(batches, counts, strict=True)
-        split = [experience.micro_batches(batch, int(count)) for batch, count in pairs]
+        split = [experience.micro_batches(batch, int(count), packs) for batch, count in pairs]
         for micro_batch in (micro_batch for parts in split for micro_batch in parts):
             _ = micro_batch.token_index  # computed now, while nothing is queued on the GPU
         return split

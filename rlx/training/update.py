@@ -47,7 +47,7 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
     batch = balance_over_replicas(batch, train.num_minibatches, trainer.mesh)
     parts = minibatches(batch, train.num_minibatches)
     split, sizes = trainer.micro_batches(parts), denominators(trainer, parts)
-    sums: Sums = {"positions": sum(micro_batch.ids.numel() for part in split for micro_batch in part)}
+    sums: Sums = {"positions": sum(micro_batch.positions for part in split for micro_batch in part)}
     for number in range(train.num_minibatches * train.ppo_epochs):
         index = number % train.num_minibatches
         first_pass = deferred and number == 0

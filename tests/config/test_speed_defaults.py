@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 
@@ -46,3 +47,22 @@ def test_the_entropy_is_computed_for_a_bonus_or_on_request() -> None:
     assert not config().algorithm.needs_entropy
     assert config(algorithm__exact_entropy=True).algorithm.needs_entropy
     assert config(algorithm__entropy_coef=0.01).algorithm.needs_entropy
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, False),
+        ({"scaling__use_gpu": True, "model__dtype": "bfloat16"}, True),
+        ({"scaling__use_gpu": True}, False),
+        ({"scaling__use_gpu": True, "model__dtype": "bfloat16", "train__packing": False}, False),
+        ({"train__packing": True}, True),
+    ],
+)
+def test_updates_in_half_precision_on_gpus_are_packed(settings: dict[str, Any], expected: bool) -> None:
+    assert config(**settings).resolved_packing is expected
+
+
+def test_torchs_kernel_for_packed_rows_needs_half_precision() -> None:
+    with pytest.raises(ConfigError, match=r"train\.packing: GPUs need model.dtype bfloat16 for it"):
+        config(scaling__use_gpu=True, train__packing=True)

@@ -35,13 +35,13 @@ def sequences() -> list[Tensor]:
     return [torch.randint(6, 90, (p + r,), generator=generator) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 
-def padded(extra: int = 0) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+def padded(extra: int = 0) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], None]:
     """Token ids with padding after each sequence, `extra` more than needed, the prompts' lengths, the mask, its ones'
     places."""
     ids = torch.nn.utils.rnn.pad_sequence(sequences(), batch_first=True, padding_value=PAD)
     mask = (torch.arange(max(RESPONSES) + extra) < torch.tensor(RESPONSES)[:, None]).float()
     ids = torch.nn.functional.pad(ids, (0, extra), value=PAD)
-    return ids, torch.tensor(PROMPTS), mask, mask.nonzero(as_tuple=True)
+    return ids, torch.tensor(PROMPTS), mask, mask.nonzero(as_tuple=True), None
 
 
 def randomize_head(module: Any) -> Any:
@@ -104,9 +104,9 @@ def test_padding_changes_nothing(folder: str) -> None:
 
 @torch.no_grad()
 def test_tokens_that_are_not_the_policys_own_are_left_out(folder: str) -> None:
-    policy, (ids, lengths, mask, _) = load_policy(folder, head=None), padded()
+    policy, (ids, lengths, mask, *_) = load_policy(folder, head=None), padded()
     mask[0, 2:4] = 0
-    some = policy(ids, lengths, mask, mask.nonzero(as_tuple=True), 1.0).logprobs
+    some = policy(ids, lengths, mask, mask.nonzero(as_tuple=True), None, 1.0).logprobs
     torch.testing.assert_close(some, policy(*padded(), 1.0).logprobs * mask, atol=1e-5, rtol=0)
 
 

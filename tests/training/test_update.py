@@ -86,6 +86,9 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+PACKED = {0, 1, 4, 7, 10, 12}
+"""the ways with a critic and a value head, adapters, checkpointing, late log-probabilities, and supervised rows"""
+
 ANSWERS = pa.table(
     {
         "question": [f"question {i}" for i in range(12)],
@@ -245,11 +248,15 @@ def test_nothing_is_scored_late_that_is_asked_for_before(on_ranks: OnRanks, tiny
 
 
 def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
-    """In each way, all of a mini-batch at once and then a few completions, and of these a few tokens, at a time."""
+    """In each way, all of a mini-batch at once and then a few completions, and of these a few tokens, at a time.
+
+    In some ways these completions are packed.
+    """
     results = []
-    for way in WAYS:
+    for number, way in enumerate(WAYS):
         for tokens, logprobs.CHUNK, fsdp.UNIT in ((100_000, 2**26, 2**27), (45, 700, 1)):
-            results.append(updated(rank, ranks, path, way, tokens))
+            packing = tokens == 45 and number in PACKED
+            results.append(updated(rank, ranks, path, way | {"train.packing": packing}, tokens))
     return results
 
 

@@ -1,0 +1,225 @@
+"""Packs completions into one row without padding, in which a prompt stands once before all of its responses.
+
+A row is a sequence of segments: a prompt, a response, or both if no other response in the row has that prompt. Tokens
+attend to their own segment up to themselves, and those of a response to its prompt too. So what a model computes for a
+token does not depend on what else the row holds.
+Left out: which completions share a row (rlx.training.experience), and the models (policy).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION = "rlx_packed"
+"""the name by which transformers knows `attention`"""
+_HEAD_SIZE = 256  # the largest that torch's kernel takes; it must be a multiple of 8
+
+
+class Packing(NamedTuple):
+    """A row of P tokens in S segments, of which N outputs score a response token.
+
+    Queries attend to K keys: those of the row, in which the keys of a prompt are repeated for each of its responses.
+    """
+
+    ids: Tensor  # [1, P] int64
+    positions: Tensor  # [1, P] int64, of each token in its completion
+    before: Tensor  # [N] int64, the place in the row whose output scores each response token
+    queries: Tensor  # [S + 1] int32, where segments begin in the row, and P
+    keys: Tensor  # [S + 1] int32, where the keys of segments begin, and K
+    key_index: Tensor | None  # [K] int64, the place in the row of each key; None: the keys are those of the row
+    longest_queries: int
+    longest_keys: int
+
+
+class _Segment(NamedTuple):
+    source: int  # place of the first token in the flat token ids
+    start: int  # position of the first token in its completion: that many keys of the prompt come before
+    length: int
+    prompt: int  # place of the prompt in the row
+    place: int  # place of the first token in the row
+
+
+def pack(
+    ids: Tensor, prompts: Tensor, responses: Tensor, groups: Tensor, token_index: tuple[Tensor, Tensor]
+) -> Packing:
+    """Packs completions; those of a group must be adjacent to share their prompt. Waits for the GPU.
+
+    A response's last token is left out, because its output scores nothing.
+
+    Args:
+        ids: `[B, L]` int64, prompt then response then padding.
+        prompts, responses: `[B]` int64, their lengths.
+        groups: `[B]` int64, equal for completions of the same prompt.
+        token_index: `[N]` each, the rows and columns of the response tokens that are scored, row by row.
+    """
+    lengths = prompts.tolist(), responses.tolist(), groups.tolist()
+    segments, last, first = _segments(*lengths, ids.shape[1])
+    source, start, length, prompt, place = torch.tensor(segments).T
+    keys = start + length
+    row = torch.arange(int(length.sum()))
+    in_row, index = ((values - place).repeat_interleave(length) + row for values in (start, source))
+    rows, columns = token_index
+    ends, begins = torch.tensor([last, first], device=ids.device)
+    return Packing(
+        ids=ids.flatten()[index.to(ids.device)][None],
+        positions=in_row.to(ids.device)[None],
+        before=torch.where(columns == 0, ends[rows], begins[rows] + columns - 1),
+        queries=_cumulative(length).to(ids.device),
+        keys=_cumulative(keys).to(ids.device),
+        key_index=_key_index(start, keys, prompt, place).to(ids.device) if start.any() else None,
+        longest_queries=int(length.max()),
+        longest_keys=int(keys.max()),
+    )
+
+
+def _segments(
+    prompts: Sequence[int], responses: Sequence[int], groups: Sequence[int], width: int
+) -> tuple[list[_Segment], list[int], list[int]]:
+    """The segments of a row; and of each completion the places of its prompt's last and its response's first token."""
+    segments: list[_Segment] = []
+    last, first, place = [], [], 0
+    for _, members in itertools.groupby(range(len(groups)), groups.__getitem__):
+        rows = list(members)
+        length, is_alone = prompts[rows[0]], len(rows) == 1
+        prompt = place
+        begun = length + (responses[rows[0]] - 1 if is_alone else 0)  # tokens of the prompt's own segment
+        segments.append(_Segment(rows[0] * width, 0, begun, prompt, prompt))
+        place += begun
+        for row in rows:
+            last.append(prompt + length - 1)
+            first.append(prompt + length if is_alone else place)
+            if not is_alone and responses[row] > 1:
+                segments.append(_Segment(row * width + length, length, responses[row] - 1, prompt, place))
+                place += responses[row] - 1
+    return segments, last, first
+
+
+def _cumulative(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _key_index(start: Tensor, keys: Tensor, prompt: Tensor, place: Tensor) -> Tensor:
+    """The place in the row of each key, `[K]`: for each segment its prompt if that is another one, then itself."""
+    number = torch.arange(int(keys.sum())) - (keys.cumsum(0) - keys).repeat_interleave(keys)
+    start, prompt, place = (values.repeat_interleave(keys) for values in (start, prompt, place))
+    return torch.where(number < start, prompt + number, place + number - start)
+
+
+# --- attention
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of transformers' layers; over the segments of a packed row if `packing` is given.
+
+    Args:
+        query: `[1, heads, P, size]`, or `[B, heads, L, size]` without `packing`.
+        key, value: the same with as many heads or fewer.
+
+    Returns:
+        `[1, P, heads, size]`, or `[B, L, heads, size]`.
+    """
+    if packing is None:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [P, heads, size]
+    if packing.key_index is not None:
+        key, value = key[packing.key_index], value[packing.key_index]
+    attend = _on_gpu if query.is_cuda else _by_segments
+    return attend(query, key, value, packing, scaling)[None], None
+
+
+# Before torch 2.12 the kernel takes fewer heads of keys than of queries without being told.
+_FEWER_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+def _on_gpu(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    cuts = packing.queries, packing.keys, packing.longest_queries, packing.longest_keys
+    # Causal: the last query of a segment is aligned with its last key.
+    out: Any = varlen_attn(query, key, value, *cuts, scale=scaling, window_size=(-1, 0), **_FEWER_KEYS)
+    return out
+
+
+def _by_segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    """The same for any device, one segment after the other; slow."""
+    out = []
+    for (q, end), (k, last) in zip(_spans(packing.queries), _spans(packing.keys), strict=True):
+        mask = torch.ones(end - q, last - k, dtype=torch.bool, device=query.device).tril(last - k - (end - q))
+        own, keys, values = (states.transpose(0, 1) for states in (query[q:end], key[k:last], value[k:last]))
+        out.append(scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True))
+    return torch.cat(out, 1).transpose(0, 1)
+
+
+def _spans(cuts: Tensor) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise(cuts.tolist())
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+# --- which models can be packed
+
+
+def enable(lm: Any) -> None:
+    """Gives a model of transformers the attention that takes a `packing`."""
+    lm.set_attn_implementation(ATTENTION)
+
+
+@torch.no_grad()
+def obstacle(lm: Any) -> str | None:
+    """Why a model on the CPU cannot take packed rows, or None.
+
+    It is tried on three short completions, because a layer may look at other tokens than attention does.
+    """
+    config = lm.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
+        return "some of its layers do not attend to all earlier tokens"
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size % 8 or size > _HEAD_SIZE:
+        return f"its attention heads have {size} numbers each"
+    before = lm.config._attn_implementation
+    try:
+        expected = _trial(lm, packed=False)
+        enable(lm)
+        is_same = torch.allclose(_trial(lm, packed=True), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    except Exception as error:
+        return f"it does not run with another attention function ({type(error).__name__})"
+    finally:
+        lm.set_attn_implementation(before)
+    return None if is_same else "it computes something else for packed rows"
+
+
+def _trial(lm: Any, packed: bool) -> Tensor:
+    """`[N, H]` the outputs of a model that score the responses of three completions, two of them to one prompt."""
+    ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 5, 4], [2, 1, 4, 3, 3]])
+    prompts, mask = torch.tensor([3, 3, 2]), torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1]])
+    rows, columns = mask.nonzero(as_tuple=True)
+    if not packed:
+        states = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return states[rows, prompts[rows] - 1 + columns]
+    row = pack(ids, prompts, mask.sum(1), torch.tensor([0, 0, 1]), (rows, columns))
+    return hidden_states(lm.base_model, row)
+
+
+def hidden_states(backbone: nn.Module, packing: Packing) -> Tensor:
+    """`[N, H]` last hidden states at the places before the response tokens."""
+    states = backbone(input_ids=packing.ids, position_ids=packing.positions, packing=packing, use_cache=False)
+    return states.last_hidden_state[0].index_select(0, packing.before)

@@ -1,0 +1,53 @@
+"""Packed rows by torch's kernel: scores and gradients in bfloat16 are as near to those in float32 as padded rows' are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import OnRanks
+from test_packing import shared
+from test_policy import randomize_head
+from test_update import trainer_of
+from torch import Tensor
+
+from rlx.models import loading, packing
+from rlx.models.loading import load_policy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def scored(path: str, dtype: torch.dtype, is_packed: bool, compiled: bool = False) -> list[Tensor]:
+    """Log-probabilities, entropies and values, and the gradients of their sums, in float32."""
+    torch._dynamo.reset()
+    policy: Any = randomize_head(load_policy(path, head="zero")).to("cuda", dtype)
+    if is_packed:
+        packing.enable(policy.lm)
+    if compiled:
+        loading.compile_layers(policy)
+    ids, prompts, mask, index, row = shared()
+    inputs = [ids.cuda(), prompts.cuda(), mask.cuda(), tuple(each.cuda() for each in index)]
+    row = row._replace(**{k: v.cuda() for k, v in row._asdict().items() if isinstance(v, Tensor)})
+    for _ in range(2):
+        output = policy(*inputs, row if is_packed else None, 0.7, entropy=True)
+    (output.logprobs.sum() + output.entropy.sum() + output.values.sum()).backward()
+    gradients = torch.cat([p.grad.flatten().float() for p in policy.parameters()])
+    return [grid.detach() for grid in output] + [gradients]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_rows_are_as_exact_as_padded_ones(tiny_model: Path, compiled: bool) -> None:
+    exact = scored(str(tiny_model), torch.float32, False)
+    padded, packed = (scored(str(tiny_model), torch.bfloat16, way, compiled) for way in (False, True))
+    for true, one, other in zip(exact, padded, packed, strict=True):
+        assert (other - true).norm() < 1.5 * (one - true).norm() + 1e-3 * true.norm()
+        assert (other - true).norm() < 0.05 * true.norm()
+
+
+def default(rank: int, ranks: int, path: str) -> list[bool]:
+    ways = ({"scaling.use_gpu": True, "model.dtype": "bfloat16"}, {"scaling.use_gpu": True})
+    return [trainer_of(path, way, 60, "cuda").policy.packs for way in ways]
+
+
+def test_updates_in_bfloat16_are_packed(on_ranks: OnRanks, tiny_model: Path) -> None:
+    assert on_ranks(1, default, str(tiny_model))[0] == [True, False]
