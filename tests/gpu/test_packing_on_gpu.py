@@ -1,4 +1,4 @@
-"""Packed rows by torch's kernel: scores and gradients in bfloat16 are as near to those in float32 as padded rows' are."""
+"""Packed rows by torch's kernel: in bfloat16 they are as near to float32 as padded rows are."""
 
 from pathlib import Path
 from typing import Any

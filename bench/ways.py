@@ -1,0 +1,160 @@
+"""How long an update takes, packed or padded, compiled or not: PYTHONPATH=$PWD python bench/ways.py --gpu [--ppo]
+
+
+One process without Ray: a rank's models, and steps 4 to 7 of the loop on completions that are made up, 64 prompts of
+123 tokens with 8 responses each. `--ppo` adds a critic, a reference and a second epoch; with `--tails` lengths differ.
+Shown are seconds of log-probabilities and of the update, tokens per second of the update, the most memory in it, and
+the share of an H100's or H200's peak: of the operations that every token needs which the completions have ("MFU"), and
+of those that are left once a prompt is computed for all of its responses ("of needed"). Nothing that is computed again
+counts. Left out: rollouts, rewards, weight sync; bench/step.py has whole steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import workload
+from measure import Memory, now
+
+from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
+from rlx.mesh import Mesh
+from rlx.training import experience, loop, setup
+from rlx.training.experience import RolloutBatch
+from rlx.training.trainer import Trainer
+from rlx.training.update import update
+from rlx.types import Completion, Prompt, ScoredCompletion
+
+PEAK_FLOPS = 989e12  # bfloat16, dense; NVIDIA's data sheets of H100 SXM and H200
+PPO = {
+    "algorithm.advantage": "gae",
+    "algorithm.kl_coef": 0.01,
+    "model.reference": "copy",
+    "train.ppo_epochs": 2,
+    "train.micro_batch_tokens": 16_384,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "padded": {"train.packing": False, "train.compile": False},
+    "packed": {"train.packing": True, "train.compile": False},
+    "padded, compiled": {"train.packing": False, "train.compile": True},
+    "packed, compiled": {"train.packing": True, "train.compile": True},
+}
+ROUNDS = 4  # after one that warms up
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--ppo", action="store_true")
+    parser.add_argument("--tails", action="store_true")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--profile", action="store_true", help="print what takes the GPU's time in the last way")
+    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.SETTING=VALUE")
+    given = parser.parse_args(argv)
+    device = torch.device("cuda" if given.gpu else "cpu")
+    base = (workload.GPU if given.gpu else workload.CPU) | (PPO if given.ppo else {})
+    own = {"storage": tempfile.mkdtemp(prefix="rlx-ways-")} | dict(pair.split("=", 1) for pair in given.set)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    dist.init_process_group("nccl" if given.gpu else "gloo", rank=0, world_size=1)
+    print(torch.cuda.get_device_name() if given.gpu else "CPU", base, flush=True)
+    for name in given.ways:
+        config = from_tree(with_overrides({}, base | own | WAYS[name] | {"train.steps": 1000}))
+        print(f"{name:17}", measured(config, device, given.tails, given.profile and name == given.ways[-1]), flush=True)
+    dist.destroy_process_group()
+
+
+def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool) -> str:
+    """Rounds of the same completions in one way."""
+    trainer = trainer_of(config, device)
+    memory, times = Memory(device), []
+    made = made_up(config, tails).to(device)
+    for _ in range(1 + ROUNDS):
+        started = now(device)
+        deferred = trainer.defers_logprobs
+        batch, _ = loop.compute_advantages(trainer, loop.compute_logprobs(trainer, made, deferred))
+        memory.forget()
+        between = now(device)
+        update(trainer, batch, deferred)
+        times.append((between - started, now(device) - between))
+        trainer.step += 1
+    if profile:
+        profiled(trainer, batch)
+    before, seconds = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    lengths, peak = (made.prompt_lengths + made.response_lengths).tolist(), memory.peak()
+    passes = config.train.ppo_epochs * len(trainer.models)
+    flops = [passes * operations(trainer, made, shared) / seconds / PEAK_FLOPS for shared in (False, True)]
+    del trainer, made, batch
+    gc.collect()
+    return (
+        f"logprobs {before:6.3f} s  update {seconds:6.3f} s  {config.train.ppo_epochs * sum(lengths) / seconds:9,.0f} "
+        f"tokens/s  {peak / 2**30:6.2f} GiB  MFU {flops[0]:.3f}  of needed {flops[1]:.3f}"
+    )
+
+
+def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
+    mesh = Mesh.of(device.type, 1)
+    models, reference = setup.build_models(config, workload.model_folder(config), mesh.mesh)
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        device=device,
+        models=models,
+        reference=reference,
+        base_lrs=setup.base_lrs(config.train, models),
+        kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
+        reward_stats=RunningScores(),
+        ema={},
+    )
+
+
+def made_up(config: RunConfig, tails: bool) -> RolloutBatch:
+    """A step's completions: of equal lengths, or from an eighth of the longest up."""
+    draw, limit = torch.Generator().manual_seed(0), config.rollout.max_tokens
+    scored = []
+    for number in range(config.train.prompts_per_step):
+        prompt = Prompt(number, tuple(torch.randint(6, 90, (123,), generator=draw).tolist()), "", "")
+        for sample in range(config.train.samples_per_prompt):
+            length = int(torch.randint(limit // 8, limit + 1, (), generator=draw)) if tails else limit
+            ids = tuple(torch.randint(6, 90, (length,), generator=draw).tolist())
+            completion = Completion(prompt, sample, ids, (-1.0,) * length, True, 0)
+            scored.append(ScoredCompletion(completion, float(torch.rand((), generator=draw)), True, {}))
+    return experience.build_batch(scored, 0)
+
+
+def operations(trainer: Trainer, made: RolloutBatch, shared: bool) -> float:
+    """Floating-point operations of one model's forward and backward pass; with `shared` of each prompt once.
+
+    6 per weight and token, and 6 x layers x heads x head size x L^2 for causal attention over L tokens: Chowdhery et
+    al. 2022 (arXiv 2204.02311), appendix B. A critic's output layer is as good as none.
+    """
+    lm = trainer.policy.lm
+    shape = lm.config
+    width = shape.num_hidden_layers * shape.hidden_size
+    head = lm.get_output_embeddings().weight.numel()
+    body = sum(p.numel() for p in lm.base_model.parameters()) - head
+    prompts, responses = made.prompt_lengths.double(), made.response_lengths.double()
+    first = (made.groups.diff(prepend=made.groups[:1] - 1) != 0).double() if shared else torch.ones_like(prompts)
+    tokens = (prompts * first + responses).sum()
+    pairs = ((prompts + responses).square() - prompts.square() * (1 - first)).sum()
+    scored = responses.sum() / len(trainer.models)  # by one of them
+    return float(6 * (body * tokens + head * scored + width * pairs))
+
+
+def profiled(trainer: Trainer, batch: Any) -> None:
+    with torch.profiler.profile() as seen:
+        update(trainer, batch, trainer.defers_logprobs)
+    order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    print(seen.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=70), flush=True)
+
+
+if __name__ == "__main__":
+    main()
