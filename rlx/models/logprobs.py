@@ -40,20 +40,18 @@ def score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy: b
 class Passes(Protocol):
     """Both passes over logits of their scores; in use it is the module `logprob_kernel`, which says what is what."""
 
-    def score(
-        self, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Logits `[N, V]` to `[N]` each: log-probabilities, two numbers that make their sums, entropies."""
+    def token_scores(self, logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Tensor:
+        """Logits `[N, V]` to `[3, N]`, or `[4, N]`: two numbers for the other pass, log-probability, entropy."""
 
     def write_gradient(
         self,
         logits: Tensor,
         targets: Tensor,
-        scores: tuple[Tensor, Tensor, Tensor | None],
+        scores: Tensor,
         temperature: float,
         upstream: tuple[Tensor, Tensor | None],
     ) -> None:
-        """Replaces logits `[N, V]` by the gradient in them, from `[N]` each: scores, and the gradients in them."""
+        """Replaces logits `[N, V]` by the gradient in them, from the scores and the gradients `[N]` in these."""
 
 
 class InPlaceScores(torch.autograd.Function):
@@ -73,22 +71,22 @@ class InPlaceScores(torch.autograd.Function):
         if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:  # rows may share memory
             logits = logits.contiguous()
         targets = targets.contiguous()
-        logprobs, *scores, entropies = passes.score(logits, targets, temperature, entropy)
-        ctx.save_for_backward(logits, targets, *scores, entropies)
+        scores = passes.token_scores(logits, targets, temperature, entropy)
+        ctx.save_for_backward(logits, targets, scores)
         ctx.passes, ctx.temperature = passes, temperature
-        return logprobs, entropies
+        return scores[2].clone(), scores[3].clone() if entropy else None
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """From the gradients in both results, `[N]`, that in the logits, `[N, V]`."""
         if torch.is_grad_enabled():
             raise RuntimeError("InPlaceScores has no gradients of gradients: create_graph=True is not supported")
-        logits, targets, *scores = ctx.saved_tensors
+        logits, targets, scores = ctx.saved_tensors
         if of_logprobs is None and of_entropies is None:
             return (None,) * 5
-        first = torch.zeros_like(scores[0]) if of_logprobs is None else of_logprobs.contiguous()
+        first = torch.zeros_like(scores[2]) if of_logprobs is None else of_logprobs.contiguous()
         second = None if of_entropies is None else of_entropies.contiguous()
-        ctx.passes.write_gradient(logits, targets, tuple(scores), ctx.temperature, (first, second))
+        ctx.passes.write_gradient(logits, targets, scores, ctx.temperature, (first, second))
         torch.autograd.graph.increment_version(logits)
         return None, logits.detach(), None, None, None
 

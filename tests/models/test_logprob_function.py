@@ -16,35 +16,35 @@ from rlx.models.logprobs import InPlaceScores, runs_kernels, score_logits, token
 TOKENS, VOCABULARY = 37, 50
 
 
-def score(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
-    """See `logprob_kernel.score`; the two numbers are the largest logit and the logarithm of the sum, in nats."""
+def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Tensor:
+    """See `logprob_kernel.token_scores`; the first two rows: the largest logit, the logarithm of the sum in nats."""
     largest = logits.float().max(-1).values
     log_sums = ((logits.float() - largest[:, None]) / temperature).logsumexp(-1)
     log_p = (logits.float() - largest[:, None]) / temperature - log_sums[:, None]
     chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
-    return chosen, largest, log_sums, -(log_p.exp() * log_p).sum(-1) if entropy else None  # type: ignore[return-value]
+    rows = [largest, log_sums, chosen] + ([-(log_p.exp() * log_p).sum(-1)] if entropy else [])
+    return torch.stack(rows)
 
 
 def write_gradient(
     logits: Tensor,
     targets: Tensor,
-    scores: tuple[Tensor, Tensor, Tensor | None],
+    scores: Tensor,
     temperature: float,
     upstream: tuple[Tensor, Tensor | None],
 ) -> None:
     """See `logprob_kernel.write_gradient`."""
-    largest, log_sums, entropies = scores
+    largest, log_sums = scores[:2]
     log_p = (logits.float() - largest[:, None]) / temperature - log_sums[:, None]
     slope = upstream[0][:, None].expand_as(log_p)
     if upstream[1] is not None:
-        assert entropies is not None
-        slope = slope + upstream[1][:, None] * (log_p + entropies[:, None])
+        slope = slope + upstream[1][:, None] * (log_p + scores[3][:, None])
     gradient = -log_p.exp() * slope
     gradient[torch.arange(len(logits)), targets] += upstream[0]
     logits.copy_(gradient / temperature)
 
 
-PASSES = SimpleNamespace(score=score, write_gradient=write_gradient)
+PASSES = SimpleNamespace(token_scores=token_scores, write_gradient=write_gradient)
 in_place = partial(InPlaceScores.apply, PASSES)
 
 
