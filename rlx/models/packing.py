@@ -48,7 +48,7 @@ class _Segment(NamedTuple):
     place: int  # place of the first token in the row
 
 
-def pack(
+def pack_row(
     ids: Tensor, prompts: Tensor, responses: Tensor, groups: Tensor, token_index: tuple[Tensor, Tensor]
 ) -> Packing:
     """Packs completions; those of a group must be adjacent to share their prompt. Waits for the GPU.
@@ -215,7 +215,7 @@ def _trial(lm: Any, packed: bool) -> Tensor:
     if not packed:
         states = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return states[rows, prompts[rows] - 1 + columns]
-    row = pack(ids, prompts, mask.sum(1), torch.tensor([0, 0, 1]), (rows, columns))
+    row = pack_row(ids, prompts, mask.sum(1), torch.tensor([0, 0, 1]), (rows, columns))
     return hidden_states(lm.base_model, row)
 
 

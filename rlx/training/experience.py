@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlx.mesh import Mesh
-from rlx.models.packing import Packing, pack
+from rlx.models.packing import Packing, pack_row
 from rlx.types import Completion, ScoredCompletion
 
 B = TypeVar("B", bound="RolloutBatch")
@@ -61,7 +61,7 @@ class RolloutBatch:
 
     def packed(self) -> Self:
         """The same with `packing`. Waits for the GPU."""
-        row = pack(self.ids, self.prompt_lengths, self.response_lengths, self.groups, self.token_index)
+        row = pack_row(self.ids, self.prompt_lengths, self.response_lengths, self.groups, self.token_index)
         return replace(self, packing=row)
 
     @functools.cached_property

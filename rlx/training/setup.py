@@ -196,7 +196,7 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     )
     if device_mesh.device_type == "cuda":
         policy.stored_logits = _kept_numbers(config.scaling)
-    policy.packs = packs(config, policy)
+    policy.packs = config.resolved_packing and can_pack(policy, path, is_asked=config.train.packing is True)
     parts: dict[str, Any] = {"policy": policy}
     if config.resolved_critic == "separate":
         parts["critic"] = loading.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
@@ -234,17 +234,15 @@ class _Sharder:
         return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), offload=name in model.offload)
 
 
-def packs(config: RunConfig, policy: Any) -> bool:
-    """Whether updates compute packed rows: as train.packing says, or by default where the model can.
+def can_pack(policy: Any, path: str, is_asked: bool) -> bool:
+    """Whether a policy, not sharded yet, takes packed rows.
 
     Raises:
-        ConfigError: train.packing asks for what the model cannot.
+        ConfigError: it does not, although train.packing asks for it.
     """
-    if not config.resolved_packing:
-        return False
     reason = packing.obstacle(policy.lm)
-    if reason and config.train.packing:
-        raise ConfigError(f"train.packing: {config.model.path}: {reason}")
+    if reason and is_asked:
+        raise ConfigError(f"train.packing: model.path {path}: {reason}")
     return reason is None
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from rlx.models import loading, packing
 from rlx.models.loading import load_critic, load_policy
-from rlx.models.packing import Packing, pack
+from rlx.models.packing import Packing, pack_row
 
 
 def shared() -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], Packing]:
@@ -33,14 +33,14 @@ def shared() -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], Packing]:
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
     mask[0, 2:4] = 0  # tokens that are not the policy's own
     index = mask.nonzero(as_tuple=True)
-    return ids, prompts, mask, index, pack(ids, prompts, lengths, torch.tensor([4, 1, 1, 1, 0, 2]), index)
+    return ids, prompts, mask, index, pack_row(ids, prompts, lengths, torch.tensor([4, 1, 1, 1, 0, 2]), index)
 
 
 def test_a_prompt_stands_once_before_its_responses() -> None:
     ids = torch.tensor([[11, 12, 21, 22, 0], [11, 12, 31, 0, 0], [11, 12, 41, 42, 43], [13, 51, 52, 0, 0]])
     prompts, responses = torch.tensor([2, 2, 2, 1]), torch.tensor([2, 1, 3, 2])
     index = (torch.arange(3) < responses[:, None]).nonzero(as_tuple=True)
-    row = pack(ids, prompts, responses, torch.tensor([5, 5, 5, 6]), index)
+    row = pack_row(ids, prompts, responses, torch.tensor([5, 5, 5, 6]), index)
     assert row.ids.tolist() == [[11, 12, 21, 41, 42, 13, 51]]
     assert row.positions.tolist() == [[0, 1, 2, 2, 3, 0, 1]]
     # Response tokens 21 22, 31, 41 42 43, 51 52: each is scored by the output of the token before it.
@@ -48,7 +48,7 @@ def test_a_prompt_stands_once_before_its_responses() -> None:
     assert (row.queries.tolist(), row.keys.tolist()) == ([0, 2, 3, 5, 7], [0, 2, 5, 9, 11])
     assert row.key_index is not None and row.key_index.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 6]
     assert (row.longest_queries, row.longest_keys) == (2, 4)
-    alone = pack(ids, prompts, responses, torch.arange(4), index)
+    alone = pack_row(ids, prompts, responses, torch.arange(4), index)
     assert alone.key_index is None and torch.equal(alone.queries, alone.keys)
     assert alone.ids.tolist() == [[11, 12, 21, 11, 12, 11, 12, 41, 42, 13, 51]]
 

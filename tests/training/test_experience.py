@@ -281,6 +281,47 @@ def test_ranks_can_agree_on_more_micro_batches_than_one_needs() -> None:
         packed([5] * 5, 6)
 
 
+def grouped(*groups: Sequence[int]) -> RolloutBatch:
+    """Completions to a prompt of 10 tokens for each group, with responses of these lengths."""
+    sizes = [(10, length) for lengths in groups for length in lengths]
+    names = [number for number, lengths in enumerate(groups) for _ in lengths]
+    return replace(numbered(sizes), groups=torch.tensor(names))
+
+
+@pytest.mark.parametrize(
+    ("budget", "cut"),
+    [
+        (1000, [[0, 1, 2, 3, 4, 5]]),
+        (33, [[0, 1, 2], [3, 4, 5]]),  # 10 + 3 + 5 + 2; 10 + 8 + 10 + 1 + 4
+        (20, [[0, 1, 2], [3], [4, 5]]),
+        (19, [[0], [1, 2], [3], [4, 5]]),  # with [0, 1] and [2] the second would not be smaller than the third
+        (1, [[0], [1], [2], [3], [4], [5]]),
+    ],
+)
+def test_packed_micro_batches_keep_the_order_and_count_a_prompt_once(budget: int, cut: list[list[int]]) -> None:
+    batch = grouped([3, 5, 2], [8], [1, 4])
+    assert micro_batch_count(batch, budget, packed=True) == len(cut)
+    parts = micro_batches(batch, len(cut), packed=True)
+    assert scores(parts) == cut
+    for part in parts:
+        assert part.packing is not None
+        tokens = [(int(row), int(length)) for row, length in zip(part.scores, part.mask.sum(1), strict=True)]
+        prompts = 10 * len(set(part.groups.tolist()))
+        assert part.positions == prompts + sum(length - 1 for _, length in tokens)  # the last one is no input
+        for (
+            row,
+            length,
+        ) in tokens:  # all tokens of a completion are its number plus one; the group's first gives the prompt
+            first = next(other for other, _ in tokens if batch.groups[other] == batch.groups[row])
+            given = int((part.packing.ids == row + 1).sum())
+            assert given == length - 1 + (10 if row == first else 0)
+        assert part.rows(slice(0, 1)).packing is None  # it is of all completions of a micro-batch
+
+
+def test_micro_batches_as_they_were_count_padding() -> None:
+    assert [part.positions for part in micro_batches(grouped([3, 5], [8]), 2)] == [18, 30]
+
+
 # --- replicas
 
 
