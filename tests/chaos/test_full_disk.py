@@ -56,6 +56,28 @@ def test_a_start_on_a_full_disk_is_one_line_and_leaves_nothing(command: str, wha
     assert [path for path in full_disk.rglob("*") if path.is_file()] == [full_disk / "fill"]
 
 
+@pytest.mark.slow
+def test_a_disk_that_fills_between_the_claim_and_the_first_step_ends_the_start(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    words = ["train", "--name", "mine", "--model.path", str(tiny_model), "--train.steps", "2"]
+    with s3.small_disk(tmp_path / "disk", "40m") as disk:
+        command = [str(Path(sys.executable).with_name("rlx")), *words, "--storage", str(disk)]
+        with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+            assert run.stdout
+            lines = []
+            for line in run.stdout:
+                lines.append(line.rstrip())
+                if line.startswith("starting: Ray cluster"):  # the claim was made before
+                    fill(disk)
+        assert (run.returncode, lines[-1]) == (
+            1,
+            f"error: storage {disk}/runs/mine: cannot write there: [Errno 28] No space left on device",
+        )
+        assert not [line for line in lines if "Traceback" in line]
+        assert [path for path in disk.rglob("*") if path.is_file()] == [disk / "fill"]  # also no claim
+
+
 def test_a_disk_without_room_for_the_tiny_model_is_refused_before_it_is_made(full_disk: Path) -> None:
     with pytest.raises(StorageError, match=rf"^storage {full_disk}/models/tiny-.* the tiny model takes about 8\.0 MiB"):
         preflight.model_folder("tiny", str(full_disk))
