@@ -1,7 +1,7 @@
 """The vLLM engine: an actor around one in-process engine. Token ids in; token ids and log-probabilities out.
 
-vllm is imported here and in weight_sync/receiver.py alone, and only inside the actor's process. Which engine gets which
-prompt is decided in engine_pool.py, and how weights arrive in weight_sync/.
+vllm is imported here, in scheduler.py and in weight_sync/receiver.py alone, and only inside the actor's process. Which
+engine gets which prompt is decided in engine_pool.py, and how weights arrive in weight_sync/.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class SteppedVLLM:
     def add(self, name: str, request: Request) -> None:
         """Begins a request. One that vLLM refuses, such as too long a prompt, fails alone."""
         try:
-            params = _params(request.sampling, request.seed)
+            params = sampling_params(request.sampling, request.seed)
             self._llm.add_request(name, {"prompt_token_ids": list(request.prompt)}, params, lora_request=self._lora)
             self._running.add(name)
         except Exception as error:
@@ -277,27 +277,33 @@ class SteppedVLLM:
 
 
 def _build(model: str, options: dict[str, Any]) -> Any:
-    warnings.filterwarnings("ignore")
-    from vllm import EngineArgs, LLMEngine
-    from vllm.usage.usage_lib import UsageContext
-
-    from rlx.rollout.weight_sync.receiver import WeightLoader
-
     share = ray.get_runtime_context().get_assigned_resources().get("GPU", 0)
     if 0 < share < 1 or options.get("enable_sleep_mode"):  # beside a worker, which holds the GPU for both
         cache = _cache_bytes(model, options["gpu_memory_utilization"])
         # Otherwise vLLM does not start unless its whole share is free, and other processes may use it for a moment.
         options = options | {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.01}
-    arguments = EngineArgs(
-        model=model,
-        worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
-        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        seed=0,
-        **options,
-    )
+    return build_llm_engine(model, options)
+
+
+def build_llm_engine(model: str, options: dict[str, Any]) -> Any:
+    """vLLM's engine in this process, for a model folder and the engine arguments that depend on the run."""
+    warnings.filterwarnings("ignore")
+    from vllm import EngineArgs, LLMEngine
+    from vllm.usage.usage_lib import UsageContext
+
+    from rlx.rollout.scheduler import make_scheduler
+    from rlx.rollout.weight_sync.receiver import WeightLoader
+
+    fixed: dict[str, Any] = {
+        "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
+        "scheduler_cls": f"{make_scheduler.__module__}.{make_scheduler.__qualname__}",
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+    }
+    arguments = EngineArgs(model=model, **fixed | options)
     # With this context, vLLM reads 8192 or 16384 prompt tokens at a time, by the memory of the GPU; without it, 2048.
     return with_newer_runner(lambda: LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS))
 
@@ -337,7 +343,8 @@ def _cache_bytes(model: str, utilization: float) -> int:
     return max(left, 64 << 20)
 
 
-def _params(sampling: Sampling, seed: int) -> Any:
+def sampling_params(sampling: Sampling, seed: int) -> Any:
+    """vLLM's description of how a completion is sampled."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,0 +1,122 @@
+"""The host's part of a decode step: seconds a step with vLLM's own scheduler and with rlx's.
+
+    python bench/decode_host.py [--gpu] [--sequences N] [--tokens N] [--rounds N]
+
+Without Ray: vLLM's engine with the arguments of a run, in this process, one engine after the other. Each line is the
+median of the rounds: a whole step, and in it the scheduler's two calls and what vLLM makes of its outputs. A small
+model is made on the spot; with --gpu one of Qwen2 0.5B's shape in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import workload
+
+from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT, build_llm_engine, sampling_params
+from rlx.types import Sampling
+
+PROMPT = 64
+PARTS = ("schedule", "update_from_output", "process_outputs")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--gpu", action="store_true", help="Qwen2 0.5B's shape in bfloat16 on a GPU")
+    options.add_argument("--sequences", type=int, default=512)
+    options.add_argument("--tokens", type=int, default=256, help="of each completion")
+    options.add_argument("--rounds", type=int, default=3)
+    args = options.parse_args(argv)
+    os.environ.update(ENVIRONMENT | ({} if args.gpu else CPU_ENVIRONMENT))
+    with tempfile.TemporaryDirectory() as folder:
+        model = made(Path(folder, "model"), args.gpu)
+        for name in ("vLLM's", "rlx's"):
+            measure(name, model, args)
+    return 0
+
+
+def made(folder: Path, gpu: bool) -> str:
+    """The folder of a model with random weights."""
+    from rlx.models import tiny
+
+    tokenizer = tiny.build_tokenizer()
+    model = workload.random_model("qwen2-0.5b" if gpu else workload.UNTRAINED, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def measure(name: str, model: str, args: argparse.Namespace) -> None:
+    """Prints the times of one scheduler, with and without log-probabilities."""
+    from rlx.config.sections import ModelConfig, RolloutConfig
+    from rlx.rollout.engine_args import engine_args
+
+    rollout = RolloutConfig(max_num_seqs=args.sequences, max_tokens=args.tokens, kv_cache_mib=1024)
+    dtype = ModelConfig(dtype="bfloat16" if args.gpu else "float32")
+    given = engine_args(rollout, dtype, max_prompt_tokens=PROMPT, on_gpu=args.gpu)
+    engine = build_llm_engine(model, given | ({"scheduler_cls": None} if name == "vLLM's" else {}))
+    core = engine.engine_core.engine_core
+    print(f"{name} scheduler: {type(core.scheduler).__qualname__}", flush=True)
+    seconds = timed((core.scheduler, core.scheduler, engine.output_processor))
+    gc.disable()
+    for logprobs in (True, False):
+        draw(engine, args.sequences, 16, logprobs)  # warm
+        rounds = []
+        for _ in range(args.rounds):
+            seconds.update(dict.fromkeys(PARTS, 0.0))
+            steps, whole = draw(engine, args.sequences, args.tokens, logprobs)
+            rounds.append([1e3 * part / steps for part in (whole, *seconds.values())])
+        step, *parts = map(statistics.median, zip(*rounds, strict=True))
+        told = ", ".join(f"{part} {value:.2f}" for part, value in zip(PARTS, parts, strict=True))
+        print(f"  {'with' if logprobs else 'without'} log-probabilities: a step {step:.2f} ms; {told}", flush=True)
+    del engine, core
+    gc.enable()
+    gc.collect()
+
+
+def timed(owners: Sequence[Any]) -> dict[str, float]:
+    """The seconds spent in each part, from now on."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+
+    def wrapped(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            started = time.thread_time()  # without the time that other processes take
+            try:
+                return call(*given, **named)
+            finally:
+                seconds[part] += time.thread_time() - started
+
+        return run
+
+    for part, owner in zip(PARTS, owners, strict=True):
+        setattr(owner, part, wrapped(part, getattr(owner, part)))
+    return seconds
+
+
+def draw(engine: Any, sequences: int, tokens: int, logprobs: bool) -> tuple[int, float]:
+    """The steps and seconds of drawing completions of the same length."""
+    sampling = Sampling(1.0, 1.0, -1, tokens, (), logprobs=logprobs)
+    engine.reset_prefix_cache()
+    for number in range(sequences):
+        prompt = [6 + (number * 31 + place * 7) % 80 for place in range(PROMPT)]
+        params = sampling_params(sampling, number)
+        params.ignore_eos = True
+        engine.add_request(f"{number}", {"prompt_token_ids": prompt}, params)
+    steps, started = 0, time.perf_counter()
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+    return steps, time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())
