@@ -3,8 +3,8 @@
     python bench/decode_host.py [--gpu] [--sequences N] [--tokens N] [--rounds N]
 
 Without Ray: vLLM's engine with the arguments of a run, in this process, one engine after the other. Each line is the
-median of the rounds: a whole step, and in it the scheduler's two calls and what vLLM makes of its outputs. A small
-model is made on the spot; with --gpu one of Qwen2 0.5B's shape in bfloat16.
+median of the rounds: the wall time of a whole step, and the processor's time of the scheduler's two calls in it and of
+what vLLM makes of its outputs. A small model is made on the spot; with --gpu one of Qwen2 0.5B's shape in bfloat16.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def measure(name: str, model: str, args: argparse.Namespace) -> None:
     from rlx.config.sections import ModelConfig, RolloutConfig
     from rlx.rollout.engine_args import engine_args
 
-    rollout = RolloutConfig(max_num_seqs=args.sequences, max_tokens=args.tokens, kv_cache_mib=1024)
+    # The memory of the first engine may not be free yet when the second one starts.
+    rollout = RolloutConfig(
+        max_num_seqs=args.sequences, max_tokens=args.tokens, kv_cache_mib=1024, gpu_memory_utilization=0.4
+    )
     dtype = ModelConfig(dtype="bfloat16" if args.gpu else "float32")
     given = engine_args(rollout, dtype, max_prompt_tokens=PROMPT, on_gpu=args.gpu)
     engine = build_llm_engine(model, given | ({"scheduler_cls": None} if name == "vLLM's" else {}))
@@ -81,6 +84,10 @@ def measure(name: str, model: str, args: argparse.Namespace) -> None:
     del engine, core
     gc.enable()
     gc.collect()
+    if args.gpu:
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def timed(owners: Sequence[Any]) -> dict[str, float]:
