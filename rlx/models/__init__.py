@@ -1,6 +1,6 @@
 """The trained networks: policy, critic and reference; how they are loaded, sharded and made to score responses.
 
-`policy` has the networks and `logprobs` the log-probabilities of tokens; `loading` reads Hugging Face folders and
+`policy` has the networks, `logprobs` the log-probabilities of tokens, `packing` rows without padding; `loading` reads Hugging Face folders and
 `folder` looks at their files, `lora` adds adapters, `fsdp` and `tensor_parallel` spread them over processes; `tiny`
 makes the small model that rlx starts from by default.
 Left out: optimizers and losses (training, algorithms), generation (rollout).
@@ -16,6 +16,6 @@ Example:
     policy = load_policy("storage/models/mine", head=None)
     ids, prompt_lengths = torch.tensor([[5, 6, 7, 8]]), torch.tensor([2])  # one response of two tokens: 7 and 8
     mask = torch.ones(1, 2)
-    output = policy(ids, prompt_lengths, mask, mask.nonzero(as_tuple=True), temperature=1.0, entropy=True)
+    output = policy(ids, prompt_lengths, mask, mask.nonzero(as_tuple=True), None, 1.0, entropy=True)
     assert output.logprobs.shape == output.entropy.shape == (1, 2)
 """
