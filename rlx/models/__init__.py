@@ -1,8 +1,8 @@
 """The trained networks: policy, critic and reference; how they are loaded, sharded and made to score responses.
 
-`policy` has the networks, `logprobs` the log-probabilities of tokens, `packing` rows without padding; `loading` reads Hugging Face folders and
-`folder` looks at their files, `lora` adds adapters, `fsdp` and `tensor_parallel` spread them over processes; `tiny`
-makes the small model that rlx starts from by default.
+`policy` has the networks, `logprobs` the log-probabilities of tokens, `packing` rows without padding; `loading` reads
+Hugging Face folders and `folder` looks at their files, `lora` adds adapters, `fsdp` and `tensor_parallel` spread them
+over processes; `tiny` makes the small model that rlx starts from by default.
 Left out: optimizers and losses (training, algorithms), generation (rollout).
 May import rlx.config and rlx.types.
 
