@@ -96,7 +96,7 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
                     weight.copy_(average[name])
             seen["weights"][kind] = in_full(lora.engine_weights(policy))
             lengths, mask = torch.full((len(ROWS),), PROMPT), torch.ones(len(ROWS), ROWS.shape[1] - PROMPT)
-            scored = policy(ROWS, lengths, mask, mask.nonzero(as_tuple=True), 1.0)
+            scored = policy(ROWS, lengths, mask, mask.nonzero(as_tuple=True), None, 1.0)
             seen["logprobs"][kind] = scored.logprobs.clone()
             fsdp.reshard(policy)
     return seen
