@@ -67,7 +67,8 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
     found: dict[str, Tensor] = {}
     for number in range(3):
         mask = torch.ones(len(ids), WIDTH).cuda()
-        scored = policy(ids, torch.full((len(ids),), PROMPT).cuda(), mask, mask.nonzero(as_tuple=True), 1.0)
+        lengths = torch.full((len(ids),), PROMPT).cuda()
+        scored = policy(ids, lengths, mask, mask.nonzero(as_tuple=True), None, 1.0)
         (scored.values.square().mean() - scored.logprobs.mean()).backward()
         if number == 0:
             found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach()}
