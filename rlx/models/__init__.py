@@ -12,10 +12,10 @@ H hidden size, V vocabulary.
 Example:
     import torch
     from rlx.models.loading import load_policy
+    from rlx.models.policy import ResponseTokens
 
     policy = load_policy("storage/models/mine", head=None)
     ids, prompt_lengths = torch.tensor([[5, 6, 7, 8]]), torch.tensor([2])  # one response of two tokens: 7 and 8
-    mask = torch.ones(1, 2)
-    output = policy(ids, prompt_lengths, mask, mask.nonzero(as_tuple=True), None, 1.0, entropy=True)
+    output = policy(ResponseTokens.of(ids, prompt_lengths, torch.ones(1, 2)), temperature=1.0, entropy=True)
     assert output.logprobs.shape == output.entropy.shape == (1, 2)
 """

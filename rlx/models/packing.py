@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "rlx_packed"
 """the name by which transformers knows `attention`"""
@@ -125,7 +126,7 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     packing: Packing | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of transformers' layers; over the segments of a packed row if `packing` is given.
 
@@ -137,8 +138,7 @@ def attention(
         `[1, P, heads, size]`, or `[B, L, heads, size]`.
     """
     if packing is None:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **others)  # type: ignore[no-any-return]
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [P, heads, size]
     if packing.key_index is not None:
         key, value = key[packing.key_index], value[packing.key_index]

@@ -14,38 +14,39 @@ from rlx.models.logprobs import STORED_LOGITS, LogitScorer, score_logits, token_
 from rlx.models.packing import Packing, hidden_states
 
 
-class ResponseTokens:
-    """The N response tokens of padded rows, row by row: no head is ever applied to prompts or padding."""
+class ResponseTokens(NamedTuple):
+    """What the models take: the N response tokens of completions, row by row. No head is applied to other tokens.
 
-    def __init__(
-        self,
-        ids: Tensor,
-        prompt_lengths: Tensor,
-        mask: Tensor,
-        token_index: tuple[Tensor, Tensor],
-        packing: Packing | None = None,
-    ) -> None:
-        """See `Policy.forward` for the arguments."""
-        self._ids, self._shape, self._token_index, self._packing = ids, mask.shape, token_index, packing
-        rows, columns = token_index
-        # [N], into the flat ids: the position before each token, whose output scores the token
-        self._before = rows * ids.shape[1] + prompt_lengths[rows] - 1 + columns
+    It is a tuple for the same reason as `PolicyOutput`.
+    """
+
+    ids: Tensor  # [B, L] int64, prompt then response then padding
+    mask: Tensor  # [B, T], 1 where column t is scored: the t-th token after the prompt
+    token_index: tuple[Tensor, Tensor]  # [N] each, the rows and columns of the ones in the mask, row by row
+    before: Tensor  # [N], into the flat ids: the position before each token, whose output scores the token
+    packing: Packing | None = None  # the same completions packed; None: the model computes them padded
+
+    @classmethod
+    def of(cls, ids: Tensor, prompt_lengths: Tensor, mask: Tensor) -> ResponseTokens:
+        """Of padded completions: `ids` [B, L], `prompt_lengths` [B] int64, `mask` [B, T]. Waits for the GPU."""
+        rows, columns = mask.nonzero(as_tuple=True)
+        return cls(ids, mask, (rows, columns), rows * ids.shape[1] + prompt_lengths[rows] - 1 + columns)
 
     @property
     def targets(self) -> Tensor:
         """`[N]` token ids."""
-        return self._ids.flatten()[self._before + 1]
+        return self.ids.flatten()[self.before + 1]
 
     def hidden(self, backbone: nn.Module) -> Tensor:
         """`[N, H]` last hidden states at the position before each token."""
-        if self._packing:
-            return hidden_states(backbone, self._packing)
-        states = backbone(input_ids=self._ids, use_cache=False).last_hidden_state
-        return states.flatten(0, 1).index_select(0, self._before)
+        if self.packing:
+            return hidden_states(backbone, self.packing)
+        states = backbone(input_ids=self.ids, use_cache=False).last_hidden_state
+        return states.flatten(0, 1).index_select(0, self.before)
 
     def grid(self, flat: Tensor) -> Tensor:
         """Spreads one number per token, `[N]`, over `[B, T]`; zero where there is no token."""
-        return flat.new_zeros(self._shape).index_put(self._token_index, flat)
+        return flat.new_zeros(self.mask.shape).index_put(self.token_index, flat)
 
 
 class PolicyOutput(NamedTuple):
@@ -76,29 +77,15 @@ class Policy(nn.Module):
         self.packs = False  # whether its layers take packed rows, see `packing.enable`
         self.stored_logits = STORED_LOGITS  # see `token_logprobs`; 0 where memory matters more than time
 
-    def forward(
-        self,
-        ids: Tensor,
-        prompt_lengths: Tensor,
-        mask: Tensor,
-        token_index: tuple[Tensor, Tensor],
-        packing: Packing | None,
-        temperature: float,
-        entropy: bool = False,
-    ) -> PolicyOutput:
+    def forward(self, tokens: ResponseTokens, temperature: float, entropy: bool = False) -> PolicyOutput:
         """Scores the response tokens.
 
         Args:
-            ids: `[B, L]` int64, prompt then response then padding.
-            prompt_lengths: `[B]` int64.
-            mask: `[B, T]`, 1 where column t is scored: the t-th token after the prompt.
-            token_index: `[N]` each, the rows and columns of the ones in the mask, row by row.
-            packing: the same completions packed; None: the model computes them padded.
+            tokens: which ones.
             temperature: logits are divided by it, as they were when the response was sampled.
             entropy: also compute the entropy of the distribution of each token.
         """
         lm: Any = self.lm
-        tokens = ResponseTokens(ids, prompt_lengths, mask, token_index, packing)
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
         logprobs, entropies = token_logprobs(
             head, hidden, tokens.targets, temperature, entropy, self.logit_scorer, self.stored_logits
@@ -119,17 +106,6 @@ class Critic(nn.Module):
         self.backbone = backbone
         self.value_head = value_head
 
-    def forward(
-        self,
-        ids: Tensor,
-        prompt_lengths: Tensor,
-        mask: Tensor,
-        token_index: tuple[Tensor, Tensor],
-        packing: Packing | None = None,
-    ) -> Tensor:
-        """Values `[B, T]`: column t is the value before token t of the response is sampled; zero where padded.
-
-        The arguments are those of `Policy.forward`.
-        """
-        tokens = ResponseTokens(ids, prompt_lengths, mask, token_index, packing)
+    def forward(self, tokens: ResponseTokens) -> Tensor:
+        """Values `[B, T]`: column t is the value before token t of the response is sampled; zero where padded."""
         return tokens.grid(self.value_head(tokens.hidden(self.backbone)).squeeze(-1).float())

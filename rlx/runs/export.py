@@ -245,7 +245,7 @@ def _greedy_tokens(policy: Policy, ids: list[int], count: int) -> tuple[int, ...
 def _trainer_logprobs(policy: Policy, completions: Sequence[Completion]) -> Tensor:
     """Returns `[B, T]` log-probabilities as the trainer computes them, at temperature 1."""
     batch = experience.build_batch([ScoredCompletion(each, 0.0, False, {}) for each in completions], 0)
-    logprobs: Tensor = policy(*batch.inputs, 1.0).logprobs
+    logprobs: Tensor = policy(batch.response_tokens(), 1.0).logprobs
     return logprobs
 
 

@@ -8,7 +8,6 @@ of the step, in order. This module reads no settings. It leaves out what the mod
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlx.mesh import Mesh
-from rlx.models.packing import Packing, pack_row
+from rlx.models.packing import pack_row
+from rlx.models.policy import ResponseTokens
 from rlx.types import Completion, ScoredCompletion
 
 B = TypeVar("B", bound="RolloutBatch")
@@ -42,33 +42,26 @@ class RolloutBatch:
     groups: Tensor  # [B] int64, equal for completions of the same prompt
     scores: Tensor  # [B] reward of the whole completion
     greedy_scores: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator needs none
-    packing: Packing | None = field(default=None, kw_only=True)  # of all B completions, where models take packed rows
+    inputs: ResponseTokens | None = field(default=None, kw_only=True)  # for the models; micro-batches have them
 
     @property
-    def columns(self) -> dict[str, Any]:  # Any: mypy takes a dict of tensors for a possible `packing`
+    def columns(self) -> dict[str, Any]:  # Any: mypy takes a dict of tensors for possible `inputs`
         """All tensors by name, `[B]`, `[B, L]` or `[B, T]`."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "packing"}
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Packing | None]:
-        """What the models take: `ids` [B, L], `prompt_lengths` [B], `mask` [B, T], `token_index` [N] twice, packed."""
-        return self.ids, self.prompt_lengths, self.mask, self.token_index, self.packing
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "inputs"}
 
     @property
     def positions(self) -> int:
         """How many tokens the models compute for these completions, padding included."""
-        return (self.ids if self.packing is None else self.packing.ids).numel()
+        row = self.inputs.packing if self.inputs else None
+        return (self.ids if row is None else row.ids).numel()
 
-    def packed(self) -> Self:
-        """The same with `packing`. Waits for the GPU."""
-        row = pack_row(self.ids, self.prompt_lengths, self.response_lengths, self.groups, self.token_index)
-        return replace(self, packing=row)
-
-    @functools.cached_property
-    def token_index(self) -> tuple[Tensor, Tensor]:
-        """`[N]` each: rows and columns of the N response tokens. The first access waits for the GPU."""
-        rows, columns = self.mask.nonzero(as_tuple=True)
-        return rows, columns
+    def response_tokens(self, packed: bool = False) -> ResponseTokens:
+        """What the models take to score the responses. Waits for the GPU."""
+        tokens = ResponseTokens.of(self.ids, self.prompt_lengths, self.mask)
+        if not packed:
+            return tokens
+        row = pack_row(self.ids, self.prompt_lengths, self.response_lengths, self.groups, tokens.token_index)
+        return tokens._replace(packing=row)
 
     @property
     def response_lengths(self) -> Tensor:
@@ -82,7 +75,7 @@ class RolloutBatch:
         width = int(response_lengths.max())
         length = int((selected["prompt_lengths"] + response_lengths).max())
         grids = {name: column[:, :width] for name, column in selected.items() if column.ndim == 2}
-        return replace(self, **(selected | grids | {"ids": selected["ids"][:, :length]}), packing=None)
+        return replace(self, **(selected | grids | {"ids": selected["ids"][:, :length]}), inputs=None)
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
@@ -207,10 +200,12 @@ def micro_batches(batch: B, count: int, packed: bool = False) -> list[B]:
     rows = _Rows.of(batch, packed)
     if len(rows.lengths) < count:
         raise ValueError(f"{len(rows.lengths)} completions do not fill {count} micro-batches")
-    least = bisect.bisect_left(range(rows.most), True, key=lambda budget: len(rows.cut(budget)) <= count)
+    budgets = range(len(rows.lengths) * max(rows.lengths))
+    least = bisect.bisect_left(budgets, True, key=lambda budget: len(rows.cut(budget)) <= count)
     index = torch.tensor(rows.order, device=batch.ids.device)
     parts = [batch.rows(index[part]) for part in rows.cut(least, count)]
-    return [part.packed() for part in parts] if packed else parts
+    # Computed now, while nothing is queued on the GPU.
+    return [replace(part, inputs=part.response_tokens(packed)) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -230,11 +225,6 @@ class _Rows:
         groups, prompts = batch.groups.tolist(), batch.prompt_lengths.tolist()
         saved = [prompts[i] * (i > 0 and groups[i] == groups[i - 1]) for i in range(len(lengths))]
         return cls(list(range(len(lengths))), lengths, saved)
-
-    @property
-    def most(self) -> int:
-        """A number of tokens that one micro-batch of all completions does not exceed, plus one."""
-        return len(self.lengths) * max(self.lengths) + 1
 
     def cut(self, budget: int, count: int = 1) -> list[slice]:
         """As few slices as the budget allows, but at least `count`."""

@@ -99,7 +99,7 @@ def compute_logprobs(trainer: Trainer, batch: RolloutBatch, deferred: bool = Fal
     for micro_batch in trainer.micro_batches([batch.rows(slice(first, None))])[0] if first < rows else ():
         output = old_policy_output(trainer, micro_batch)
         reference = reference_logprobs(trainer, micro_batch)
-        values = output.values if trainer.critic is None else trainer.critic(*micro_batch.inputs)
+        values = output.values if trainer.critic is None else trainer.critic(micro_batch.inputs)
         reference = output.logprobs if reference is None else reference
         grids = (output.logprobs, reference, values, output.estimated_entropy)
         for column, grid in zip(columns.values(), grids, strict=True):
@@ -114,7 +114,7 @@ def old_policy_output(trainer: Trainer, batch: RolloutBatch) -> PolicyOutput:
     if trainer.config.algorithm.old_logprobs == "rollout":
         return PolicyOutput(batch.rollout_logprobs, None, None)
     settings, temperature = trainer.config.algorithm, trainer.config.rollout.temperature
-    output: PolicyOutput = trainer.policy(*batch.inputs, temperature, settings.needs_entropy)
+    output: PolicyOutput = trainer.policy(batch.inputs, temperature, settings.needs_entropy)
     return output
 
 
@@ -122,11 +122,11 @@ def reference_logprobs(trainer: Trainer, batch: RolloutBatch) -> Tensor | None:
     """The reference's log-probabilities `[B, T]`; None without a reference."""
     temperature = trainer.config.rollout.temperature
     if trainer.reference is not None:
-        return trainer.reference(*batch.inputs, temperature).logprobs
+        return trainer.reference(batch.inputs, temperature).logprobs
     if trainer.config.resolved_reference == "none":
         return None
     with lora.adapters_off(trainer.policy):
-        return trainer.policy(*batch.inputs, temperature).logprobs
+        return trainer.policy(batch.inputs, temperature).logprobs
 
 
 def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experience, Tensor]:

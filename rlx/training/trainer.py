@@ -107,10 +107,7 @@ class Trainer:
         budget, packs = self.config.train.micro_batch_tokens, self.policy.packs
         counts = self.max_over_ranks([experience.micro_batch_count(batch, budget, packs) for batch in batches])
         pairs = zip(batches, counts, strict=True)
-        split = [experience.micro_batches(batch, int(count), packs) for batch, count in pairs]
-        for micro_batch in (micro_batch for parts in split for micro_batch in parts):
-            _ = micro_batch.token_index  # computed now, while nothing is queued on the GPU
-        return split
+        return [experience.micro_batches(batch, int(count), packs) for batch, count in pairs]
 
     def reshard(self) -> None:
         """Frees the full weights that FSDP gathered for forward passes that no backward pass follows."""

@@ -118,7 +118,7 @@ def backward(
     if "policy" in trainer.learning:
         settings, temperature = trainer.config.algorithm, trainer.config.rollout.temperature
         entropy = settings.needs_entropy if first_pass else settings.entropy_coef > 0
-        output = trainer.policy(*micro_batch.inputs, temperature, entropy)
+        output = trainer.policy(micro_batch.inputs, temperature, entropy)
         micro_batch = _with_old_logprobs(micro_batch, output) if first_pass else micro_batch
         loss, policy_stats = policy_losses(trainer, output, micro_batch, size.policy)
         stats |= policy_stats
@@ -128,7 +128,7 @@ def backward(
             stats |= value_stats
         (loss * scale).backward()
     if trainer.critic is not None:  # after the policy's backward pass, so that one model's activations are alive
-        loss, value_stats = value_losses(trainer, trainer.critic(*micro_batch.inputs), micro_batch, size.tokens)
+        loss, value_stats = value_losses(trainer, trainer.critic(micro_batch.inputs), micro_batch, size.tokens)
         (loss * scale).backward()
         stats |= value_stats
     return micro_batch, stats
@@ -193,7 +193,7 @@ def backward_supervised(trainer: Trainer, number: int) -> Tensor:
     tokens = trainer.sum_over_ranks({"tokens": rows.mask.sum()})["tokens"]
     total = torch.zeros((), device=trainer.device)
     for micro_batch in trainer.micro_batches([rows])[0]:
-        output = trainer.policy(*micro_batch.inputs, 1.0)
+        output = trainer.policy(micro_batch.inputs, 1.0)
         loss = losses.supervised_loss(output.logprobs, micro_batch.mask, tokens)
         (trainer.config.algorithm.ptx_coef * loss * trainer.mesh.dp_size).backward()
         total += loss.detach()

@@ -10,6 +10,7 @@ from test_packing import shared
 from test_policy import randomize_head
 from test_update import trainer_of
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from rlx.models import loading, packing
 from rlx.models.loading import load_policy
@@ -25,11 +26,10 @@ def scored(path: str, dtype: torch.dtype, is_packed: bool, compiled: bool = Fals
         packing.enable(policy.lm)
     if compiled:
         loading.compile_layers(policy)
-    ids, prompts, mask, index, row = shared()
-    inputs = [ids.cuda(), prompts.cuda(), mask.cuda(), tuple(each.cuda() for each in index)]
-    row = row._replace(**{k: v.cuda() for k, v in row._asdict().items() if isinstance(v, Tensor)})
+    tokens = tree_map_only(Tensor, Tensor.cuda, shared())
+    inputs = tokens if is_packed else tokens._replace(packing=None)
     for _ in range(2):
-        output = policy(*inputs, row if is_packed else None, 0.7, entropy=True)
+        output = policy(inputs, 0.7, entropy=True)
     (output.logprobs.sum() + output.entropy.sum() + output.values.sum()).backward()
     gradients = torch.cat([p.grad.flatten().float() for p in policy.parameters()])
     return [grid.detach() for grid in output] + [gradients]

@@ -23,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rlx.config import loading
 from rlx.mesh import Mesh
 from rlx.models import fsdp
+from rlx.models.policy import ResponseTokens
 from rlx.training import setup
 
 pytestmark = [
@@ -68,7 +69,7 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
     for number in range(3):
         mask = torch.ones(len(ids), WIDTH).cuda()
         lengths = torch.full((len(ids),), PROMPT).cuda()
-        scored = policy(ids, lengths, mask, mask.nonzero(as_tuple=True), None, 1.0)
+        scored = policy(ResponseTokens.of(ids, lengths, mask), 1.0)
         (scored.values.square().mean() - scored.logprobs.mean()).backward()
         if number == 0:
             found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach()}

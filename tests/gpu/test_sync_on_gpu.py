@@ -170,7 +170,7 @@ class Trainer:
         drawn = [ScoredCompletion(completion, 0.0, False, {}) for completion in completions]
         batch = experience.build_batch(drawn, 0).to(self.device)
         assert batch.mask.all()
-        scored = self.policy(*batch.inputs, 1.0)
+        scored = self.policy(batch.response_tokens(), 1.0)
         fsdp.reshard(self.policy)
         return (scored.logprobs - batch.rollout_logprobs).abs()
 

@@ -19,10 +19,11 @@ from transformers import (
 
 from rlx.models import loading, packing
 from rlx.models.loading import load_critic, load_policy
-from rlx.models.packing import Packing, pack_row
+from rlx.models.packing import pack_row
+from rlx.models.policy import ResponseTokens
 
 
-def shared() -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], Packing]:
+def shared() -> ResponseTokens:
     """The sequences of `padded`, and two more responses to the second one's prompt, padded and packed."""
     prompt, own = sequences()[1][: PROMPTS[1]], sequences()
     others = [torch.cat([prompt, torch.tensor(tokens)]) for tokens in ([7], [8, 9, 10, 7])]
@@ -32,8 +33,9 @@ def shared() -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], Packing]:
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
     mask[0, 2:4] = 0  # tokens that are not the policy's own
-    index = mask.nonzero(as_tuple=True)
-    return ids, prompts, mask, index, pack_row(ids, prompts, lengths, torch.tensor([4, 1, 1, 1, 0, 2]), index)
+    tokens = ResponseTokens.of(ids, prompts, mask)
+    groups = torch.tensor([4, 1, 1, 1, 0, 2])
+    return tokens._replace(packing=pack_row(ids, prompts, lengths, groups, tokens.token_index))
 
 
 def test_a_prompt_stands_once_before_its_responses() -> None:
@@ -56,14 +58,14 @@ def test_a_prompt_stands_once_before_its_responses() -> None:
 @pytest.mark.parametrize("folder", ["tiny_model", "untied_model"])
 def test_packed_rows_give_the_same_scores_and_gradients(folder: str, request: pytest.FixtureRequest) -> None:
     path = str(request.getfixturevalue(folder))
-    *inputs, row = shared()
+    tokens = shared()
     found: dict[bool, list[Tensor]] = {}
     for is_packed in (False, True):
         policy, critic = (randomize_head(load(path, head="zero")) for load in (load_policy, load_critic))
         for model in (policy, critic) if is_packed else ():
             packing.enable(loading.transformer(model))
-        output = policy(*inputs, row if is_packed else None, 0.7, entropy=True)
-        values = critic(*inputs, row if is_packed else None)
+        inputs = tokens if is_packed else tokens._replace(packing=None)
+        output, values = policy(inputs, 0.7, entropy=True), critic(inputs)
         (output.logprobs.sum() + output.entropy.sum() + output.values.sum() + values.square().sum()).backward()
         gradients = [p.grad for model in (policy, critic) for p in model.parameters()]
         found[is_packed] = [output.logprobs, output.entropy, output.values, values, *gradients]
@@ -75,9 +77,9 @@ def test_packed_rows_give_the_same_scores_and_gradients(folder: str, request: py
 @torch.no_grad()
 def test_rows_that_are_not_packed_are_computed_as_before(tiny_model: Path) -> None:
     policy = load_policy(str(tiny_model), head=None)
-    before = policy(*padded(), 1.0).logprobs
+    before = policy(padded(), 1.0).logprobs
     packing.enable(policy.lm)
-    assert torch.equal(policy(*padded(), 1.0).logprobs, before)
+    assert torch.equal(policy(padded(), 1.0).logprobs, before)
 
 
 def llama(size: int) -> PreTrainedModel:

@@ -22,7 +22,7 @@ from rlx.config.errors import ConfigError
 from rlx.mesh import Mesh
 from rlx.models import fsdp, logprobs, lora, policy
 from rlx.models.loading import checkpoint_gradients, compile_layers, load_critic, load_policy, load_reference
-from rlx.models.policy import Policy
+from rlx.models.policy import Policy, ResponseTokens
 from rlx.rollout.weight_sync import gather
 
 PAD = 0
@@ -35,13 +35,13 @@ def sequences() -> list[Tensor]:
     return [torch.randint(6, 90, (p + r,), generator=generator) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 
-def padded(extra: int = 0) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], None]:
+def padded(extra: int = 0) -> ResponseTokens:
     """Token ids with padding after each sequence, `extra` more than needed, the prompts' lengths, the mask, its ones'
     places."""
     ids = torch.nn.utils.rnn.pad_sequence(sequences(), batch_first=True, padding_value=PAD)
     mask = (torch.arange(max(RESPONSES) + extra) < torch.tensor(RESPONSES)[:, None]).float()
     ids = torch.nn.functional.pad(ids, (0, extra), value=PAD)
-    return ids, torch.tensor(PROMPTS), mask, mask.nonzero(as_tuple=True), None
+    return ResponseTokens.of(ids, torch.tensor(PROMPTS), mask)
 
 
 def randomize_head(module: Any) -> Any:
@@ -62,7 +62,7 @@ def folder(request: pytest.FixtureRequest) -> str:
 @torch.no_grad()
 def test_logprobs_and_entropy_are_those_of_the_whole_forward_pass(folder: str, temperature: float) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder)
-    scored = load_policy(folder, head=None)(*padded(), temperature, entropy=True)
+    scored = load_policy(folder, head=None)(padded(), temperature, entropy=True)
     for row, (sequence, prompt, length) in enumerate(zip(sequences(), PROMPTS, RESPONSES, strict=True)):
         scores = torch.log_softmax(lm(sequence[None]).logits[0] / temperature, -1)[prompt - 1 : -1]
         expected = scores.gather(-1, sequence[prompt:, None]).squeeze(-1)
@@ -79,7 +79,7 @@ def test_a_value_is_read_one_position_before_its_token(folder: str) -> None:
         randomize_head(load_critic(folder, head="zero")),
     )
     lm = AutoModelForCausalLM.from_pretrained(folder)
-    found = (policy(*padded(), 1.0).values, critic(*padded()))
+    found = (policy(padded(), 1.0).values, critic(padded()))
     for row, (sequence, prompt, length) in enumerate(zip(sequences(), PROMPTS, RESPONSES, strict=True)):
         hidden = lm(sequence[None], output_hidden_states=True).hidden_states[-1][0]  # the last one, after the norm
         expected = (hidden @ policy.value_head.weight.T).squeeze(-1)[prompt - 1 : -1]
@@ -93,10 +93,10 @@ def test_padding_changes_nothing(folder: str) -> None:
         randomize_head(load_policy(folder, head="zero")),
         randomize_head(load_critic(folder, head="zero")),
     )
-    width, inside = max(RESPONSES), padded()[2] == 1
-    tight, loose = policy(*padded(), 1.0, entropy=True), policy(*padded(extra=11), 1.0, entropy=True)
+    width, inside = max(RESPONSES), padded().mask == 1
+    tight, loose = policy(padded(), 1.0, entropy=True), policy(padded(extra=11), 1.0, entropy=True)
     pairs = [(getattr(tight, name), getattr(loose, name)) for name in ("logprobs", "entropy", "values")]
-    pairs.append((critic(*padded()), critic(*padded(extra=11))))
+    pairs.append((critic(padded()), critic(padded(extra=11))))
     for one, other in pairs:
         torch.testing.assert_close(one, other[:, :width], atol=1e-5, rtol=1e-5)
         assert one[inside].all() and not one[~inside].any() and not other[:, width:].any()
@@ -104,37 +104,37 @@ def test_padding_changes_nothing(folder: str) -> None:
 
 @torch.no_grad()
 def test_tokens_that_are_not_the_policys_own_are_left_out(folder: str) -> None:
-    policy, (ids, lengths, mask, *_) = load_policy(folder, head=None), padded()
+    policy, (ids, mask, *_) = load_policy(folder, head=None), padded()
     mask[0, 2:4] = 0
-    some = policy(ids, lengths, mask, mask.nonzero(as_tuple=True), None, 1.0).logprobs
-    torch.testing.assert_close(some, policy(*padded(), 1.0).logprobs * mask, atol=1e-5, rtol=0)
+    some = policy(ResponseTokens.of(ids, torch.tensor(PROMPTS), mask), 1.0).logprobs
+    torch.testing.assert_close(some, policy(padded(), 1.0).logprobs * mask, atol=1e-5, rtol=0)
 
 
 def test_value_heads_start_at_zero(tiny_model: Path) -> None:
-    assert load_policy(str(tiny_model), head="zero")(*padded(), 1.0).values.count_nonzero() == 0
-    assert load_critic(str(tiny_model), head="zero")(*padded()).count_nonzero() == 0
+    assert load_policy(str(tiny_model), head="zero")(padded(), 1.0).values.count_nonzero() == 0
+    assert load_critic(str(tiny_model), head="zero")(padded()).count_nonzero() == 0
 
 
 def test_entropy_is_made_if_asked_for(tiny_model: Path) -> None:
     policy = load_policy(str(tiny_model), head=None)
-    assert policy(*padded(), 1.0).entropy is None
-    assert policy(*padded(), 1.0, entropy=True).entropy.requires_grad
+    assert policy(padded(), 1.0).entropy is None
+    assert policy(padded(), 1.0, entropy=True).entropy.requires_grad
 
 
 @torch.no_grad()
 def test_a_policy_without_its_adapters_is_the_base_model(folder: str) -> None:
     adapters = lora.Adapters(rank=4, alpha=8.0, targets=(), seed=3)
     policy = load_policy(folder, head=None, adapters=adapters)
-    base = load_policy(folder, head=None)(*padded(), 0.7).logprobs
-    torch.testing.assert_close(policy(*padded(), 0.7).logprobs, base, atol=1e-5, rtol=0)  # B begins at zero
+    base = load_policy(folder, head=None)(padded(), 0.7).logprobs
+    torch.testing.assert_close(policy(padded(), 0.7).logprobs, base, atol=1e-5, rtol=0)  # B begins at zero
     for name, parameter in policy.named_parameters():
         assert parameter.requires_grad == (".lora_" in name)
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    assert (policy(*padded(), 0.7).logprobs - base).abs().max() > 0.1
+    assert (policy(padded(), 0.7).logprobs - base).abs().max() > 0.1
     with lora.adapters_off(policy):
-        torch.testing.assert_close(policy(*padded(), 0.7).logprobs, base, atol=1e-5, rtol=0)
-    assert (policy(*padded(), 0.7).logprobs - base).abs().max() > 0.1
+        torch.testing.assert_close(policy(padded(), 0.7).logprobs, base, atol=1e-5, rtol=0)
+    assert (policy(padded(), 0.7).logprobs - base).abs().max() > 0.1
 
 
 @torch.no_grad()
@@ -148,8 +148,8 @@ def test_merged_weights_are_those_of_the_policy_with_adapters(folder: str, tmp_p
     weights = lora.engine_weights(policy)
     names = [weight.name for weight in weights]
     plain.lm.load_state_dict(dict(zip(names, gather.gather_full(weights, torch.float32), strict=True)), strict=False)
-    merged = plain(*padded(), 1.0).logprobs
-    torch.testing.assert_close(merged, policy(*padded(), 1.0).logprobs, atol=1e-5, rtol=0)
+    merged = plain(padded(), 1.0).logprobs
+    torch.testing.assert_close(merged, policy(padded(), 1.0).logprobs, atol=1e-5, rtol=0)
     assert [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()] == names
 
 
@@ -182,7 +182,7 @@ def test_forgotten_activations_are_computed_again_without_dropout(tiny_model: Pa
     for one in (plain, checkpointed):
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: k.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
-            loss = one(*padded(), 1.0).logprobs.sum()
+            loss = one(padded(), 1.0).logprobs.sum()
         loss.backward()
         saved.append(sum(kept))
     assert saved[1] < 0.5 * saved[0]
@@ -252,7 +252,7 @@ def test_layers_that_drop_out_by_themselves_do_not() -> None:
     lm = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16, max_position_embeddings=32, dropout=0.5)).eval()
     policy = Policy(lm)
     checkpoint_gradients(policy)
-    one, same = (policy(*padded(), 1.0).logprobs for _ in range(2))
+    one, same = (policy(padded(), 1.0).logprobs for _ in range(2))
     assert torch.equal(one, same)
 
 
@@ -267,7 +267,7 @@ def compiled(rank: int, ranks: int, path: str, adapters: lora.Adapters | None) -
         prepare(policy)
         policy.logit_scorer = logprobs.score_logits  # only the layers are compiled: graphs are theirs
         fsdp.shard(policy, Mesh.of("cpu", 1).mesh, torch.float32)
-        scored = policy(*padded(), 1.0).logprobs
+        scored = policy(padded(), 1.0).logprobs
         scored.sum().backward()
         gradients = {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
         results.append(gradients | {"logprobs": scored.detach()})

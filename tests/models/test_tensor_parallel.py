@@ -60,7 +60,7 @@ def settings_of(ranks: int, tp: int, **chosen: Any) -> run.RunConfig:
 
 def learnt(policy: Any, weights: Tensor) -> dict[str, Any]:
     """Scores, and their gradients of one loss; every process has the same batch."""
-    scored = policy(*padded(), 0.7, True)
+    scored = policy(padded(), 0.7, True)
     loss = ((scored.logprobs + 0.1 * scored.entropy + scored.values) * weights).sum()
     loss.backward()
     gradients = {name: fsdp.full_tensor(p.grad).clone() for name, p in policy.named_parameters()}
@@ -71,7 +71,7 @@ def learnt(policy: Any, weights: Tensor) -> dict[str, Any]:
 
 
 def weights_of_tokens() -> Tensor:
-    return torch.randn(padded()[2].shape, generator=torch.Generator().manual_seed(6))
+    return torch.randn(padded().mask.shape, generator=torch.Generator().manual_seed(6))
 
 
 def learnt_on_ranks(rank: int, ranks: int, path: str, tp: int) -> dict[str, Any]:

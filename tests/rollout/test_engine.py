@@ -141,7 +141,7 @@ class Side:
     def gaps(self, completions: Sequence[Completion], temperature: float = 1.0) -> Tensor:
         """The difference at each token, `[B, T]`; 0 outside responses."""
         batch = experience.build_batch([ScoredCompletion(completion, 0.0, False, {}) for completion in completions], 0)
-        scored = self.policy(*batch.inputs, temperature)
+        scored = self.policy(batch.response_tokens(), temperature)
         return ((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs()
 
 

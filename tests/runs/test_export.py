@@ -27,6 +27,7 @@ from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.mesh import Mesh
 from rlx.models import fsdp, lora
+from rlx.models.policy import ResponseTokens
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync import gather
 from rlx.runs import export
@@ -96,7 +97,7 @@ def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str)
                     weight.copy_(average[name])
             seen["weights"][kind] = in_full(lora.engine_weights(policy))
             lengths, mask = torch.full((len(ROWS),), PROMPT), torch.ones(len(ROWS), ROWS.shape[1] - PROMPT)
-            scored = policy(ROWS, lengths, mask, mask.nonzero(as_tuple=True), None, 1.0)
+            scored = policy(ResponseTokens.of(ROWS, lengths, mask), 1.0)
             seen["logprobs"][kind] = scored.logprobs.clone()
             fsdp.reshard(policy)
     return seen

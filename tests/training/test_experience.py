@@ -304,18 +304,16 @@ def test_packed_micro_batches_keep_the_order_and_count_a_prompt_once(budget: int
     parts = micro_batches(batch, len(cut), packed=True)
     assert scores(parts) == cut
     for part in parts:
-        assert part.packing is not None
+        assert part.inputs is not None and part.inputs.packing is not None
         tokens = [(int(row), int(length)) for row, length in zip(part.scores, part.mask.sum(1), strict=True)]
         prompts = 10 * len(set(part.groups.tolist()))
         assert part.positions == prompts + sum(length - 1 for _, length in tokens)  # the last one is no input
-        for (
-            row,
-            length,
-        ) in tokens:  # all tokens of a completion are its number plus one; the group's first gives the prompt
+        # All tokens of a completion are its number plus one; the group's first gives the prompt.
+        for row, length in tokens:
             first = next(other for other, _ in tokens if batch.groups[other] == batch.groups[row])
-            given = int((part.packing.ids == row + 1).sum())
+            given = int((part.inputs.packing.ids == row + 1).sum())
             assert given == length - 1 + (10 if row == first else 0)
-        assert part.rows(slice(0, 1)).packing is None  # it is of all completions of a micro-batch
+        assert part.rows(slice(0, 1)).inputs is None  # it is of all completions of a micro-batch
 
 
 def test_micro_batches_as_they_were_count_padding() -> None:
