@@ -22,7 +22,7 @@ from rlx.algorithms import kl, masking
 from rlx.algorithms.importance_sampling import importance_weights
 from rlx.training.collector import RolloutCollector, Selection
 from rlx.training.experience import Experience
-from rlx.training.rollout_queue import RolloutQueue
+from rlx.training.rollout_queue import RolloutQueue, reports_logprobs
 from rlx.training.trainer import Sums, Trainer
 from rlx.training.update import rollout_correction
 from rlx.types import ScoredCompletion
@@ -211,7 +211,7 @@ def _of_mismatch(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
     if settings.old_logprobs == "rollout":  # the first ratios are those of engine and trainer
         is_known = "first/policy/approx_kl" in sums
         return {"mismatch/kl": (Ratio, sums["first/policy/approx_kl"], sums["first/updated"])} if is_known else {}
-    if (trainer.step - 1) % trainer.config.resolved_logprobs_every:
+    if not reports_logprobs(trainer.step - 1, trainer.config.resolved_logprobs_every):
         return {}
     mask, ratios = batch.mask.bool(), _ratios(settings.rollout_correction_level, batch)
     reweighted = (rollout_correction(kind, settings, batch) != ratios) & (kind != "none")

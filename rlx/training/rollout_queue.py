@@ -33,6 +33,11 @@ class QueuedRound:
     is_complete: bool = False  # all ranks are known to have all of their completions
 
 
+def reports_logprobs(step: int, every: int) -> bool:
+    """Whether the engines report log-probabilities of completions that are drawn after so many steps."""
+    return step % every == 0
+
+
 @dataclass
 class RolloutQueue:
     """One rank's rounds; every rank makes the same calls in the same order."""
@@ -124,7 +129,7 @@ class RolloutQueue:
         prompts = self.prompts.next(self.prompts_per_step)
         edges = [len(prompts) * i // self.num_chunks for i in range(self.num_chunks + 1)]
         chunks = [prompts[start:stop] for start, stop in itertools.pairwise(edges)]
-        reported = step % self.logprobs_every == 0
+        reported = reports_logprobs(step, self.logprobs_every)
         samplings = [replace(each, logprobs=each.logprobs and reported) for each in self.samplings]
         return QueuedRound(position, [self.engines.begin(chunk, samplings, step) for chunk in chunks])
 
