@@ -251,7 +251,7 @@ def overrides(config: RunConfig) -> dict[str, Any]:
     train, chosen, tokens = config.train, config.rollout, config.train.micro_batch_tokens
     actor = {
         "fsdp_config.use_torch_compile": config.resolved_compile,
-        "use_torch_compile": train.compile,
+        "use_torch_compile": config.resolved_compile,
         "optim.lr": train.actor_lr,
         "optim.weight_decay": train.weight_decay,
         "optim.betas": json.dumps(train.adam_betas),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from measure import Memory, now
+from measure import Memory, now, operations
 from torch import Tensor, nn
 
 from rlx.config.run import RunConfig
@@ -119,12 +119,7 @@ class Loop:
         return self._memory.peak()
 
     def flops(self) -> float:
-        """Floating-point operations that the models need for a round, at the least.
-
-        6 per weight and token, the output layer's only where something is scored, and for attention
-        6 x layers x heads x head size x L^2 per sequence of L tokens: half of PaLM's 12, since it is causal.
-        Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B. Nothing that is computed again counts.
-        """
+        """Floating-point operations that the models need for a round, see `operations`."""
         lengths = [len(tokens) for _, tokens in self._sequences]
         scored = sum(len(tokens) - prompt for prompt, tokens in self._sequences)
         return self._config.train.ppo_epochs * sum(learner.flops(lengths, scored) for learner in self.learners)
@@ -180,13 +175,8 @@ class _Learner:
 
     def flops(self, lengths: Sequence[int], scored: int) -> float:
         """See `Loop.flops`; one pass over sequences of these lengths, of whose tokens so many are scored."""
-        shape = self.model.config
-        size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        attention = 6 * shape.num_hidden_layers * shape.num_attention_heads * size * sum(n * n for n in lengths)
-        embedded = self.backbone.get_input_embeddings().weight.numel()
-        body = sum(p.numel() for p in self.backbone.parameters()) - embedded
         head = sum(p.numel() for p in self.head.parameters())
-        return 6.0 * (body * sum(lengths) + head * scored) + attention
+        return operations(self.backbone, head, sum(lengths), scored, sum(n * n for n in lengths))
 
 
 class _Policy(_Learner):

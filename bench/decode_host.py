@@ -17,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import workload
 
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
 from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT, build_llm_engine, sampling_params
 from rlx.types import Sampling
 
@@ -38,35 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse_args(argv)
     os.environ.update(ENVIRONMENT | ({} if args.gpu else CPU_ENVIRONMENT))
     with tempfile.TemporaryDirectory() as folder:
-        model = made(Path(folder, "model"), args.gpu)
+        kind = {
+            "path": "qwen2-0.5b" if args.gpu else workload.UNTRAINED,
+            "dtype": "bfloat16" if args.gpu else "float32",
+        }
+        limits: dict[str, Any] = {"max_num_seqs": args.sequences, "max_tokens": args.tokens, "kv_cache_mib": 1024}
+        limits["gpu_memory_utilization"] = 0.4  # the first engine's memory may not be free yet when the second starts
+        config = from_tree({"storage": folder, "model": kind, "rollout": limits})
         for name in ("vLLM's", "rlx's"):
-            measure(name, model, args)
+            measure(name, config, args)
     return 0
 
 
-def made(folder: Path, gpu: bool) -> str:
-    """The folder of a model with random weights."""
-    from rlx.models import tiny
-
-    tokenizer = tiny.build_tokenizer()
-    model = workload.random_model("qwen2-0.5b" if gpu else workload.UNTRAINED, tokenizer)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def measure(name: str, model: str, args: argparse.Namespace) -> None:
+def measure(name: str, config: RunConfig, args: argparse.Namespace) -> None:
     """Prints the times of one scheduler, with and without log-probabilities."""
-    from rlx.config.sections import ModelConfig, RolloutConfig
     from rlx.rollout.engine_args import engine_args
 
-    # The memory of the first engine may not be free yet when the second one starts.
-    rollout = RolloutConfig(
-        max_num_seqs=args.sequences, max_tokens=args.tokens, kv_cache_mib=1024, gpu_memory_utilization=0.4
-    )
-    dtype = ModelConfig(dtype="bfloat16" if args.gpu else "float32")
-    given = engine_args(rollout, dtype, max_prompt_tokens=PROMPT, on_gpu=args.gpu)
-    engine = build_llm_engine(model, given | ({"scheduler_cls": None} if name == "vLLM's" else {}))
+    given = engine_args(config.rollout, config.model, max_prompt_tokens=PROMPT, on_gpu=args.gpu)
+    own = {"scheduler_cls": None} if name == "vLLM's" else {}
+    engine = build_llm_engine(workload.model_folder(config), given | own)
     core = engine.engine_core.engine_core
     print(f"{name} scheduler: {type(core.scheduler).__qualname__}", flush=True)
     seconds = timed((core.scheduler, core.scheduler, engine.output_processor))

@@ -1,11 +1,16 @@
-"""Seconds and memory of one process: rlx's update and the bare loop are measured by the same few lines."""
+"""Seconds, memory, operations and profiles of one process: rlx's update and the bare loop are measured alike."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+
+PEAK_FLOPS = 989e12
+"""of an H100 SXM or H200 in dense bf16, NVIDIA's data sheets; what utilisation is counted against"""
 
 
 class Memory:
@@ -42,3 +47,29 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def operations(backbone: Any, head: int, tokens: float, scored: float, pairs: float) -> float:
+    """Floating-point operations of a model's forward and backward pass, at the least.
+
+    6 per weight and token, and for causal attention 6 x layers x heads x head size x L^2 over L tokens: half of PaLM's
+    12. Nothing that is computed again counts. Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
+
+    Args:
+        backbone: of transformers; its embedding costs nothing.
+        head: weights of the output layer, which sees `scored` of the tokens.
+        pairs: the sum of L^2 over all sequences.
+    """
+    shape = backbone.config
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    body = sum(p.numel() for p in backbone.parameters()) - backbone.get_input_embeddings().weight.numel()
+    attention = shape.num_hidden_layers * shape.num_attention_heads * size * pairs
+    return 6.0 * (body * tokens + head * scored + attention)
+
+
+def profiled(work: Callable[[], object]) -> str:
+    """Tables of what takes the time of a call, the GPU's, if there is one, and the CPU's."""
+    with torch.profiler.profile() as seen:
+        work()
+    orders = ["self_device_time_total"] * torch.cuda.is_available() + ["self_cpu_time_total"]
+    return "\n".join(str(seen.key_averages().table(sort_by=order, row_limit=25)) for order in orders)

@@ -14,20 +14,18 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import bare
 import table
 import workload
+from measure import PEAK_FLOPS
 
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-
-_PEAK_FLOPS = 989e12
-"""of an H200 in dense bf16, NVIDIA's data sheet; what utilisation is counted against"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +74,7 @@ def measure(config: RunConfig, path: str, profile: str | None = None) -> dict[st
     flops = ray.get(loop.flops.remote())
     figures["bare loop TFLOP/s"] = flops / bares / 1e12
     if config.scaling.use_gpu:
-        figures["bare loop FLOPs utilisation"] = flops / bares / _PEAK_FLOPS
+        figures["bare loop FLOPs utilisation"] = flops / bares / PEAK_FLOPS
     return figures
 
 
@@ -143,7 +141,7 @@ def rank(job: dict[str, Any]) -> None:
     round and its peak memory while it updates; and the same of the bare loop, which goes first in each round."""
     import ray
     import ray.train
-    from measure import Memory, now
+    from measure import Memory, now, profiled
 
     from rlx.runs import worker
     from rlx.training import setup
@@ -188,16 +186,6 @@ def rank(job: dict[str, Any]) -> None:
     setup.close(run, collector, checkpointer, inputs.reporter)
     if mesh.rank == 0:
         _result(run.config).write_text(json.dumps(result))
-
-
-def profiled(work: Callable[[], object]) -> str:
-    """Tables of what takes the time of a call, the GPU's, if there is one, and the CPU's."""
-    import torch
-
-    with torch.profiler.profile() as seen:
-        work()
-    orders = ["self_device_time_total"] * torch.cuda.is_available() + ["self_cpu_time_total"]
-    return "\n".join(str(seen.key_averages().table(sort_by=order, row_limit=25)) for order in orders)
 
 
 def made_up(config: RunConfig, tokenizer: Any) -> list[Any]:

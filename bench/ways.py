@@ -1,6 +1,5 @@
 """How long an update takes, packed or padded, compiled or not: PYTHONPATH=$PWD python bench/ways.py --gpu [--ppo]
 
-
 One process without Ray: a rank's models, and steps 4 to 7 of the loop on completions that are made up, 64 prompts of
 123 tokens with 8 responses each. `--ppo` adds a critic, a reference and a second epoch; with `--tails` lengths differ.
 Shown are seconds of log-probabilities and of the update, tokens per second of the update, the most memory in it, and
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import workload
-from measure import Memory, now
+from measure import PEAK_FLOPS, Memory, now, operations, profiled
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.loading import from_tree, with_overrides
@@ -34,7 +33,6 @@ from rlx.training.trainer import Trainer
 from rlx.training.update import update
 from rlx.types import Completion, Prompt, ScoredCompletion
 
-PEAK_FLOPS = 989e12  # bfloat16, dense; NVIDIA's data sheets of H100 SXM and H200
 PPO = {
     "algorithm.advantage": "gae",
     "algorithm.kl_coef": 0.01,
@@ -62,13 +60,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     device = torch.device("cuda" if given.gpu else "cpu")
     base = (workload.GPU if given.gpu else workload.CPU) | (PPO if given.ppo else {})
-    own = {"storage": tempfile.mkdtemp(prefix="rlx-ways-")} | dict(pair.split("=", 1) for pair in given.set)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     dist.init_process_group("nccl" if given.gpu else "gloo", rank=0, world_size=1)
     print(torch.cuda.get_device_name() if given.gpu else "CPU", base, flush=True)
-    for name in given.ways:
-        config = from_tree(with_overrides({}, base | own | WAYS[name] | {"train.steps": 1000}))
-        print(f"{name:17}", measured(config, device, given.tails, given.profile and name == given.ways[-1]), flush=True)
+    with tempfile.TemporaryDirectory(prefix="rlx-ways-") as folder:
+        base |= {"storage": folder, "train.steps": 1000} | dict(pair.split("=", 1) for pair in given.set)
+        for name in given.ways:
+            config, is_last = from_tree(with_overrides({}, base | WAYS[name])), name == given.ways[-1]
+            print(f"{name:17}", measured(config, device, given.tails, given.profile and is_last), flush=True)
+            gc.collect()  # models and hooks refer to one another, and the next way needs their memory
     dist.destroy_process_group()
 
 
@@ -87,13 +87,11 @@ def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool
         times.append((between - started, now(device) - between))
         trainer.step += 1
     if profile:
-        profiled(trainer, batch)
+        print(profiled(lambda: update(trainer, batch, trainer.defers_logprobs)), flush=True)
     before, seconds = (statistics.median(column) for column in zip(*times[1:], strict=True))
     lengths, peak = (made.prompt_lengths + made.response_lengths).tolist(), memory.peak()
     passes = config.train.ppo_epochs * len(trainer.models)
-    flops = [passes * operations(trainer, made, shared) / seconds / PEAK_FLOPS for shared in (False, True)]
-    del trainer, made, batch
-    gc.collect()
+    flops = [passes * needed(trainer, made, shared) / seconds / PEAK_FLOPS for shared in (False, True)]
     return (
         f"logprobs {before:6.3f} s  update {seconds:6.3f} s  {config.train.ppo_epochs * sum(lengths) / seconds:9,.0f} "
         f"tokens/s  {peak / 2**30:6.2f} GiB  MFU {flops[0]:.3f}  of needed {flops[1]:.3f}"
@@ -130,30 +128,19 @@ def made_up(config: RunConfig, tails: bool) -> RolloutBatch:
     return experience.build_batch(scored, 0)
 
 
-def operations(trainer: Trainer, made: RolloutBatch, shared: bool) -> float:
-    """Floating-point operations of one model's forward and backward pass; with `shared` of each prompt once.
+def needed(trainer: Trainer, made: RolloutBatch, shared: bool) -> float:
+    """`operations` of each model's passes, on average; with `shared` of each prompt once.
 
-    6 per weight and token, and 6 x layers x heads x head size x L^2 for causal attention over L tokens: Chowdhery et
-    al. 2022 (arXiv 2204.02311), appendix B. A critic's output layer is as good as none.
+    A critic's output layer is as good as none.
     """
     lm = trainer.policy.lm
-    shape = lm.config
-    width = shape.num_hidden_layers * shape.hidden_size
-    head = lm.get_output_embeddings().weight.numel()
-    body = sum(p.numel() for p in lm.base_model.parameters()) - head
     prompts, responses = made.prompt_lengths.double(), made.response_lengths.double()
     first = (made.groups.diff(prepend=made.groups[:1] - 1) != 0).double() if shared else torch.ones_like(prompts)
     tokens = (prompts * first + responses).sum()
     pairs = ((prompts + responses).square() - prompts.square() * (1 - first)).sum()
     scored = responses.sum() / len(trainer.models)  # by one of them
-    return float(6 * (body * tokens + head * scored + width * pairs))
-
-
-def profiled(trainer: Trainer, batch: Any) -> None:
-    with torch.profiler.profile() as seen:
-        update(trainer, batch, trainer.defers_logprobs)
-    order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    print(seen.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=70), flush=True)
+    head = lm.get_output_embeddings().weight.numel()
+    return operations(lm.base_model, head, float(tokens), float(scored), float(pairs))
 
 
 if __name__ == "__main__":
