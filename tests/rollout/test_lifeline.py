@@ -22,6 +22,7 @@ def actor(ray_cluster: None) -> Iterator[Any]:
         async def lives(self) -> None:
             await asyncio.Event().wait()
 
+        @ray.method(max_task_retries=-1)  # as an engine's `probe`: it answers once Ray has started the process again
         async def pid(self) -> int:
             return os.getpid()
 
