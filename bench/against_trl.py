@@ -3,10 +3,13 @@
     python bench/against_trl.py [--gpu] [--steps N] [--SECTION.SETTING VALUE ...]
 
 The same model, prompts, completions for each, sampling, optimizer steps, precision and number of micro-batches; the
-learning rate is 0. TRL, pinned by the extra `bench`, runs before and after, in one process that has all that engine and
-worker of rlx have together: on a GPU with vLLM in that process (`vllm_mode` colocate), on CPUs, where it takes no vLLM,
-with transformers' generate. What it is given follows from rlx's settings in `arguments`. Its own habits stay: no seeds
-for requests, padding to the longest of a step. Not in rlx's time is a step's report. Left out: TRL on several GPUs.
+learning rate is 0. TRL, pinned by the extra `bench`, runs in one process that has all that engine and worker of rlx
+have together: on a GPU with vLLM in that process (`vllm_mode` colocate), on CPUs, where it takes no vLLM, with
+transformers' generate. What it is given follows from rlx's settings in `arguments`. It runs in each way of `WAYS`, then
+rlx, then the fastest way again; rlx is compared with the fastest. Its own habits stay: no seeds for requests,
+log-probabilities of the engine, padding to the longest of a step. Both are timed from the end of a step to the end of
+the next. The way with bfloat16 weights is less exact than rlx, whose trained weights are float32: it has a row, and is
+not what rlx is compared with. Left out: TRL on several GPUs.
 """
 
 from __future__ import annotations
@@ -40,19 +43,29 @@ CPU = workload.CPU | {
 # With twice as much TRL 1.16 runs out of an H200's memory.
 GPU = workload.GPU | {"train.micro_batch_tokens": 24_576}
 
+LIGER = {"use_liger_kernel": True}  # its kernels for norms, SwiGLU and rotary embeddings; its losses fit no GRPO of TRL
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "liger": LIGER,
+    "compiled": {"torch_compile": True},
+    "liger, bfloat16 weights": LIGER | {"model_init_kwargs": {"dtype": "bfloat16"}},
+}
+"""settings of TRL that no setting of rlx decides, and that cost or gain it speed"""
+
 Measured = list[tuple[int, float]]
 """response tokens and seconds of each step"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = workload.parser(__doc__, steps=(5, 3))
+    options = workload.parser(__doc__, steps=(6, 6))
+    options.add_argument("--ways", nargs="+", choices=list(WAYS), help="how TRL is set; default: plain, on GPUs all")
 
     def script() -> int:
         args, config = workload.read(options, argv, CPU, GPU)
         check(config)
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
-            figures = measure(ready, path)
+            figures = measure(ready, path, args.ways or (list(WAYS) if args.gpu else ["plain"]))
             table.finish("against_trl", figures, ready, args.out, load, described(ready))
         return 0
 
@@ -66,25 +79,30 @@ def check(config: RunConfig) -> None:
         raise ConfigError("TRL is not installed here: pip install -e '.[bench]'")
 
 
-def measure(config: RunConfig, path: str) -> dict[str, float]:
-    """The table: rlx's figures, and TRL's before and after."""
+def measure(config: RunConfig, path: str, ways: Sequence[str]) -> dict[str, float]:
+    """The table: rlx's figures, and TRL's in each way."""
     from rlx.runs import preflight
 
     tables = preflight.prompt_tables(config, path)
     prompts = alike.prompts(config, path, tables)
-    before = by_trl(config, path, prompts)
+    drawn = {way: by_trl(config, path, prompts, way) for way in ways}
+    found = {way: workload.median_rates(each)[0] for way, each in drawn.items()}
+    best = max((way for way in found if "bfloat16" not in way), key=found.__getitem__, default=ways[0])
     ours = alike.by_rlx(config, tables)
-    after = by_trl(config, path, prompts)
-    first, last = workload.median_rates(before, after)
+    (again,) = workload.median_rates(by_trl(config, path, prompts, best))
     return (
         ours
-        | {"TRL, tokens/s": (first + last) / 2, "TRL, after / before": last / first}
-        | alike.ratios(ours, "TRL", (first + last) / 2)
-        | {"mean response of TRL, tokens": statistics.mean(tokens for tokens, _ in before) / alike.completions(config)}
+        | {f"TRL, {way}, tokens/s": rate for way, rate in found.items()}
+        | {f"TRL, {best}, after / before": again / found[best]}
+        | alike.ratios(ours, f"TRL, {best}", (found[best] + again) / 2)
+        | {
+            "mean response of TRL, tokens": statistics.mean(tokens for tokens, _ in drawn[best])
+            / alike.completions(config)
+        }
     )
 
 
-def by_trl(config: RunConfig, path: str, prompts: alike.Prompts) -> Measured:
+def by_trl(config: RunConfig, path: str, prompts: alike.Prompts, way: str) -> Measured:
     """TRL's counted steps, in a process with the resources of an engine and a worker."""
     import ray
 
@@ -94,8 +112,8 @@ def by_trl(config: RunConfig, path: str, prompts: alike.Prompts) -> Measured:
     process: Any = ray.remote(max_calls=1)(trained).options(
         num_cpus=cpus, num_gpus=alike.gpus(config), runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
     )
-    measured: Measured = ray.get(process.remote(path, arguments(config), prompts))
-    workload.say_drawn("TRL", measured)
+    measured: Measured = ray.get(process.remote(path, arguments(config) | WAYS[way], prompts))
+    workload.say_drawn(f"TRL, {way}", measured)
     return measured[workload.WARM :]
 
 
@@ -125,7 +143,6 @@ def arguments(config: RunConfig) -> dict[str, Any]:
         "beta": 0.0,
         "loss_type": "grpo",
         "gradient_checkpointing": train.gradient_checkpointing,
-        "torch_compile": config.resolved_compile,
         "optim": "adamw_torch_fused",
         "use_cpu": not on_gpu,
         "bf16": config.model.dtype == "bfloat16",
@@ -143,6 +160,7 @@ def arguments(config: RunConfig) -> dict[str, Any]:
         "vllm_enable_sleep_mode": rollout.placement == "colocated",
         "vllm_max_model_length": longest,
         "vllm_importance_sampling_correction": False,
+        "generation_kwargs": {"detokenize": False},  # the reward looks at tokens
     }
     return given | (engine if on_gpu else {})
 

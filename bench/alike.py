@@ -77,7 +77,7 @@ def texts(tokenizer: Any, prompts: Prompts) -> list[str]:
 def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
     """Response tokens per second on policy, and one step ahead where engine and worker can work at the same time."""
 
-    now = workload.counted_steps(config, tables, "k0")
+    now = workload.counted_steps(config, tables, "k0")[:-1]  # the last one has a checkpoint
     figures = {f"rlx{_RATE}": tokens_per_s(config, now)}
     if config.rollout.placement == "separate":
         ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
@@ -89,9 +89,9 @@ def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
 
 
 def tokens_per_s(config: RunConfig, steps: Sequence[Mapping[str, Any]]) -> float:
-    """Response tokens per second of rlx's whole steps."""
+    """Response tokens per second of rlx's whole steps, from report to report."""
     count = completions(config)
-    return statistics.median(each["response/length_mean"] * count / each["time/step"] for each in steps)
+    return statistics.median(each["response/length_mean"] * count / each[workload.WALL] for each in steps)
 
 
 def completions(config: RunConfig) -> int:

@@ -23,8 +23,8 @@ from rlx.types import Sampling
 
 _CHUNK = 1024  # tokens whose logits are held at a time
 
-Request = tuple[tuple[int, ...], int]
-"""the token ids of a prompt, and the seed of its completion"""
+Request = tuple[tuple[int, ...], int | None]
+"""the token ids of a prompt, and the seed of its completion, if it has one"""
 Sequence_ = tuple[int, list[int]]
 """how many tokens are the prompt, and all tokens"""
 

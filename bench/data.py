@@ -1,10 +1,13 @@
-"""How long prompts take to be read and tokenized, with one process and with two, and who holds how much of them.
+"""How long prompts take to be read and tokenized on one core and on two, and who holds how much of them.
 
-    python bench/data.py [--prompts N] [--model FOLDER]
+    python bench/data.py [--prompts N] [--model FOLDER] [--source jsonl|saved]
 
-Writes N prompts (a million) as JSON lines and makes a prompt table of them in clusters of one and two CPUs, in turns.
-Then one of two ranks takes steps from the table. Peak memory is resident memory (VmHWM), shared pages included; beside
-it stands what the object store holds. Prints a table and writes bench/results/data.json. The ratio says something only
+Writes N prompts (a million) as JSON lines, or as a folder of Hugging Face's `Dataset.save_to_disk`, and makes a prompt
+table of them in clusters of one and two cores, in turns. All processes of a cluster are kept on its cores: else the
+loading of the tokenizer and Ray's own work would be done on the second core while "one" is measured.
+Then one of two ranks takes steps from the table; `start_s` is the time from the beginning of the process, imports and
+Ray included, to the prompts of the first step. Peak memory is resident memory (VmHWM), shared pages included; beside it
+stands what the object store holds. Prints a table and writes bench/results/data.json. The ratio says something only
 while the machine does nothing else: beside each measurement stands how many CPUs other processes kept busy meanwhile.
 """
 
@@ -23,11 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+import pyarrow as pa
 
 _STEP = 256  # prompts of a rank's step
 _STEPS = 64
@@ -36,35 +40,50 @@ _STEPS = 64
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--prompts", type=int, default=1_000_000)
+    parser.add_argument("--source", choices=("jsonl", "saved"), default="jsonl")
     parser.add_argument("--model", help="folder with a tokenizer (default: the one of the tiny model)")
-    parser.add_argument("--rounds", type=int, default=2, help="measurements with each number of processes")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements with each number of cores")
     parser.add_argument("--one", nargs=3, metavar=("CPUS", "FILE", "MODEL"), help="do one measurement and print it")
     given = parser.parse_args(argv)
     if given.one:
         print(json.dumps(measured(int(given.one[0]), *given.one[1:])))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        file, model = Path(folder, "prompts.jsonl"), given.model or _tokenizer(folder)
-        write_prompts(file, given.prompts)
+        file, model = Path(folder, "prompts"), given.model or _tokenizer(folder)
+        file = write_prompts(file, given.prompts, given.source)
         rows = [_in_own_process(cpus, file, model) for _ in range(given.rounds) for cpus in (1, 2)]
         machine = bare_ratio(model)
-    results = {"prompts": given.prompts, "model": given.model or "tiny", "runs": rows} | ratios(rows)
+    described = {"prompts": given.prompts, "source": given.source, "model": given.model or "tiny"}
+    results = {**described, "runs": rows, **ratios(rows)}
     results["without Ray, 1 / 2"] = machine
     show(results)
-    out = Path(__file__).parent / "results" / "data.json"
+    out = Path(__file__).parent / "results" / ("data.json" if given.source == "jsonl" else "data_saved.json")
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
-def write_prompts(file: Path, count: int) -> None:
+def write_prompts(path: Path, count: int, source: str) -> Path:
+    """Writes prompts as a file, or as a folder of Hugging Face's; returns its path."""
+    if source == "saved":
+        import datasets
+
+        datasets.disable_progress_bars()
+        datasets.Dataset(pa.Table.from_pylist(list(questions(count)))).save_to_disk(path)
+        return path
+    file = path.with_suffix(".jsonl")
+    with file.open("w") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in questions(count))
+    return file
+
+
+def questions(count: int) -> Iterator[dict[str, str]]:
     """Questions of the length of school mathematics, with an answer each."""
     draw = random.Random(0)
-    with file.open("w") as lines:
-        for number in range(count):
-            a, b, c = (draw.randrange(2, 1000) for _ in range(3))
-            question = f"Box {number} has {a} rows of {b} apples. {c} of them are sold. How many apples are left?"
-            lines.write(json.dumps({"question": question, "answer": str(a * b - c)}) + "\n")
+    for number in range(count):
+        a, b, c = (draw.randrange(2, 1000) for _ in range(3))
+        question = f"Box {number} has {a} rows of {b} apples. {c} of them are sold. How many apples are left?"
+        yield {"question": question, "answer": str(a * b - c)}
 
 
 def bare_ratio(model: str) -> float:
@@ -93,12 +112,12 @@ def _bare(model: str, count: int) -> None:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Seconds with one process / seconds with two, medians over the measurements."""
+    """Seconds on one core / seconds on two, medians over the measurements."""
 
     def seconds(cpus: int, name: str) -> float:
-        return statistics.median(row[name] for row in rows if row["processes"] == cpus)
+        return statistics.median(row[name] for row in rows if row["cores"] == cpus)
 
-    return {f"{name}, 1 / 2": seconds(1, name) / seconds(2, name) for name in ("tokenize_s", "total_s")}
+    return {f"{name}, 1 / 2": seconds(1, name) / seconds(2, name) for name in ("tokenize_s", "total_s", "start_s")}
 
 
 def show(results: dict[str, Any]) -> None:
@@ -112,15 +131,15 @@ def show(results: dict[str, Any]) -> None:
 
 
 def measured(cpus: int, file: str, model: str) -> dict[str, float]:
-    """Seconds and peak memory of a prompt table with so many tasks at once, and of a rank that takes steps from it."""
+    """Seconds and peak memory of a prompt table made on so many cores, and of a rank that takes steps from it."""
     import ray
 
-    from rlx.config.sections import DataConfig
+    from rlx.config.sections.data import DataConfig
     from rlx.data import prompts, sources
 
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cpus])  # Ray's processes inherit it
     ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     data = DataConfig(source=file, params={}, max_prompt_tokens=256)
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cpus])  # reading takes the CPUs of this process
     begin = time.monotonic()
     tokenizer = prompts.TokenizerSource.of(model)
     rows = sources.read_rows(file, data, "data.source")
@@ -130,15 +149,17 @@ def measured(cpus: int, file: str, model: str) -> dict[str, float]:
     store = _store_bytes()
     del rows
     rank = ray.remote(num_cpus=0)(_Rank).remote()
+    steps = ray.get(rank.steps.remote(table))
     return {
-        "processes": cpus,
+        "cores": cpus,
         "read_s": read - begin,
         "tokenize_s": end - read,
         "total_s": end - begin,
         "blocks": table.num_blocks(),
         "store_MiB": store,
         "driver_MiB": _peak_mib(),
-        **ray.get(rank.steps.remote(table)),
+        "start_s": steps.pop("first_at") - psutil.Process().create_time(),
+        **steps,
         "others_CPUs": busy / (end - read),
     }
 
@@ -153,12 +174,14 @@ class _Rank:
         before = _peak_mib()
         shares = RankShares().configure({"train": table}, 2, None, None)
         stream = shares[0]["train"].stream(seed=0)
-        times = []
+        times, first_at = [], 0.0
         for _ in range(_STEPS):
             start = time.monotonic()
             stream.next(2 * _STEP)
             times.append(time.monotonic() - start)
+            first_at = first_at or time.time()
         return {
+            "first_at": first_at,
             "first_step_s": times[0],
             "step_ms": 1000 * statistics.median(times[1:]),
             "slowest_step_ms": 1000 * max(times[1:]),

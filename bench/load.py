@@ -24,13 +24,14 @@ import ray
 from ray import tune
 
 from rlx.cluster import connection
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.runs import mailbox, relay
 from rlx.runs.mailbox import Box, StepReport
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog
 from rlx.sweeps.records import SweepPlan, TrialRecords
+from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
@@ -134,13 +135,13 @@ def measure(trials: int, at_once: int, steps: int, storage: Storage) -> list[dic
     plan = SweepPlan("load", {"storage": storage.path, "train": {"steps": steps}}, "space.py", trials=trials)
     sweep, records = storage / "sweeps" / "load", TrialRecords(storage / "sweeps" / "load")
     actor = mailbox.start_mailbox()
-    relayed = relay.start_relay(plan.tracking)
+    relayed = relay.start_relay(plan.tracking[0])
     settings = [{"train.actor_lr": 1e-6 * (i + 1)} for i in range(trials)]
     source = TrialSource(ListSearch(settings), {}, records, TrialOptions(trials, limit=lambda open_trials: at_once))
     pids = ray.get([actor.__ray_call__.remote(_pid), relayed.actor.__ray_call__.remote(_pid)])
     processes = map(psutil.Process, (os.getpid(), *pids))
     SweepCallback.watch = watch = Watch(trials, dict(zip(("driver", "mailbox", "mlflow"), processes, strict=True)))
-    callback = SweepCallback(plan, TrialLog(plan.tracking, sweep, records), Helpers())
+    callback = SweepCallback(plan, TrialLog(plan.tracking, sweep, records, Schedule(steps, 1, {})), Helpers())
     made = tune.with_parameters(LoadTrial, actor=actor, tracking=relayed, sweep=sweep, steps=steps)
     os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_MAX_PENDING_TRIALS_PG": "200"}
     tune.Tuner(

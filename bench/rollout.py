@@ -2,10 +2,10 @@
 
     python bench/rollout.py [--gpu] [--steps N] [--SECTION.SETTING VALUE ...]
 
-A real run, prompts and completions travelling between worker and engine and weights after each step; before and after
-it vLLM's own `LLM.generate` (bare.py) with the same engine options on the prompts of the same steps, so that a machine
-that becomes slower meanwhile does not decide. The learning rate is 0, so both draw the same completions; the table
-says whether they did.
+A real run, prompts and completions travelling between worker and engine and weights after each step; before it vLLM's
+own `LLM.generate` (bare.py) on the prompts of the same steps, in each way of `WAYS`, and after it in the fastest one
+once more, so that a machine that becomes slower meanwhile does not decide. rlx is compared with the fastest. The
+learning rate is 0, so with the same seeds both draw the same completions; the table says whether they did.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import bare
@@ -26,8 +27,29 @@ from rlx.config.run import RunConfig
 from rlx.data.stream import PromptStream, TableRows
 
 
+@dataclass(frozen=True)
+class Way:
+    """How vLLM is set beside the settings that decide what is drawn."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seeds: bool = True
+    """completions have seeds of their own, as rlx's; without, vLLM samples faster"""
+
+
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+WAYS = {
+    "as rlx": Way(),
+    "async": Way({"async_scheduling": True}),
+    "own process": Way({"async_scheduling": True}, OWN_PROCESS),
+    "own process, no seeds": Way({"async_scheduling": True}, OWN_PROCESS, seeds=False),
+    "16 k prefill, no seeds": Way({"async_scheduling": True, "max_num_batched_tokens": 16_384}, seeds=False),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = workload.parser(__doc__, steps=(5, 3))
+    options = workload.parser(__doc__, steps=(5, 5))
+    options.add_argument("--ways", nargs="+", choices=list(WAYS), help="how vLLM is set; default: as rlx, on GPUs all")
 
     def script() -> int:
         args, config = workload.read(options, argv)
@@ -37,10 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rlx.runs import preflight
 
             tables = preflight.prompt_tables(ready, path)
-            before = alone(ready, path, tables)
+            ways = args.ways or (list(WAYS) if args.gpu else ["as rlx"])
+            before = {way: alone(ready, path, tables, way) for way in ways}
             steps = workload.counted_steps(ready, tables)
             workload.processes().close()
-            figures = compared(steps, before, alone(ready, path, tables))
+            best = fastest(before)
+            figures = rates(before) | compared(steps, before[best], alone(ready, path, tables, best))
             table.finish("rollout", figures, ready, args.out, load, described(ready))
         return 0
 
@@ -77,22 +101,34 @@ def compared(
     }
 
 
-def alone(config: RunConfig, path: str, tables: Mapping[str, Any]) -> list[tuple[int, float]]:
+def rates(drawn: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, float]:
+    """Tokens per second of vLLM by the way it is set."""
+    return {f"vLLM, {way}, tokens/s": workload.median_rates(each)[0] for way, each in drawn.items()}
+
+
+def fastest(drawn: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """The way in which vLLM was fastest."""
+    return max(drawn, key=lambda way: workload.median_rates(drawn[way])[0])
+
+
+def alone(config: RunConfig, path: str, tables: Mapping[str, Any], name: str = "as rlx") -> list[tuple[int, float]]:
     """What bare vLLM, in a process with the resources of an engine, makes of a run's counted steps: tokens, seconds."""
     import ray
 
     from rlx.cluster.resources import plan_resources
     from rlx.rollout.vllm_engine import CPU_ENVIRONMENT, ENVIRONMENT
 
-    resources = plan_resources(config).engines[0]
+    way, resources = WAYS[name], plan_resources(config).engines[0]
     on_gpu = resources.get("GPU", 0) > 0
+    variables = ENVIRONMENT | ({} if on_gpu else CPU_ENVIRONMENT) | dict(way.environment)
     process: Any = ray.remote(max_calls=1)(bare.rollout).options(  # what it leaves on a GPU goes with its process
-        num_cpus=resources.get("CPU", 0),
-        num_gpus=resources.get("GPU", 0),
-        runtime_env={"env_vars": ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT},
+        num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), runtime_env={"env_vars": variables}
     )
-    drawn: list[tuple[int, float]] = ray.get(process.remote(path, *requests(config, path, tables)))
-    workload.say_drawn("bare vLLM", drawn)
+    options, sampling, rounds = requests(config, path, tables)
+    if not way.seeds:
+        rounds = [[(prompt, None) for prompt, _ in each] for each in rounds]
+    drawn: list[tuple[int, float]] = ray.get(process.remote(path, {**options, **way.options}, sampling, rounds))
+    workload.say_drawn(f"vLLM, {name}", drawn)
     return drawn[workload.WARM :]
 
 
@@ -120,7 +156,7 @@ def requests(
     )
     whole = pa.concat_tables(tables["train"].iter_batches(batch_size=None, batch_format="pyarrow"))
     stream = PromptStream(TableRows(whole), config.seed)
-    rounds = [
+    rounds: list[list[bare.Request]] = [
         [
             (prompt.token_ids, request_seed(config.seed, step, prompt.id, sample))
             for prompt in stream.next(train.prompts_per_step)

@@ -26,7 +26,7 @@ from rlx.runs import preflight
 from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracking import mlflow
+from rlx.tracking.services import mlflow
 
 ROOT = Path(__file__).resolve().parent.parent
 

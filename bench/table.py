@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.run import RunConfig
-from rlx.config.sections import flatten
+from rlx.config.sections.base import flatten
 
 TARGETS: dict[str, tuple[str, float | None, float | None]] = {
     "rollout / bare vLLM": (">=", 0.90, 0.95),

@@ -29,6 +29,7 @@ from rlx.config.run import RunConfig
 from rlx.mesh import Mesh
 from rlx.training import experience, loop, setup
 from rlx.training.experience import RolloutBatch
+from rlx.training.optimizers.groups import base_lrs
 from rlx.training.trainer import Trainer
 from rlx.training.update import update
 from rlx.types import Completion, Prompt, ScoredCompletion
@@ -107,7 +108,7 @@ def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
         device=device,
         models=models,
         reference=reference,
-        base_lrs=setup.base_lrs(config.train, models),
+        base_lrs=base_lrs(config.train, models),
         kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
         reward_stats=RunningScores(),
         ema={},

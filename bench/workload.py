@@ -27,6 +27,8 @@ _BEGUN = time.monotonic()
 UNTRAINED = "tiny-random"
 WARM = 2
 """first steps and rounds that are not counted"""
+WALL = "time/wall"
+"""seconds of a step of `counted_steps` from the last report to its own, whatever happened in between"""
 
 _EVERYWHERE = {
     "name": "bench",
@@ -35,6 +37,8 @@ _EVERYWHERE = {
     "model.reference": "none",
     "train.actor_lr": 0.0,
     "train.ppo_epochs": 1,
+    "train.num_minibatches": 2,
+    "data.max_prompt_tokens": 128,
     "eval.every": 0,
     "eval.num_prompts": 8,
     "checkpoint.every": 0,
@@ -46,6 +50,7 @@ CPU: dict[str, Any] = _EVERYWHERE | {
     "model.path": UNTRAINED,
     "train.samples_per_prompt": 8,
     "rollout.max_tokens": 128,
+    "rollout.kv_cache_mib": 64,
 }
 # Prompts of 123 tokens; from random weights every response is as long as may be.
 GPU: dict[str, Any] = _EVERYWHERE | {
@@ -226,17 +231,20 @@ def random_model(name: str, tokenizer: Any) -> Any:
 
 
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:
-    """The metrics of a real run's steps but the first, without the time of an evaluation, which the last has; engines
-    and workers stay for the next run."""
+    """The metrics of a real run's steps but the first, with `WALL`, and `time/step` without the time of an evaluation,
+    which the last has; engines and workers stay for the next run."""
     from rlx.runs import launch, preflight
     from rlx.storage.addresses import open_storage
 
     steps: list[dict[str, Any]] = []
+    reported = [time.monotonic()]
 
     def report(metrics: dict[str, Any], checkpoint: str | None) -> None:
         if "time/step" not in metrics:  # of the policy as it was
             return
-        steps.append(metrics | {"time/step": metrics["time/step"] - metrics.get("time/eval", 0.0)})
+        reported.append(time.monotonic())
+        own = {"time/step": metrics["time/step"] - metrics.get("time/eval", 0.0), WALL: reported[-1] - reported[-2]}
+        steps.append(metrics | own)
         seconds = ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", "rollout", "update"))
         say(f"{name}: step {metrics['step']} of {config.train.steps}: {seconds}")
 

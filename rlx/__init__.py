@@ -5,6 +5,7 @@ The public names:
     train         trains one run to its last step
     resume        continues a run from its newest checkpoint
     tuner         prepares a sweep over a search space, as a ray.tune.Tuner; `tuner(...).fit()` runs it
+    resume_tuner  prepares what is left of a sweep that was interrupted, in the same way
     load_model    loads the policy of a checkpoint as a model of transformers
     load_sweep    reads a sweep back from MLflow
     RunConfig     all settings of a run
@@ -27,7 +28,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlx.api import load_config, load_model, load_sweep, resume, train, tuner
+    from rlx.api import load_config, load_model, load_sweep, resume, resume_tuner, train, tuner
     from rlx.config.errors import ConfigError
     from rlx.config.run import RunConfig
 
@@ -40,6 +41,7 @@ __all__ = [
     "load_model",
     "load_sweep",
     "resume",
+    "resume_tuner",
     "train",
     "tuner",
 ]
@@ -47,7 +49,7 @@ __all__ = [
 _MODULES = {
     "ConfigError": "rlx.config.errors",
     "RunConfig": "rlx.config.run",
-    **dict.fromkeys(("load_config", "load_model", "load_sweep", "resume", "train", "tuner"), "rlx.api"),
+    **dict.fromkeys(("load_config", "load_model", "load_sweep", "resume", "resume_tuner", "train", "tuner"), "rlx.api"),
 }
 
 # torch and Ray read these when they are imported, so they are set before any module of rlx imports them.

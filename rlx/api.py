@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from rlx.config.errors import ConfigError, nearest
+from rlx.config.experiment import with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import Mode, ReuseName, SchedulerName, SearchName
+from rlx.config.sweep import Mode, ReuseName, SchedulerName, SearchName
 from rlx.types import OnReport
 
 if TYPE_CHECKING:
@@ -43,13 +44,17 @@ class TrainResult:
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """The settings of a YAML file, or the defaults, with some of them replaced by dotted key.
+    """The settings of a YAML file with some of them replaced by dotted key, as the commands read them.
+
+    A config that names no model, or rlx's tiny one, has that model's settings where none are given: those of the
+    default experiment, experiments/configs/arithmetic.yaml. `RunConfig(...)` has the settings' own defaults for any
+    model.
 
     Raises:
         ConfigError: the file cannot be read, a setting is unknown, or a value is not allowed.
     """
     tree = read_yaml(str(path)) if path else {}
-    return from_tree(with_overrides(tree, overrides or {}), str(path or "overrides"))
+    return from_tree(with_experiment(with_overrides(tree, overrides or {})), str(path or "overrides"))
 
 
 def train(config: RunConfig, *, on_report: OnReport | None = None) -> TrainResult:
@@ -133,12 +138,15 @@ class SweepOptions(TypedDict, total=False):
 
     trials: int  # settings to try, 4 by default; a grid has its own number
     seeds: int  # runs of each setting
+    max_seeds: int | None  # of a race, which adds seeds up to this number; None: it adds none
+    alpha: float  # of a race: its chance of dropping the best setting
     search: SearchName  # how settings are chosen
     scheduler: SchedulerName  # which trials are stopped early
     max_concurrent: int | None  # at most so many trials at once; None: as many as the cluster has room for
     reuse: ReuseName  # what stays for the next trial: "engines", "engines and workers" as "workers", or "none"
     metric: str  # by which trials are compared; one that every evaluation measures, such as "eval/reward"
     mode: Mode  # whether high or low values of it are good
+    budget: str | None  # as many settings as 500steps, 2Mtokens or 8gpu-h pay for; None: all
 
 
 def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options: Unpack[SweepOptions]) -> tune.Tuner:
@@ -151,7 +159,7 @@ def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options
     Args:
         config: the settings that all trials share.
         space: domains such as `tune.loguniform(1e-6, 1e-4)` by dotted key, or a Python file with a function space().
-        options: trials, seeds, search, scheduler, max_concurrent, reuse, metric and mode: see `SweepOptions`.
+        options: see `SweepOptions`.
 
     Raises:
         ConfigError: an option has a wrong value, the space and the options do not go together, the name of the sweep is
@@ -164,7 +172,9 @@ def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options
     from rlx.sweeps.plans import check_sweep, create_sweep
     from rlx.sweeps.tuner import make_tuner
 
-    tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config))
+    _check_options(options)
+    sizes = preflight.lengths(config.data, config.rollout, config.model.path)
+    tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config) | sizes)
     storage = open_storage(config.storage)
     with ExitStack() as stack:
         claim = stack.enter_context(claims.take_new(storage / "sweeps", tree.pop("name", None), "sweep", "sweep"))
@@ -172,18 +182,86 @@ def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options
         prepared = preflight.prepare(check_sweep(plan).config)
         connection.connect(prepared.config, prepared.resources)
         made = make_tuner(create_sweep(plan, storage), storage)
-        stack.pop_all()  # this process holds the claim until its end
+        made.held = stack.pop_all()
     return made
+
+
+def resume_tuner(
+    name: str | None = None,
+    *,
+    storage: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    trust: bool = False,
+) -> tune.Tuner:
+    """What is left of a sweep that was interrupted, as Ray's Tuner, ready for `fit`: as `rlx sweep --resume`.
+
+    Trials go on from their newest checkpoints; schedulers and searches are as they were. `Tuner.restore` reads the
+    results of a sweep, but cannot continue it.
+
+    Args:
+        name: None: the newest sweep.
+        storage: the address where the sweep is kept; None: the default of the setting `storage`.
+        overrides: settings that depend on the machine by dotted key: `ray_address`, `tracking.uri` and the like.
+        trust: run the code of its search space, and take its settings, whoever wrote them.
+
+    Raises:
+        ConfigError: no such sweep, a setting that a resume cannot change, or a sweep of another person.
+    """
+    from rlx.cluster import connection
+    from rlx.runs import preflight
+    from rlx.storage import claims
+    from rlx.storage.addresses import open_storage
+    from rlx.sweeps import plans, records
+    from rlx.sweeps.tuner import make_tuner
+
+    address = storage or RunConfig().storage
+    place = open_storage(address)
+    folder = records.find_sweep(place, name)
+    with ExitStack() as stack:
+        stack.enter_context(claims.take(folder, f"sweep {folder.name!r}"))
+        plan = plans.continued_sweep(place, folder.name, {**(overrides or {}), "storage": address}, trust=trust)
+        prepared = preflight.prepare(plan.config)
+        connection.connect(prepared.config, prepared.resources)
+        plans.reopen_record(plan, folder)
+        made = make_tuner(plan, place)
+        made.held = stack.pop_all()
+    return made
+
+
+_AS_RAY_SAYS = {
+    "num_samples": "it is called trials",
+    "max_concurrent_trials": "it is called max_concurrent",
+    "search_alg": "it is called search, and takes a name",
+    "param_space": "it is called space",
+    "reuse_actors": "it is called reuse",
+    "stop": "train.steps of the config says when runs end, scheduler which ones end earlier",
+    "scaling_config": "it is made of scaling.* of the config",
+    "run_config": "it is made of the config: name, storage, scaling.max_failures and checkpoint.*",
+    "failure_config": "it is made of scaling.max_failures of the config",
+    "checkpoint_config": "it is made of checkpoint.* of the config",
+    "tune_config": "its parts are options of their own: metric, mode, trials, search, scheduler, max_concurrent, reuse",
+    "callbacks": "MLflow has every number while a sweep runs; trackers of one's own are in docs/extending.md",
+}
+"""what rlx has instead of an argument of Ray's"""
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that `tuner` does not take, or an object where it takes a name."""
+    names = list(SweepOptions.__annotations__)
+    for key in sorted(set(options) - set(names)):
+        hint = f": {_AS_RAY_SAYS[key]}" if key in _AS_RAY_SAYS else nearest(key, names)
+        raise ConfigError(f"no option {key!r}{hint}")
+    for key in ("search", "scheduler"):
+        if not isinstance(value := options.get(key, ""), str):
+            raise ConfigError(f"{key}: it takes a name, see `rlx sweep --help`, not a value of {type(value).__name__}")
 
 
 def _plan(
     name: str, tree: dict[str, Any], space: Mapping[str, Any] | str | Path, storage: str, options: SweepOptions
 ) -> SweepPlan:
-    """Returns the plan of a new sweep; an option that is none of them is a ConfigError."""
+    """Returns the plan of a new sweep."""
     from rlx.sweeps.records import read_plan
 
-    if unknown := set(options) - set(SweepOptions.__annotations__):
-        raise ConfigError(f"no option {min(unknown)!r}{nearest(min(unknown), list(SweepOptions.__annotations__))}")
     file = str(_space_file(space, name, storage).resolve())
     return read_plan({"name": name, "tree": tree, "space": file, **options})
 
@@ -243,7 +321,7 @@ def load_sweep(
     """
     from rlx.analysis import loading
     from rlx.storage.addresses import local_folder
-    from rlx.tracking import mlflow
+    from rlx.tracking.services import mlflow
 
     defaults = RunConfig()
     folder = local_folder(storage or defaults.storage)

@@ -6,8 +6,9 @@ Imports no other package of rlx, neither Ray nor vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class WeightSyncError(RuntimeError):
     """Weights did not reach an engine, arrived changed, or an engine holds another version than expected."""
 
 
+class EnvironmentFailed(RuntimeError):
+    """An environment raised, hung, died or contradicted itself, also when it was asked again; the text says which."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of the training or the held-out set."""
@@ -43,6 +48,7 @@ class Prompt:
     question: str
     answer: str
     dataset_index: int | None = None  # its index in the reasoning-gym dataset; None for other sources
+    source: int = 0  # number of its source among data.sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +61,143 @@ class Sampling:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     logprobs: bool = True  # whether the engine reports them, which costs time in each decode step
+    min_p: float = 0.0  # tokens with a smaller fraction of the largest probability are left out
+    min_tokens: int = 0  # no stop token is drawn before, and no stop string looked for
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[str, ...] = ()  # never drawn
+    stop: tuple[str, ...] = ()  # texts that end a completion, which keeps the token that completes one
+    options: tuple[tuple[str, Any], ...] = ()  # further ones of vLLM
 
     @property
     def greedy(self) -> Sampling:
         """The same settings, but the most likely token is always taken; log-probabilities are not reported."""
-        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, logprobs=False)
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, logprobs=False)
+
+
+Utterance = Mapping[str, str]
+"""one message of a chat: its role and its content, and the name of the tool that it is from, if any"""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """A row of the prompts as an environment is given it."""
+
+    question: str
+    answer: str
+    entry: int | None = None  # its index in the reasoning-gym dataset; None for other sources
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment says at the start of an episode, or in answer to a turn of the policy."""
+
+    messages: tuple[Utterance, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    calls: int = 0  # of tools, in this turn
+    call_errors: int = 0  # of these calls: malformed, of no tool, or the tool raised
+    seconds: float = field(default=0.0, compare=False)  # that the environment took
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Observation:
+        """Reads the fields of one, as JSON has them."""
+        return cls(**{**values, "messages": tuple(values["messages"])})
+
+    @property
+    def text(self) -> str:
+        """The contents of its messages, as people read them."""
+        return "\n".join(message["content"] for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of an episode: what the policy drew, and what the environment made of it."""
+
+    start: int  # index in the completion's `token_ids` of the first token that the policy drew
+    stop: int  # index after the last one
+    version: int  # of the weights that drew it
+    observation: Observation
+    context: int = 0  # number of the context that it was drawn in; a new one begins where a template changed tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """The turns of a completion that a policy and an environment made together."""
+
+    start: Observation  # the first messages
+    turns: tuple[Turn, ...]
+    contexts: tuple[int, ...] = ()  # indices in `token_ids` at which a context begins that does not extend the tokens
+    score: float = 0.0  # sum of all rewards
+    failure: str = ""  # why the environment failed; empty if it did not
+    is_repeatable: bool = True  # false: its actions were repeated, and it answered something else
+
+    def as_json(self) -> str:
+        """The episode as text, which `of_json` reads."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def of_json(cls, text: str) -> Episode:
+        """Reads an episode; raises ValueError, TypeError or KeyError if the text is none."""
+        given = json.loads(text)
+        turns = [Turn(**turn | {"observation": Observation.of(turn["observation"])}) for turn in given["turns"]]
+        own = {"start": Observation.of(given["start"]), "turns": tuple(turns), "contexts": tuple(given["contexts"])}
+        return cls(**given | own)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the environment took."""
+        return self.start.seconds + sum(turn.observation.seconds for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine has sampled for one prompt."""
+    """What an engine has sampled for one prompt, or what a policy and an environment have said in turn."""
 
     prompt: Prompt
     sample: int  # 0 .. samples_per_prompt - 1
-    token_ids: tuple[int, ...]  # [T], the stop token included
+    token_ids: tuple[int, ...]  # [T], the stop token included; of an episode with the environment's tokens in between
     logprobs: tuple[float, ...]  # [T], of each token in the distribution that it was sampled from; or not reported: ()
-    finished: bool  # ended with a stop token, not at max_tokens
-    version: int  # version of the weights that sampled it
+    finished: bool  # ended with a stop token or string, not at max_tokens; an episode: the environment has ended it
+    version: int  # version of the weights that sampled it; of several the oldest
+    episode: Episode | None = None  # None: an answer of one turn, without an environment
+
+    @property
+    def drawn(self) -> list[bool]:
+        """Whether the policy drew each token, `[T]`; the others are an environment's."""
+        if self.episode is None:
+            return [True] * len(self.token_ids)
+        inside = [False] * len(self.token_ids)
+        for turn in self.episode.turns:
+            inside[turn.start : turn.stop] = [True] * (turn.stop - turn.start)
+        return inside
+
+    @property
+    def by_turn(self) -> tuple[list[float], list[int]]:
+        """Of each token `[T]`: the reward of the turn that ends there, and the number of its context in the episode."""
+        assert self.episode
+        rewards, contexts = [0.0] * len(self.token_ids), [0] * len(self.token_ids)
+        for turn in self.episode.turns:
+            rewards[turn.stop - 1] = turn.observation.reward
+        for number, begin in enumerate(self.episode.contexts, 1):
+            contexts[begin:] = [number] * (len(self.token_ids) - begin)
+        return rewards, contexts
+
+    @property
+    def num_drawn(self) -> int:
+        """How many tokens the policy drew."""
+        if self.episode is None:
+            return len(self.token_ids)
+        return sum(turn.stop - turn.start for turn in self.episode.turns)
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """The tokens that reward functions read: of an episode those of its last turn, else all."""
+        if self.episode is None:
+            return self.token_ids
+        last = self.episode.turns[-1]
+        return self.token_ids[last.start : last.stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +205,11 @@ class Response:
     """A completion as reward functions see it."""
 
     prompt: Prompt
-    text: str  # the whole completion without special tokens
+    text: str  # the whole completion without special tokens; of an episode its last turn
     answer: str | None  # the part of the text that is the answer; None: it contains no answer
-    num_tokens: int  # length of the completion, the stop token included
-    finished: bool  # ended with a stop token, not at max_tokens
+    num_tokens: int  # tokens that the policy drew, the stop token included
+    finished: bool  # ended with a stop token or string, not at max_tokens
+    environment_score: float | None = None  # what the environment gave the episode; None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +224,16 @@ class GivenAnswer:
 Checker = Callable[[Sequence[GivenAnswer]], list[float]]
 """a score for each answer; 1 is correct"""
 
-Scorer = Callable[[Sequence[Response]], Sequence[float]]
+
+@dataclass(frozen=True, slots=True)
+class MarkedScores:
+    """Scores of a batch of responses, and what else is reported of each response."""
+
+    scores: list[float]
+    marks: dict[str, list[float]]  # by name, see rlx.config.sections.reward.MARKS
+
+
+Scorer = Callable[[Sequence[Response]], Sequence[float] | MarkedScores]
 """one score per response, in their order"""
 
 
@@ -110,6 +246,8 @@ class ScoredCompletion:
     is_correct: bool  # whether the answer is correct
     scores_by_function: dict[str, float]  # the unweighted score of each reward function
     greedy_score: float = 0.0  # score of the prompt's greedy completion, where the advantage estimator needs it
+    text: str = ""  # of the completion without special tokens, as reward functions see it
+    answer: str | None = None  # the part of the text that is the answer; None: it contains no answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from ray import tune
 
 def space() -> dict[str, Any]:
     return {
-        "train.actor_lr": tune.loguniform(2e-5, 1e-3),
-        "train.critic_lr": tune.loguniform(3e-5, 1e-3),
-        "algorithm.kl_coef": tune.loguniform(1e-3, 1e-1),
+        "train.actor_lr": tune.loguniform(1e-7, 1e-5),
+        "train.critic_lr": tune.loguniform(1e-6, 1e-4),
+        "algorithm.kl_coef": tune.loguniform(1e-4, 1e-1),
     }

@@ -7,6 +7,6 @@ from ray import tune
 
 def space() -> dict[str, Any]:
     return {
-        "train.actor_lr": tune.choice([1e-4, 3e-4, 1e-3]),
+        "train.actor_lr": tune.choice([3e-7, 1e-6, 3e-6]),
         "algorithm.kl_coef": tune.choice([0.0, 0.01]),
     }

@@ -25,12 +25,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from xdist.scheduler import LoadScopeScheduling
 
 from rlx.cluster import connection
-from rlx.config.sections import ModelConfig, RolloutConfig
+from rlx.config.experiment import EXPERIMENT_FILE
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.rollout import RolloutConfig
 from rlx.models.tiny import WarmStart, make_tiny_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import engine_args
 from rlx.runs.processes import RunProcesses
-from rlx.tracking import mlflow
+from rlx.tracking.services import mlflow
 
 # Ctrl-C ends what the tests start, also where they run in the background of a shell that ignores it. It is set here
 # because a `preexec_fn` would fork this process with Ray in it: what the child writes breaks its connections.
@@ -45,6 +47,7 @@ WITH_RAY = (
     "data/test_files.py",
     "data/test_hub.py",
     "data/test_prompts.py",
+    "environments/test_actor_hosts.py",
     "rewards/test_reward_model.py",
     "rollout/",
     "runs/test_mailbox.py",
@@ -68,6 +71,9 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
+
+LIKE_TINY = ("--config", str(EXPERIMENT_FILE))
+"""options with which a command trains a model of the tests as it does rlx's own; `over_experiment` does it to a tree"""
 
 SHORT_RECIPE = WarmStart(
     right_steps=30, careless_steps=2, held_out_size=32, hidden=128, mlp=128, heads=4, kv_heads=2, warmup_steps=5
@@ -115,13 +121,15 @@ def untied_model(tiny_model: Path) -> Path:
     return folder
 
 
-def start_engine(model: Path, adapter: dict[str, Any] | None = None, tensor_parallel: int = 1) -> Any:
+def start_engine(model: Path, adapter: dict[str, Any] | None = None, **settings: Any) -> Any:
     """An engine actor, starting, in a placement group of its own; with `adapter` it takes adapters alone.
+
+    `settings`: further ones of the section rollout.
 
     `stop_engine` ends it.
     """
     group = placement_group([{"CPU": 0.5}])
-    rollout = RolloutConfig(max_tokens=128, max_num_seqs=32, tensor_parallel=tensor_parallel)
+    rollout = RolloutConfig(max_tokens=128, max_num_seqs=32, **settings)
     chosen = ModelConfig(lora_rank=adapter["r"], lora_sync="adapter") if adapter else ModelConfig()
     args = engine_args(rollout, chosen, max_prompt_tokens=128, on_gpu=False)
     (engine,) = start_engines(EngineSpec(str(model), args, {"CPU": 0.5}, adapter), group, [0])

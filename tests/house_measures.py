@@ -40,16 +40,19 @@ from source_code import (
 
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"config", "algorithms", "types", "actors", "mesh"}),
-    frozenset({"cluster", "storage", "data", "rewards", "models", "rollout"}),
+    frozenset({"cluster", "storage", "data", "rewards", "models", "rollout", "samples", "environments"}),
     frozenset({"training", "tracking"}),
     frozenset({"runs", "analysis"}),
-    frozenset({"sweeps"}),
+    frozenset({"sweeps", "replay"}),
     frozenset({"cli", "api"}),
 )
 """packages and top modules of rlx, the lowest floor first: each imports from lower floors"""
 
 SAME_FLOOR: Mapping[tuple[str, str], str] = {
-    ("data", "rewards"): "a generator's own scorer runs in the child processes in which users' reward functions do",
+    ("data", "rewards"): "a generator's own scorer runs in the child processes in which users' reward functions do; "
+    "expected answers are found in cells as answers are in completions",
+    ("samples", "storage"): "completions lie where the run does, and a thread writes them as checkpoints are written",
+    ("environments", "rewards"): "programs of the policy run in the sandbox in which rewards run them",
     ("data", "storage"): "prompt files lie where runs do, and there is one way to open S3 with its keys and timeouts",
 }
 """(package, package of the same floor that it imports): the reason"""

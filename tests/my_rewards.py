@@ -13,3 +13,17 @@ def fragile(prompts: list[str], completions: list[str], answers: list[str]) -> l
     if Path(answers[0]).exists():
         raise ValueError("no luck")
     return [1.0 for _ in completions]
+
+
+GLITCH = Path(__file__).with_name("glitch.txt")
+"""names a question, while a fault is planted"""
+
+
+def glitching(prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
+    """The length of each completion, but one more for the second completion of the question in `GLITCH`."""
+    scores = [float(len(completion)) for completion in completions]
+    wrong = GLITCH.read_text() if GLITCH.exists() else None
+    places = [place for place, prompt in enumerate(prompts) if prompt == wrong]
+    for place in places[1:2]:
+        scores[place] += 1
+    return scores

@@ -8,17 +8,17 @@ from typing import Any
 from conftest import KEPT, History, mlflow_history
 
 from rlx.cluster import connection
+from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
 from rlx.runs.launch import RunResult
 from rlx.storage.addresses import open_storage
-from rlx.tracking import mlflow
+from rlx.tracking.metrics import MEASURED
+from rlx.tracking.services import mlflow
 from rlx.types import Notify, OnReport
 
 STEPS = 4
-# Metrics that differ between any two runs, or that each part of a run ends with; all others are equal to the last bit.
-MEASURED = ("time/", "memory/", "system/", "tokens/rollout_per_s", "tokens/update_per_s", "best/")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def small(model: Path, storage: Path | str, name: str, **overrides: Any) -> RunC
         "eval": {"every": 2, "num_prompts": 12},
         "checkpoint": {"every": 2},
     }
-    return from_tree(with_overrides(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
+    return from_tree(
+        with_overrides(over_experiment(tree), {key.replace("__", "."): value for key, value in overrides.items()})
+    )
 
 
 def comparable(history: History, steps: range) -> dict[str, dict[int, list[float]]]:

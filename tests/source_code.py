@@ -145,6 +145,29 @@ def private_uses(module: Module, modules: Mapping[str, Module]) -> Iterator[tupl
                 yield node, f"{target}.{node.attr}"
 
 
+def private_of(library: str, module: Module) -> Iterator[str]:
+    """Where a module goes through a private part of a library: `ray._private`, or `u._x` after `import ray.x as u`."""
+    names = {library}
+    for statement in ast.walk(module.tree):
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            source = getattr(statement, "module", None) or ""
+            full = [f"{source}.{alias.name}".strip(".") for alias in statement.names]
+            named = zip(statement.names, full, strict=True)
+            names |= {alias.asname or alias.name for alias, name in named if name.partition(".")[0] == library}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and (node.attr == "experimental" or is_private(node.attr)):
+            text = ast.unparse(node)
+            if text.partition(".")[0] in names:
+                yield text
+
+
+def private_attributes(module: Module) -> Iterator[str]:
+    """Where a module reads a private attribute of another object than self and cls."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) not in ("self", "cls"):
+            yield ast.unparse(node)
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 

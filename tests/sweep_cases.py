@@ -10,10 +10,12 @@ import pandas as pd
 import yaml
 
 from rlx.analysis.loading import WATCHED, Setting, Sweep, Trial
+from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC, flatten
-from rlx.tracking import mlflow
+from rlx.config.sections.base import flatten
+from rlx.config.sweep import DEFAULT_METRIC
+from rlx.tracking.services import mlflow
 
 BASE = {
     "train.steps": 4,
@@ -37,7 +39,7 @@ class Run:
 
 
 def config(name: str, settings: Mapping[str, Any]) -> RunConfig:
-    return from_tree(with_overrides({}, {**BASE, **settings, "name": name}))
+    return from_tree(with_overrides(over_experiment({}), {**BASE, **settings, "name": name}))
 
 
 def log_sweep(uri: str, name: str, runs: Sequence[Run], varied: Sequence[str], tags: Mapping[str, str] = {}) -> str:

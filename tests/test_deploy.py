@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from rlx.cli import options, sweep
-from rlx.cluster.resources import Node, plan_resources
+from rlx.cluster.placement import Node
+from rlx.cluster.resources import plan_resources
 from rlx.config.loading import from_tree, with_overrides
 
 ROOT = Path(__file__).resolve().parent.parent

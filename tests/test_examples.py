@@ -1,4 +1,4 @@
-"""The examples in the docstrings of rlx and its packages: they run, or at least every name in them exists."""
+"""The examples in docstrings of rlx and its packages, and on pages: they run, or at least every name in them exists."""
 
 import ast
 import builtins
@@ -14,12 +14,15 @@ import rlx
 
 ROOT = Path(__file__).resolve().parent.parent
 FACES = sorted(ROOT.glob("rlx/**/__init__.py"))
+PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md"]
 # The others need a cluster, the hub or other ranks.
 RUNNABLE = ("algorithms", "cli", "config", "models", "rewards", "rollout", "storage", "tracking")
 
 
 def example(face: Path) -> str:
-    """The code below `Example:` in the docstring of a package."""
+    """The code below `Example:` in the docstring of a package, or in the Python blocks of a page."""
+    if face.suffix == ".md":
+        return "\n".join(re.findall(r"^```python\n(.*?)^```", face.read_text(), re.DOTALL | re.MULTILINE))
     docstring = ast.get_docstring(ast.parse(face.read_text()))
     assert docstring and "\nExample:\n" in docstring, f"{face} has no example"
     return textwrap.dedent(docstring.partition("\nExample:\n")[2])
@@ -52,9 +55,10 @@ def test_the_docstring_of_rlx_lists_the_public_names() -> None:
     assert sorted(re.findall(r"^    (\w+)  +\S", rlx.__doc__, re.MULTILINE)) == sorted(rlx.__all__)
 
 
-@pytest.mark.parametrize("face", FACES, ids=lambda face: face.parent.name)
+@pytest.mark.parametrize("face", FACES + PAGES, ids=lambda face: f"{face.parent.name}-{face.stem}")
 def test_the_names_in_an_example_exist(face: Path) -> None:
     tree = ast.parse(example(face))
+    assert tree.body
     names: dict[str, Any] = {}
     for statement in ast.walk(tree):
         if isinstance(statement, ast.Import | ast.ImportFrom):

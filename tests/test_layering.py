@@ -27,6 +27,8 @@ from source_code import (
     package_of,
     parameters,
     percentile,
+    private_attributes,
+    private_of,
     private_uses,
     raised_errors,
     reachable,
@@ -36,7 +38,7 @@ from source_code import (
 MODULES = read_modules(ROOT / "rlx")
 GRAPH = import_graph(MODULES)
 SCRIPTS = [Module.read(path) for path in sorted((ROOT / "experiments").glob("*.py"))]
-RAY = {"actors", "api", "cluster", "data", "rewards", "rollout", "runs", "sweeps"}
+RAY = {"actors", "api", "cluster", "data", "environments", "rewards", "rollout", "runs", "sweeps"}
 """packages that may import ray; api does it for its annotations alone"""
 LOOP_LINES, LOOP_DEPTH = 100, 3
 
@@ -81,10 +83,12 @@ def test_nothing_outside_rlx_is_imported_by_it() -> None:
         assert importers(folder) == set()
 
 
-def test_vllm_has_three_doors_and_mlflow_two() -> None:
+def test_vllm_has_three_doors_mlflow_two_and_other_trackers_one() -> None:
     doors = {"rlx.rollout.vllm_engine", "rlx.rollout.scheduler", "rlx.rollout.weight_sync.receiver"}
     assert importers("vllm") <= doors
-    assert importers("mlflow") == {"rlx.tracking.mlflow", "rlx.tracking.mlflow_page"}
+    assert importers("mlflow") == {"rlx.tracking.services.mlflow", "rlx.tracking.services.mlflow_page"}
+    assert importers("wandb") == {"rlx.tracking.services.wandb"}
+    assert importers("tensorboardX") == {"rlx.tracking.services.tensorboard"}
 
 
 def test_ray_is_imported_where_it_is_used_alone() -> None:
@@ -99,6 +103,14 @@ def test_ray_is_used_by_public_names_alone() -> None:
     names = {name for module in MODULES.values() for name in module.imports if name.startswith("ray.")}
     private = {name for name in names for part in name.split(".") if part.startswith("_") or part == "experimental"}
     assert names and private == {"ray.experimental"}
+
+
+def test_no_private_part_of_ray_is_reached_by_dots() -> None:
+    """Neither `ray._private`, nor a private attribute of an object that Ray may have made; one function apart."""
+    users = {name: MODULES[name] for name in importers("ray")}
+    found = {name: {*private_of("ray", module), *private_attributes(module)} for name, module in users.items()}
+    found = {name: uses - {"os._exit"} for name, uses in found.items()}
+    assert {name: uses for name, uses in found.items() if uses} == {"rlx.data.blocks": {"ray.experimental"}}
 
 
 @pytest.mark.parametrize("library", ["ray", "torch"])
@@ -178,6 +190,13 @@ def test_imports_in_functions_and_for_types_are_seen(tmp_path: Path) -> None:
     assert graph["rlx.config.b"] == {"rlx.types"}
     assert circles(graph) == [["rlx.config.a", "rlx.config.b", "rlx.types"]]
     assert circles(package_graph(graph)) == [["config", "types"]]
+
+
+def test_private_parts_of_a_library_are_seen_behind_its_names(tmp_path: Path) -> None:
+    text = "import ray.util as u\nfrom ray import tune\nu._x.f()\nray.experimental.g()\nhandle._actor_id\nself._own\n"
+    module = package(tmp_path, config__a=text)["rlx.config.a"]
+    assert {*private_of("ray", module)} == {"u._x", "ray.experimental"}
+    assert {*private_attributes(module)} == {"u._x", "handle._actor_id"}
 
 
 def test_a_line_of_modules_is_no_circle() -> None:

@@ -29,12 +29,14 @@ from pyarrow import fs
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, setting_keys
-from rlx.config.sections import DataConfig
-from rlx.data import parsers, prompts, sources
+from rlx.config.sections.data import DataConfig
+from rlx.data import prompts, sources
+from rlx.data.stored import parsers
+from rlx.data.stored.columns import Columns
 from rlx.models import tiny
 from rlx.rewards import remote, scoring
 from rlx.rewards.custom import RewardError
-from rlx.rewards.remote import RemoteReward
+from rlx.rewards.json_server import JsonServer, TransientError
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished_metrics
 from rlx.storage import addresses, checkpoint_catalog, checkpoint_files, checkpoint_manifest
@@ -239,6 +241,9 @@ BAD_PROMPTS = [
     (".json", b'[{"question": "a", "answer": 1}, 7]', "prompts.json: row 2: expected a JSON object per row, found int"),
     (".json", b'{"question": "a", "answer": 1}\n{"question": 5}', "prompts.json:2: a question is 5"),
     (".json", LIST[:-3], "malformed JSON"),
+    (".jsonl", b'{"question": ["a"], "answer": 1}', "a message is 'a', expected {role, content}"),
+    (".json", b'[{"question": [{"role": "user", "content": {}}], "answer": 1}]', "the content of a message is {}"),
+    (".json", b'[{"question": [{"role": "\\ud800", "content": "a"}], "answer": 1}]', "prompts.json"),
 ]
 RECORDS = st.lists(st.fixed_dictionaries({"question": GARBAGE, "answer": GARBAGE}) | GARBAGE, max_size=3)
 JSON_LINES = damaged(JSONL) | RECORDS.map(lambda records: "\n".join(map(json.dumps, records)).encode())
@@ -253,11 +258,12 @@ BYTES = {".jsonl": JSON_LINES, ".json": JSON_LISTS, ".csv": CSV_LINES, ".parquet
 def test_any_prompt_file_gives_rows_of_text_or_a_line(file: tuple[str, bytes, str]) -> None:
     suffix, content, reason = file
     part = parsers.Part(f"prompts{suffix}", f"prompts{suffix}")
-    reading = parsers.read_part(pa.BufferReader(content), part, parsers.Columns("question", "answer"))
+    reading = parsers.read_part(pa.BufferReader(content), part, Columns("question", "answer"))
     tables = used_or_refused(lambda: list(reading), ValueError, reason)
     assert tables is None or not reason
     for row in pa.concat_tables(tables).to_pylist() if tables else []:
-        assert row.keys() == {"question", "answer"} and row["question"].strip() and isinstance(row["answer"], str)
+        assert row.keys() == {"question", "answer", "messages"} and isinstance(row["answer"], str)
+        assert row["messages"] or row["question"].strip()
 
 
 @pytest.mark.parametrize("bad", [*BAD_PROMPTS[:8], (".txt", JSONL, "expected reasoning_gym:DATASET, hf:NAME, or")])
@@ -547,18 +553,18 @@ def test_any_search_space_is_used_or_refused(code: bytes, tmp_path: Path) -> Non
 # --- what a reward server and a reward function answer
 
 RESPONSES = [Response(Prompt(i, (), f"{i} + 1?", "2"), "2", "2", 1, finished=True) for i in range(2)]
-SCORER = RemoteReward("http://127.0.0.1:1/score", None, 64, 0, 1.0)
+SERVER = JsonServer("url", "http://127.0.0.1:1/score", None, 0, 1.0)
 
 
 @examples(100, body=[b"", b"{}", b"[]", b'{"scores": [1]}', b'{"scores": [Infinity, 1e999]}', nested(9999).encode()])
 @given(body=damaged(b'{"scores": [1.0, 0.5]}') | JSON.map(str.encode) | st.binary(max_size=20))
 def test_any_answer_of_a_reward_server_gives_scores_or_a_line(body: bytes) -> None:
     def scores() -> list[float]:
-        return scoring.checked("url", RESPONSES, SCORER._scores(200, body, len(RESPONSES)))
+        return scoring.checked("url", RESPONSES, remote.scores_in(SERVER.content(200, body), len(RESPONSES)))
 
     try:
         found = used_or_refused(scores, RewardError, "reward")
-    except remote._Transient as error:  # it is asked again, and then refused with this text
+    except TransientError as error:  # it is asked again, and then refused with this text
         assert str(error) and "\n" not in str(error)
         return
     assert found is None or (len(found) == 2 and all(map(math.isfinite, found)))

@@ -12,7 +12,9 @@ import pytest
 from ray import tune
 
 import rlx
+from rlx.cli import train
 from rlx.cli.main import COMMANDS, main
+from rlx.config.sections.model import ModelConfig
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_manifest import MANIFEST, Manifest
@@ -27,6 +29,7 @@ FACE = [
     "load_model",
     "load_sweep",
     "resume",
+    "resume_tuner",
     "train",
     "tuner",
 ]
@@ -62,8 +65,9 @@ def test_importing_rlx_imports_no_library() -> None:
 def test_load_config_reads_a_file_and_overrides(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train:\n  steps: 7\n")
-    assert rlx.load_config() == rlx.RunConfig()
-    assert rlx.load_config(file).train.steps == 7
+    assert rlx.load_config() == train.new_config(None, {})  # as the commands read it
+    assert rlx.load_config(None, {"model.path": "org/name"}) == rlx.RunConfig(model=ModelConfig(path="org/name"))
+    assert rlx.load_config(file).train.steps == 7 and rlx.load_config(file).train.actor_lr == 1e-4
     assert rlx.load_config(str(file), {"train.steps": 9, "seed": 3}).train.steps == 9
     with pytest.raises(rlx.ConfigError, match=rf"^{file}: unknown setting train\.stepz; nearest: train\.steps"):
         rlx.load_config(file, {"train.stepz": 9})
@@ -136,6 +140,9 @@ def config_at(storage: Path, **overrides: Any) -> rlx.RunConfig:
         ({"trials": 0}, "trials 0: Input should be greater than 0"),
         ({"max_concurrent": 0}, "max_concurrent 0: Input should be greater than 0"),
         ({"trails": 3}, "no option 'trails'; nearest: trials"),
+        ({"num_samples": 3}, "no option 'num_samples': it is called trials"),
+        ({"callbacks": []}, "no option 'callbacks': MLflow has every number"),
+        ({"scheduler": object()}, "scheduler: it takes a name, see `rlx sweep --help`, not a value of object"),
         ({"space": {"seed": tune.choice([1, 2])}, "seeds": 2}, "varies the seed already"),
     ],
 )
@@ -178,7 +185,9 @@ def test_the_command_tells_its_version_and_commands(capsys: pytest.CaptureFixtur
     assert main([]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown for name in COMMANDS)
-    assert list(COMMANDS) == ["train", "sweep", "analyze", "checkpoints", "export", "reward-model", "doctor"]
+    names = ["train", "sweep", "analyze", "samples", "checkpoints", "replay", "whatif", "verify", "lineage"]
+    names += ["export", "reward-model", "doctor"]
+    assert list(COMMANDS) == names
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -241,9 +250,15 @@ def test_the_wheel_has_every_file_of_rlx(wheel: Path) -> None:
 
 
 def test_an_installed_rlx_finds_its_defaults(wheel: Path, tmp_path: Path) -> None:
-    code = "from rlx.cli import sweep; print(sweep.DEFAULT_SETTINGS, sweep.DEFAULT_SPACE)"
+    code = (
+        "from rlx.cli.sweep import DEFAULT_SETTINGS, ModelConfig, default_space; from rlx.config import experiment\n"
+        "models = (ModelConfig(), ModelConfig(path='m'), ModelConfig(path='m', lora_rank=4))\n"
+        "print(experiment.EXPERIMENT_FILE, DEFAULT_SETTINGS, *map(default_space, models))"
+    )
     environment = os.environ | {"PYTHONPATH": str(wheel)}
     out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
     assert all(Path(file).is_file() and Path(file).is_relative_to(wheel) for file in out.split())
-    for file, link in zip(out.split(), ("experiments/configs/sweep.yaml", "search_spaces/ppo.py"), strict=True):
+    links = ["experiments/configs/arithmetic.yaml", "experiments/configs/sweep.yaml"]
+    links += [f"search_spaces/{name}.py" for name in ("ppo_tiny", "ppo", "ppo_lora")]
+    for file, link in zip(out.split(), links, strict=True):
         assert Path(file).read_text() == (ROOT / link).read_text()

@@ -1,8 +1,8 @@
 """Advantage estimators: from scores, KL and values to the advantage and return of each token.
 
 `ADVANTAGES` has one callable per estimator. What each needs (a critic, groups, greedy completions) is in the table
-`ESTIMATORS` of rlx.config.algorithm, so no other module compares estimator names. A new estimator is an entry in both.
-Left out: normalising scores and whitening advantages, which need sums over all ranks.
+`ESTIMATORS` of rlx.config.sections.algorithm, so no other module compares estimator names. A new estimator is an entry
+in both. Left out: normalising scores and whitening advantages, which need sums over all ranks.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,13 @@ _GROUP_EPSILON = 1e-6  # added to the standard deviation of a group, as veRL doe
 # --- rewards of tokens
 
 
-def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+def token_rewards(
+    scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, turn_rewards: Tensor | None = None
+) -> Tensor:
     """Reward of each token: -kl_coef * kl, plus the score `[B]` of the response on its last token.
+
+    With the rewards of turns, `[B, T]` on the tokens that end them, these are where they were given; what the score is
+    beyond their sum is on the last token.
 
     Zero where the mask is 0. A row without response tokens is all zero: its score is dropped.
     Source: Ziegler et al. 2019 (arXiv 1909.08593) eq. 2, KL spread over tokens.
@@ -28,7 +33,10 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     inside = mask.bool()
     remaining = inside.flip(1).cumsum(1).flip(1)  # response tokens from here to the end
     last = inside & (remaining == 1)
-    return apply_mask(-kl_coef * kl, mask) + apply_mask(scores[:, None], last)
+    if turn_rewards is None:
+        return apply_mask(-kl_coef * kl, mask) + apply_mask(scores[:, None], last)
+    earlier = apply_mask(turn_rewards, mask)
+    return apply_mask(-kl_coef * kl, mask) + earlier + apply_mask((scores - earlier.sum(1))[:, None], last)
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int, penalty: float) -> Tensor:
@@ -55,6 +63,7 @@ class AdvantageInputs:
     mask: Tensor  # [B, T]
     groups: Tensor  # [B] int64, equal for responses to the same prompt
     greedy_scores: Tensor | None = None  # [B] score of the greedy completion of the prompt
+    turn_rewards: Tensor | None = None  # [B, T] the parts of the scores that turns were given; None: all at the end
 
 
 @dataclass(frozen=True)
@@ -79,12 +88,13 @@ def estimate_advantages(kind: str, inputs: AdvantageInputs, settings: AdvantageS
     `gae` is generalized advantage estimation with a critic. The others need no critic. They compute one number for the
     whole response, its score s minus a baseline. The advantage of a token is the discounted sum of that number and of
     the KL rewards from the token on. The number is:
-    `grpo` (s - mean) / (std + 1e-6) of the group, std unbiased; `dr_grpo` and `reinforce++_baseline` s - mean of the
-    group; `rloo` s - mean of the others in the group; `opo` s - mean of the group, weighted by response length; `remax`
-    s - the score of the greedy completion; `reinforce++` s (the caller whitens, which subtracts the mean of the
-    batch). The estimators that need groups compare the whole reward, s - kl_coef * the KL of the response. They return
-    0 where all scores of a group are equal, and for a group of one. Sources: Schulman et al. 2015, GAE (arXiv
-    1506.02438) eq. 16; Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Liu et al. 2025, Dr. GRPO (arXiv
+    `grpo` and `dapo` (s - mean) / (std + 1e-6) of the group, std unbiased; `dr_grpo` and `reinforce++_baseline`
+    s - mean of the group; `rloo` s - mean of the others in the group; `opo` s - mean of the group, weighted by response
+    length; `remax` s - the score of the greedy completion; `reinforce++` s (the caller whitens, which subtracts the
+    mean of the batch). The estimators that need groups compare the whole reward, s - kl_coef * the KL of the response.
+    They return 0 where all scores of a group are equal, and for a group of one. Sources: Schulman et al. 2015, GAE
+    (arXiv 1506.02438) eq. 16; Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Yu et al. 2025, DAPO
+    (arXiv 2503.14476) eq. 9; Liu et al. 2025, Dr. GRPO (arXiv
     2503.20783) sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7; Hao et al. 2025, OPO (arXiv 2505.23585);
     Hu et al. 2025, REINFORCE++ (arXiv 2501.03262); Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1.
 
@@ -135,21 +145,23 @@ def _next_inside(values: Tensor, inside: Tensor) -> Tensor:
 
 
 def _gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
-    rewards = token_rewards(inputs.scores, inputs.kl, inputs.mask, settings.kl_coef)
+    rewards = token_rewards(inputs.scores, inputs.kl, inputs.mask, settings.kl_coef, inputs.turn_rewards)
     return gae(rewards, inputs.values, inputs.mask, settings.gamma, settings.gae_lambda)
 
 
 # --- without a critic
 
 
-def _rewards_to_go(scores: Tensor, inputs: AdvantageInputs, gamma: float, kl_coef: float) -> AdvantagesAndReturns:
+def _rewards_to_go(
+    scores: Tensor, inputs: AdvantageInputs, gamma: float, kl_coef: float, turn_rewards: Tensor | None = None
+) -> AdvantagesAndReturns:
     """The discounted sum of the rewards from each token on: what gae gives with values 0 and lambda 1."""
-    rewards = token_rewards(scores, inputs.kl, inputs.mask, kl_coef)
+    rewards = token_rewards(scores, inputs.kl, inputs.mask, kl_coef, turn_rewards)
     return gae(rewards, torch.zeros_like(rewards), inputs.mask, gamma, lam=1.0)
 
 
 def _reinforce(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
-    return _rewards_to_go(inputs.scores, inputs, settings.gamma, settings.kl_coef)
+    return _rewards_to_go(inputs.scores, inputs, settings.gamma, settings.kl_coef, inputs.turn_rewards)
 
 
 def _remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
@@ -218,6 +230,7 @@ def _within_groups(compare: Callable[[_Groups], Tensor]) -> AdvantageEstimator:
 ADVANTAGES: dict[str, AdvantageEstimator] = {
     "gae": _gae,
     "grpo": _within_groups(_grpo),
+    "dapo": _within_groups(_grpo),
     "dr_grpo": _within_groups(_minus_mean),
     "rloo": _within_groups(_rloo),
     "opo": _within_groups(_opo),

@@ -6,12 +6,13 @@ its parts (micro-batches, ranks) add up. Left out: models, and the sums over ran
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlx.algorithms.kl import MAX_LOG_RATIO, estimate_kl, k3
-from rlx.algorithms.masking import apply_mask, lookup, masked_sum
+from rlx.algorithms.masking import apply_mask, lookup, masked_sum, mean_variance
 
 # --- weights of tokens
 
@@ -72,19 +73,27 @@ class PolicyLossSettings:
     clip_low: float  # ratios are clipped below 1 - clip_low
     clip_high: float  # ratios are clipped above 1 + clip_high
     dual_clip: float | None = None  # > 1: bound of the loss of tokens with negative advantage, as a multiple of it
+    temperatures: tuple[float, float] = (1.0, 1.05)  # of sapo's gate: for positive advantages, and for the others
 
 
-Clipped = tuple[Tensor, Tensor]
-"""(loss of each token `[B, T]`, whether the clip decides it, bool `[B, T]`)"""
+class Clipped(NamedTuple):
+    """The losses of tokens, `[B, T]`, and what decides them, bool `[B, T]`."""
+
+    losses: Tensor
+    by_clip: Tensor  # the clip; the dual clip does not count
+    ratio: Tensor  # `[B, T]` that is clipped
+    by_dual_clip: Tensor | None = None  # the dual clip, if there is one
 
 
 def _ppo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
     ratio = log_ratio.exp()
     unclipped, clipped = cost * ratio, cost * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     losses = torch.maximum(unclipped, clipped)
-    if settings.dual_clip is not None:
-        losses = torch.where(cost > 0, torch.minimum(losses, cost * settings.dual_clip), losses)
-    return losses, clipped > unclipped
+    if settings.dual_clip is None:
+        return Clipped(losses, clipped > unclipped, ratio)
+    limit = cost * settings.dual_clip
+    bounded = torch.where(cost > 0, torch.minimum(losses, limit), losses)
+    return Clipped(bounded, clipped > unclipped, ratio, (cost > 0) & (losses > limit))
 
 
 def _gspo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
@@ -94,13 +103,27 @@ def _gspo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSet
 def _cispo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return cost * weight * logp, weight != ratio
+    return Clipped(cost * weight * logp, weight != ratio, ratio)
+
+
+def _sapo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
+    ratio = log_ratio.exp()
+    positive, other = (cost.new_tensor(temperature) for temperature in settings.temperatures)
+    temperature = torch.where(cost < 0, positive, other)
+    gate = 4 / temperature * torch.sigmoid(temperature * (ratio - 1))
+    return Clipped(cost * gate, torch.zeros_like(ratio, dtype=torch.bool), ratio)
+
+
+def _clip_cov(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
+    return _ppo(logp, log_ratio, cost, settings)  # the weights of tokens that were chosen by `covariances` are 0
 
 
 POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, PolicyLossSettings], Clipped]] = {
     "ppo": _ppo,
     "gspo": _gspo,
     "cispo": _cispo,
+    "sapo": _sapo,
+    "clip_cov": _clip_cov,
 }
 
 
@@ -117,13 +140,14 @@ def policy_loss(
 
     With A the advantage and r = exp(logp - old_logp), the log-ratio clamped to +-20, the loss of a token is:
     `ppo`: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0 at most -A dual_clip, if that is set.
-    `gspo`: the same with the ratio of the response, exp(mean over its tokens of log r), on each of its tokens. The
-    gradient of a token is then that ratio * A * grad logp (GSPO-token, which is GSPO when the advantages of a response
-    are equal).
+    `gspo`: the same with the ratio of the response, exp(mean over its tokens of log r), on each of its tokens: the
+    gradient of GSPO-token, which is GSPO's when the advantages of a response are equal.
     `cispo`: -A clip(r, 1 - clip_low, 1 + clip_high) logp with the clipped ratio detached: every token keeps a gradient.
-
+    `sapo`: -A 4 / t sigmoid(t (r - 1)), where t is the first of `temperatures` if A > 0, else the second.
+    `clip_cov`: that of ppo; the caller gives weight 0 to a few tokens, see `covariances`.
     Sources: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; dual clip: Ye et al. 2019 (arXiv 1912.09729); Zheng et al.
-    2025, GSPO (arXiv 2507.18071) eq. 5 and 14; Chen et al. 2025, MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5.
+    2025, GSPO (arXiv 2507.18071) eq. 5 and 14; Chen et al. 2025, MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5; Gao et al.
+    2025, SAPO (arXiv 2511.20347); Cui et al. 2025, Clip-Cov (arXiv 2505.22617).
 
     Args:
         denominator: the size of the whole optimizer step, over all ranks and micro-batches (see `token_weights`); the
@@ -133,25 +157,40 @@ def policy_loss(
     Returns:
         The loss and detached sums over tokens where the mask is 1, unweighted; add them over the parts of the step,
         then divide by the number of tokens. `clip_fraction`: tokens whose clipped term decides (the dual clip does not
-        count). `approx_kl`: (r - 1) - log r with the ratio of the token, the k3 estimate of KL(old || current).
-        `ratio`: the ratio of the token.
+        count). `clip_low_fraction`, `clip_high_fraction`: those of them below and above the clip range.
+        `dual_clip_fraction`: tokens whose loss the dual clip bounds. `approx_kl`: k3 of KL(old || current). `ratio`.
 
     Raises:
-        ValueError: the denominator is not positive, or unknown kind.
+        ValueError: denominator <= 0, or unknown kind.
     """
     token_loss = lookup(POLICY_LOSSES, settings.kind, "policy loss")
-    token_log_ratio = apply_mask(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    token_log_ratio = _clamped_log_ratio(logp, old_logp, mask)
     log_ratio = _mean_over_response(token_log_ratio, mask) if settings.kind == "gspo" else token_log_ratio
     cost = -apply_mask(advantages.detach(), mask)
-    losses, clipped = token_loss(apply_mask(logp, mask), log_ratio, cost, settings)
+    clipped = token_loss(apply_mask(logp, mask), log_ratio, cost, settings)
+    losses = clipped.losses
     if weights is not None:
         losses = losses * apply_mask(weights.detach(), mask)
     stats = {
-        "clip_fraction": masked_sum(clipped.to(losses.dtype), mask),
+        **_clip_stats(clipped, mask),
         "approx_kl": k3(-token_log_ratio.detach()).sum(),  # zero where the mask is 0: the log-ratio is zero there
         "ratio": masked_sum(token_log_ratio.detach().exp(), mask),
     }
     return _mean(losses.sum(), denominator), stats
+
+
+def _clip_stats(clipped: Clipped, mask: Tensor) -> dict[str, Tensor]:
+    """How many tokens the clips decide, scalars by name."""
+    by = {"clip": clipped.by_clip, "clip_high": clipped.by_clip & (clipped.ratio > 1)}
+    if clipped.by_dual_clip is not None:
+        by["dual_clip"] = clipped.by_dual_clip
+    sums = {f"{name}_fraction": masked_sum(each.to(clipped.losses.dtype), mask) for name, each in by.items()}
+    return sums | {"clip_low_fraction": sums["clip_fraction"] - sums["clip_high_fraction"]}
+
+
+def _clamped_log_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+    """`[B, T]` log of current / old, within +-20; 0 where the mask is 0."""
+    return apply_mask(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _mean_over_response(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -160,20 +199,48 @@ def _mean_over_response(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return apply_mask(mean + (log_ratio - log_ratio.detach()), mask)
 
 
+def covariances(logp: Tensor, advantages: Tensor, mask: Tensor, total: Tensor) -> Tensor:
+    """How far each token raises the covariance of log-probability and advantage: the product of its two distances from
+    the means; 0 where the mask is 0.
+
+    The entropy of a policy falls by the learning rate times that covariance, most of which is that of few tokens.
+    Clip-Cov takes a random few of those with a large product out of the policy loss. Source: Cui et al. 2025 (arXiv
+    2505.22617), the token-wise centered cross-product.
+
+    Args:
+        total: `[2, 3]`, the sums of `masking.moments` of logp and of the advantages over the optimizer step.
+    """
+    logp_mean, advantage_mean = (mean_variance(each)[0] for each in total)
+    products = (logp.detach() - logp_mean) * (advantages.detach() - advantage_mean)
+    return apply_mask(products, mask).to(logp.dtype)
+
+
 # --- the other losses; `denominator` and `weights` are those of `policy_loss`
 
 
 def kl_loss(
-    logp: Tensor, ref_logp: Tensor, mask: Tensor, denominator: float, kind: str, weights: Tensor | None = None
+    logp: Tensor,
+    old_logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor,
+    denominator: float,
+    kind: str,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """KL to the reference as a loss (scalar): the masked sum of weights * `log_ratio_kl` / `denominator`.
 
-    The gradient reaches `logp` only. Source: Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) eq. 3 and 4.
+    The tokens are of the old policy. The kinds with a `+` are weighted by the detached ratio r = exp(logp - old_logp),
+    the log-ratio clamped to +-20: the expectation of d r grad logp over tokens of the old policy is the gradient of the
+    KL of the current one. The other kinds are as their papers have them, without a weight. The gradient reaches `logp`
+    only. Sources: Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) eq. 3 and 4; weight: DeepSeek-V3.2 (arXiv
+    2512.02556), "unbiased KL estimate".
 
     Raises:
         ValueError: the denominator is not positive, or unknown kind.
     """
     kl = estimate_kl(apply_mask(logp - ref_logp.detach(), mask), kind)
+    if kind.endswith("+"):
+        kl = kl * _clamped_log_ratio(logp, old_logp, mask).detach().exp()
     return _mean(kl.sum() if weights is None else (kl * apply_mask(weights.detach(), mask)).sum(), denominator)
 
 

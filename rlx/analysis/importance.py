@@ -17,7 +17,7 @@ from rlx.analysis.loading import Setting
 from rlx.analysis.statistics import Group
 from rlx.analysis.style import as_text
 from rlx.config.errors import ConfigError
-from rlx.config.sections import Mode
+from rlx.config.sweep import Mode
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -17,14 +17,16 @@ import pandas as pd
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC
-from rlx.tracking import mlflow
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.tracking.base import RunStatus, TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
+from rlx.tracking.services import mlflow
 
 Setting = int | float | str | None
 
 SAMPLE_COLUMNS = ("prompt", "completion", "answer", "score")  # older sample tables also have the step
+RACE_FILE = "race.txt"
+"""the artifact of a sweep with the lines of its race"""
 WATCHED = (
     DEFAULT_METRIC,
     "eval/reward",
@@ -89,6 +91,8 @@ class Sweep:
     options: dict[str, str] = field(default_factory=dict)  # space, search, scheduler, seeds, trials, steps, if recorded
     num_questions: int | None = None  # held-out questions of an evaluation, equal in all trials; None if not recorded
     experiment_id: str = ""  # of MLflow
+    planned: Mapping[str, float] = field(default_factory=dict)  # its cost at most, and the GPUs of a run; if recorded
+    rungs: tuple[int, ...] = ()  # the steps at which the scheduler judged trials, if it says so beforehand
 
     def num_questions_of(self, metric: str) -> int | None:
         """The number of held-out questions, if the metric is the share of correct answers to them; otherwise None."""
@@ -138,6 +142,8 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         options=_options(parent, first_params.get("train.steps")),
         num_questions=None if num_questions is None else int(num_questions),
         experiment_id=parent.experiment_id,
+        planned=json.loads(parent.tags.get("rlx.planned", "{}")),
+        rungs=tuple(json.loads(parent.tags.get("rlx.rungs", "[]"))),
     )
 
 
@@ -182,6 +188,12 @@ def run_config(uri: str, trial: Trial) -> RunConfig:
     return from_tree(with_overrides(tree, changed), f"config.yaml of {trial.name}")
 
 
+def race_text(uri: str, sweep: Sweep) -> str:
+    """What a race has decided, a line per setting; empty for other sweeps."""
+    is_there = RACE_FILE in mlflow.artifact_names(uri, sweep.run_id)
+    return mlflow.read_artifact(uri, sweep.run_id, RACE_FILE).strip() if is_there else ""
+
+
 def folder_of(uri: str, trial: Trial) -> str | None:
     """The run folder of the last attempt of a trial; None if it was not recorded."""
     return mlflow.get_run(uri, trial.run_ids[-1]).tags.get("rlx.folder")
@@ -207,7 +219,7 @@ def _attempts_by_trial(uri: str, parent: TrackedRun) -> list[list[TrackedRun]]:
 
 def _options(parent: TrackedRun, steps: str | None) -> dict[str, str]:
     """The options that a sweep was started with; older sweeps have recorded fewer of them."""
-    options = {key: parent.params.get(key) for key in ("space", "search", "scheduler")}
+    options = {key: parent.params.get(key) for key in ("space", "search", "scheduler", "budget")}
     options |= {"seeds": parent.tags.get("rlx.seeds"), "trials": parent.params.get("trials"), "steps": steps}
     return {key: value for key, value in options.items() if value is not None}
 

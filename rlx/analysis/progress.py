@@ -1,7 +1,7 @@
 """How a sweep went on: the best value after each trial that ended, and which trials a scheduler stopped at which step.
 
-A rung is a step at which the scheduler stopped at least one trial. It is read from the trials, so that it holds for
-every scheduler that stops trials. Left out: drawing.
+A rung is a step at which the scheduler stopped a trial, or at which it judged trials, as the sweep has recorded, and
+stopped none. Stops are read from the trials, so that they hold for every scheduler. Left out: drawing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pandas as pd
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.statistics import final_value, has_ended, rank_trials
 from rlx.analysis.style import short_names
-from rlx.config.sections import Mode
+from rlx.config.sweep import Mode
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Rung:
-    """A step at which trials were stopped: how many had a value there, and how many of them were stopped."""
+    """A step at which trials were judged: how many had a value there, and how many of them were stopped."""
 
     step: int
     reached: int
@@ -46,10 +46,13 @@ def best_so_far(sweep: Sweep, metric: str, mode: Mode) -> list[Finish]:
 
 
 def find_rungs(sweep: Sweep, metric: str) -> list[Rung]:
-    """The rungs of a sweep, first step first; none if no trial with the metric was stopped."""
+    """The rungs of a sweep that a trial with the metric has reached, first step first."""
     steps = [set(trial.curve(metric).index) for trial in sweep.trials]
     stops = [trial.stopped_at for trial in sweep.trials if trial.stopped_at is not None and has_ended(trial, metric)]
-    return [Rung(step, sum(step in each for each in steps), stops.count(step)) for step in sorted(set(stops))]
+    found = (
+        Rung(step, sum(step in each for each in steps), stops.count(step)) for step in sorted({*stops, *sweep.rungs})
+    )
+    return [rung for rung in found if rung.reached]
 
 
 def rung_table(sweep: Sweep, metric: str, mode: Mode) -> pd.DataFrame:

@@ -7,6 +7,7 @@ intervals up to the ends of the metric's range, and choose their axes so that th
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -14,12 +15,14 @@ import pandas as pd
 
 from rlx.analysis.statistics import Group
 from rlx.analysis.style import NUM_BANDS
-from rlx.tracking.mlflow_page import BEST
+from rlx.tracking.services.mlflow_page import BEST
 
 _MARGIN = 0.04  # of an axis beyond what it shows, so that a mark at its end is drawn in full
 _NEAR = 2  # times as far from the points as these are from each other, an interval's end is still shown
 _SHARES = ("accuracy", "_fraction")
-_NOT_NEGATIVE = ("/std", "/length", "length_mean", "/grad_norm", "/lr", "/entropy", "/ratio", "/weight_max", "/max_abs")
+_COUNTED = re.compile(r"/(avg|pass|maj)_at_\d+$")  # shares of eval.sets
+_LENGTHS = ("/length", "/length_mean", "/length_min", "/length_max")
+_NOT_NEGATIVE = ("/std", "_se", *_LENGTHS, "/grad_norm", "/lr", "/entropy", "/ratio", "/weight_max", "/max_abs")
 _AMOUNTS = ("time/", "tokens/", "memory/", "system/", "staleness/")
 
 
@@ -43,7 +46,7 @@ def natural_range(metric: str) -> Range:
     name = metric.removeprefix(BEST)
     if name.startswith("reward/") and name != "reward/std":  # whatever a reward function returns, under any name
         return Range()
-    if name.endswith(_SHARES):
+    if name.endswith(_SHARES) or _COUNTED.search(name):
         return Range(0, 1)
     if name.startswith(_AMOUNTS) or name.endswith(_NOT_NEGATIVE):
         return Range(low=0)

@@ -1,7 +1,7 @@
 """The analysis of a sweep as files: tables, a static picture, the best setting as YAML, and one page with everything.
 
-Left out: reading the sweep (loading.py), statistics (statistics.py), what the page shows (rlx.analysis.page), and
-significance tests that correct for the number of settings. To confirm a winner, run it again on fresh seeds.
+Left out: reading the sweep (loading.py), statistics (statistics.py, rlx.analysis.comparison), and what the page shows
+(rlx.analysis.page). To confirm a winner, run it again on fresh seeds.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from typing import Any
 import yaml
 
 from rlx.analysis import loading, static_figure, statistics, tables
+from rlx.analysis.comparison.evidence import EVIDENCE_FILE, Evidence, as_json, weigh
+from rlx.analysis.comparison.wording import sweep_verdict
 from rlx.analysis.loading import Setting, Sweep
-from rlx.analysis.sentences import summary_sentence
 from rlx.analysis.statistics import Group, best_first, group_trials
 from rlx.config.errors import ConfigError
+from rlx.config.experiment import with_experiment
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC, Mode, flatten
+from rlx.config.sections.base import flatten
+from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.storage.filesystem import StorageError, replace_file
-from rlx.tracking import mlflow
+from rlx.tracking.services import mlflow
 
 SETTINGS = "settings"
 """the title of the comparison of all settings, which every analysis has"""
+_AGAINST = "against "  # what the title of a comparison with another sweep begins with
 _LOCATION_KEYS = ("name", "storage")  # settings that say where a run is stored, not what it does
 
 
@@ -38,11 +42,12 @@ def write_report(
     mode: Mode = "max",
     by: str | None = None,
     against: Sweep | None = None,
+    evidence: Evidence | None = None,
 ) -> list[Path]:
     """Writes tables, pictures and the page into a folder and stores them with the MLflow run of the sweep.
 
     The run also gets the result in one sentence as its description, and the mean of the best setting as its metric.
-    For `by` and `against` see `comparisons`.
+    For `by` and `against` see `comparisons`; `evidence` is worked out if it is not given.
 
     Returns:
         The paths of the files.
@@ -54,18 +59,19 @@ def write_report(
     from rlx.analysis.page import sections  # imports plotly, which is slow
 
     compared = comparisons(sweep, metric, mode, by, against)
-    settings = compared[SETTINGS]
+    settings, evidence = compared[SETTINGS], evidence or evidence_of(compared, uri, metric, mode)
     recipe = best_yaml(sweep, settings, uri)
     texts = {
-        "analysis.html": sections.render(sweep, compared, recipe, uri, metric, mode),
+        "analysis.html": sections.render(sweep, compared, evidence, recipe, uri, metric, mode),
+        EVIDENCE_FILE: as_json(evidence, metric),
         "trials.csv": tables.trial_table(sweep, metric, mode).to_csv(index=False),
     }
     texts |= {"best.yaml": recipe} if recipe else {}
     files = {name: text.encode() for name, text in texts.items()} | _comparison_files(compared, sweep.name, metric)
     paths = _write(folder, files)
     mlflow.log_files(uri, sweep.run_id, paths, "analysis")
-    description = f"{summary_sentence(settings, metric)} analysis/analysis.html has the rest."
-    mlflow.log_summary(uri, sweep.run_id, description, {metric: settings[0].mean} if settings[0].values else {})
+    description = f"{sweep_verdict(settings, evidence, metric)} analysis/analysis.html has the rest."
+    mlflow.log_summary(uri, sweep.run_id, description, _best_metrics(settings, evidence, metric))
     return paths
 
 
@@ -87,8 +93,20 @@ def comparisons(
     if against:
         ours, theirs = compared[SETTINGS][0], group_trials(against, metric, mode)[0]
         winners = (_labelled(sweep.name, ours), _labelled(against.name, theirs))
-        compared[f"against {against.name}"] = best_first(winners, mode)
+        compared[f"{_AGAINST}{against.name}"] = best_first(winners, mode)
     return compared
+
+
+def evidence_of(compared: Mapping[str, Sequence[Group]], uri: str, metric: str, mode: Mode) -> Evidence:
+    """What the compared runs prove, see `comparisons`."""
+    others = next((groups for title, groups in compared.items() if title.startswith(_AGAINST)), ())
+    return weigh(uri, compared[SETTINGS], metric, mode, others)
+
+
+def _best_metrics(settings: Sequence[Group], evidence: Evidence, metric: str) -> dict[str, float]:
+    """What the sweep's run in MLflow shows of its best setting: its mean, and what to expect of it on fresh seeds."""
+    seen = {metric: settings[0].mean} if settings[0].values else {}
+    return seen | ({f"{metric}/expected": evidence.winner.fresh.value} if evidence.winner else {})
 
 
 def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str) -> str:
@@ -112,18 +130,18 @@ def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str) -> str:
 
 
 def minimal_tree(config: RunConfig, without: Set[str] = frozenset(), keep: Set[str] = frozenset()) -> dict[str, Any]:
-    """The smallest settings tree that gives a config again, except for its name, its storage and `without`.
+    """The smallest settings tree that a command makes a config of again, except for its name, storage and `without`.
 
     Args:
         without: dotted keys to leave out.
         keep: dotted keys that stay even if they have their default.
     """
     values = {key: value for key, value in flatten(config).items() if key not in {*_LOCATION_KEYS, *without}}
-    wanted = from_tree(with_overrides({}, values))
+    wanted = from_tree(with_experiment(with_overrides({}, values)))
     for key in [key for key in values if key not in keep]:  # one by one: a default may depend on another setting
         fewer = {other: value for other, value in values.items() if other != key}
         try:
-            if from_tree(with_overrides({}, fewer)) == wanted:
+            if from_tree(with_experiment(with_overrides({}, fewer))) == wanted:
                 values = fewer
         except ConfigError:
             continue

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rlx.analysis.statistics import Group, difference
 from rlx.analysis.style import as_text
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
 
 
 def summary_sentence(groups: Sequence[Group], metric: str = DEFAULT_METRIC) -> str:

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from rlx.analysis.ranges import axis_of_curves, axis_of_values, natural_range, reach
 from rlx.analysis.statistics import Group, mean_curve
 from rlx.analysis.style import NUM_BANDS, colors
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
 
 _MAX_INTERVALS = 20  # groups whose final values fit into the figure
 _LABEL_WIDTH = 48  # characters of a line
@@ -51,7 +51,8 @@ def draw(groups: Sequence[Group], title: str, metric: str = DEFAULT_METRIC) -> F
     labels = [_folded(group.label) for group in drawn[:_MAX_INTERVALS]]
     finals.set_yticks(range(len(labels)), labels, fontsize=8)
     finals.invert_yaxis()
-    finals.set_title("last value of each run; mean, 95 % interval", fontsize=9)
+    has_intervals = any(len(group.values) > 1 for group in drawn)
+    finals.set_title(f"last value of each run{'; mean, 95 % interval' if has_intervals else ''}", fontsize=9)
     figure.text(0.02, 0.94, title, fontsize=13, fontweight="bold")
     figure.text(0.02, 0.9, _subtitle(drawn, len(groups) - len(drawn)), fontsize=9, color="#707070")
     return figure
@@ -59,7 +60,10 @@ def draw(groups: Sequence[Group], title: str, metric: str = DEFAULT_METRIC) -> F
 
 def _subtitle(drawn: Sequence[Group], num_left_out: int) -> str:
     counts = sorted({len(group.values) for group in drawn})
-    text = f"mean and 95 % interval of {' or '.join(map(str, counts)) or 'no'} runs each"
+    if counts == [1]:
+        text = "one run each, so no interval"
+    else:
+        text = f"mean and 95 % interval of {' or '.join(map(str, counts)) or 'no'} runs each"
     return text + (f"; {num_left_out} without a value left out" if num_left_out else "")
 
 

@@ -22,9 +22,9 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from rlx.analysis.loading import Setting, Sweep, Trial, check_metric
-from rlx.analysis.style import as_text, short_names
+from rlx.analysis.style import settings_label
 from rlx.config.errors import ConfigError, nearest
-from rlx.config.sections import DEFAULT_METRIC, Mode
+from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.tracking.base import RunStatus
 
 """which end of a metric is good"""
@@ -200,9 +200,8 @@ def _group(settings: dict[str, Setting], trials: Sequence[Trial], metric: str, n
         values_by_setting.setdefault(tuple(trial.settings.values()), []).append(final_value(trial, metric))
     values = tuple(float(np.mean(repeated)) for repeated in values_by_setting.values())
     estimate = mean_interval(values, num_questions)
-    parts = zip(short_names(settings), settings.values(), strict=True)
     return Group(
-        label=", ".join(f"{name} {as_text(value)}" for name, value in parts) or "the one setting",
+        label=settings_label(settings),
         settings=settings,
         trials=tuple(trials),
         ended=ended,

@@ -6,7 +6,7 @@ Left out: statistics, and every kind of figure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
@@ -27,6 +27,12 @@ def short_names(keys: Iterable[str]) -> list[str]:
     keys = list(keys)
     last = [key.rpartition(".")[2] for key in keys]
     return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
+
+
+def settings_label(settings: Mapping[str, Any]) -> str:
+    """Settings in one line: actor_lr 0.0001, epochs 2."""
+    parts = zip(short_names(settings), settings.values(), strict=True)
+    return ", ".join(f"{name} {as_text(value)}" for name, value in parts) or "the one setting"
 
 
 def as_text(value: Any, digits: int = 3) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.statistics import Group, best_value, final_value, group_trials, rank_trials
 from rlx.analysis.style import as_text, short_names
-from rlx.config.sections import DEFAULT_METRIC, Mode
+from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.tracking.base import RunStatus
 from rlx.tracking.console import plain_console, table_text
 

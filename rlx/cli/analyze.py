@@ -6,15 +6,17 @@ Left out: the analysis itself (rlx.analysis).
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC, metric_name
+from rlx.runs import preflight
 from rlx.storage.addresses import local_folder
-from rlx.tracking import mlflow
+from rlx.tracking.services import mlflow
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--experiment", default="rlx", help="MLflow experiment of the sweep (default: %(default)s)")
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: in --storage)")
     parser.add_argument("--storage", default="storage", help="folder with the runs (default: %(default)s)")
-    parser.add_argument("--metric", default=DEFAULT_METRIC, help="metric to rank settings by (default: %(default)s)")
+    parser.add_argument(
+        "--metric", type=metric_name, default=DEFAULT_METRIC, help="metric to rank settings by (default: %(default)s)"
+    )
     parser.add_argument("--mode", choices=("max", "min"), default="max", help="whether high or low is good")
     parser.add_argument(
         "--by",
@@ -49,9 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_analysis(args: argparse.Namespace) -> int:
     """Prints the ranking of the sweep and writes its files; returns the exit status."""
     storage = local_folder(args.storage)
+    preflight.check_tracking(args.tracking_uri)
     uri = args.tracking_uri or existing_uri(storage)
-    from rlx.analysis import loading, report, tables  # slow to import
-    from rlx.analysis.sentences import difference_sentence, summary_sentence
+    mlflow.find_experiment(uri, args.experiment)  # before what is slow to import
+    from rlx.analysis import loading, report, tables
+    from rlx.analysis.comparison.wording import gap_sentence, sweep_verdict
 
     names = loading.sweep_names(uri, args.experiment)
     sweep = loading.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
@@ -64,14 +70,15 @@ def print_analysis(args: argparse.Namespace) -> int:
     for groups in compared.values():
         print(f"{tables.format_table(tables.group_table(groups), width)}\n")
     settings = compared[report.SETTINGS]
-    print(f"{summary_sentence(settings, args.metric)}\n")
-    if against:
-        print(f"{difference_sentence(*compared[f'against {against.name}'])}\n")
+    evidence = report.evidence_of(compared, uri, args.metric, args.mode)
+    print(f"{sweep_verdict(settings, evidence, args.metric)}\n")
+    if evidence.against:
+        print(f"{gap_sentence(evidence.against)}\n")
     if settings[0].ended:
-        run = loading.folder_of(uri, settings[0].trials[0]) or "RUN"
+        run = shlex.quote(loading.folder_of(uri, settings[0].trials[0]) or "RUN")
         print(f"its model: rlx export {run} --checkpoint best --register NAME\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
-    paths = report.write_report(sweep, folder, uri, args.metric, args.mode, args.by, against)
+    paths = report.write_report(sweep, folder, uri, args.metric, args.mode, args.by, against, evidence)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
     return 0
 

@@ -12,12 +12,12 @@ from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
+from rlx.runs import run_folder
 from rlx.runs.preflight import tracking_uri
-from rlx.runs.run_folder import checkpoint_of
 from rlx.storage import checkpoint_catalog
-from rlx.storage.checkpoint_manifest import Manifest
-from rlx.tracking import mlflow
-from rlx.tracking.mlflow import MLflowService
+from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.tracking.services import mlflow
+from rlx.tracking.services.mlflow import MLflowService
 
 SHOWN = (*listing.LISTED_METRICS, "eval/ema/accuracy")
 
@@ -45,16 +45,22 @@ def _argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
     )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the code of the model's folder (model.trust_remote_code) and use the tracking address, also of a "
+        "checkpoint that another person wrote, or this one elsewhere",
+    )
     return parser
 
 
 def write(args: argparse.Namespace) -> int:
     """Finds the checkpoint, exports it, and prints what it is and how to load it."""
     out = free_folder(args.out) if args.out else None
-    _, checkpoint = checkpoint_of(which(args.run, args.checkpoint), args.storage)
+    _, checkpoint = run_folder.checkpoint_of(which(args.run, args.checkpoint), args.storage)
     manifest = checkpoint.manifest
     assert manifest
-    config = run_config(args, checkpoint.name, manifest)
+    config = run_config(args, checkpoint)
     folder = out or free_folder(default_folder(args, f"{config.name}-{checkpoint.name}"))
     from rlx.runs import export  # slow to import
 
@@ -71,9 +77,10 @@ def write(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_config(args: argparse.Namespace, checkpoint: str, manifest: Manifest) -> RunConfig:
+def run_config(args: argparse.Namespace, checkpoint: CheckpointEntry) -> RunConfig:
     """Returns the config of the checkpoint's run, with the storage's address of today if the run is named."""
-    config = from_tree(manifest.config, f"checkpoint {checkpoint}")
+    tree = run_folder.inherited_settings(checkpoint, print, trust=args.trust, used=run_folder.USED_BY_EXPORTS)
+    config = from_tree(tree, f"checkpoint {checkpoint.name}")
     return config if "/" in args.run else config.model_copy(update={"storage": args.storage})
 
 
@@ -90,7 +97,10 @@ def registered(uri: str, run_id: str | None, folder: Path, name: str) -> str:
         ConfigError: MLflow does not take it.
     """
     if run_id is None:
-        raise ConfigError(f"--register {name}: MLflow had not answered when the checkpoint was written")
+        raise ConfigError(
+            f"--register {name}: MLflow has no run of this checkpoint: it had not answered when the checkpoint was "
+            f"written, or tracking.backends left it out"
+        )
     try:
         return mlflow.register(uri, run_id, folder, name)
     except Exception as error:  # each kind of MLflow store has its own errors

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rich.table import Table
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished_metrics, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
@@ -117,14 +117,14 @@ def runs_table(stored: Sequence[StoredRun], width: int | None = None) -> str:
         }
         for run in stored
     ]
-    return _table(rows, width)
+    return markdown_table(rows, width)
 
 
 def checkpoints_table(run: StoredRun, width: int | None = None) -> str:
     """Returns a table with a row per checkpoint: step, when written, size, ranks, metrics, state, newest or best."""
     watched = tuple(dict.fromkeys([*LISTED_METRICS, run.best_by]))
     metrics = [name for name in watched if any(entry.metric(name) is not None for entry in run.complete)]
-    return _table([_checkpoint_row(run, checkpoint, metrics) for checkpoint in run.checkpoints], width)
+    return markdown_table([_checkpoint_row(run, checkpoint, metrics) for checkpoint in run.checkpoints], width)
 
 
 def _checkpoint_row(run: StoredRun, checkpoint: StoredCheckpoint, metrics: Sequence[str]) -> dict[str, str]:
@@ -222,12 +222,18 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _table(rows: Sequence[dict[str, Any]], width: int | None) -> str:
-    """Returns rows as a Markdown table, folded to a terminal's width, without columns that are empty in all rows."""
+def markdown_table(
+    rows: Sequence[dict[str, Any]], width: int | None, numbers: Collection[str] = _NUMBER_COLUMNS
+) -> str:
+    """Returns rows as a Markdown table, folded to a terminal's width, without columns that are empty in all rows.
+
+    Args:
+        numbers: columns that are right-aligned, as those of metrics are.
+    """
     table = Table(box=box.MARKDOWN)
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     for name in columns:
-        is_number = name in _NUMBER_COLUMNS or "/" in name
+        is_number = name in numbers or "/" in name
         table.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
         table.add_row(*(row[name] for name in columns))

@@ -6,17 +6,18 @@ Left out: the options that one command has besides the settings. Imports neither
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import parse_yaml
 from rlx.config.run import RunConfig, is_setting, sections, settings
-from rlx.config.sections import flatten
+from rlx.config.sections.base import flatten
 
 _received: list[int] = []
 """signals that asked this process to end, in order"""
@@ -72,17 +73,64 @@ def end_on_signals() -> None:
 
 def settings_parser(description: str, usage: str) -> argparse.ArgumentParser:
     """A parser with `--config FILE` and one option per setting; `usage`: its options, as --help shows them."""
-    parser = argparse.ArgumentParser(description=description, usage=f"%(prog)s {usage}", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=description, usage=f"%(prog)s {usage}", allow_abbrev=False, add_help=False
+    )
+    add_help(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
     add_settings(parser)
     return parser
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds one option per setting, e.g. --algorithm.kl-coef, in groups by section, with its meaning and default."""
+def add_help(parser: argparse.ArgumentParser) -> None:
+    """Adds --help [WORD] to a parser without help of its own."""
+    shown = "show all options; with a word the settings about it, with a section (train, reward, ...) its settings"
+    parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="WORD", help=shown)
+
+
+class _Help(argparse.Action):
+    """Prints the help of all options, or of the settings about a word, and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        part = parser
+        if values:
+            part = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+            add_settings(part, _about(values))
+        part.print_help()
+        parser.exit()
+
+
+def _about(word: str) -> list[str]:
+    """The settings of a section, or those that have a word in their names or texts, or are called so elsewhere.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = word.lower().replace("-", "_")
+    meant = _OTHER_NAMES.get(name.replace("_", "-"), "").replace("-", "_")
+    if name in sections():
+        return [key for key in settings() if key.startswith(f"{name}.")]
+    found = [
+        key
+        for key, field in settings().items()
+        if key == meant or name in key or word.lower() in str(field.description).lower()
+    ]
+    if not found:
+        raise ConfigError(f"--help {word}: no setting is about that{nearest(word, list(sections()))}")
+    return found
+
+
+def add_settings(parser: argparse.ArgumentParser, keys: Collection[str] | None = None) -> None:
+    """Adds one option per setting, e.g. --algorithm.kl-coef, in groups by section, with its meaning and default.
+
+    Args:
+        keys: the settings by dotted key; None: all.
+    """
     groups = {name: parser.add_argument_group(name or "run") for name in ("", *sections())}
     defaults = flatten(RunConfig())
     for key, field in settings().items():
+        if keys is not None and key not in keys:
+            continue
         groups[key.rpartition(".")[0]].add_argument(
             f"--{key.replace('_', '-')}",
             dest=key,
@@ -129,8 +177,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         _refuse(unknown[0], parser)
-    given = {key: _value(text, settings()[key].annotation) for key, text in vars(args).items() if key in settings()}
-    return args, given | entries
+    _refuse_empty(args, parser)
+    texts = {key: text for key, text in vars(args).items() if key in settings()}
+    given = {key: _value(text, settings()[key].annotation) for key, text in texts.items() if key != "name"}
+    named = {"name": texts["name"]} if "name" in texts else {}  # a run may be called "none"
+    return args, named | given | entries
 
 
 def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
@@ -140,6 +191,14 @@ def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
     # argparse has no public list of a parser's options.
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     raise ConfigError(f"unknown option {name}{_meant(name, known)}")
+
+
+def _refuse_empty(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Raises ConfigError for an option of the command itself whose value is empty, as of a shell's unset variable."""
+    for action in parser._actions:
+        is_empty = getattr(args, action.dest, None) == "" != action.const
+        if is_empty and action.dest not in settings():
+            raise ConfigError(f"{action.option_strings[0]}: expected a value, found an empty one")
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
@@ -169,7 +228,22 @@ def _split_entries(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             entries[key] = _parse(text)
         else:
             others.append(option.replace("_", "-") + equals + text)
-    return entries, others
+    return entries, _joined(others)
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """The arguments with values that begin with a hyphen, such as the pattern -?[0-9]+, joined to their settings.
+
+    argparse takes them for options.
+    """
+    joined: list[str] = []
+    for argument in arguments:
+        is_value = re.match(r"-(?!-|h$)", argument)
+        if is_value and joined and joined[-1].removeprefix("--").replace("-", "_") in settings():
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 # ---------------------------------------------------------------------------------------------------------------------

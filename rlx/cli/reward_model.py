@@ -7,6 +7,7 @@ the record of the training. Left out: using the model, which the settings under 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import time
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.config.sections import DataConfig
+from rlx.config.sections.data import DataConfig
 from rlx.tracking.base import RunStatus, RunWriter, TrackingService
 
 if TYPE_CHECKING:
@@ -80,17 +81,17 @@ def train_reward_model(args: argparse.Namespace) -> int:
     from rlx.runs import preflight
     from rlx.storage.addresses import resolve_address
     from rlx.tracking import console
-    from rlx.tracking.tracker import service_at
+    from rlx.tracking.services.mlflow import MLflowService
 
     config = RunConfig(storage=resolve_address(args.storage))
     pairs = preferences.read_pairs(args.pairs) if "pairs" in options else generated_pairs(args.seed, NUM_QUESTIONS)
     pairs, held_out = preferences.hold_out_pairs(pairs, args.held_out)
-    folder = _new_folder(config.storage, options.get("out"))
     recipe = preferences.Recipe(args.epochs, args.batch, args.lr, args.seed)
     steps = recipe.steps(len(pairs))
-    service = service_at(preflight.tracking_uri(config.tracking, config.storage))
+    service = MLflowService(preflight.tracking_uri(config.tracking, config.storage))
     experiment = config.tracking.experiment
     with (
+        new_folder(config.storage, options.get("out")) as folder,
         console.RunProgress(steps) as progress,
         _recorded(service, experiment, folder.name, options) as writer,
     ):
@@ -113,15 +114,33 @@ def generated_pairs(seed: int, size: int) -> list[Pair]:
     return preferences.pairs_of_questions([(row["question"], row["answer"]) for row in rows], seed)
 
 
-def _new_folder(storage: str, out: str | None) -> Path:
-    """The folder of the new reward model: `out`, or a free name in the storage; ConfigError if it exists."""
-    from rlx.storage.addresses import local_folder, open_storage
-    from rlx.storage.filesystem import free_name
+@contextmanager
+def new_folder(storage: str, out: str | None) -> Iterator[Path]:
+    """Gives the folder of the new reward model: `out`, or a free name in the storage. Nobody else gets it meanwhile.
 
-    models = open_storage(str(local_folder(storage) / "models"))
-    folder = Path(out or f"{models.path}/{free_name(models, 'reward')}").resolve()
-    _check_new(folder)
-    return folder
+    Raises:
+        ConfigError: it exists.
+        ClaimedError: another process makes it.
+    """
+    from rlx.storage import claims
+    from rlx.storage.addresses import local_folder
+    from rlx.storage.filesystem import Storage
+
+    models = local_folder(storage) / "models"
+    choices = [Path(out).resolve()] if out else (models / f"reward-{i}" for i in itertools.count(1))
+    for folder in choices:
+        if not out and folder.exists():
+            continue
+        try:  # beside the folder, which appears complete or not at all
+            claim = claims.take(Storage.local(folder.parent / f".{folder.name}.claim"), f"reward model {folder.name!r}")
+        except claims.ClaimedError:
+            if out:
+                raise
+            continue
+        with claim:
+            _check_new(folder)
+            yield folder
+        return
 
 
 def _check_new(folder: Path) -> None:

@@ -9,14 +9,26 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlx.cli.options import add_settings, end_on_signals, exit_code, parse
+from rlx.cli.options import add_help, add_settings, end_on_signals, exit_code, parse
 from rlx.config.errors import ConfigError, one_line
+from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
-from rlx.config.sections import DEFAULT_METRIC, Mode, ReuseName, SchedulerName, SearchName
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sweep import (
+    DEFAULT_ALPHA,
+    DEFAULT_METRIC,
+    OF_THE_MACHINE,
+    Mode,
+    ReuseName,
+    SchedulerName,
+    SearchName,
+    metric_name,
+)
 
 if TYPE_CHECKING:
     from rlx.runs.preflight import PreparedRun
@@ -25,10 +37,24 @@ if TYPE_CHECKING:
     from rlx.sweeps.records import SweepPlan, TrialRecord
     from rlx.types import Notify
 
-_OF_THE_CLUSTER = ("storage", "ray_address", "tracking.uri", "wait_for_resources")
-"""settings that may differ where a sweep is resumed"""
+_OF_THE_PLAN = (
+    "space",
+    "trials",
+    "seeds",
+    "max_seeds",
+    "alpha",
+    "search",
+    "scheduler",
+    "max_concurrent",
+    "reuse",
+    "metric",
+    "mode",
+    "budget",
+)
+"""options that the plan of a sweep keeps"""
 _DEFAULTS = Path(__file__).parent / "defaults"
-DEFAULT_SETTINGS, DEFAULT_SPACE = _DEFAULTS / "sweep.yaml", _DEFAULTS / "ppo.py"
+DEFAULT_SETTINGS = _DEFAULTS / "sweep.yaml"
+"""of a sweep of the default experiment"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def script() -> int:
         args, given = parse(parser, list(sys.argv[1:] if argv is None else argv))
         _check_options(parser, args, given)
-        tree = with_overrides(read_yaml(args.config), given)
-        from_tree(tree, args.config)  # bad settings are refused before anything slow is imported
+        tree = new_tree(args.config, given)
+        from_tree(tree, args.config or "command line")  # bad settings are refused before anything slow is imported
+        if args.resume is None and not args.config and "model.path" not in given:
+            print(DEFAULT_EXPERIMENT)
         return start_sweep(args, tree, given)
 
     return exit_code(script)
@@ -51,17 +79,32 @@ def argument_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--space FILE] [--trials N] [--seeds K] [--search NAME] [--scheduler NAME] [--resume [NAME]] "
         "[--SECTION.SETTING VALUE ...]",
         allow_abbrev=False,
+        add_help=False,
     )
-    parser.add_argument("--config", metavar="FILE", default=str(DEFAULT_SETTINGS), help="YAML settings")
-    parser.add_argument("--space", metavar="FILE", default=str(DEFAULT_SPACE), help="Python file with the search space")
+    add_help(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML settings (default: the tiny model's, and its sweep's)")
+    parser.add_argument(
+        "--space",
+        metavar="FILE",
+        help="Python file with the search space (default: learning rates of this kind of model, KL, passes)",
+    )
     parser.add_argument("--trials", metavar="N", type=int, default=4, help="settings to try (a grid tries all)")
     parser.add_argument("--seeds", metavar="K", type=int, default=1, help="runs of each setting, with different seeds")
     parser.add_argument("--search", choices=get_args(SearchName), default="random", help="how settings are chosen")
     parser.add_argument(
         "--scheduler", choices=get_args(SchedulerName), default="none", help="which trials are stopped early"
     )
-    parser.add_argument("--metric", default=DEFAULT_METRIC, help="what trials are compared by (default: %(default)s)")
+    parser.add_argument("--max-seeds", metavar="K", type=int, help="with --scheduler race: add seeds up to K")
+    parser.add_argument(
+        "--alpha", type=float, default=DEFAULT_ALPHA, help="with --scheduler race: its chance of dropping the best"
+    )
+    parser.add_argument(
+        "--metric", "--objective", type=metric_name, default=DEFAULT_METRIC, help="compare trials by it (%(default)s)"
+    )
     parser.add_argument("--mode", choices=get_args(Mode), default="max", help="whether high or low is good")
+    parser.add_argument(
+        "--budget", metavar="AMOUNT", help="try no more settings than this pays for: 500steps, 2Mtokens, 8gpu-h"
+    )
     parser.add_argument("--max-concurrent", metavar="N", type=int, help="run at most N trials at once")
     parser.add_argument(
         "--reuse",
@@ -69,6 +112,12 @@ def argument_parser() -> argparse.ArgumentParser:
         default="engines",
         help="what stays for the next trial: engines, engines and workers (short trials), or none",
     )
+    _add_resume_options(parser)
+    add_settings(parser)
+    return parser
+
+
+def _add_resume_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", metavar="NAME", nargs="?", const="", help="continue this sweep, or the newest")
     parser.add_argument(
         "--trust",
@@ -83,8 +132,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--from-scratch", action="store_true", help="with --restart-errored: they run again from the first step"
     )
-    add_settings(parser)
-    return parser
 
 
 def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, given: Mapping[str, Any]) -> None:
@@ -94,16 +141,30 @@ def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, gi
             raise ConfigError(f"--{option.replace('_', '-')} needs --resume")
     if args.from_scratch and not args.restart_errored:
         raise ConfigError("--from-scratch needs --restart-errored")
-    kept = ("config", "space", "trials", "seeds", "search", "scheduler", "max_concurrent", "reuse", "metric", "mode")
-    changed = any(getattr(args, option) != parser.get_default(option) for option in kept)
-    if args.resume is not None and (set(given) - set(_OF_THE_CLUSTER) or changed):
-        allowed = ", ".join(f"--{key.replace('_', '-')}" for key in _OF_THE_CLUSTER)
+    changed = any(getattr(args, option) != parser.get_default(option) for option in ("config", *_OF_THE_PLAN))
+    if args.resume is not None and (set(given) - set(OF_THE_MACHINE) or changed):
+        allowed = ", ".join(f"--{key.replace('_', '-')}" for key in OF_THE_MACHINE)
         raise ConfigError(
             f"--resume uses the sweep's own settings: only {allowed}, --trust and --restart-errored go with it"
         )
-    for option in ("trials", "seeds", "max_concurrent"):
+    for option in ("trials", "seeds", "max_seeds", "max_concurrent"):
         if (value := getattr(args, option)) is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
+
+
+def new_tree(file: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config tree of a new sweep: of the file, or of the default experiment's sweep, or of the options."""
+    if file:
+        return with_experiment(with_overrides(read_yaml(file), given))
+    tree = with_overrides({}, given)
+    return with_experiment(with_overrides(read_yaml(DEFAULT_SETTINGS), given)) if has_tiny_model(tree) else tree
+
+
+def default_space(model: ModelConfig) -> Path:
+    """Returns the search space for a kind of model: their learning rates are hundreds of times apart."""
+    if model.path == TINY:
+        return _DEFAULTS / "ppo_tiny.py"
+    return _DEFAULTS / ("ppo_lora.py" if model.lora_rank else "ppo.py")
 
 
 def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[str, Any]) -> int:
@@ -115,10 +176,12 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
 
     end_on_signals()
     started, is_resume = time.monotonic(), args.resume is not None
-    tree = with_overrides(tree, preflight.absolute_paths(from_tree(tree)))
+    config = from_tree(tree)
+    sizes = preflight.lengths(config.data, config.rollout, config.model.path)  # the same for all trials
+    tree = with_overrides(tree, preflight.absolute_paths(config) | sizes)
     storage = open_storage(tree["storage"])
     with claimed_plan(args, storage, tree, given) as (plan, restarted):
-        from rlx.sweeps import plans, tuner  # slow to import
+        from rlx.sweeps import plans, tuner, verdict  # slow to import
 
         with console.SweepProgress(plan.config.train.steps, plan.metric) as progress:
             with (
@@ -129,13 +192,19 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
             connect_cluster(prepared, plan.name, progress.message)
             plan = plan if is_resume else plans.create_sweep(plan, storage)
             where = tracking_lines(plan, storage)
-            lines = [plans.describe(plan), *(f"{trial} runs again" for trial in restarted), *where]
+            lines = [
+                plans.describe(plan),
+                *plans.prospects(plan),
+                *(f"{trial} runs again" for trial in restarted),
+                *where,
+            ]
             progress.message("\n".join(lines))
             progress.message(Phase("prompts and first trial"))
             results = _run(plan, storage, is_resume, progress.update)
         failures = tuner.failures(results)
         print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
         print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
+        print("".join(f"{line}\n" for line in verdict.race_lines(plan, results)), end="")
         write_analysis(plan, storage)
     print("\n".join(where))
     return 1 if failures else 0
@@ -179,7 +248,7 @@ def connect_cluster(prepared: PreparedRun, name: str, notify: Notify) -> None:
 
     connection.connect(prepared.config, prepared.resources, notify)
     end_on_signals()  # again: Ray has installed a handler of its own
-    end_with_ray(way_on(name))
+    end_with_ray(way_on(name), notify)
 
 
 def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> SweepPlan:
@@ -189,15 +258,8 @@ def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> Sw
     return SweepPlan(
         name=name,
         tree={key: value for key, value in tree.items() if key != "name"},
-        space=str(Path(args.space).resolve()),
-        trials=args.trials,
-        search=args.search,
-        scheduler=args.scheduler,
-        seeds=args.seeds,
-        max_concurrent=args.max_concurrent,
-        reuse=args.reuse,
-        metric=args.metric,
-        mode=args.mode,
+        space=str(Path(args.space or default_space(from_tree(dict(tree)).model)).resolve()),
+        **{option: getattr(args, option) for option in _OF_THE_PLAN if option != "space"},
     )
 
 
@@ -207,12 +269,13 @@ def checked_plan(plan: SweepPlan) -> SweepPlan:
     Raises:
         ConfigError: something of it cannot be used.
     """
-    from rlx.runs import preflight
+    from rlx.runs import preflight, run_folder
     from rlx.sweeps.choices import check_choices
 
     check_choices(plan)
     preflight.check_quickly(plan.config)
-    preflight.check_tracking(plan.config.tracking)
+    preflight.check_tracking(plan.config.tracking.uri)
+    run_folder.check_start(plan.config)
     from rlx.sweeps.space import load_space  # imports ray.tune, as the space itself may
 
     load_space(plan.space, plan.tree)
@@ -227,24 +290,27 @@ def resumed_plan(
     """Returns the saved plan, with the addresses of today, and the failed trials that run again."""
     from rlx.sweeps import plans
 
-    plan = plans.saved_sweep(storage, name, trust=args.trust)
-    today = {key: given[key] for key in _OF_THE_CLUSTER if key in given} | {"storage": tree["storage"]}
-    plan = replace(plan, tree=with_overrides(plan.tree, today))  # the storage may have been moved since
+    moved = {key: reduce(getitem, key.split("."), tree) for key in given}  # as absolute paths
+    plan = plans.continued_sweep(storage, name, {**moved, "storage": tree["storage"]}, trust=args.trust)
     return plan, plans.restart_failed(plan, storage, from_scratch=args.from_scratch) if args.restart_errored else []
 
 
 def tracking_lines(plan: SweepPlan, storage: Storage) -> list[str]:
-    """Returns where a sweep is in its tracking service."""
+    """Returns where a sweep is in its tracking services."""
     from rlx.tracking import outbox
 
-    service, run_id = plan.tracking, outbox.run_id(storage / "sweeps" / plan.name)
-    return [f"in {service.title}: {service.browse_command()}", f"at: {service.run_page(run_id)}"]
+    lines = []
+    for service in plan.tracking:
+        run_id = outbox.run_id(storage / "sweeps" / plan.name, service.name)
+        lines += [f"in {service.title}: {service.browse_command()}", f"at: {service.run_page(run_id)}"]
+    return lines
 
 
 def write_analysis(plan: SweepPlan, storage: Storage) -> None:
     """Writes the analysis of a sweep and prints its table."""
     from rlx.analysis import loading, report, tables
     from rlx.storage.addresses import local_folder
+    from rlx.sweeps import plans
     from rlx.tracking import outbox
 
     try:
@@ -255,6 +321,7 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
         folder = local_folder(plan.config.storage) / "analysis" / plan.name
         paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(plans.cost_line(plan, sweep))
         print(tables.format_table(tables.settings_table(sweep, plan.metric, plan.mode), width))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own errors

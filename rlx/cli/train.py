@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser
 from rlx.config.errors import ConfigError
+from rlx.config.experiment import DEFAULT_EXPERIMENT, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC, TrackingConfig
+from rlx.config.sections.data import DataConfig
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.records import TrackingConfig
+from rlx.config.sections.rollout import RolloutConfig
+from rlx.config.sections.train import TrainConfig
+from rlx.config.sweep import DEFAULT_METRIC
 
 if TYPE_CHECKING:
     from rlx.storage.filesystem import Storage
@@ -36,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _argument_parser() -> argparse.ArgumentParser:
     parser = settings_parser(
-        "PPO on a language model. Every setting has a default that runs on a 2-core machine.",
+        "PPO on a language model. Without --config and --model.path: rlx's tiny model learns sums, on 2 cores.",
         "[--config FILE] [--resume NAME | --from CHECKPOINT] [--SECTION.SETTING VALUE ...]",
     )
     parser.add_argument("--resume", metavar="NAME", help="continue the run of this name from its newest checkpoint")
@@ -81,10 +87,13 @@ def new_config(
         start: the checkpoint that the run starts from.
         trust: take all of the checkpoint's settings, whoever wrote them.
     """
-    base = read_yaml(file) if file else {}
+    base = with_experiment(read_yaml(file)) if file else {}
     if start:
         return from_tree(with_overrides(inherited_tree(start, base, given, trust=trust), given))
-    return from_tree(with_overrides(base, given), file or "command line")
+    config = from_tree(with_experiment(with_overrides(base, given)), file or "command line")
+    if not file and "model.path" not in given:
+        print(DEFAULT_EXPERIMENT)
+    return config
 
 
 def inherited_tree(
@@ -138,7 +147,7 @@ def _send_pending(tracking: TrackingConfig, storage: str, folder: Storage) -> No
     if outbox.pending(folder):
         from rlx.runs import launch, preflight  # slow to import
 
-        launch.send_pending(preflight.tracking_service(tracking, storage), folder, print)
+        launch.send_pending(preflight.tracking_services(tracking, storage), folder, print)
 
 
 def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
@@ -157,20 +166,33 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 
         progress.message(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
         if not resume:  # a resume keeps its records until the server answers
-            preflight.check_tracking(config.tracking)
+            preflight.check_tracking(config.tracking.uri)
+            run_folder.check_start(config)
         with run_folder.keeping_details(folder):
             prepared = preflight.prepare(config, progress.warm_start)
+        ready = prepared.config
+        progress.message(in_short(ready.model, ready.data, ready.rollout, ready.train, ready.resolved_critic))
         from rlx.cluster import connection  # slow to import: what is wrong has been said by now
         from rlx.cluster.watch import end_with_ray
         from rlx.runs import launch
 
         connection.connect(config, prepared.resources, progress.message)
         end_on_signals()  # again: Ray has installed a handler of its own
-        end_with_ray(way_on)
+        end_with_ray(way_on, progress.message)
         result = launch.run(prepared, folder, resume=resume, on_report=on_report, notify=progress.message)
     print(summary(prepared.name, first, result.metrics, time.monotonic() - started))
-    print(f"curves: {prepared.tracking.browse_command()}")
+    for service in prepared.tracking:
+        print(f"curves: {service.browse_command()}")
     return 0
+
+
+def in_short(model: ModelConfig, data: DataConfig, rollout: RolloutConfig, train: TrainConfig, critic: str) -> str:
+    """Returns one line with what is to be trained, and with the settings whose defaults depend on the model."""
+    rates = f"learning rate {train.actor_lr:g}" + (f", critic {train.critic_lr:g}" if critic != "none" else "")
+    return (
+        f"{model.path} in {model.dtype}; prompts of {data.source}, at most {data.max_prompt_tokens} tokens; responses "
+        f"of at most {rollout.max_tokens}; {rates}"
+    )
 
 
 @contextmanager

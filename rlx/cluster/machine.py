@@ -6,21 +6,24 @@ Left out: what a cluster that runs can hold (`resources`).
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import re
 import shutil
-import socket
 import sys
 from pathlib import Path
 
 from rlx.cluster.leftovers import ray_folder
-from rlx.cluster.resources import Bundle, Node, ResourcePlan, lack
+from rlx.cluster.placement import Bundle, Node
+from rlx.cluster.resources import ResourcePlan, lack
 from rlx.config.errors import ConfigError
+from rlx.config.reach import why_closed
 
-_ANSWER_S = 2.0
 _RAY_BYTES = 32 << 20
 """of logs and sockets of a short run"""
-_HOST_AND_PORT = re.compile(r"(?:ray://)?([^:/]+):(\d{1,5})")
+RAY_PROCESSES = ("gcs_server", "raylet")
+"""a cluster's first node has both, each other node the second"""
+_HOST_AND_PORT = re.compile(r"(?:ray://)?(\[[^]/]+\]|[^:/]+):(\d{1,5})")
 _OTHER_GPUS = ("/dev/kfd", "/dev/dxg", "/dev/accel")
 """devices of GPUs that NVIDIA's library does not count, but Ray may"""
 
@@ -111,13 +114,32 @@ def _has_joined() -> bool:
 
 
 def _check_answer(address: str) -> None:
-    """Raises ConfigError if nothing listens at an address of the form HOST:PORT; Ray itself would try for a minute."""
-    found = _HOST_AND_PORT.fullmatch(address)
-    if not found:
-        return
+    """Raises ConfigError if an address is none, or nothing listens there; Ray itself would try for a minute."""
+    scheme, mark, _ = address.partition("://")
+    if found := _HOST_AND_PORT.fullmatch(address):
+        reason = why_closed(found[1].strip("[]"), int(found[2]))
+        if reason:
+            raise ConfigError(f"ray_address {address}: no Ray cluster answers there ({reason}); `ray start` makes one")
+    elif address == "auto":
+        if not _runs_ray():
+            raise ConfigError("ray_address auto: no Ray cluster is on this machine; `ray start` makes one")
+    elif address != "local" and not (mark and _has_client(scheme)):
+        raise ConfigError(f"ray_address {address}: expected auto, HOST:PORT or ray://HOST:PORT")
+
+
+def _has_client(scheme: str) -> bool:
+    """Whether a package of this name is installed, which may have a client of Ray: a service's own."""
+    return scheme not in sys.stdlib_module_names and bool(importlib.util.find_spec(scheme))
+
+
+def _runs_ray() -> bool:
+    """Whether a node of Ray is on this machine; True where that cannot be seen."""
+    names = list(Path("/proc").glob("[0-9]*/comm"))
+    return not names or any(_text(file).strip() in RAY_PROCESSES for file in names)
+
+
+def _text(file: Path) -> str:
     try:
-        socket.create_connection((found[1], int(found[2])), _ANSWER_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"ray_address {address}: no Ray cluster answers there ({error}); `ray start` makes one"
-        ) from None
+        return file.read_text()
+    except OSError:  # the process has ended meanwhile
+        return ""

@@ -9,6 +9,7 @@ records (`rlx.runs.relay`).
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 import tempfile
 from pathlib import Path
@@ -56,6 +57,16 @@ def bring_folder(path: str, setting: str) -> None:
             _on(node, _unpack, content, path)
         except ray.exceptions.RayTaskError as error:
             raise ConfigError(f"{setting} {path}: it cannot be copied to {_title(node)}: {error.cause}") from None
+
+
+def check_path(path: str, setting: str) -> None:
+    """Raises ConfigError, naming a node, if a file or folder of this node is not at the same path on all others."""
+    missing = [node for node in other_nodes() if not _on(node, os.path.exists, path)] if os.path.exists(path) else []
+    if missing:
+        raise ConfigError(
+            f"{setting} {path}: {_title(missing[0])} does not have it. Trials with prompts of their own read them on "
+            "their own nodes: use S3, or a folder that all nodes have"
+        )
 
 
 def _title(node: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run needs of the cluster: one bundle per worker, engine and reward model, in two placement groups.
+"""What a run needs of the cluster: a bundle per worker, engine, reward model and environment, in two placement groups.
 
 `ResourcePlan.fits` predicts how many runs a cluster holds, with the rules by which Ray places bundles on nodes. Only
 what asks a cluster imports Ray: a plan is made and checked before.
@@ -7,29 +7,26 @@ Left out: the reservations, which `processes`, Ray Train and Ray Tune make.
 
 from __future__ import annotations
 
-import re
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
+from rlx.cluster.placement import TOLERANCE, Bundle, FreeNode, Node, meets, place, total_of
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.types import Notify
 
-Bundle = dict[str, float]
-"""amounts by resource name, e.g. {"CPU": 1.0, "GPU": 0.5}; on one node"""
-_TOLERANCE = 1e-6  # Ray counts in 1/10000
 _LOOK_S = 2.0  # between two looks at the nodes
-_LABELS = "labels {}"  # a made-up resource of the nodes that meet a label selector
 
 
 class BundleIndices(NamedTuple):
-    """Which bundles of a run's own placement group belong to the engines and the reward models."""
+    """Which bundles of a run's own placement group belong to the engines, the reward models and the environments."""
 
     engines: list[int]
     reward_models: list[int]
+    environments: list[int]
 
 
 class RoleLabels(NamedTuple):
@@ -38,14 +35,16 @@ class RoleLabels(NamedTuple):
     workers: Mapping[str, str] = {}
     engines: Mapping[str, str] = {}
     reward_models: Mapping[str, str] = {}
+    environments: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
 class ResourcePlan:
     """The bundles of one run, by what uses them.
 
-    Engines and reward models are in one placement group, `bundles`: that of the Tune trial, or one of the run's own.
-    Ray Train reserves the workers in a second group. A colocated engine is in none: it uses the GPU of its worker.
+    Engines, reward models and environments are in one placement group, `bundles`: that of the Tune trial, or one of the
+    run's own. Ray Train reserves the workers in a second group. A colocated engine is in none: it uses the GPU of its
+    worker.
     """
 
     workers: list[Bundle]
@@ -55,43 +54,47 @@ class ResourcePlan:
     labels: RoleLabels = field(default_factory=RoleLabels)
     colocated: bool = False  # each engine runs beside a worker, on its GPU
     accelerator: str | None = None  # kind of the workers' GPUs
+    environments: list[Bundle] = field(default_factory=list)
 
     @property
     def bundles(self) -> list[Bundle]:
-        """The bundles of engines and reward models in the order in which they are reserved."""
-        return [self._unordered[i] for i in self._order]
+        """The bundles of engines, reward models and environments in the order in which they are reserved."""
+        unordered = list(itertools.chain(*self._kinds))
+        return [unordered[i] for i in self._order]
 
     @property
     def selectors(self) -> list[dict[str, str]]:
         """The label selector of each of `bundles`."""
-        engines = [] if self.colocated else [self.labels.engines] * len(self.engines)
-        unordered = [*engines, *[self.labels.reward_models] * len(self.reward_models)]
+        labels = zip(
+            (self.labels.engines, self.labels.reward_models, self.labels.environments), self._kinds, strict=True
+        )
+        unordered = [selector for selector, bundles in labels for _ in bundles]
         return [dict(unordered[i]) for i in self._order]
 
     @property
     def indices(self) -> BundleIndices:
         """Indices in `bundles`."""
         index = {i: position for position, i in enumerate(self._order)}
-        first_model = len(self._unordered) - len(self.reward_models)
-        ranges = range(first_model), range(first_model, len(self._unordered))
-        return BundleIndices(*([index[i] for i in unordered] for unordered in ranges))
+        ends = itertools.accumulate(map(len, self._kinds), initial=0)
+        return BundleIndices(*([index[i] for i in range(*edges)] for edges in itertools.pairwise(ends)))
 
     @property
-    def _unordered(self) -> list[Bundle]:
-        return [*([] if self.colocated else self.engines), *self.reward_models]
+    def _kinds(self) -> tuple[list[Bundle], list[Bundle], list[Bundle]]:
+        return ([] if self.colocated else self.engines), self.reward_models, self.environments
 
     @property
     def _order(self) -> list[int]:
         """Largest part of a GPU first: in the order 0.4, 0.4, 0.6, 0.6 the bundles do not fit on two GPUs."""
-        size = [(bundle.get("GPU", 0.0), bundle.get("CPU", 0.0)) for bundle in self._unordered]
+        size = [(bundle.get("GPU", 0.0), bundle.get("CPU", 0.0)) for bundle in itertools.chain(*self._kinds)]
         return sorted(range(len(size)), key=lambda i: size[i], reverse=True)
 
     def total(self) -> Bundle:
         """Returns the sum of all bundles, e.g. {"CPU": 2.0}."""
-        return _total([*_reserved_workers(self), *self._unordered])
+        return total_of([*_reserved_workers(self), *itertools.chain(*self._kinds)])
 
     def __str__(self) -> str:
         counts = {"worker": len(self.workers), "engine": len(self.engines), "reward model": len(self.reward_models)}
+        counts["environment"] = len(self.environments)
         return " and ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n)
 
     def fits(self, nodes: Sequence[Node], most: int = 10_000) -> int:
@@ -100,7 +103,7 @@ class ResourcePlan:
         Both groups of each run find room when runs start one after another, and when the engines of all of them start
         before the workers of the first.
         """
-        free, count = [_FreeNode(node) for node in nodes], 0
+        free, count = [FreeNode(node) for node in nodes], 0
         while count < most and self._place_first(free) and self._place_second(free):
             count += 1
         while count and not self._fits_engines_first(nodes, count):
@@ -108,157 +111,21 @@ class ResourcePlan:
         return count
 
     def _fits_engines_first(self, nodes: Sequence[Node], count: int) -> bool:
-        free = [_FreeNode(node) for node in nodes]
+        free = [FreeNode(node) for node in nodes]
         engines = all(self._place_first(free) for _ in range(count))
         return engines and all(self._place_second(free) for _ in range(count))
 
-    def _place_first(self, nodes: Sequence[_FreeNode]) -> bool:
-        return self._place(nodes, self.bundles, self.selectors)
+    def _place_first(self, nodes: Sequence[FreeNode]) -> bool:
+        return place(nodes, self.bundles, self.selectors, self.strategy)
 
-    def _place_second(self, nodes: Sequence[_FreeNode]) -> bool:
-        return self._place(nodes, _reserved_workers(self), [dict(self.labels.workers)] * len(self.workers))
-
-    def _place(
-        self, nodes: Sequence[_FreeNode], bundles: Sequence[Bundle], selectors: Sequence[Mapping[str, str]]
-    ) -> bool:
-        """Takes the bundles of a group from the nodes.
-
-        Ray picks nodes by total free resources and does not retry if a node cannot fit the fractional GPUs, so it may
-        place fewer runs than would fit.
-        """
-        able = [node.offer(selectors) for node in nodes]
-        chosen = _CHOICES[self.strategy](_labelled(bundles, selectors), able)
-        return chosen is not None and all(nodes[i].take(b) for i, b in zip(chosen, bundles, strict=True))
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node of the cluster: what it has in all, and its labels."""
-
-    resources: Bundle
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-
-def _labelled(bundles: Sequence[Bundle], selectors: Sequence[Mapping[str, str]]) -> list[Bundle]:
-    """The bundles with a resource for each label selector, which only nodes with these labels have; see `offer`."""
-    return [b | ({_LABELS.format(dict(s)): 1.0} if s else {}) for b, s in zip(bundles, selectors, strict=True)]
-
-
-class _FreeNode:
-    """The free resources of a node."""
-
-    def __init__(self, node: Node) -> None:
-        self.labels, self.free = node.labels, dict(node.resources)
-        self.gpus = [1.0] * int(node.resources.get("GPU", 0))
-
-    def offer(self, selectors: Sequence[Mapping[str, str]]) -> Bundle:
-        """What is free, with one more resource for each label selector that the node meets."""
-        met = [dict(selector) for selector in selectors if selector and _meets(self.labels, selector)]
-        return self.free | {_LABELS.format(selector): 1e9 for selector in met}
-
-    def take(self, bundle: Bundle) -> bool:
-        """Takes a bundle if it fits; returns whether it did."""
-        amount = bundle.get("GPU", 0.0)
-        if not _contains(self.free, bundle) or (chosen := self._choose_gpus(amount)) is None:
-            return False
-        for i in chosen:
-            self.gpus[i] -= min(amount, 1.0)
-        _subtract(self.free, bundle)
-        return True
-
-    def _choose_gpus(self, amount: float) -> list[int] | None:
-        """Returns the GPUs that Ray would give: whole ones, or the fullest one with room for a part; None if none."""
-        enough = [i for i, free in enumerate(self.gpus) if free + _TOLERANCE >= min(amount, 1.0)]
-        if amount < 1:
-            return sorted(enough, key=lambda i: self.gpus[i])[:1] if enough or not amount else None
-        return enough[: int(amount)] if len(enough) >= amount else None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Placement rules of Ray's head node (bundle_scheduling_policy.cc): bundles, free resources of each node -> the node of
-# each bundle, None if they cannot be placed
-
-
-def _pack(bundles: Sequence[Bundle], free: list[Bundle]) -> list[int] | None:
-    """Uses few nodes: the best node for the first bundle takes all bundles that fit on it, then the next node."""
-    chosen, unused = [-1] * len(bundles), list(range(len(free)))
-    for i, bundle in enumerate(bundles):
-        if chosen[i] >= 0:
-            continue
-        if (node := _best_node(bundle, free, unused)) is None:
-            return None
-        unused.remove(node)
-        for j in range(i, len(bundles)):
-            if chosen[j] < 0 and _contains(free[node], bundles[j]):
-                _subtract(free[node], bundles[j])
-                chosen[j] = node
-    return chosen
-
-
-def _pack_on_one(bundles: Sequence[Bundle], free: list[Bundle]) -> list[int] | None:
-    node = _best_node(_total(bundles), free, range(len(free)))
-    return None if node is None else [node] * len(bundles)
-
-
-def _spread(bundles: Sequence[Bundle], free: list[Bundle], strictly: bool = False) -> list[int] | None:
-    """Gives each bundle a node of its own while there are unused nodes; `strictly`: always."""
-    chosen: list[int] = []
-    for bundle in bundles:
-        node = _best_node(bundle, free, [i for i in range(len(free)) if i not in chosen])
-        if node is None and not strictly:
-            node = _best_node(bundle, free, range(len(free)))
-        if node is None:
-            return None
-        _subtract(free[node], bundle)
-        chosen.append(node)
-    return chosen
-
-
-_CHOICES: dict[str, Callable[[Sequence[Bundle], list[Bundle]], list[int] | None]] = {
-    "PACK": _pack,
-    "STRICT_PACK": _pack_on_one,
-    "SPREAD": _spread,
-    "STRICT_SPREAD": partial(_spread, strictly=True),
-}
-
-
-def _best_node(bundle: Bundle, free: Sequence[Bundle], candidates: Iterable[int]) -> int | None:
-    """Returns the candidate that would keep the largest part of its free resources."""
-    able = [i for i in candidates if _contains(free[i], bundle)]
-    names = [name for name, amount in bundle.items() if amount]
-    return max(able, key=lambda i: -sum(bundle[name] / free[i][name] for name in names), default=None)
-
-
-def _meets(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node's labels meet a selector: a value, !value, in(a,b) or !in(a,b) for each label."""
-    return all(_matches(labels.get(name), wanted) for name, wanted in selector.items())
+    def _place_second(self, nodes: Sequence[FreeNode]) -> bool:
+        return place(nodes, _reserved_workers(self), [dict(self.labels.workers)] * len(self.workers), self.strategy)
 
 
 def _reserved_workers(needed: ResourcePlan) -> list[Bundle]:
     """Returns the workers' bundles as Ray Train reserves them: it adds the kind of accelerator by itself."""
     kind = {f"accelerator_type:{needed.accelerator}": 0.001} if needed.accelerator else {}
     return [{**worker, **kind} for worker in needed.workers]
-
-
-def _matches(value: str | None, wanted: str) -> bool:
-    if wanted.startswith("!"):
-        return not _matches(value, wanted[1:])
-    inside = re.fullmatch(r"in\((.*)\)", wanted)
-    return value in ([each.strip() for each in inside[1].split(",")] if inside else [wanted])
-
-
-def _contains(free: Mapping[str, float], bundle: Bundle) -> bool:
-    return all(free.get(name, 0.0) + _TOLERANCE >= amount for name, amount in bundle.items())
-
-
-def _subtract(free: Bundle, bundle: Bundle) -> None:
-    for name, amount in bundle.items():
-        free[name] = free.get(name, 0.0) - amount
-
-
-def _total(bundles: Sequence[Bundle]) -> Bundle:
-    names = {name: None for bundle in bundles for name in bundle}
-    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,14 +151,17 @@ def plan_resources(config: RunConfig) -> ResourcePlan:
     _check_whole_gpus("scaling.resources_per_worker", worker)
     _check_whole_gpus("rollout.resources_per_engine", engine)
     _check_whole_gpus("reward.resources_per_model", model)
+    hosts = config.environment.num_actors if config.environment.name else 0
+    roles = config.scaling, config.rollout, config.reward, config.environment
     return ResourcePlan(
         [worker] * config.scaling.num_workers,
         [engine] * config.rollout.num_engines,
         [model] * (config.reward.model_replicas if config.reward.model else 0),
         config.scaling.placement_strategy,
-        RoleLabels(config.scaling.label_selector, config.rollout.label_selector, config.reward.label_selector),
+        RoleLabels(*(each.label_selector for each in roles)),
         colocated,
         config.scaling.accelerator_type if worker.get("GPU") else None,
+        [dict(config.environment.resources_per_actor)] * hosts,
     )
 
 
@@ -343,16 +213,24 @@ def ask_for(needed: ResourcePlan, times: int) -> None:
     """
     from ray.autoscaler.sdk import request_resources
 
-    workers = _reserved_workers(needed)
-    selectors = [*needed.selectors, *[dict(needed.labels.workers)] * len(workers)]
-    request_resources(bundles=[*needed.bundles, *workers] * times, bundle_label_selectors=selectors * times)
+    bundles = [*needed.bundles, *_reserved_workers(needed)]
+    request_resources(bundles=bundles * times, bundle_label_selectors=_all_selectors(needed) * times)
+
+
+def _all_selectors(needed: ResourcePlan) -> list[dict[str, str]]:
+    """Returns the label selector of each bundle: of engines and reward models, then of workers."""
+    return [*needed.selectors, *[dict(needed.labels.workers)] * len(needed.workers)]
 
 
 def lack(needed: ResourcePlan, nodes: Sequence[Node]) -> str:
     """What a plan needs, and what the nodes have instead."""
-    total, cluster = needed.total(), _total([node.resources for node in nodes])
-    lacking = [name for name, amount in total.items() if amount > cluster.get(name, 0.0) + _TOLERANCE]
+    total, cluster = needed.total(), total_of([node.resources for node in nodes])
+    lacking = [name for name, amount in total.items() if amount > cluster.get(name, 0.0) + TOLERANCE]
     numbers = ", ".join(f"{total[name]:g} {name} but the cluster has {cluster.get(name, 0.0):g}" for name in lacking)
+    unmet = [s for s in _all_selectors(needed) if s and not any(meets(node.labels, s) for node in nodes)]
+    if unmet and not numbers:
+        labels = " and ".join(f"{name}={value}" for name, value in unmet[0].items())
+        return f"a node with the labels {labels}, which none of the {len(nodes)} nodes has"
     if not numbers:
         bundles = ", ".join(_text(bundle) for bundle in [*_reserved_workers(needed), *needed.bundles])
         numbers = f"{bundles}, which cannot be placed together on {len(nodes)} nodes with {_node_texts(nodes)}"

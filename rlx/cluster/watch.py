@@ -1,6 +1,7 @@
-"""Ends a command with one line when the Ray cluster that it started dies. Ray would wait a minute and print a page.
+"""Ends a command with one line when the Ray cluster that it started dies; says it when Ray has no room for objects.
 
-Left out: clusters that the command joined, whose processes are nobody's here.
+Ray itself would wait a minute and print a page after the first, and stand still without a word after the second.
+Left out: clusters that the command joined, whose processes and disks are nobody's here.
 """
 
 from __future__ import annotations
@@ -18,20 +19,29 @@ from pathlib import Path
 import ray
 
 from rlx.cluster.leftovers import ray_folder
+from rlx.cluster.machine import RAY_PROCESSES
+from rlx.types import Notify
 
-_NEEDED = ("gcs_server", "raylet")
-_LOOK_S = 1.0
+_LOOK_S, _LOOK_AT_DISK_S = 1.0, 10.0
 _FULL_BYTES = 1 << 20
+_SPILLED_BYTES = 100 << 20
+"""what Ray writes to the disk at once: its min_spilling_size. Where it does not fit, Ray tries for ever"""
+_MOST_OF_DISK = 0.95
+"""share of a disk beyond which Ray writes no more objects to it: its local_fs_capacity_threshold"""
+_SPILLED_FROM = 0.8
+"""share of the object store from which on Ray writes objects to the disk: its object_spilling_threshold"""
 
 
-def end_with_ray(way_on: str) -> None:
-    """Watches Ray's processes that this one has started.
+def end_with_ray(way_on: str, notify: Notify) -> None:
+    """Watches Ray's processes that this one has started, and the disk that they use.
 
     Args:
         way_on: what the person can do next.
+        notify: called once if Ray has no room for objects any more.
     """
     if needed := dict(_ray_children()):
-        threading.Thread(target=_watch, args=(needed, way_on), daemon=True, name="ray-watch").start()
+        for target, arguments in ((_watch, (needed, way_on)), (_watch_disk, (way_on, notify))):
+            threading.Thread(target=target, args=arguments, daemon=True, name=f"ray{target.__name__}").start()
 
 
 def _watch(needed: dict[int, str], way_on: str) -> None:
@@ -58,6 +68,33 @@ def lack_of_room(folder: Path) -> str:
     return f": {folder} is full, free some or set RAY_TMPDIR to a folder on another disk" if is_full else ""
 
 
+def _watch_disk(way_on: str, notify: Notify) -> None:
+    """Says once that objects fit neither into memory nor onto the disk; in a thread, as Ray may not answer."""
+    while ray.is_initialized():
+        if lacks_room_for_objects(ray_folder()) and _share_of_store() > _SPILLED_FROM:
+            notify(
+                f"warning: Ray's object store is full, and so is {ray_folder()}, where it would keep more: the run may "
+                f"stand still. Free some of that disk; or end the run and set RAY_TMPDIR to another disk, then {way_on}"
+            )
+            return
+        time.sleep(_LOOK_AT_DISK_S)
+
+
+def lacks_room_for_objects(folder: Path) -> bool:
+    """Whether Ray could not write objects that do not fit into memory to a folder's disk."""
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError:
+        return False
+    return disk.free < max(_SPILLED_BYTES, (1 - _MOST_OF_DISK) * disk.total)
+
+
+def _share_of_store() -> float:
+    """The share of the cluster's object store that holds objects."""
+    total, free = (each().get("object_store_memory", 0.0) for each in (ray.cluster_resources, ray.available_resources))
+    return 1 - free / total if total else 0.0
+
+
 def _ray_children() -> Iterator[tuple[int, str]]:
     """The living processes of Ray that this one has started."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -65,5 +102,5 @@ def _ray_children() -> Iterator[tuple[int, str]]:
             pid, _, rest = stat.read_text().partition(" (")
             name, _, fields = rest.rpartition(") ")
             state, parent = fields.split()[:2]
-            if name in _NEEDED and int(parent) == os.getpid() and state != "Z":
+            if name in RAY_PROCESSES and int(parent) == os.getpid() and state != "Z":
                 yield int(pid), name

@@ -14,6 +14,6 @@ Example:
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import flatten
+from rlx.config.sections.base import flatten
 
 __all__ = ["ConfigError", "RunConfig", "flatten", "from_tree", "read_yaml", "with_overrides"]

@@ -1,38 +1,99 @@
 """Whether an address holds a password, key or token, which would be kept with a run: one check for all addresses.
 
-Left out: which addresses there are, and what an error says; the settings and the storage know that.
+It reads an address as some server may read it: escapes of escapes, backslashes, options after "?", "&", ";" and "#",
+and addresses within options. Left out: keys that look like names, in a place that says nothing of a key.
 """
 
 from __future__ import annotations
 
 import re
 import urllib.parse
+from itertools import pairwise
+from typing import Annotated, Any
 
-_SECRET = re.compile(
-    r"passw|secret|credential|signature|token$|(access|api|private)[_-]?key|(^|[^a-z])(key|token|auth|sig|pwd)($|[^a-z])",
+import pydantic
+
+_SECRET = re.compile(  # names of options
+    r"passw|passphrase|secret|credential|signature|bearer|authorization|session_?id|token$"
+    r"|(access|account|api|auth|master|private|shared|subscription)[_-]?key"
+    r"|(^|[^a-z])(auth|code|creds?|jwt|keys?|pass|pw|pwd|sas|session|sig|tok|token)($|[^a-z])",
     re.IGNORECASE,
 )
-_PASSWORD = re.compile(r"://[^@/]*:(?!\d+/)[^@]*@")  # databases take one with "/" in it, which is no part of a host
-_WEB = ("http", "https", "ws", "wss")  # a lone user there is a token; a database's user is a name
+_OPTION = re.compile(r"[?&;#]\s*([^?&;#=]+)=?([^?&;#]*)")
+_PASSWORD = re.compile(r"(?<!/)//[^@/]*:(?!\d+/)[^@]*@")  # it may have "/" in it; after a port, that begins a path
+_USER = re.compile(r"([\w+.-]*):?(?<!/)//([^/?#@]*)(:[^@]*)?@")
+_DATABASE = re.compile(r"sql|oracle", re.IGNORECASE)  # a lone user of theirs is a name, of other servers a token
+_ISSUED = re.compile(  # how keys of services begin
+    r"(AKIA|ASIA)[A-Z0-9]{16}|(?<![A-Za-z0-9])(sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-)[A-Za-z0-9]{20}"
+)
+_LONG = re.compile(r"[A-Za-z0-9]{20,}")
+_DRAWN = 0.4  # share of neighbours of different kinds (small, capital, digit): of drawn characters 0.6, of words 0.2
+_LAYERS = 3  # of escapes
+_INSTEAD = {
+    "uri": "use MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the database's own variable, such as "
+    "PGPASSWORD",
+    "url": "use reward.url_key_env",
+    "judge_url": "use reward.judge_url_key_env",
+}
+
+
+def _refuse_secret(address: str, info: pydantic.ValidationInfo) -> str:
+    if holds_secret(address):
+        instead = _INSTEAD.get(info.field_name or "", "put it into the environment (AWS_SECRET_ACCESS_KEY, HF_TOKEN)")
+        raise ValueError(f"contains a user, password, token or key, which would be saved with the run: {instead}")
+    return address
+
+
+Address = Annotated[str, pydantic.AfterValidator(_refuse_secret)]
+"""a setting that takes an address, though it may also be a folder or a name"""
 
 
 def holds_secret(address: str) -> bool:
-    """Whether an address has a password or token before its host, or an option whose name says that it is a secret.
+    """Whether an address has a password or token before its host, an option that is named like a secret or has an "@",
+    or what looks like a key anywhere.
 
     Text that is no address holds none. `postgresql://USER@host/db` holds none: it names a user.
     """
-    if _PASSWORD.search(address):
-        return True
-    try:
-        parts = urllib.parse.urlsplit(address)
-    except ValueError:
-        return "@" in address
-    user, at, _ = parts.netloc.rpartition("@")
-    if at and (":" in urllib.parse.unquote(user) or parts.scheme in _WEB):
-        return True
-    options = [pair for text in (parts.query, parts.fragment) for pair in urllib.parse.parse_qsl(text, True)]
-    return any(_names_secret(name) or "@" in value for name, value in options)
+    text = re.sub(r"[\t\r\n]", "", address).replace("\\", "/")
+    for _ in range(_LAYERS):
+        text = urllib.parse.unquote(text)
+    if "//" not in text:
+        return False
+    return (
+        bool(_PASSWORD.search(text) or _ISSUED.search(text))
+        or any(_is_secret_user(*user.groups()) for user in _USER.finditer(text))
+        or any(_names_secret(name) or "@" in value for name, value in _OPTION.findall(text))
+        or any(map(_is_drawn, _LONG.findall(text)))
+    )
+
+
+def any_secret(value: Any) -> bool:
+    """Whether any text in a value, as YAML gives it, is an address that holds a secret.
+
+    Of a value that contains itself each part is looked at once.
+    """
+    left, seen = [value], set[int]()
+    while left:
+        part = left.pop()
+        if isinstance(part, str) and holds_secret(part):
+            return True
+        if isinstance(part, dict | list | tuple) and id(part) not in seen:
+            seen.add(id(part))
+            left += [*part, *part.values()] if isinstance(part, dict) else part
+    return False
+
+
+def _is_secret_user(scheme: str, user: str, rest: str | None) -> bool:
+    is_database = bool(_DATABASE.search(scheme))
+    return (rest is not None and is_database) or (rest is None and (":" in user or not is_database))
 
 
 def _names_secret(option: str) -> bool:
     return bool(_SECRET.search(option)) and not option.startswith("ssl")  # sslkey is the path of a file
+
+
+def _is_drawn(text: str) -> bool:
+    """Whether letters and digits look as if chance had drawn them, as in a key; ids in small letters do not."""
+    kinds = ["small" if each.islower() else "capital" if each.isupper() else "digit" for each in text]
+    changes = sum(left != right for left, right in pairwise(kinds))
+    return len(set(kinds)) == 3 and changes >= _DRAWN * (len(text) - 1)

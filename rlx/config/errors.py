@@ -23,5 +23,5 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
 
 def nearest(word: str, choices: Sequence[str]) -> str:
     """A hint for a mistyped word: "; nearest: X", or an empty text when no choice is similar."""
-    similar = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    similar = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     return f"; nearest: {similar[0]}" if similar else ""

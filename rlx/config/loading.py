@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from collections.abc import Mapping
+import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rlx.config.addresses import holds_secret
+from rlx.config.addresses import any_secret
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.run import RunConfig, is_dict, sections, setting_keys, settings
-from rlx.config.sections import DEFAULT_SOURCE
+from rlx.config.sections.data import DEFAULT_SOURCE
 
 _SHOWN_CHARACTERS = 300
 
@@ -121,17 +122,28 @@ def _explain(error: ErrorDetails) -> str:
     key = ".".join(str(part) for part in error["loc"])
     value = error["input"]
     if error["type"] == "extra_forbidden":
-        return f"unknown setting {key}{nearest(key, [*setting_keys(), *sections()])}"
+        return f"unknown setting {key}{nearest(key, [*_item_keys(error['loc']), *setting_keys(), *sections()])}"
     if error["type"] == "model_type":
-        message = f"expected a section of settings, such as {next(k for k in settings() if k.startswith(f'{key}.'))}"
+        inside = next((name for name in settings() if name.startswith(f"{key}.")), f"{key}.source")
+        message = f"expected a section of settings, such as {inside}"
     elif error["type"] == "int_parsing":
         message = f"expected a whole number{_in_digits(value)}"
     else:
         message = error["msg"].removeprefix("Value error, ")
     if not key or (isinstance(value, dict) and key in sections()):  # a section may hold an address with a password
         return message
-    shown = "" if isinstance(value, str) and holds_secret(value) else f" = {_shorten(value)}"
+    shown = "" if any_secret(value) else f" = {_shorten(value)}"
     return f"{key}{shown}: {message[0].lower()}{message[1:]}"
+
+
+def _item_keys(location: Sequence[int | str]) -> list[str]:
+    """The keys of an item of a setting that is a list, such as data.sources.0.weight, if a location is within one."""
+    section, setting, *item = [*location, "", ""][:3]
+    field = settings().get(f"{section}.{setting}")
+    if field is None or not item or not isinstance(item[0], int):
+        return []
+    kind = typing.get_args(field.annotation)[0]
+    return [f"{section}.{setting}.{item[0]}.{name}" for name in getattr(kind, "model_fields", ())]
 
 
 def _in_digits(value: Any) -> str:

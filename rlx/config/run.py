@@ -1,6 +1,6 @@
 """The settings of a run as one tree, and the dotted keys of all settings.
 
-Left out: the settings themselves (sections, algorithm), the rules between them (rules), reading them (loading).
+Left out: the settings themselves (rlx.config.sections), the rules between them (rules), reading them (loading).
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from pydantic.fields import FieldInfo
 
-from rlx.config import rules
-from rlx.config.algorithm import AlgorithmConfig
-from rlx.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    ParallelConfig,
-    RewardConfig,
-    RolloutConfig,
-    ScalingConfig,
-    Section,
-    TrackingConfig,
-    TrainConfig,
-    flatten,
-)
+from rlx.config import prompt_rules, rules
+from rlx.config.addresses import Address
+from rlx.config.defaults import following_defaults
+from rlx.config.sections import needs, schedule
+from rlx.config.sections.algorithm import AlgorithmConfig
+from rlx.config.sections.base import Section, flatten
+from rlx.config.sections.data import DataConfig, EvalConfig
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.records import CheckpointConfig, TrackingConfig
+from rlx.config.sections.reward import RewardConfig
+from rlx.config.sections.rollout import EnvironmentConfig, RolloutConfig
+from rlx.config.sections.scaling import ParallelConfig, ScalingConfig
+from rlx.config.sections.schedule import NumberSchedule
+from rlx.config.sections.train import TrainConfig
 
 _STEPS_TO_COMPILE = 100
+_CHANGING = ("algorithm", "train", "rollout")
+"""the sections that may have schedules"""
 
 
 class RunConfig(Section):
@@ -40,9 +40,9 @@ class RunConfig(Section):
     """name of the run and of its folder under storage; unset: ppo-1, ppo-2, ..."""
     seed: NonNegativeInt = 0
     """seed of the prompt order and of sampling"""
-    storage: str = "storage"
+    storage: Address = "storage"
     """folder, NFS mount or s3:// address of the runs"""
-    ray_address: str | None = None
+    ray_address: Address | None = None
     """Ray cluster to join, e.g. auto; unset: that in RAY_ADDRESS, or start one on this machine"""
     wait_for_resources: NonNegativeFloat = 900.0
     """seconds to wait until a cluster that was joined has room, e.g. until its autoscaler has started nodes"""
@@ -52,6 +52,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     scaling: ScalingConfig = ScalingConfig()
     parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
@@ -59,31 +60,38 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
 
     @pydantic.model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        rules.check_workers(self.scaling, self.parallel, self.train, self.model)
-        rules.check_adaptive_kl(self.algorithm, self.train)
-        rules.check_needs(
-            flatten(self) | {"algorithm.rollout_correction": self.resolved_rollout_correction},
-            {key: field.default for key, field in settings().items()},
-        )
-        rules.check_estimator(self.algorithm, self.model, self.train)
-        rules.check_critic_warmup(self.train, self.resolved_critic)
-        rules.check_losses(self.algorithm, self.rollout)
-        rules.check_ptx(self.algorithm, self.data, self.replicas)
-        rules.check_models(self.model, self.algorithm, self.resolved_critic, self.resolved_reference)
-        rules.check_adapters(self.model, self.rollout)
-        rules.check_overlap(self.rollout, self.train, self.algorithm, self.replicas)
-        rules.check_packing(self.train, self.scaling, self.model)
-        rules.check_colocated(self.rollout, self.scaling, self.model)
-        rules.check_old_logprobs(self.algorithm, self.rollout, self.resolved_critic, self.resolved_rollout_correction)
-        rules.check_engine_gpus(self.rollout)
-        rules.check_prompts(self.data, self.eval)
+    def _take_following_defaults(self) -> Self:
+        for key, default in following_defaults(self.model, self.scaling, self.environment).items():
+            name, _, setting = key.partition(".")
+            self.__dict__[name] = getattr(self, name).with_default(setting, default)
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        places = {(0, at) if each.by_tokens else (at, 0) for each in self.schedules.values() for at in each.places}
+        for config in (self, *(self.at(*place) for place in sorted(places))):
+            _check(config)
+        return self
+
+    @property
+    def schedules(self) -> dict[str, NumberSchedule]:
+        """The schedules of settings that change during the run, by dotted key."""
+        by_section = {name: getattr(self, name).schedules for name in _CHANGING}
+        return {f"{name}.{key}": each for name, schedules in by_section.items() for key, each in schedules.items()}
+
+    def at(self, step: int, tokens: int) -> Self:
+        """The settings of the step that follows so many steps and response tokens, with numbers for schedules."""
+        return self.model_copy(update={name: getattr(self, name).at(step, tokens) for name in _CHANGING})
 
     @property
     def replicas(self) -> int:
         """Number of training processes, or of tensor-parallel groups of them, that train on different completions."""
         return self.scaling.num_workers // self.parallel.tp
+
+    @property
+    def reward_parts(self) -> list[RewardConfig]:
+        """The rewards of each source of prompts, in the order of `data.parts`."""
+        return [self.reward.part(each.reward, each.answer_pattern) for each in self.data.sources] or [self.reward]
 
     @property
     def resolved_compile(self) -> bool:
@@ -113,7 +121,9 @@ class RunConfig(Section):
         """`model.reference` with `auto` resolved."""
         if self.model.reference != "auto":
             return self.model.reference
-        return "lora_off" if self.model.lora_rank else "copy"
+        if not any(self.algorithm.values("kl_coef")):
+            return "none"
+        return "lora_off" if self.model.lora_rank and not self.model.reference_path else "copy"
 
     @property
     def resolved_logprobs_every(self) -> int:
@@ -128,6 +138,51 @@ class RunConfig(Section):
         if self.algorithm.rollout_correction != "auto":
             return self.algorithm.rollout_correction
         return "tis" if self.rollout.max_staleness and self.algorithm.old_logprobs == "recomputed" else "none"
+
+
+def _check(config: RunConfig) -> None:
+    """Raises ValueError if settings do not work together."""
+    rules.check_workers(config.scaling, config.parallel, config.train, config.model)
+    rules.check_accelerator(config.scaling)
+    rules.check_adaptive_kl(config.algorithm, config.train)
+    resolved = {
+        "algorithm.rollout_correction": config.resolved_rollout_correction,
+        "algorithm.overlong_buffer": config.algorithm.overlong_tokens(config.rollout.max_tokens),
+    }
+    needs.check_needs(
+        flatten(config) | resolved,
+        {key: field.default for key, field in settings().items()},
+    )
+    rules.check_estimator(config.algorithm, config.model, config.train)
+    rules.check_critic_warmup(config.train, config.resolved_critic)
+    rules.check_losses(config.algorithm, config.rollout)
+    rules.check_ptx(config.algorithm, config.data, config.replicas)
+    rules.check_models(config.model, config.algorithm, config.resolved_critic, config.resolved_reference)
+    rules.check_adapters(config.model, config.rollout)
+    rules.check_overlap(config.rollout, config.train, config.algorithm, config.replicas)
+    rules.check_packing(config.train, config.scaling, config.model)
+    rules.check_colocated(config.rollout, config.scaling, config.model)
+    rules.check_options(config.rollout, config.resolved_rollout_correction)
+    rules.check_old_logprobs(
+        config.algorithm, config.rollout, config.resolved_critic, config.resolved_rollout_correction
+    )
+    rules.check_engine_gpus(config.rollout)
+    rules.check_signal(config.reward, config.model)
+    rules.check_environment(config.environment, config.algorithm, config.reward)
+    prompt_rules.check_sources(config.data, config.eval, config.reward)
+    prompt_rules.check_curriculum(config.data, config.rollout, config.algorithm, config.reward_parts)
+    prompt_rules.check_sets(config.eval, config.data, config.reward)
+    for number, part in enumerate(config.data.parts):
+        prompt_rules.check_prompts(part, config.eval.part(config.data, number))
+    problem = schedule.conflict(
+        config.schedules,
+        adapts_kl=config.algorithm.adaptive_kl_target is not None,
+        exact_entropy=config.algorithm.exact_entropy,
+        filters=config.algorithm.filter_groups,
+        is_ahead=config.rollout.max_staleness > 0,
+    )
+    if problem:
+        raise ValueError(problem)
 
 
 def sections() -> dict[str, type[Section]]:

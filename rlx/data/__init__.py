@@ -5,7 +5,7 @@ Imports rlx.config, rlx.types, rlx.storage to open S3, and the child processes o
 run in Ray Data.
 
 Example:
-    from rlx.config.sections import DataConfig, EvalConfig
+    from rlx.config.sections.data import DataConfig, EvalConfig
     from rlx.data import prompts, sources
 
     data = DataConfig(source="reasoning_gym:chain_sum")

@@ -34,7 +34,7 @@ def limited(what: str, seconds: float, memory: int) -> Iterator[None]:
 
     handler, (soft, hard) = signal.signal(signal.SIGALRM, end), resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_most(memory, soft), hard))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    outer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     except MemoryError:
@@ -42,6 +42,7 @@ def limited(what: str, seconds: float, memory: int) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *outer)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

@@ -13,21 +13,25 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import tempfile
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlx.config.errors import ConfigError
-from rlx.config.sections import DataConfig
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.sections.data import DataConfig
 from rlx.data import ray_data
 from rlx.data.limits import limited
+from rlx.data.stored.columns import SYSTEM_ROLES, ChatMessage
 
 if TYPE_CHECKING:
     import ray.data
@@ -44,12 +48,12 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 def tokenize_rows(
     rows: ray.data.Dataset | Iterable[dict[str, Any]], config: DataConfig, tokenizer: TokenizerSource
 ) -> ray.data.Dataset:
-    """Returns the rows with a column `token_ids`: the question in the model's chat template.
+    """Returns the rows with a column `token_ids`: the question or the conversation in the model's chat template.
 
     Rows with more than `data.max_prompt_tokens` tokens are left out, with a warning.
 
     Args:
-        rows: {question, answer[, entry]} each.
+        rows: {question, answer[, messages][, entry]} each; `messages` are left out of what is returned.
         tokenizer: of the model.
 
     Raises:
@@ -57,7 +61,7 @@ def tokenize_rows(
     """
     ray_data.configure()
     source = _in_blocks(rows).materialize()
-    encoder = PromptEncoder(tokenizer, config.system_prompt)
+    encoder = PromptEncoder(tokenizer, config.system_prompt, config.chat_template_args)
     try:
         tokenizer.wait()
         table = source.map_batches(
@@ -103,29 +107,84 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
     return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
 
 
-def encode_prompts(tokenizer: Any, questions: Sequence[str], system_prompt: str | None) -> list[list[int]]:
-    """Returns each question's token ids `[P]` in the tokenizer's chat template; as bare text if it has none.
+def encode_prompts(
+    tokenizer: Any,
+    given: Sequence[str | Sequence[ChatMessage]],
+    system_prompt: str | None,
+    template_args: Mapping[str, Any] | None = None,
+) -> list[list[int]]:
+    """Returns the token ids `[P]` of each question or conversation in the tokenizer's chat template.
+
+    Without a template a question is bare text, after the system message.
+
+    Args:
+        system_prompt: the system message of those that have none.
+        template_args: further arguments of the template.
 
     Raises:
-        ValueError: the template takes too long or too much memory.
+        ValueError: the template takes too long or too much memory, or knows an argument not; or there is none, and a
+            conversation has several messages.
     """
-    if not questions:
+    if not given:
         return []
+    chats = [_with_system(each, system_prompt) for each in given]
+    _check_arguments(tokenizer.chat_template, template_args or {})
     if not tokenizer.chat_template:
-        before = f"{system_prompt}\n\n" if system_prompt else ""
-        return [list(ids) for ids in tokenizer([f"{before}{question}" for question in questions]).input_ids]
-    start = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    chats = [[*start, {"role": "user", "content": question}] for question in questions]
+        return _text_ids(tokenizer, [_bare_text(chat) for chat in chats], add_special_tokens=True)
     with limited("the chat template", _TEMPLATE_S, _TEMPLATE_BYTES):
-        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    if (longest := max(map(len, texts))) > max(map(len, questions)) + _TEMPLATE_LENGTH:
+        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False, **template_args or {})
+    most = max(sum(len(message["content"]) for message in chat) for chat in chats)
+    if (longest := max(map(len, texts))) > most + _TEMPLATE_LENGTH:
         raise ValueError(f"the chat template makes {longest:,} characters of a question")
-    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    return _text_ids(tokenizer, texts, add_special_tokens=False)
 
 
-def encode_prompt(tokenizer: Any, question: str, system_prompt: str | None) -> list[int]:
-    """Returns the token ids `[P]` of one question."""
-    return encode_prompts(tokenizer, [question], system_prompt)[0]
+def _text_ids(tokenizer: Any, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    """The token ids of each text, as `tokenizer(texts)` gives them.
+
+    That takes more than twice as long, because it makes several more lists for each text, and the place in the text of
+    each token. So the library below the tokenizer is asked for the ids alone. The tokenizer does the first text, which
+    prepares the library, and shows whether this tokenizer does more than the library.
+    """
+    first = list(tokenizer(texts[0], add_special_tokens=add_special_tokens).input_ids)
+    if getattr(tokenizer, "is_fast", False):
+        found = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        if found[0].ids == first:
+            return [each.ids for each in found]
+    return [list(ids) for ids in tokenizer(texts, add_special_tokens=add_special_tokens).input_ids]
+
+
+def _with_system(given: str | Sequence[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
+    """The messages of a question or a conversation, a system message first if one is given."""
+    messages = [ChatMessage(role="user", content=given)] if isinstance(given, str) else list(given)
+    if not system_prompt or messages[0]["role"] in SYSTEM_ROLES:
+        return messages
+    return [ChatMessage(role="system", content=system_prompt), *messages]
+
+
+def _check_arguments(template: Any, given: Mapping[str, Any]) -> None:
+    """Raises ValueError if a chat template reads an argument nowhere: it would be ignored without a word."""
+    names = sorted(set(re.findall(r"[A-Za-z_]\w*", str(template or ""))))
+    for name in given:
+        if name not in names:
+            raise ValueError(f"its chat template has no argument {name!r}{nearest(name, names)}")
+
+
+def _bare_text(chat: Sequence[ChatMessage]) -> str:
+    said = [message for message in chat if message["role"] not in SYSTEM_ROLES]
+    if len(said) > 1:
+        raise ValueError(f"there is no chat template, which a conversation of {len(said)} messages needs")
+    return "\n\n".join(message["content"] for message in chat)
+
+
+def encode_prompt(
+    tokenizer: Any,
+    given: str | Sequence[ChatMessage],
+    system_prompt: str | None,
+    template_args: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Returns the token ids `[P]` of one question or conversation; see `encode_prompts`."""
+    return encode_prompts(tokenizer, [given], system_prompt, template_args)[0]
 
 
 @dataclass(frozen=True)
@@ -196,16 +255,18 @@ def _load(source: TokenizerSource) -> Any:
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Turns questions into token ids, in a task."""
+    """Turns questions and conversations into token ids, in a task."""
 
     tokenizer: TokenizerSource
     system_prompt: str | None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, questions: Sequence[str]) -> Iterator[list[int]]:
+    def __call__(self, given: Sequence[str | Sequence[ChatMessage]]) -> Iterator[list[int]]:
         tokenizer = _load(self.tokenizer)
         with _one_thread():
-            for start in range(0, len(questions), _BATCH):
-                yield from encode_prompts(tokenizer, questions[start : start + _BATCH], self.system_prompt)
+            for start in range(0, len(given), _BATCH):
+                batch = given[start : start + _BATCH]
+                yield from encode_prompts(tokenizer, batch, self.system_prompt, self.template_args)
 
 
 @contextmanager
@@ -224,7 +285,20 @@ def _one_thread() -> Iterator[None]:
 
 def _tokenize_block(batch: pa.Table, encoder: PromptEncoder, max_tokens: int) -> pa.Table:
     """Adds `token_ids` to one block of rows and drops rows with more than `max_tokens`; runs in a Ray task."""
-    # With a type, so that an empty block has the same schema as the others.
-    token_ids = pa.array(encoder(batch["question"].to_pylist()), pa.list_(pa.int32()), size=len(batch))
+    given: list[Any] = batch["question"].to_pylist()
+    if "messages" in batch.column_names:
+        conversations = batch["messages"].to_pylist()
+        given = [chat or question for chat, question in zip(conversations, given, strict=True)]
+        batch = batch.drop_columns(["messages"])
+    token_ids = _joined(encoder(given))
     table = batch.append_column("token_ids", token_ids)
     return table.filter(pc.less_equal(pc.list_value_length(token_ids), max_tokens))
+
+
+def _joined(rows: Iterable[Sequence[int]]) -> pa.ListArray:
+    """Lists of token ids as one array; `pa.array` of such lists takes as long as the tokenizer."""
+    values, ends = array("i"), array("i", [0])
+    for row in rows:
+        values.extend(row)
+        ends.append(len(values))
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.frombuffer(values, np.int32)))

@@ -1,29 +1,33 @@
 """Prompts that reasoning-gym generates from seeds, and its scorers of answers.
 
-Some scorers evaluate what the policy has written, as Python or as formulas, so they run in a child process with limits.
+Some scorers evaluate what the policy has written, as Python or as formulas: they run in processes that can only
+compute, with limits.
 Left out: prompts that are stored in files (files.py).
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.errors import ConfigError, nearest
-from rlx.config.sections import GENERATED, DataConfig, EvalConfig
-from rlx.data.parsers import Row
+from rlx.config.sections.data import GENERATED, DataConfig, EvalConfig
+from rlx.data.stored.columns import Columns, Row
 from rlx.rewards.child import ChildError, ChildProcess, map_limited
 from rlx.types import Checker, GivenAnswer
 
 if TYPE_CHECKING:
     import ray.data
 
+_OWN = ("seed", "size")  # parameters that follow from other settings
+_GENERATING = ("data.source", "eval.sets")
 _SECONDS, _BATCH_SECONDS = 5.0, 5.0  # of computing: for one answer; for the slow ones of a batch
 
 
@@ -33,14 +37,19 @@ class ReasoningGymSource:
     is_generated = True
 
     def check(self, address: str, data: DataConfig, setting: str) -> None:
-        """Raises ConfigError for any setting but data.source, and for a name that reasoning-gym does not know."""
-        if setting != "data.source":
+        """Raises ConfigError for any setting but data.source and eval.sets, and for names of datasets and parameters
+        that reasoning-gym does not know."""
+        if setting.partition(" ")[0] not in _GENERATING:
             raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
-        _check_name(address.removeprefix(GENERATED))
+        try:
+            _check_names(address.removeprefix(GENERATED), data.params)
+        except ConfigError as error:
+            raise ConfigError(f"{setting}: {error}" if setting != "data.source" else str(error)) from None
 
     def first_rows(self, data: DataConfig, count: int) -> list[Row]:
         """Returns the rows of the first seeds; raises ConfigError if the dataset or its parameters cannot be used."""
-        return list(generated_questions(data, data.seed, count))
+        rows = generated_questions(data, data.seed, count)
+        return [Row(question=row["question"], answer=row["answer"], messages=None) for row in rows]
 
     def resolve(self, address: str) -> str:
         return address
@@ -76,7 +85,7 @@ class ReasoningGymSource:
                 scores = process.call((seed, size, [(answer.given, answer.entry) for answer in answers]))
             except ChildError as error:
                 raise RuntimeError(f"data.source {data.source}: its scorer {error}") from None
-            return [score or 0.0 for score in scores]
+            return [score if score and 0 < score <= 1 else 0.0 for score in scores]  # others are forged
 
         return check
 
@@ -109,23 +118,43 @@ def generated_questions(data: DataConfig, seed: int, size: int) -> Iterator[dict
         ConfigError: the dataset or its parameters cannot be used.
     """
     seen: set[str] = set()
+    columns = Columns(template=data.prompt_template)
     for index, item in enumerate(_create_dataset(data, seed, size)):
         if item["question"] not in seen:
             seen.add(item["question"])
-            yield {"question": item["question"], "answer": str(item["answer"]), "entry": index}
+            row = columns.row({"question": item["question"], "answer": str(item["answer"])})
+            yield {"question": row["question"], "answer": row["answer"], "entry": index}
 
 
-def _check_name(name: str) -> None:
-    """Raises ConfigError if the sources of reasoning-gym have the name of no such dataset; importing it takes seconds.
+def _check_names(name: str, params: Iterable[str]) -> None:
+    """Raises ConfigError if the sources of reasoning-gym have no such dataset or parameter; importing it takes seconds.
 
     A name that they have anywhere in quotes passes: `_create_dataset` checks it again.
     """
     found = importlib.util.find_spec("reasoning_gym")
     folders = (found.submodule_search_locations if found else None) or ()
     files = (file for folder in folders for file in Path(folder).rglob("*.py"))
-    source = "".join(file.read_text(errors="replace") for file in files)
-    if source and f'"{name}"' not in source and f"'{name}'" not in source:
-        raise ConfigError(_unknown_name(name, re.findall(r'^DATASET_NAME = "(\w+)"', source, re.MULTILINE)))
+    texts = [file.read_text(errors="replace") for file in files]
+    if texts and not any(f'"{name}"' in text or f"'{name}'" in text for text in texts):
+        raise ConfigError(_unknown_name(name, re.findall(r'^DATASET_NAME = "(\w+)"', "\n".join(texts), re.MULTILINE)))
+    for text in texts:
+        if f'DATASET_NAME = "{name}"' in text and (known := known_params(text)):
+            _check_params(name, params, known)
+
+
+def known_params(text: str) -> list[str]:
+    """The parameters of the dataset that a source file of reasoning-gym registers; none where that cannot be seen."""
+    registered = re.search(r"^register_dataset\(\s*DATASET_NAME,\s*\w+,\s*(\w+)", text, re.MULTILINE)
+    classes = (node for node in ast.parse(text).body if registered and isinstance(node, ast.ClassDef))
+    fields = (each for node in classes if registered and node.name == registered[1] for each in node.body)
+    targets = (each.target for each in fields if isinstance(each, ast.AnnAssign))
+    return [target.id for target in targets if isinstance(target, ast.Name) and target.id not in _OWN]
+
+
+def _check_params(name: str, params: Iterable[str], known: Sequence[str]) -> None:
+    for key in params:
+        if key not in known:
+            raise ConfigError(f"data.params.{key}: {name} has no such parameter{nearest(key, known)}")
 
 
 def _unknown_name(name: str, known: Sequence[str]) -> str:
@@ -140,10 +169,7 @@ def _create_dataset(data: DataConfig, seed: int, size: int) -> Any:
         from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped]
     if name not in DATASETS:
         raise ConfigError(_unknown_name(name, list(DATASETS)))
-    known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
-    for key in data.params:
-        if key not in known:
-            raise ConfigError(f"data.params.{key}: {name} has no such parameter{nearest(key, known)}")
+    _check_params(name, data.params, [field.name for field in fields(DATASETS[name][1]) if field.name not in _OWN])
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **data.params)
     except (TypeError, ValueError, AssertionError) as error:

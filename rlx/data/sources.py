@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from rlx.config.sections import GENERATED, DataConfig, EvalConfig
+from rlx.config.sections.data import GENERATED, DataConfig, EvalConfig
 from rlx.data import reasoning_gym
-from rlx.data.files import FileSource
-from rlx.data.hub import HUB, HubSource, is_saved_folder
-from rlx.data.parsers import Row
 from rlx.data.reasoning_gym import ReasoningGymSource
+from rlx.data.stored.columns import Row
+from rlx.data.stored.files import FileSource
+from rlx.data.stored.hub import HUB, HubSource, is_saved_folder
 from rlx.types import Checker
 
 if TYPE_CHECKING:
@@ -90,6 +90,30 @@ def first_rows(data: DataConfig, count: int) -> list[Row]:
     return find_source(data.source).first_rows(data, count)
 
 
+def table_names(data: DataConfig, use: str) -> list[str]:
+    """Returns the names of the prompt tables for a use (train, held_out), one for each source."""
+    return [f"{use}.{number}" for number in range(len(data.sources))] or [use]
+
+
+def set_table(name: str) -> str:
+    """Returns the name of the prompt table of one of eval.sets that has a source of its own."""
+    return f"eval.{name}"
+
+
+def set_rows(data: DataConfig, evaluation: EvalConfig, name: str) -> Rows:
+    """Returns the rows of one of eval.sets: the first of data.source, or those of its seeds.
+
+    Args:
+        data, evaluation: the settings of the set, see `EvalSetConfig.prompts` and `EvalConfig.of`.
+
+    Raises:
+        ConfigError: the source or a row of it cannot be used.
+    """
+    if find_source(data.source).is_generated:
+        return list(reasoning_gym.generated_questions(data, evaluation.seed, evaluation.num_prompts))
+    return read_rows(data.source, data, f"eval.sets {name}").limit(evaluation.num_prompts)
+
+
 def read_rows(address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
     """Returns all rows of a source that stores them, in their order.
 
@@ -127,8 +151,8 @@ def answer_checker(data: DataConfig, seed: int, size: int) -> Checker:
 def sample_questions(data: DataConfig, seed: int, size: int) -> Iterator[dict[str, Any]]:
     """Yields generated rows for a trial of a model.
 
-    They come from `data.source` if it generates rows, and otherwise from the default source: a prompt file may not be
+    They come from the first source that generates rows, and otherwise from the default source: a prompt file may not be
     on this machine.
     """
-    used = data if find_source(data.source).is_generated else DataConfig()
+    used = next((part for part in data.parts if find_source(part.source).is_generated), DataConfig())
     return reasoning_gym.generated_questions(used, seed, size)

@@ -1,15 +1,16 @@
-"""Each rank's share of the prompts of every step, in an order that depends on (seed, epoch) alone.
+"""Each rank's share of the prompts of every step, in an order that depends on the seed alone.
 
 The position in the order is one number, so the prompts of a step are the same on any number of ranks, and a resumed run
 continues where it stopped. A rank asks for its own rows only, a window ahead of the steps.
-Left out: where the rows lie on a cluster (blocks.py) and how they get their token ids (prompts.py).
+Left out: where the rows lie on a cluster (blocks.py), how they get their token ids (prompts.py), how several sources
+are mixed (mixture.py), and an order that follows from scores (curriculum.py).
 """
 
 from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +27,7 @@ _PRIME, _BASE = 2**61 - 1, 1_610_612_741  # of the checksum
 
 
 class PromptRows(Protocol):
-    """The rows of a prompt table {question, answer, token_ids[, entry]}, wherever they lie."""
+    """The rows of a prompt table {question, answer, token_ids[, entry][, source]}, wherever they lie."""
 
     def __len__(self) -> int: ...
 
@@ -88,12 +89,29 @@ def prompts(rows: PromptRows, ids: Sequence[int]) -> list[Prompt]:
 
 def _as_prompts(ids: Iterable[int], table: pa.Table) -> list[Prompt]:
     picked = table.to_pydict()
-    entries = picked.get("entry") or [None] * len(table)
-    rows = zip(ids, picked["token_ids"], picked["question"], picked["answer"], entries, strict=True)
-    return [
-        Prompt(int(prompt_id), tuple(token_ids), question, answer, entry)
-        for prompt_id, token_ids, question, answer, entry in rows
-    ]
+    entries, sources = picked.get("entry") or [None] * len(table), picked.get("source") or [0] * len(table)
+    rows = zip(ids, picked["token_ids"], picked["question"], picked["answer"], entries, sources, strict=True)
+    return [Prompt(int(prompt_id), tuple(token_ids), *cells) for prompt_id, token_ids, *cells in rows]
+
+
+class Order(Protocol):
+    """Which prompt comes when."""
+
+    def ids(self, positions: Sequence[int]) -> list[int]:
+        """Returns the id of the prompt at each position, from which its row follows; no id occurs twice."""
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Epoch after epoch, each in its own order."""
+
+    seed: int
+    size: int  # rows of the table
+
+    def ids(self, positions: Sequence[int]) -> list[int]:
+        """Returns the id of the prompt at each position: epoch x rows of the table + row."""
+        places = (divmod(position, self.size) for position in positions)
+        return [epoch * self.size + int(permutation(self.seed, epoch, self.size)[index]) for epoch, index in places]
 
 
 @dataclass(frozen=True)
@@ -104,9 +122,9 @@ class Share:
     rank: int = 0
     ranks: int = 1  # that share the table; tensor-parallel neighbours count as one
 
-    def stream(self, seed: int) -> PromptStream:
-        """Returns the rank's part of the prompts of training."""
-        return PromptStream(self.rows, seed, self.rank, self.ranks)
+    def stream(self, seed: int, order: Order | None = None) -> PromptStream:
+        """Returns the rank's part of the prompts of training; `order`: None: the shuffled rows."""
+        return PromptStream(self.rows, seed, self.rank, self.ranks, order=order)
 
     def in_order(self) -> list[Prompt]:
         """Returns the rank's part of the table, in its order: of every `ranks` rows, the one at `rank`."""
@@ -115,7 +133,7 @@ class Share:
 
 @dataclass
 class PromptStream:
-    """An endless stream of prompts: epoch after epoch, each in its own order. Every rank takes its share.
+    """An endless stream of prompts in an order. Every rank takes its share.
 
     `position` is the number of prompts that all ranks together have taken. With the seed, it determines the prompts.
     """
@@ -125,7 +143,12 @@ class PromptStream:
     rank: int = 0
     ranks: int = 1
     position: int = 0
+    order: Order | None = field(default=None, kw_only=True)  # None: the shuffled rows
+    success: np.ndarray | None = field(default=None, init=False)  # [rows], estimates of a curriculum; None without one
     _windows: list[_Window] = field(default_factory=list, init=False, repr=False)  # the current one and the next
+
+    def __post_init__(self) -> None:
+        self._order = self.order or Shuffled(self.seed, len(self.rows))
 
     def next(self, count: int) -> list[Prompt]:
         """Returns this rank's share of the next `count` prompts: of every `ranks` prompts, the one at `rank`."""
@@ -136,6 +159,10 @@ class PromptStream:
             rest = wanted[len(taken) :]
             taken += self._window(rest[0]).take(rest)
         return taken
+
+    def observe(self, correct: Sequence[float]) -> dict[str, float]:
+        """Learns how often the prompts that `next` gave last were answered correctly, by all ranks; returns metrics."""
+        return {}
 
     def with_ids(self, ids: Sequence[int]) -> list[Prompt]:
         """Returns the prompts with these ids, whatever the position."""
@@ -155,7 +182,7 @@ class PromptStream:
             _DIGEST: self.rows.digest,
         }
 
-    def seek(self, cursor: dict[str, int]) -> None:
+    def seek(self, cursor: Mapping[str, int]) -> None:
         """Goes to the position of a cursor.
 
         Raises:
@@ -183,13 +210,8 @@ class PromptStream:
         size = len(self.rows)
         count = min(WINDOW, -(-size // self.ranks))  # of a small table an epoch
         positions = range(start, start + count * self.ranks, self.ranks)
-        ids = [self._id(*divmod(position, size)) for position in positions]
+        ids = self._order.ids(positions)
         return _Window(positions, ids, self.rows.request(np.array(ids, dtype=np.int64) % size))
-
-    def _id(self, epoch: int, index: int) -> int:
-        """The id of the prompt at position `index` of an epoch."""
-        size = len(self.rows)
-        return epoch * size + int(_permutation(self.seed, epoch, size)[index])
 
 
 @dataclass
@@ -211,7 +233,7 @@ class _Window:
         return self.fetch()
 
 
-@functools.lru_cache(maxsize=4)  # of two streams, the present epoch and the next
-def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    """The order of the rows in an epoch: shape `[size]`."""
-    return np.random.default_rng((seed, epoch)).permutation(size)
+@functools.lru_cache(maxsize=32)  # of each source, the present epoch and the next
+def permutation(seed: int, epoch: int, size: int, number: int = 0) -> np.ndarray:
+    """The order of the rows in an epoch of the source with this number: shape `[size]`."""
+    return np.random.default_rng((seed, epoch, number)).permutation(size)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError, one_line
+from rlx.config.reach import ANSWER_S, why_silent
 
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "*.gguf")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
-_ANSWER_S = 2.0
 _LARGEST_HEADER = 100 << 20  # bytes, as safetensors has it
 
 
@@ -29,13 +29,14 @@ class ModelShape:
     heads: int | None
 
     @classmethod
-    def read(cls, path: str) -> ModelShape:
+    def read(cls, path: str, setting: str = "model.path") -> ModelShape:
         """Raises ConfigError if config.json is no JSON object."""
         try:
             content = json.loads((Path(path) / "config.json").read_text())
-            return cls(content.get("max_position_embeddings"), content.get("num_attention_heads"))
+            positions = content.get("max_position_embeddings") or content.get("n_positions")  # the latter in GPT-2
+            return cls(positions, content.get("num_attention_heads"))
         except (ValueError, AttributeError):
-            raise ConfigError(f"model.path {path}: its config.json is not a JSON object") from None
+            raise ConfigError(f"{setting} {path}: its config.json is not a JSON object") from None
 
 
 def is_model_folder(path: str, setting: str) -> bool:
@@ -55,22 +56,50 @@ def is_model_folder(path: str, setting: str) -> bool:
     return False
 
 
+def shape_on_hub(name: str) -> ModelShape:
+    """What the Hugging Face hub, or its cache here, says of a model's size; nothing if neither knows it."""
+    try:
+        return ModelShape.read(str(Path(_hub_config(name)).parent))
+    except ConfigError:
+        raise
+    except (OSError, ValueError):  # which errors of the hub and of a bad name are
+        return ModelShape(None, None)
+
+
 def check_hub_name(name: str, setting: str) -> None:
     """Raises ConfigError if the Hugging Face hub has no such model, or does not answer and none is in the cache."""
-    import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        huggingface_hub.hf_hub_download(name, "config.json", etag_timeout=_ANSWER_S)
-    except errors.LocalEntryNotFoundError:
+        _hub_config(name)
+    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
+        reason = one_line(error, 200)
         raise ConfigError(
-            f"{setting} {name}: no folder here, not in the cache of the Hugging Face hub, and the hub does not answer"
+            f"{setting} {name}: no folder here, not in the cache of the Hugging Face hub, and the hub does not answer "
+            f"({reason})"
         ) from None
     except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.EntryNotFoundError) as error:
         reason = one_line(error, 200)
         raise ConfigError(f"{setting} {name}: no folder here, and no model of the Hugging Face hub: {reason}") from None
     except OSError:  # the hub has said something else: the workers will see
         return
+
+
+def _hub_config(name: str) -> str:
+    """The path of a model's config.json in the cache of the Hugging Face hub; from the hub if it is not there.
+
+    Raises:
+        ConnectionError: the hub does not answer; without this check its client would try for half a minute.
+        OSError, ValueError: the errors of the hub's client.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if isinstance(cached := huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        return cached
+    if not constants.HF_HUB_OFFLINE and (reason := why_silent(constants.ENDPOINT)):
+        raise ConnectionError(reason)
+    return str(huggingface_hub.hf_hub_download(name, "config.json", etag_timeout=ANSWER_S))
 
 
 def check_model_files(path: str, setting: str) -> None:
@@ -85,6 +114,29 @@ def check_model_files(path: str, setting: str) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (file := folder / name).is_file():
             _check_json(file, setting)
+
+
+def check_same_tokens(path: str, other: str, setting: str) -> None:
+    """Raises ConfigError if the tokenizers in two folders number tokens differently.
+
+    Tokenizers without a tokenizer.json are not compared here.
+    """
+    files = [Path(folder, "tokenizer.json") for folder in (path, other)]
+    if not all(file.is_file() for file in files):
+        return
+    own, theirs = (_numbered_tokens(file, setting) for file in files)
+    if own != theirs:
+        raise ConfigError(f"{setting} {other}: its tokenizer is another one than that of {path}")
+
+
+def _numbered_tokens(file: Path, setting: str) -> list[Any]:
+    """What of a tokenizer.json says which number each token has."""
+    _check_json(file, setting)
+    content = json.loads(file.read_bytes())
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise ConfigError(f"{setting} {file}: not a tokenizer of Hugging Face")
+    added = [token for token in content.get("added_tokens") or () if isinstance(token, dict)]
+    return [content["model"].get("vocab"), [(token.get("id"), token.get("content")) for token in added]]
 
 
 def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:

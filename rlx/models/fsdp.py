@@ -5,6 +5,7 @@ Left out: cutting matrices over tensor-parallel ranks (tensor_parallel), and whe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> nn.Module:
     """Shards a model in place over the devices of a mesh, one shard per rank, and returns it.
 
-    Weights stay float32; forward and backward run in `dtype`, gradients are reduced in float32. Weights are gathered
-    unit by unit. A unit is one decoder layer of a large model, or several of a small one, because the Python code that
+    Weights become float32, unit by unit as they are cut: no rank holds all of a model that was loaded in bfloat16 in
+    float32. Forward and backward run in `dtype`, gradients are reduced in float32. Weights are gathered unit by unit. A
+    unit is one decoder layer of a large model, or several of a small one, because the Python code that
     gathers a small layer takes longer than its computation on the GPU. All other weights are one more unit.
 
     Args:
@@ -37,10 +39,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    model.to(mesh.device_type)
+    _move_buffers(model, mesh.device_type)
     # If no other rank has a shard, freeing gathered weights between forward and backward would free little.
     reshard_after_forward = False if mesh.size() == 1 and not offload else None
     for unit in (*_units(decoder_layers(model)), [model]):
+        _move_weights(unit, mesh.device_type)
         fully_shard(
             unit,
             mesh=mesh,
@@ -49,6 +52,20 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
             reshard_after_forward=reshard_after_forward,
         )
     return model
+
+
+def _move_weights(unit: Sequence[nn.Module], device: str) -> None:
+    """Moves the weights of a unit that are not cut yet, in float32; those that are cut are there already."""
+    for weight in itertools.chain.from_iterable(module.parameters() for module in unit):
+        if not isinstance(weight, DTensor):
+            weight.data = weight.data.to(device, torch.float32)
+
+
+def _move_buffers(model: nn.Module, device: str) -> None:
+    """Moves what a model holds beside its weights; numbers become float32."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device, torch.float32 if buffer.is_floating_point() else buffer.dtype))
 
 
 def reshard(model: nn.Module) -> None:

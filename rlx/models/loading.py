@@ -1,18 +1,24 @@
 """Loads policy, critic and reference from a Hugging Face folder, and prepares them for training.
 
-Left out: sharding (fsdp, tensor_parallel), and which of them a run needs (training). The functions here change a model
-before it is sharded.
+Left out: sharding (fsdp, tensor_parallel), which makes weights float32, and which models a run needs (training). The
+functions here change a model before it is sharded.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlx.config.errors import ConfigError
@@ -20,6 +26,9 @@ from rlx.models.fsdp import decoder_layers
 from rlx.models.logprobs import score_logits
 from rlx.models.lora import Adapters, add_adapters
 from rlx.models.policy import Critic, Policy
+
+Precision = torch.dtype | Literal["auto"]
+"""type of weights when they are loaded; "auto": the one in which the model was saved"""
 
 
 def load_policy(
@@ -29,35 +38,101 @@ def load_policy(
     seed: int = 0,
     adapters: Adapters | None = None,
     trust_remote_code: bool = False,
+    dtype: Precision = torch.float32,
+    setting: str = "model.path",
 ) -> Policy:
-    """Loads the model in `path` with float32 weights, not sharded.
+    """Loads the model in `path`, not sharded.
 
     Args:
         head: how a value head is initialised, a key of VALUE_HEADS; None: the policy has no value head.
         seed: of the value head.
         adapters: are trained instead of the weights.
+        dtype: of the weights.
+        setting: where the path comes from, for the text of errors.
 
     Raises:
         ConfigError: the model computes logits from hidden states in a way that Policy does not, or it lacks the layers
             that adapters are for.
     """
-    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code).eval()
     policy = Policy(lm, _value_head(lm.config.hidden_size, head, seed) if head else None)
-    _check_logits(policy, path)
+    _check_logits(policy, f"{setting} {path}")
     if adapters:
         add_adapters(lm, adapters)
     return policy
 
 
-def load_critic(path: str, *, head: str, seed: int = 0, trust_remote_code: bool = False) -> Critic:
-    """Loads a critic with the weights in `path`, which are those of the policy, and a new value head (VALUE_HEADS)."""
-    backbone = AutoModel.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
-    return Critic(backbone, _value_head(backbone.config.hidden_size, head, seed))
+def load_critic(
+    path: str,
+    *,
+    head: str,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    dtype: Precision = torch.float32,
+    setting: str = "model.path",
+) -> Critic:
+    """Loads a critic with the weights in `path`, those of the policy, of a reward model or of any other model.
+
+    A reward model is a sequence classifier with one label; the layer that gives its score becomes the value head, as in
+    Ouyang et al. 2022 (arXiv 2203.02155) app. C.4. Other models get a new head.
+
+    Args:
+        head: how a new head is initialised, a key of VALUE_HEADS.
+        seed: of a new head.
+        dtype: of the transformer's weights.
+        setting: where the path comes from, for the text of errors.
+
+    Raises:
+        ConfigError: a classifier has several labels or no linear layer that scores, or a token's output depends on
+            later tokens.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        classifier = AutoModelForSequenceClassification.from_pretrained(path, **options).eval()
+        backbone, value_head = classifier.base_model, _score_head(classifier, f"{setting} {path}")
+    else:
+        backbone = AutoModel.from_pretrained(path, **options).eval()
+        value_head = _value_head(backbone.config.hidden_size, head, seed)
+    if not _is_causal(backbone):
+        raise ConfigError(
+            f"{setting} {path}: a critic's values may not depend on later tokens, as those of this model do"
+        )
+    return Critic(backbone, value_head)
 
 
-def load_reference(path: str, *, trust_remote_code: bool = False) -> Policy:
-    """Loads a frozen policy: the reference that the KL is measured from."""
-    return load_policy(path, head=None, trust_remote_code=trust_remote_code).requires_grad_(False)
+def _score_head(classifier: Any, where: str) -> nn.Linear:
+    """A value head with the weights of the layer that scores; 0 where that layer has no bias."""
+    score = getattr(classifier, "score", None)
+    if not isinstance(score, nn.Linear) or score.out_features != 1:
+        raise ConfigError(f"{where}: its classifier has no linear layer `score` for one label")
+    head = nn.Linear(score.in_features, 1)
+    with torch.no_grad():
+        head.weight.copy_(score.weight)
+        head.bias.copy_(torch.zeros(1) if score.bias is None else score.bias)
+    return head
+
+
+@torch.no_grad()
+def _is_causal(backbone: Any) -> bool:
+    """Whether a token's output depends on it and earlier tokens alone, tried on two texts of different ends."""
+    ends = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]])
+    states = backbone(input_ids=ends, use_cache=False).last_hidden_state[:, :3]
+    return torch.allclose(states[0], states[1], rtol=1e-3, atol=1e-3 * float(states.abs().max()))
+
+
+def load_reference(
+    path: str,
+    *,
+    adapters: Adapters | None = None,
+    trust_remote_code: bool = False,
+    dtype: Precision = torch.float32,
+    setting: str = "model.path",
+) -> Policy:
+    """Loads a frozen policy: the reference that the KL is measured to; with adapters, which change nothing at first."""
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": dtype, "setting": setting}
+    policy = load_policy(path, head=None, adapters=adapters, **options)
+    return policy.requires_grad_(False)
 
 
 def transformer(model: Any) -> Any:
@@ -129,7 +204,7 @@ def _value_head(hidden_size: int, kind: str, seed: int) -> nn.Linear:
 
 
 @torch.no_grad()
-def _check_logits(policy: Policy, path: str) -> None:
+def _check_logits(policy: Policy, where: str) -> None:
     """Refuses models that change hidden states before the output layer, or logits after it: Policy does neither.
 
     For the check the output layer returns logits from -100 to 100, so that a change shows for any weights.
@@ -149,4 +224,4 @@ def _check_logits(policy: Policy, path: str) -> None:
     hook.remove()
     hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
     if not torch.allclose(logits, wide.expand_as(logits)) or not torch.allclose(head_inputs[0], hidden, rtol=1e-4):
-        raise ConfigError(f"model.path {path}: this architecture changes the input or the output of its output layer")
+        raise ConfigError(f"{where}: this architecture changes the input or the output of its output layer")

@@ -119,6 +119,7 @@ def token_logprobs(
     entropy: bool,
     logit_scorer: LogitScorer = score_logits,
     stored_logits: int = 0,
+    replaced: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each of N tokens, `[N]`, and on demand the entropy of its distribution in nats, `[N]`.
 
@@ -131,11 +132,12 @@ def token_logprobs(
         targets: `[N]`, the token ids.
         temperature: logits are divided by it.
         entropy: also compute the entropy.
-        logit_scorer: `score_logits`, or the same function compiled; on a GPU with Triton, `kernel_scores` replaces it.
+        logit_scorer: `score_logits`, or the same function compiled, or one that makes something else of the logits.
         stored_logits: memory for what is stored for the backward pass, as a number of float32 logits. `score_logits`
             stores one float32 number per logit, two with entropy; `kernel_scores` the logits themselves.
+        replaced: on a GPU with Triton, `kernel_scores` replaces the scorer.
     """
-    kernel = runs_kernels(hidden.device)
+    kernel = replaced and runs_kernels(hidden.device)
     scorer, vocabulary = kernel_scores if kernel else logit_scorer, head.weight.shape[0]
     width = hidden.element_size() if kernel else 4  # bytes per logit of what is computed at a time
     size = max(1, 4 * CHUNK // (width * vocabulary))

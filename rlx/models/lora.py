@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import ALL_LAYERS
+from rlx.config.sections.model import ALL_LAYERS
 from rlx.types import ShardedWeight
 
 _ADAPTER = "default"  # the name that peft gives the only adapter

@@ -82,6 +82,20 @@ def pack_row(
     )
 
 
+def same_prompts(ids: Tensor, prompts: Tensor, groups: Tensor) -> Tensor:
+    """`[B]` int64, equal for neighbours of one group whose prompts are the same tokens.
+
+    Args:
+        ids: `[B, L]` int64, prompt then response then padding.
+        prompts: `[B]` int64, their lengths.
+        groups: `[B]` int64.
+    """
+    inside = torch.arange(int(prompts.max()), device=ids.device) < prompts[:, None]
+    compared = torch.cat([groups[:, None], ids[:, : inside.shape[1]].where(inside, -1)], 1)
+    changes = (compared[1:] != compared[:-1]).any(1)
+    return torch.nn.functional.pad(changes.cumsum(0), (1, 0))
+
+
 def _segments(
     prompts: Sequence[int], responses: Sequence[int], groups: Sequence[int], width: int
 ) -> tuple[list[_Segment], list[int], list[int]]:
@@ -199,7 +213,8 @@ def obstacle(lm: Any) -> str | None:
     try:
         expected = _trial(lm, packed=False)
         enable(lm)
-        is_same = torch.allclose(_trial(lm, packed=True), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+        gap = 1e-3 if expected.dtype is torch.float32 else 0.05  # half precision rounds at the third digit
+        is_same = torch.allclose(_trial(lm, packed=True), expected, rtol=gap, atol=gap * float(expected.abs().max()))
     except Exception as error:
         return f"it does not run with another attention function ({type(error).__name__})"
     finally:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from rlx.models.logprobs import STORED_LOGITS, LogitScorer, score_logits, token_logprobs
-from rlx.models.packing import Packing, hidden_states
+from rlx.models.packing import Packing, hidden_states, pack_row
 
 
 class ResponseTokens(NamedTuple):
@@ -49,6 +50,60 @@ class ResponseTokens(NamedTuple):
         return flat.new_zeros(self.mask.shape).index_put(self.token_index, flat)
 
 
+class Sequences(NamedTuple):
+    """What a model reads to score episodes: each context of an episode is a sequence of its own.
+
+    The scores lie in the episodes' own `[B, T]`, so that nothing but the models knows of contexts.
+    """
+
+    ids: Tensor  # [S, L] int64, what is read then what is scored then padding
+    prompts: Tensor  # [S] int64, how much is read before the first token that is scored
+    sharing: Tensor  # [S] int64, equal for neighbours with the same prompt
+    number: Tensor  # [N] int64, the sequence of each scored token
+    column: Tensor  # [N] int64, its place after the prompt of that sequence
+
+    @classmethod
+    def of(cls, ids: Tensor, prompts: Tensor, mask: Tensor, contexts: Tensor, sharing: Tensor) -> Sequences:
+        """Cuts episodes. Waits for the GPU.
+
+        Args:
+            ids: `[B, L]` int64, prompt then response then padding.
+            prompts: `[B]` int64, lengths of the prompts.
+            mask: `[B, T]`, 1 on tokens that are scored.
+            contexts: `[B, T]` int64, the number of the context of each token of the response; 0 extends the prompt.
+            sharing: `[B]` int64, equal for neighbours with the same prompt.
+        """
+        rows, columns = mask.nonzero(as_tuple=True)
+        context = contexts[rows, columns]
+        begins = torch.ones_like(rows, dtype=torch.bool)
+        begins[1:] = (rows[1:] != rows[:-1]) | (context[1:] != context[:-1])
+        number = begins.cumsum(0) - 1
+        firsts = zip(rows[begins].tolist(), columns[begins].tolist(), context[begins].tolist(), strict=True)
+        lasts = columns[torch.cat([begins[1:], begins.new_ones(1)])].tolist()
+        lengths, shared, parts = prompts.tolist(), sharing.tolist(), list[Tensor]()
+        read, share, at = list[int](), list[int](), list[int]()
+        for (row, first, kind), last in zip(firsts, lasts, strict=True):
+            begin = lengths[row] + int((contexts[row] == kind).int().argmax()) if kind else 0
+            parts.append(ids[row, begin : lengths[row] + last + 1])
+            read.append(lengths[row] + first - begin)
+            share.append(len(shared) + len(share) if kind else shared[row])
+            at.append(first)
+        grid = nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        read_, share_, at_ = torch.tensor([read, share, at], device=ids.device)
+        return cls(grid, read_, share_, number, columns - at_[number])
+
+    def response_tokens(self, mask: Tensor, packed: bool) -> ResponseTokens:
+        """What the models take; `mask`: `[B, T]`, that of the episodes."""
+        before = self.number * self.ids.shape[1] + self.prompts[self.number] - 1 + self.column
+        rows, columns = mask.nonzero(as_tuple=True)
+        tokens = ResponseTokens(self.ids, mask, (rows, columns), before)
+        if not packed:
+            return tokens
+        lengths = self.column.new_zeros(len(self.prompts)).scatter_reduce(0, self.number, self.column + 1, "amax")
+        row = pack_row(self.ids, self.prompts, lengths, self.sharing, (self.number, self.column))
+        return tokens._replace(packing=row)
+
+
 class PolicyOutput(NamedTuple):
     """The scores of responses; every tensor is `[B, T]` float32 over response tokens, zero where padded.
 
@@ -74,6 +129,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.value_head = value_head
         self.logit_scorer: LogitScorer = score_logits  # or the same function, compiled
+        self.engine_scorer: LogitScorer | None = None  # while it is set, tokens are scored as engines draw them
         self.packs = False  # whether its layers take packed rows, see `packing.enable`
         self.stored_logits = STORED_LOGITS  # see `token_logprobs`; 0 where memory matters more than time
 
@@ -87,8 +143,9 @@ class Policy(nn.Module):
         """
         lm: Any = self.lm
         hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
+        scorer, is_usual = self.engine_scorer or self.logit_scorer, self.engine_scorer is None
         logprobs, entropies = token_logprobs(
-            head, hidden, tokens.targets, temperature, entropy, self.logit_scorer, self.stored_logits
+            head, hidden, tokens.targets, temperature, entropy, scorer, self.stored_logits, is_usual
         )
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
         return PolicyOutput(

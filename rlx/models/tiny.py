@@ -8,6 +8,8 @@ keeps a considerable probability. So reinforcement learning on this model mostly
 taught. It does not show that a reward alone teaches arithmetic to a model that has not learnt it.
 
 The completion is the bare answer and the end-of-turn token. Held-out questions are never in the practice set.
+A second recipe, `CALCULATING`, has sums of three numbers with three digits, which the model cannot do by itself. It has
+seen answers without help, most of which are beyond it, and in a part of the sums a call of a calculator and its result.
 Left out: any other task, resuming a stopped training, and the questions of reinforcement learning itself.
 """
 
@@ -46,6 +48,10 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+TOOL = "<|tool|>"
+CALL = ('<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>')
+"""what is before and after the expression in a call of the calculator; one token each"""
+TOOL_TEMPLATE = "{% for tool in tools or [] %}{{ '<|system|>' + tool['function']['name'] }}{% endfor %}" + CHAT_TEMPLATE
 CONTEXT_LENGTH = 512
 IGNORED = -100  # the label that cross_entropy skips
 
@@ -79,6 +85,13 @@ class WarmStart:
     careless_learning_rate: float = 8e-4
     warmup_steps: int = 30
     seed: int = 0
+    tool_rate: float = 0.0  # share of the sums that are shown with a call of the calculator; 0: the model knows of none
+
+
+CALCULATING = WarmStart(min_digits=3, max_digits=3, right_steps=700, careless_steps=0, tool_rate=0.2)
+"""the recipe of the tiny model that may use a calculator"""
+RECIPES = {"tiny": WarmStart(), "tiny-calculator": CALCULATING}
+"""what model.path names"""
 
 
 def make_tiny_model(
@@ -91,7 +104,7 @@ def make_tiny_model(
     """
     started = time.monotonic()
     recipe = recipe or WarmStart()
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(has_tool=recipe.tool_rate > 0)
     held_out = draw_questions(recipe, recipe.held_out_seed, recipe.held_out_size)
     with private_torch_state(recipe.seed):
         model = build_model(recipe, tokenizer)
@@ -109,21 +122,22 @@ def make_tiny_model(
     return report
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(has_tool: bool = False) -> PreTrainedTokenizerFast:
     """Tokens are characters, the phrases of the task and the markers of the chat; decoding restores the text."""
     characters = string.ascii_letters + string.digits + string.punctuation + " \n"
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    special, phrases = (*SPECIAL_TOKENS, *[TOOL] * has_tool), (*PHRASES, *[*CALL, "calculate"] * has_tool)
+    vocabulary = {token: i for i, token in enumerate((*special, *characters))}
     # Byte-pair encoding without merges splits into characters, and needs no separators, unlike the word models.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TOOL_TEMPLATE if has_tool else CHAT_TEMPLATE,
         model_max_length=CONTEXT_LENGTH,
         padding_side="left",
         clean_up_tokenization_spaces=False,
@@ -192,7 +206,27 @@ def greedy_accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     chat = [{"role": "user", "content": text}]
-    return cast(list[int], tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+    tools = [{"type": "function", "function": {"name": "calculate"}}] if TOOL in tokenizer.get_vocab() else None
+    return cast(
+        list[int], tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, return_dict=False)
+    )
+
+
+def _demonstrations(
+    tokenizer: PreTrainedTokenizerFast, questions: list[Question], first: int, tool_rate: float
+) -> list[tuple[list[int], list[int]]]:
+    """Completion and labels of each question, which are the `first`-th and later ones of the practice."""
+    shown = []
+    for number, (text, answer) in enumerate(questions, first):
+        ids = tokenizer.encode(answer + END)
+        labels = list(ids)
+        if int((number + 1) * tool_rate) > int(number * tool_rate):  # evenly, as slips are
+            call = tokenizer.encode(text.removeprefix(PHRASES[0]).removesuffix(PHRASES[3]).join(CALL) + END)
+            result = tokenizer.encode(TOOL + answer + ASSISTANT)
+            labels = [*call, *[IGNORED] * len(result), *ids]
+            ids = [*call, *result, *ids]
+        shown.append((ids, labels))
+    return shown
 
 
 def build_model(recipe: WarmStart, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -239,7 +273,7 @@ def _learning_rate(recipe: WarmStart, step: int) -> float:
     if step < recipe.right_steps:
         ramp = (step + 1) / recipe.warmup_steps
         return recipe.right_learning_rate * min(1.0, ramp, 1 - 0.9 * step / recipe.right_steps)
-    done = (step - recipe.right_steps) / recipe.careless_steps
+    done = (step - recipe.right_steps) / max(1, recipe.careless_steps)
     return recipe.careless_learning_rate * max(0.1, 1 - 0.9 * done)
 
 
@@ -252,21 +286,22 @@ def _batches(
         chosen = questions[start : start + recipe.batch]
         careless = start >= recipe.right_steps * recipe.batch
         answers = careless_answers(chosen, recipe.slip_rate if careless else 0.0)
-        completions = [tokenizer.encode(answer + END) for answer in answers]
+        said = [(text, answer) for (text, _), answer in zip(chosen, answers, strict=True)]
+        completions = _demonstrations(tokenizer, said, start, recipe.tool_rate)
         yield _pad([prompts[text] for text, _ in chosen], completions, cast(int, tokenizer.pad_token_id))
 
 
 def _pad(
-    prompts: list[list[int]], completions: list[list[int]], pad: int
+    prompts: list[list[int]], completions: list[tuple[list[int], list[int]]], pad: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Inputs `[B, L]` and labels `[B, T]`. All answers begin in one column, so only the last T logits are needed."""
-    before, after = max(map(len, prompts)), max(map(len, completions))
+    before, after = max(map(len, prompts)), max(len(completion) for completion, _ in completions)
     rows, masks, labels = [], [], []
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for prompt, (completion, own) in zip(prompts, completions, strict=True):
         left, right = before - len(prompt), after - len(completion)
         rows.append([pad] * left + prompt + completion[:-1] + [pad] * right)
         masks.append([0] * left + [1] * (len(rows[-1]) - left))
-        labels.append(completion + [IGNORED] * right)
+        labels.append(own + [IGNORED] * right)
     mask = torch.tensor(masks)
     # Positions do not depend on the padding: engines do not pad.
     positions = (mask.cumsum(1) - 1).clamp(min=0)

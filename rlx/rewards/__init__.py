@@ -6,7 +6,7 @@ trains a reward model on pairs. Left out: penalties for length and clipping or n
 May import rlx.config, rlx.types and rlx.actors.
 
 Example:
-    from rlx.config.sections import RewardConfig
+    from rlx.config.sections.reward import RewardConfig
     from rlx.rewards import scoring
     from rlx.types import Prompt, Response
 

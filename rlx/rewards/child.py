@@ -1,18 +1,22 @@
 """Calls code that others wrote in a child process, so that the run survives whatever it does.
 
 Such code may never end, hold the interpreter's lock in a C function, take all memory, or end its process. In a thread
-nothing of that can be stopped; a child process can be ended, and the next call starts another.
+nothing of that can be stopped; a child process can be ended, and the next call starts another. Code that evaluates what
+a policy wrote runs within walls, too (`map_limited`).
 Left out: which code that is, and what a failure means for the run.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import multiprocessing
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,13 +24,18 @@ from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
 
+from rlx.rewards.sandbox import walls
+
 _START_S = 600.0  # for what the code imports and loads
 _MARGIN_S = 30.0
 _MEMORY_LIMIT = 4 << 30  # bytes, of one forked process
 _SHORT_S = 0.1  # of the first attempt at an item
 _WAITING = 10  # an item may take so many times longer by the clock than it may compute
+_LATE_S = 5.0  # after which a forked process is ended that has switched off its own clock
+_LONGEST = 100  # bytes of a result
 
 Function = Callable[[Any], Any]
+Score = Callable[[Any], float]
 
 
 class ChildError(Exception):
@@ -134,7 +143,7 @@ def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
     """(True, the result), or (False, (what was raised and where, in one line; the traceback))."""
     try:
         return True, function(*arguments)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, which no signal brings here
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(repr(error).split())
         return False, (f"{text[:300]} at {frame.filename}:{frame.lineno}", traceback.format_exc())
@@ -144,62 +153,75 @@ def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
 # Within a child process: many items, each with a limit
 
 
-def map_limited(function: Function, items: Sequence[Any], seconds: float, batch_seconds: float) -> list[Any]:
-    """Calls the function with each item, in forked processes; None for an item that computes for too long.
+def map_limited(score: Score, items: Sequence[Any], seconds: float, batch_seconds: float) -> list[float | None]:
+    """Scores each item in forked processes, which can do nothing but compute; None for one that computes too long.
 
     All items get a tenth of a second first. Those that need more get it while the batch has some left, so a slow item
-    takes nothing from the others. None, too, for an item that raises or ends its process. Time is that of computing,
-    not of waiting: a busy machine changes no score.
+    takes nothing from the others. None, too, for an item that raises, ends its process or has no finite score. Time is
+    that of computing, not of waiting: a busy machine changes no score.
 
     Args:
+        score: returns a number; it may evaluate an item as a program.
         seconds: of computing, the most for one item.
         batch_seconds: of computing, the most for all items that need a second attempt.
     """
-    done = _attempt(function, items, range(len(items)), min(seconds, _SHORT_S))
+    done = _attempt(score, items, range(len(items)), min(seconds, _SHORT_S))
     for i in range(len(items)):
         if i not in done and batch_seconds > 0 and seconds > _SHORT_S:
-            before = _computed()
-            done |= _attempt(function, items, [i], min(seconds, batch_seconds))
-            batch_seconds -= _computed() - before
+            before, started = _computed(), time.monotonic()
+            done |= _attempt(score, items, [i], min(seconds, batch_seconds))
+            waited_s = time.monotonic() - started
+            batch_seconds -= max(_computed() - before, waited_s / _WAITING)  # an item may wait instead
     return [done.get(i) for i in range(len(items))]
 
 
-def _attempt(function: Function, items: Sequence[Any], which: Sequence[int], seconds: float) -> dict[int, Any]:
-    done: dict[int, Any] = {}
+def _attempt(score: Score, items: Sequence[Any], which: Sequence[int], seconds: float) -> dict[int, float | None]:
+    done: dict[int, float | None] = {}
     while which:
-        results = _forked(function, [items[i] for i in which], seconds)
+        results = _forked(score, [items[i] for i in which], seconds)
         done |= zip(which, results, strict=False)
         which = which[len(results) + 1 :]  # the one after the last result has ended the process
     return done
 
 
-def _forked(function: Function, items: Sequence[Any], seconds: float) -> list[Any]:
+def _forked(score: Score, items: Sequence[Any], seconds: float) -> list[float | None]:
     """The results of the first items, up to one that ends the process that computes them."""
     results_end, end = multiprocessing.Pipe(duplex=False)
     if not (child := os.fork()):
         try:
-            _compute(function, items, seconds, end)
+            _compute(score, items, seconds, end)
         finally:
             os._exit(0)  # no cleaning up of the process that was forked
     end.close()
-    results = []
-    with results_end:
-        try:
-            while True:
-                results.append(results_end.recv())
-        except EOFError:
-            os.waitpid(child, 0)
+    results = list[float | None]()
+    with results_end, suppress(EOFError, OSError):  # OSError: a longer message than any of ours
+        while len(results) < len(items) and results_end.poll(_WAITING * seconds + _LATE_S):
+            results.append(_number(results_end.recv_bytes(_LONGEST)))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     return results
 
 
-def _compute(function: Function, items: Sequence[Any], seconds: float, end: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT, _MEMORY_LIMIT))
+def _number(message: bytes) -> float | None:
+    """The number in a result, which an item may have written itself; None if it is none."""
+    try:
+        value = json.loads(message)
+    except ValueError:
+        return None
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _compute(score: Score, items: Sequence[Any], seconds: float, end: Connection) -> None:
+    most = {resource.RLIMIT_AS: _MEMORY_LIMIT, resource.RLIMIT_CPU: int(seconds * len(items)) + 1}
+    for limit, value in most.items():
+        resource.setrlimit(limit, (value, value))
+    walls.shut_in(end.fileno())
     for kind in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(kind, signal.SIG_DFL)  # the default action ends the process
     for item in items:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, _WAITING * seconds)
-        end.send(function(item))
+        end.send_bytes(json.dumps(score(item)).encode())
 
 
 def _computed() -> float:

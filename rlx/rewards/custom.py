@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from rlx.config.errors import ConfigError, nearest
-from rlx.config.sections import RewardConfig
+from rlx.config.sections.reward import RewardConfig
 from rlx.rewards.child import ChildError, ChildProcess, ChildTimeout
 from rlx.types import Response, Scorer
 

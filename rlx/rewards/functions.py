@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 
-from rlx.config.sections import RewardConfig
+from rlx.config.sections.reward import RewardConfig
 from rlx.rewards import patterns
 from rlx.rewards.math_verifier import MathVerifier
-from rlx.types import Checker, GivenAnswer, Response
+from rlx.rewards.sandbox.reward import code
+from rlx.types import Checker, GivenAnswer, MarkedScores, Response
 
-RewardFunction = Callable[[Sequence[Response], RewardConfig], list[float]]
+RewardFunction = Callable[[Sequence[Response], RewardConfig], list[float] | MarkedScores]
 _THOUSANDS_SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # "1,2" is not 12
 
 
@@ -88,6 +89,12 @@ def length_penalty(response: Response, config: RewardConfig) -> float:
     return max(-1.0, -abs(response.num_tokens - config.length_target) / config.length_target)
 
 
+def environment_score(response: Response, config: RewardConfig) -> float:
+    """The sum of what the environment has rewarded the episode with."""
+    assert response.environment_score is not None  # RunConfig checks that there is an environment
+    return response.environment_score
+
+
 def each(score: Callable[[Response, RewardConfig], float]) -> RewardFunction:
     """The reward function that scores one response after the other."""
     return lambda responses, config: [score(response, config) for response in responses]
@@ -117,6 +124,8 @@ REWARDS: dict[str, RewardFunction] = {
     "exact_match": _comparing(lambda pairs: [exact_match(*pair) for pair in pairs]),
     "numeric": _comparing(lambda pairs: [numeric(*pair) for pair in pairs]),
     "math_verify": _comparing(math_verify),
+    "code": code,
     "format": format_match,
     "length": each(length_penalty),
+    "environment": each(environment_score),
 }

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlx.config.errors import ConfigError
-from rlx.rewards.reward_model import Classifier, token_batches
+from rlx.rewards.reward_model import Classifier, Exchange, token_batches
 
 NEAR = tuple(offset for offset in range(-9, 10) if offset)
 """distances of a generated wrong answer from the correct one"""
@@ -184,8 +184,8 @@ TokenRows = tuple[list[int], list[int]]
 
 
 def _token_rows(classifier: Classifier, pairs: Sequence[Pair]) -> list[TokenRows]:
-    chosen = classifier.encode([(pair.prompt, pair.chosen) for pair in pairs])
-    rejected = classifier.encode([(pair.prompt, pair.rejected) for pair in pairs])
+    chosen = classifier.encode([Exchange(pair.prompt, pair.chosen) for pair in pairs])
+    rejected = classifier.encode([Exchange(pair.prompt, pair.rejected) for pair in pairs])
     return list(zip(chosen, rejected, strict=True))
 
 

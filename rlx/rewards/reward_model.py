@@ -8,12 +8,13 @@ transformers.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -38,19 +39,42 @@ class RewardModelError(RuntimeError):
 # --- the classifier
 
 
-def encode_response(tokenizer: Any, question: str, completion: str, system: str | None = None) -> list[int]:
+class Exchange(NamedTuple):
+    """What a reward model scores."""
+
+    question: str
+    completion: str
+    finished: bool = True  # false: the completion was cut at its longest
+
+
+def encode_response(tokenizer: Any, exchange: Exchange, system: str | None = None) -> list[int]:
     """The token ids that are scored: the chat of question and completion, or the text of both without a chat template.
 
-    They end with the end token; it is added where neither the template nor the tokenizer adds it.
+    A finished completion ends with the end token; it is added where neither the template nor the tokenizer adds it. One
+    that was cut has no end, of the turn or of the text: a model that has learnt from finished ones sees the difference
+    ("EOS trick" of Huang et al. 2024, arXiv 2403.17031).
     """
     if tokenizer.chat_template:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
-        ids = list(tokenizer.apply_chat_template(messages, return_dict=False))
+        ids = _chat_ids(tokenizer, exchange, system)
     else:
-        ids = list(tokenizer(f"{system}\n\n{question}{completion}" if system else question + completion).input_ids)
+        text = exchange.question + exchange.completion
+        ids = list(tokenizer(f"{system}\n\n{text}" if system else text).input_ids)
     end = tokenizer.eos_token_id
-    return ids if end is None or end in ids[-2:] else [*ids, end]  # many templates put a newline after it
+    if end is None:
+        return ids
+    if exchange.finished:
+        return ids if end in ids[-2:] else [*ids, end]  # many templates put a newline after it
+    return ids if end not in ids[-2:] else ids[: -1 - ids[::-1].index(end)]
+
+
+def _chat_ids(tokenizer: Any, exchange: Exchange, system: str | None) -> list[int]:
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": "user", "content": exchange.question}, {"role": "assistant", "content": exchange.completion}]
+    if not exchange.finished:
+        # Templates that change the last message refuse to leave it open.
+        with contextlib.suppress(ValueError):
+            return list(tokenizer.apply_chat_template(messages, return_dict=False, continue_final_message=True))
+    return list(tokenizer.apply_chat_template(messages, return_dict=False))
 
 
 def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
@@ -75,15 +99,15 @@ class Classifier:
     model: Any
     tokenizer: Any
 
-    def encode(self, pairs: Sequence[tuple[str, str]], system: str | None = None) -> list[list[int]]:
-        """Token ids of each (question, completion).
+    def encode(self, exchanges: Sequence[Exchange], system: str | None = None) -> list[list[int]]:
+        """Token ids of each exchange.
 
         Rows that are longer than the context of the model lose tokens on the left, after the first token: models like
         BERT may read the score from the first token.
         """
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         limit = min(positions or self.tokenizer.model_max_length, self.tokenizer.model_max_length)
-        rows = [encode_response(self.tokenizer, question, completion, system) for question, completion in pairs]
+        rows = [encode_response(self.tokenizer, exchange, system) for exchange in exchanges]
         return [row if len(row) <= limit else row[:1] + row[1 - limit :] for row in rows]
 
     def scores(self, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -168,11 +192,11 @@ class RewardModel:
         if on_gpu:
             self._classifier.model.to("cuda").bfloat16()
 
-    def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """One score per (question, completion), in their order."""
+    def score(self, exchanges: Sequence[Exchange]) -> list[float]:
+        """One score per exchange, in their order."""
         import torch
 
-        rows = self._classifier.encode(pairs, self._system)
+        rows = self._classifier.encode(exchanges, self._system)
         scores = [0.0] * len(rows)
         with torch.inference_mode():
             for batch in token_batches([len(row) for row in rows], self._batch_tokens):
@@ -219,8 +243,10 @@ class ModelReward:
             RewardModelError: a replica failed, died at each of its attempts, or did not answer in time.
         """
         order = [(self.first + i) % len(self.replicas) for i in range(len(self.replicas))]
-        pairs = [[(response.prompt.question, response.text) for response in share] for share in self.shares(responses)]
-        calls = [self.replicas[i].score.remote(share) for i, share in zip(order, pairs, strict=True)]
+        exchanges = [
+            [Exchange(r.prompt.question, r.text, r.finished) for r in share] for share in self.shares(responses)
+        ]
+        calls = [self.replicas[i].score.remote(share) for i, share in zip(order, exchanges, strict=True)]
         deadline = time.monotonic() + self.timeout_s
         return [score for i, call in zip(order, calls, strict=True) for score in self._result(i, call, deadline)]
 

@@ -1,24 +1,30 @@
 """Scores of a batch of responses: calls all reward functions at the same time and adds up their scores by weight.
 
 Scores need not lie in [0, 1], but a score of 1 or more from the function that judges the answer counts as correct.
-Left out: the reward model (`model`) and the web address (`url`), which the caller adds to the scorers.
+Left out: the reward model (`model`) and the servers (`url`, `judge`), which the caller adds to the scorers.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlx.config.sections import CORRECTNESS, RewardConfig
+from rlx.config.errors import ConfigError
+from rlx.config.sections.reward import CORRECTNESS, RewardConfig
 from rlx.rewards.custom import RewardError, brief, closing_process, custom_scorer, describe_batch, is_finite
-from rlx.rewards.functions import REWARDS, of_answers
-from rlx.types import Checker, Prompt, Response, Scorer
+from rlx.rewards.functions import REWARDS, numeric, of_answers
+from rlx.rewards.judge.cache import ReplyCache
+from rlx.rewards.judge.scorer import Judge
+from rlx.rewards.sandbox.reward import check_answers
+from rlx.types import Checker, MarkedScores, Prompt, Response, Scorer
 
+_LOG = logging.getLogger("rlx")
 _LARGEST = 1e18
 """scores beyond it would overflow where training squares them in float32"""
-_MADE_BY_CALLER = ("model", "url")
+_MADE_BY_CALLER = ("model", "url", "judge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class Scores:
     """The scores of a batch of responses, in their order."""
 
     total: list[float]  # the weighted sum
-    by_function: dict[str, list[float]]  # the unweighted scores of each reward function
+    by_function: dict[str, list[float]]  # the unweighted scores of each reward function, and what else it reports
     is_correct: list[bool]  # according to the function that judges the answer
 
 
@@ -36,7 +42,7 @@ def correctness_function(config: RewardConfig) -> str:
 
 
 def scorers(config: RewardConfig, make_checker: Callable[[], Checker]) -> dict[str, Scorer]:
-    """A scorer for each of reward.functions except `model` and `url`, and one for the `correctness_function`.
+    """A scorer for each of reward.functions except `model`, `url` and `judge`, and one for the `correctness_function`.
 
     Args:
         make_checker: gives the task's own judge of answers; called if `task` is among the names.
@@ -70,7 +76,10 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
         return Scores([], {name: [] for name in scorers}, [])
     with ThreadPoolExecutor(len(scorers)) as pool:
         futures = {name: pool.submit(scorer, responses) for name, scorer in scorers.items()}
-    by_function = {name: checked(name, responses, future.result()) for name, future in futures.items()}
+    returned = {name: future.result() for name, future in futures.items()}
+    by_function = {name: checked(name, responses, scores_of(each)) for name, each in returned.items()}
+    for each in returned.values():
+        by_function |= each.marks if isinstance(each, MarkedScores) else {}
     weighted = [[weight * score for score in by_function[name]] for name, weight in config.functions.items()]
     total = [sum(row) for row in zip(*weighted, strict=True)]
     for response, value in zip(responses, total, strict=True):
@@ -86,10 +95,24 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
 def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
     """Calls the user's functions once, with the expected answers as completions. Their processes end after it.
 
+    The answers of `code` and `numeric` are only looked at. A judge is asked about the first prompt.
+
     Raises:
+        ConfigError: an answer holds no tests, or none is a number.
         RewardError: one of them fails, or returns no score.
     """
-    responses = [Response(prompt, prompt.answer, prompt.answer, 1, finished=True) for prompt in prompts]
+    responses = [Response(prompt, prompt.answer, prompt.answer, 1, True, environment_score=0.0) for prompt in prompts]
+    if "code" in config.functions:
+        check_answers(prompts)
+    if config.functions.get("numeric") and prompts and not any(numeric(each.answer, each.answer) for each in prompts):
+        raise ConfigError(
+            f"reward.functions numeric: the expected answer {prompts[0].answer!r:.200} is no number; "
+            "--data.expected-pattern finds one in it"
+        )
+    if "judge" in config.functions and responses:
+        judged = Judge.from_config(config, ReplyCache())([responses[0], replace(responses[0], text="")])
+        if any(judged.marks["judge_failed"]):
+            _LOG.warning("reward judge: its reply for the first prompt has no %s", config.judge_mode)
     for name in config.functions:
         if ":" not in name:
             continue
@@ -100,6 +123,29 @@ def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
             completions = brief([response.text for response in responses])
             text = f"{error}; tried with the expected answers as completions: {completions}"
             raise RewardError(text, error.details) from None
+
+
+def try_rewards(config: RewardConfig, prompts: Sequence[Prompt], *, on_gpu: bool) -> None:
+    """Tries the functions as `try_functions` does.
+
+    Args:
+        on_gpu: workers have GPUs; this machine may have none, so a failure is only shown.
+
+    Raises:
+        ConfigError: an answer cannot be used.
+        RewardError: one of them fails.
+    """
+    try:
+        try_functions(config, prompts)
+    except RewardError as error:
+        if not on_gpu:
+            raise
+        _LOG.warning("on this machine, which need not be like those of the workers: %s", error)
+
+
+def scores_of(returned: Any) -> Any:
+    """The scores in what a scorer returned."""
+    return returned.scores if isinstance(returned, MarkedScores) else returned
 
 
 def checked(name: str, responses: Sequence[Response], returned: Any) -> list[float]:

@@ -38,7 +38,7 @@ class Output:
 
     token_ids: tuple[int, ...]  # [T], the stop token included
     logprobs: tuple[float, ...]  # [T], see `Completion.logprobs`
-    finished: bool  # ended with a stop token
+    finished: bool  # ended with a stop token or string
 
 
 class Engine(Protocol):
@@ -191,7 +191,8 @@ class Engines(Protocol):
         ...
 
 
-def request_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:
-    """The sampling seed of one completion: the same in every run that requests the same completion."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt}/{sample}".encode(), digest_size=8).digest()
+def request_seed(run_seed: int, step: int, prompt: int, sample: int, turn: int = 0) -> int:
+    """The sampling seed of one turn: the same in every run that requests it. Most completions are one turn."""
+    name = f"{run_seed}/{step}/{prompt}/{sample}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 2  # vLLM takes signed 64-bit seeds

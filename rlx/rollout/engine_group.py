@@ -16,6 +16,7 @@ from rlx.actors import RolloutError, get_result
 from rlx.mesh import Mesh
 from rlx.rollout.base import PendingRollout
 from rlx.rollout.engine_pool import PATIENCE_S, EnginePool
+from rlx.rollout.episodes.draws import Episodes
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.types import Completion, Notify, Prompt, Sampling, ShardedWeight, WeightSyncError
 
@@ -30,11 +31,13 @@ class EngineGroup:
     weights: Callable[[], Sequence[ShardedWeight]]  # returns the policy's current weights; called on all ranks
     retries: int  # times that all engines may be lost in one rollout
     notify: Notify
+    episodes: Episodes | None = None  # with an environment: what plays with these engines
     _notified: set[int] = field(default_factory=set, init=False)  # lost engines of which the user was told
 
     def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
         """Requests a completion of each of this replica's prompts by each sampling; does not wait."""
-        return self.pool.begin(prompts if self.mesh.is_tp_leader else (), samplings, version)
+        own = prompts if self.mesh.is_tp_leader else ()
+        return (self.episodes or self.pool).begin(own, samplings, version)
 
     def finish(self, pending: PendingRollout, version: int) -> list[Completion]:
         """Waits for all completions of a rollout; returns those of each prompt together, in order.
@@ -58,7 +61,7 @@ class EngineGroup:
 
     def wait(self, pending: PendingRollout, version: int) -> bool:
         """Waits until all completions have come or no engine is left; returns whether every rank has all of its own."""
-        self.pool.finish(pending, version)
+        (self.episodes or self.pool).finish(pending, version)
         return self._all_complete(pending.is_complete)
 
     def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
@@ -72,6 +75,8 @@ class EngineGroup:
         Raises:
             WeightSyncError: no engine took the weights; names each engine and the reason.
         """
+        if self.episodes:
+            self.episodes.hold()
         timeout_s = self.pool.timeout_s if starting else self.pool.hang_s
         weights = self.weights()
         locations = self.pool.probe(timeout_s if starting else PATIENCE_S) if self.mesh.rank == 0 else {}
@@ -81,6 +86,8 @@ class EngineGroup:
         self._notify_changes()
         if not self.pool.alive:
             raise WeightSyncError("; ".join(self.pool.lost.values()))
+        if self.episodes:
+            self.episodes.release(version)
 
     def sleep(self) -> None:
         """Makes the engines free their GPU memory until the next push; a collective call."""
@@ -95,6 +102,8 @@ class EngineGroup:
 
     def close(self) -> None:
         """Frees what is kept between pushes."""
+        if self.episodes:
+            self.episodes.close()
         self.sync.close()
 
     def _share_lost(self) -> None:

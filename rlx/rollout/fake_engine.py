@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlx.rollout.base import Output, PendingRollout, Request
+from rlx.rollout.episodes.player import Draw, Drawn, Player
 from rlx.rollout.weight_sync.base import DeviceLocation, EngineLocation
 from rlx.rollout.weight_sync.buckets import Bucket, unpack
 from rlx.types import Completion, Prompt, Sampling, WeightSyncError
@@ -21,21 +22,49 @@ Answer = Callable[[Request], Output]
 """completes one request"""
 
 
-def uniform_output(request: Request, vocab_size: int = 32) -> Output:
+Decode = Callable[[Sequence[int]], str]
+"""the text of tokens"""
+
+
+def uniform_output(request: Request, vocab_size: int = 32, decode: Decode | None = None) -> Output:
     """A completion whose tokens are sampled uniformly from `vocab_size` ids, each with log-probability -ln(vocab_size).
 
-    It ends with the first stop token, or at `max_tokens`. At temperature 0 it depends on the prompt alone.
+    It ends with the first stop token or the token that completes a stop string, or at `max_tokens`. No stop token is
+    among the first `min_tokens`. At temperature 0 it depends on the prompt alone. Of the other sampling options, those
+    that cut or penalize tokens are ignored.
+
+    Raises:
+        ValueError: there are stop strings, and no `decode`.
     """
-    seed = request.seed if request.sampling.temperature > 0 else 0
+    sampling = request.sampling
+    seed = request.seed if sampling.temperature > 0 else 0
     draws = random.Random(repr((seed, request.prompt)))
+    stops = [token for token in sampling.stop_token_ids if token < vocab_size]
     tokens: list[int] = []
-    while len(tokens) < request.sampling.max_tokens:
+    logprobs: list[float] = []
+    finished = False
+    while len(tokens) < sampling.max_tokens and not finished:
+        excluded = stops if len(tokens) < sampling.min_tokens else []
         tokens.append(draws.randrange(vocab_size))
-        if tokens[-1] in request.sampling.stop_token_ids:
-            break
-    finished = tokens[-1] in request.sampling.stop_token_ids
-    logprobs = (-math.log(vocab_size),) * len(tokens) if request.sampling.logprobs else ()
-    return Output(tuple(tokens), logprobs, finished)
+        while tokens[-1] in excluded:
+            tokens[-1] = draws.randrange(vocab_size)
+        logprobs.append(-math.log(vocab_size - len(excluded)))
+        finished = tokens[-1] in stops or completes_stop(tokens, sampling, decode)
+    return Output(tuple(tokens), tuple(logprobs) if sampling.logprobs else (), finished)
+
+
+def completes_stop(tokens: Sequence[int], sampling: Sampling, decode: Decode | None) -> bool:
+    """Whether the last of a completion's tokens completes a stop string; none is looked for in the first `min_tokens`.
+
+    Raises:
+        ValueError: there are stop strings, and no `decode`.
+    """
+    if not sampling.stop or len(tokens) <= sampling.min_tokens:
+        return False
+    if decode is None:
+        raise ValueError("stop strings need the argument `decode`, which makes text of tokens")
+    text, before = decode(tokens), len(decode(tokens[:-1]))
+    return any(stop in text[max(0, before - len(stop) + 1) :] for stop in sampling.stop)
 
 
 class FakeEngine:
@@ -110,9 +139,17 @@ class FakeEngine:
 class FakeEngines:
     """`Engines` in this process. `finish` and `wait` generate the completions, with the version of their `begin`."""
 
-    def __init__(self, answer: Answer = uniform_output, seed: int = 0) -> None:
-        """Args: answer: completes one request; seed: the run's, from which each request's seed follows."""
+    def __init__(
+        self, answer: Answer = uniform_output, seed: int = 0, play: Callable[[Draw], Player] | None = None
+    ) -> None:
+        """
+        Args:
+            answer: completes one request.
+            seed: the run's, from which each request's seed follows.
+            play: makes what plays episodes with these engines; None: completions are of one turn.
+        """
         self.answer, self.seed = answer, seed
+        self.player = play(self._draw) if play else None
         self.pushed: list[int] = []  # the version of each push
         self.is_asleep = self.is_closed = False
 
@@ -123,6 +160,8 @@ class FakeEngines:
             WeightSyncError: `version` is not what was pushed last.
         """
         self._check(version)
+        if self.player:
+            return self.player.begin(prompts, samplings, version)
         return PendingRollout.of(prompts, samplings, version)
 
     def finish(self, pending: PendingRollout, version: int) -> list[Completion]:
@@ -132,6 +171,8 @@ class FakeEngines:
             WeightSyncError: `version` is not what was pushed last.
         """
         self._check(version)
+        if self.player:
+            self.player.finish(pending)
         for index in pending.unassigned:
             outputs = [self.answer(request) for request in pending.requests(index, self.seed)]
             pending.add(index, outputs, pending.step)
@@ -155,6 +196,10 @@ class FakeEngines:
     def close(self) -> None:
         """Notes that the engines are closed."""
         self.is_closed = True
+
+    async def _draw(self, request: Request, engine: int | None) -> Drawn:
+        """A turn of an episode, by the weights that were pushed last."""
+        return Drawn(self.answer(request), self.pushed[-1], 0, 0.0)
 
     def _check(self, version: int) -> None:
         newest = self.pushed[-1] if self.pushed and not self.is_asleep else None

@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -354,12 +354,29 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        bad_words=list(sampling.bad_words),
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # a stop string may be one
         seed=seed,
         logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
         flat_logprobs=True,
-        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **_further(sampling.options),
     )
+
+
+def _further(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Further arguments; JSON, in which settings are kept, has made texts of token ids that are keys."""
+    return {
+        name: {int(token): bias for token, bias in value.items()} if name == "logit_bias" else value
+        for name, value in options
+    }
 
 
 def _output(result: Any) -> Output:

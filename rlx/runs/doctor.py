@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlx.algorithms import masking
 from rlx.config.run import RunConfig
+from rlx.config.sections.rollout import HARMLESS_SAMPLING
+from rlx.models.engine_logprobs import EngineScorer, bad_word_tokens
 from rlx.training.collector import RolloutCollector
 from rlx.training.experience import LogprobBatch
 from rlx.training.loop import compute_advantages, compute_logprobs
@@ -64,15 +67,15 @@ def examine(trainer: Trainer, collector: RolloutCollector) -> dict[str, float]:
 def _round_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, float]:
     """Figures of one round of generation and one update at learning rate 0."""
     deferred = trainer.defers_logprobs
-    batch, kl = compute_advantages(trainer, generate(trainer, collector, deferred))
+    batch, kl_sums = compute_advantages(trainer, generate(trainer, collector, deferred))
     batch, sums = update(trainer, batch, deferred)
-    s = trainer.sum_over_ranks(sums | {"kl": kl, "tokens": batch.mask.sum()})
+    s = trainer.sum_over_ranks(sums | kl_sums | {"tokens": batch.mask.sum()})
     norms = {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
     return norms | {
         "ratio": abs(s["policy/ratio"] / s["updated"] - 1),
         "clipped": s["policy/clip_fraction"] / s["updated"],
-        "kl": abs(s["kl"]) / s["tokens"],
-        "gap": logprob_gap(trainer, batch),
+        "kl": abs(s["kl/penalty"]) / s["tokens"],
+        "gap": engine_gap(trainer, collector, batch),
         "signal": trainer.max_over_ranks([float(batch.advantages.abs().max())])[0],
     }
 
@@ -82,8 +85,8 @@ def sync_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, flo
     with nudged(trainer):
         collector.push_weights(trainer.step)
         batch = generate(trainer, collector)
-        sent = logprob_gap(trainer, batch)
-    return {"sync_gap": sent, "stale_gap": logprob_gap(trainer, compute_logprobs(trainer, batch))}
+        sent = engine_gap(trainer, collector, batch)
+    return {"sync_gap": sent, "stale_gap": engine_gap(trainer, collector, compute_logprobs(trainer, batch))}
 
 
 def generate(trainer: Trainer, collector: RolloutCollector, deferred: bool = False) -> LogprobBatch:
@@ -91,17 +94,44 @@ def generate(trainer: Trainer, collector: RolloutCollector, deferred: bool = Fal
     selection = collector.new_selection()
     # No generation runs ahead of this call: the weights change between two calls.
     for completions in collector.queue.next(trainer.step, trainer.step + 1):
-        selection.add(collector.score_training(completions))
+        selection.add(collector.score_training(completions, trainer.config.algorithm))
     collector.sleep_engines()
     (batch,) = collector.build_batches(selection.take(last=True), trainer.device)
     return compute_logprobs(trainer, batch, deferred)
 
 
-def logprob_gap(trainer: Trainer, batch: LogprobBatch) -> float:
-    """Mean difference of a token's log-probability between engine and trainer, over all ranks."""
-    difference = masking.masked_sum((batch.logprobs - batch.rollout_logprobs).abs(), batch.mask)
+def engine_gap(trainer: Trainer, collector: RolloutCollector, batch: LogprobBatch) -> float:
+    """Mean difference of a token's log-probability between engine and trainer, over all ranks.
+
+    With sampling options that alter the distribution, the trainer's is computed from its logits with these options.
+    """
+    is_altered = bool(trainer.config.rollout.altering)
+    ours = altered_logprobs(trainer, collector, batch) if is_altered else batch.logprobs
+    difference = masking.masked_sum((ours - batch.rollout_logprobs).abs(), batch.mask)
     s = trainer.sum_over_ranks({"difference": difference, "tokens": batch.mask.sum()})
     return s["difference"] / s["tokens"]
+
+
+@torch.no_grad()
+def altered_logprobs(trainer: Trainer, collector: RolloutCollector, batch: LogprobBatch) -> Tensor:
+    """Log-probabilities `[B, T]` of the tokens in the distribution that the sampling options make of the trainer's.
+
+    Raises:
+        ValueError: an option whose effect is not known here.
+    """
+    used = [(name, value) for name, value in collector.sampling.options if name not in HARMLESS_SAMPLING]
+    sampling = replace(collector.sampling, options=tuple(used))
+    bad = bad_word_tokens(collector.score.tokenizer, sampling.bad_words)
+    logprobs = torch.zeros_like(batch.mask)
+    policy: Any = trainer.policy
+    for part in trainer.micro_batches([batch])[0]:
+        assert part.inputs
+        policy.engine_scorer = EngineScorer(part.inputs, part.prompt_lengths, sampling, bad)
+        scored = policy(part.inputs, sampling.temperature).logprobs
+        logprobs[part.row, : scored.shape[1]] = scored
+    policy.engine_scorer = None
+    trainer.reshard()
+    return logprobs
 
 
 def weights_fingerprint(trainer: Trainer) -> list[float]:

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.config.sections import ALL_LAYERS, DataConfig, ModelConfig
+from rlx.config.sections.data import DataConfig
+from rlx.config.sections.model import ALL_LAYERS, ModelConfig
 from rlx.data import prompts, sources
 from rlx.models import loading, lora
 from rlx.models.policy import Policy
@@ -93,13 +94,14 @@ def export(checkpoint: CheckpointEntry, options: Export, folder: Path) -> float:
 def exported_model(checkpoint: CheckpointEntry) -> tuple[Any, Any]:
     """Returns a checkpoint's policy as a model of transformers, in float32, adapters merged in, and its tokenizer.
 
-    Settings that name code count as unset if somebody else wrote the checkpoint.
+    model.trust_remote_code counts as unset if somebody else wrote the checkpoint.
 
     Raises:
         ConfigError, DamagedError, CheckpointError, StorageError, OSError: as `export`.
     """
     assert checkpoint.manifest
-    config = from_tree(run_folder.inherited_settings(checkpoint, _LOG.warning, needed=("model.path",)))
+    used = run_folder.USED_BY_EXPORTS
+    config = from_tree(run_folder.inherited_settings(checkpoint, _LOG.warning, used=used))
     reading = f"reading checkpoint {checkpoint.name}"
     retry(partial(checkpoint_catalog.verify, checkpoint, checkpoint.manifest.files), reading)
     with no_progress_bars():
@@ -221,7 +223,7 @@ def _completions(policy: Policy, tokenizer: Any, data: DataConfig, seed: int, co
     """
     completions = []
     for row in sources.sample_questions(data, seed, PROMPTS):
-        ids = prompts.encode_prompt(tokenizer, row["question"], data.system_prompt)
+        ids = prompts.encode_prompt(tokenizer, row["question"], data.system_prompt, data.chat_template_args)
         ids = ids[-data.max_prompt_tokens :]
         tokens = _greedy_tokens(policy, ids, count)
         prompt = Prompt(row["entry"], tuple(ids), row["question"], row["answer"])

@@ -11,7 +11,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,13 @@ import yaml
 
 from rlx.cluster import nodes
 from rlx.config.errors import one_line
-from rlx.config.sections import flatten
+from rlx.config.sections.base import flatten
+from rlx.data.sources import FILES, find_source
+from rlx.data.stored.files import find_files
+from rlx.models.folder import is_model_folder
 from rlx.runs import relay
 from rlx.runs.mailbox import CHECKPOINT_PATH, WorkerSpec
-from rlx.runs.preflight import PreparedRun, prompt_tables
+from rlx.runs.preflight import PreparedRun, companions, prompt_tables
 from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import check_new, check_start, write
 from rlx.runs.train_run import RunLostError, RunStopped
@@ -33,7 +36,7 @@ from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.storage.signatures import SIGNATURE, Signer
-from rlx.tracking import outbox, tracker
+from rlx.tracking import outbox, provenance, tracker
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.startup import StartUp
 from rlx.tracking.tracker import OutboxTracker
@@ -105,6 +108,8 @@ def run(
         bring_folders(prepared)
     # Kept here: an actor ends with its last handle. The driver of a sweep has done that for its trials.
     tracking = prepared.tracking if parent else relay.reachable(prepared.tracking)
+    if not parent:
+        prepared = replace(prepared, tracking_services=relay.from_driver(prepared.tracking, tracking))
     with (processes or RunProcesses()).lease(prepared) as leased:
         # Before the run exists: a run without prompts leaves no trace.
         notify(Phase("prompts"))
@@ -112,7 +117,7 @@ def run(
         record = _open_record(prepared, folder, resume, parent, notify)
         signature = _signed(folder, config.model_dump(mode="json"), parent)
         with _closing(record, prepared.name, folder, notify):
-            job = WorkerSpec(config.model_dump(), prepared.model_path, folder, tracking, signature, waits=waits)
+            job = _job(prepared, folder, tracking, signature, waits)
             events = _EventLog(record, notify, on_report or _ignore)
             events(Phase("workers"))
             grace_s = config.checkpoint.grace_s
@@ -122,6 +127,33 @@ def run(
         return RunResult(prepared.name, folder.path, metrics, record.run_id, leased.result and _pruned(leased.result))
 
 
+def _job(
+    prepared: PreparedRun, folder: Storage, tracking: Sequence[TrackingService], signature: str, waits: bool
+) -> WorkerSpec:
+    """Returns what the workers are told of a run, without the processes that it has."""
+    tree, until, opens = prepared.config.model_dump(), prepared.until, prepared.opens
+    job = WorkerSpec(tree, prepared.model_path, folder, tracking, signature, waits=waits)
+    return replace(job, until=until, opens=opens)
+
+
+def input_files(prepared: PreparedRun) -> dict[str, list[Storage]]:
+    """Returns the files of the models and of the stored prompts of a run that this process can read, by setting."""
+    config, found = prepared.config, dict[str, list[Storage]]()
+    models = companions(config.model) | {"model.path": prepared.model_path, "reward.model": config.reward.model}
+    for setting, path in models.items():
+        if path and is_model_folder(path, setting):
+            folder = open_storage(path, create=False)
+            found[setting] = [folder / name for name in folder.names() if (folder / name).size() is not None]
+    prompts = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
+    prompts |= {"eval.source": config.eval.source}
+    prompts |= {f"data.sources {number}": each.source for number, each in enumerate(config.data.sources)}
+    for setting, address in prompts.items():
+        if address and find_source(address) is FILES:
+            filesystem, files = find_files(address, setting)
+            found[setting] = [Storage(filesystem, file.path) for file in files]
+    return found
+
+
 def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent | None) -> None:
     """Raises an error for a folder, a start or a tracking service that cannot be used."""
     check_writable(folder)
@@ -129,7 +161,8 @@ def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent 
     if config.checkpoint.init_from and not (resume and checkpoint_catalog.complete_checkpoints(folder)):
         check_start(config)
     if not resume and parent is None:  # a resume and a trial keep their records until the server answers
-        prepared.tracking.check()
+        for service in prepared.tracking:
+            service.check()
 
 
 def bring_folders(prepared: PreparedRun) -> None:
@@ -139,8 +172,10 @@ def bring_folders(prepared: PreparedRun) -> None:
         ConfigError: one of them is too large.
     """
     nodes.bring_folder(prepared.model_path, "model.path")
-    if prepared.config.reward.model:
-        nodes.bring_folder(prepared.config.reward.model, "reward.model")
+    others = companions(prepared.config.model) | {"reward.model": prepared.config.reward.model}
+    for setting, path in others.items():
+        if path:
+            nodes.bring_folder(path, setting)
 
 
 def _pruned(result: ray.train.Result) -> ray.train.Result:
@@ -176,17 +211,22 @@ def examine(prepared: PreparedRun, processes: RunProcesses | None = None) -> lis
     return doctor.verdicts(figures, config.model.dtype, config.resolved_reference != "none")
 
 
-def send_pending(service: TrackingService, folder: Storage, notify: Notify) -> bool:
-    """Sends the records of a finished run that still wait; returns False if the tracking service still takes none."""
+def send_pending(services: Sequence[TrackingService], folder: Storage, notify: Notify) -> bool:
+    """Sends the records of a finished run that still wait; returns False if a tracking service still takes none."""
     if not outbox.pending(folder):
         return True
-    left = tracker.send_pending(service, folder, notify)
+    left, titles = tracker.send_pending(services, folder, notify), titles_of(services)
     notify(
-        f"{left} records for {service.title} still wait in {folder.path}/outbox"
+        f"{left} records for {titles} still wait in {folder.path}/outbox"
         if left
-        else f"the records that waited for {service.title} are sent"
+        else f"the records that waited for {titles} are sent"
     )
     return not left
+
+
+def titles_of(services: Sequence[TrackingService]) -> str:
+    """The names of tracking services, as messages show them."""
+    return " and ".join(service.title for service in services)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,6 +242,8 @@ def _open_record(
         (folder / _TRAIN_RECORD).delete()
     else:
         check_new(prepared.name, folder)
+        if not parent:  # else each trial would read the whole model
+            provenance.begin_record(folder, input_files(prepared))
     # Also on a resume: settings that were changed for it hold for later resumes.
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write(folder / "config.yaml", text)
@@ -246,16 +288,16 @@ def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) 
 
 def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> None:
     """Sends what the driver and the workers have not sent yet; says how many records are left."""
-    title = record.service.title
+    titles = titles_of(record.services)
     where = f"{folder.path}/outbox: --resume {name} sends them"
     all_sent = record.close(_PATIENCE_S) == 0
     try:
         if all_sent:
-            tracker.send_pending(record.service, folder, notify, _PATIENCE_S)
+            tracker.send_pending(record.services, folder, notify, _PATIENCE_S)
         if left := outbox.pending(folder):
-            notify(f"{left} records for {title} wait in {where}")
+            notify(f"{left} records for {titles} wait in {where}")
     except (StorageError, OSError) as error:  # the run itself is over
-        notify(f"records for {title} may wait in {where} ({one_line(error)})")
+        notify(f"records for {titles} may wait in {where} ({one_line(error)})")
 
 
 class _EventLog:

@@ -44,13 +44,16 @@ class WorkerSpec:
     config: Mapping[str, Any]  # the settings, as a tree
     model_path: str  # Hugging Face folder or name
     folder: Storage  # of the run
-    tracking: TrackingService | None  # None: nothing is recorded
+    tracking: Sequence[TrackingService] | None  # None: nothing is recorded
     signature: str = ""  # of the settings, for checkpoints
     examine: bool = False  # run the doctor instead of training
     waits: bool = False  # after each evaluation, until it is released
+    until: int | None = None  # the step with which it ends; None: with train.steps
+    opens: bool = False  # of the prompts of that step, keep the shares of the gradient
     engines: Sequence[Any] = ()  # actor handles
     engine_spec: EngineSpec | None = None  # of the engine that each worker starts beside itself
     reward_models: Sequence[Any] = ()  # actor handles
+    environments: Sequence[Any] = ()  # actor handles
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Left out: what needs a cluster (`connection.connect`), and whether the run's fol
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import logging
 import urllib.error
 import urllib.request
@@ -19,20 +20,42 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.cluster.machine import address_of, check_place
 from rlx.cluster.resources import ResourcePlan, plan_resources
+from rlx.config import defaults, rules
 from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.config.experiment import OWN_MODELS, TINY
 from rlx.config.loading import from_tree, with_overrides
+from rlx.config.reach import why_silent
 from rlx.config.run import RunConfig
-from rlx.config.sections import DataConfig, EvalConfig, ModelConfig, RewardConfig, TrackingConfig, flatten
+from rlx.config.sections.base import flatten
+from rlx.config.sections.data import DataConfig, EvalConfig, EvalSetConfig, SourceConfig
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.records import TrackingConfig
+from rlx.config.sections.reward import RewardConfig
+from rlx.config.sections.rollout import RolloutConfig
 from rlx.data import prompts, sources
-from rlx.data.parsers import Row
-from rlx.models.folder import ModelShape, check_hub_name, check_model_files, count_parameters, is_model_folder
+from rlx.environments.base import load_environment
+from rlx.environments.trial import try_environment
+from rlx.models.folder import (
+    ModelShape,
+    check_hub_name,
+    check_model_files,
+    check_same_tokens,
+    count_parameters,
+    is_model_folder,
+    shape_on_hub,
+)
 from rlx.rewards import custom, remote, scoring
-from rlx.rewards.custom import RewardError
+from rlx.rewards.judge.cache import ReplyCache
+from rlx.rewards.judge.rubric import rubric_text
+from rlx.rewards.judge.scorer import Judge
+from rlx.rewards.sandbox.pool import Sandbox
+from rlx.rollout.engine_args import check_option_names
 from rlx.storage.addresses import local_folder, open_storage, resolve_address
 from rlx.storage.filesystem import Storage, check_free
-from rlx.tracking import mlflow
+from rlx.tracking import metrics
 from rlx.tracking.base import TrackingService
-from rlx.tracking.tracker import service_at
+from rlx.tracking.services import mlflow
+from rlx.tracking.tracker import check_packages, services_of
 from rlx.types import Prompt
 
 if TYPE_CHECKING:
@@ -42,11 +65,9 @@ _LOG = logging.getLogger("rlx")
 _ANSWER_S = 2.0
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "databricks-uc", "uc")
 """of MLflow's own stores"""
-_TRIED_ROWS = 2
-_TINY_BYTES = 8 << 20
-_CHECKPOINT_BYTES = 12
-"""for each number of a model: it and AdamW's two averages, in float32"""
-_PATH_SETTINGS = ("model.path", "reward.model")
+_TRIED_ROWS, _TINY_BYTES = 2, 8 << 20
+_CHECKPOINT_BYTES = 12  # for each number of a model: it and AdamW's two averages, in float32
+_PATH_SETTINGS = ("model.path", "model.critic_path", "model.reference_path", "reward.model")
 _PROMPT_SETTINGS = ("data.source", "data.ptx_source", "eval.source")
 
 
@@ -58,16 +79,18 @@ class PreparedRun:
     model_path: str  # the model's folder, or its name on the hub
     resources: ResourcePlan
     tables: Mapping[str, Any] | None = None  # prompts as Ray datasets; None: `launch.run` makes them
-    tracking_service: TrackingService | None = None  # None: the one at the address in the config
+    tracking_services: Sequence[TrackingService] | None = None  # None: those that the config names
+    until: int | None = None  # the step with which the run ends for now; None: with train.steps
+    opens: bool = False  # of the prompts of that step, keep the shares of the gradient
 
     @property
     def name(self) -> str:
         return self.config.name or "run"
 
     @property
-    def tracking(self) -> TrackingService:
-        """Where the run's records go."""
-        return self.tracking_service or tracking_service(self.config.tracking, self.config.storage)
+    def tracking(self) -> Sequence[TrackingService]:
+        """Where the run's records go, each of them to all."""
+        return self.tracking_services or tracking_services(self.config.tracking, self.config.storage)
 
 
 def prepare(
@@ -80,22 +103,29 @@ def prepare(
 
     Args:
         progress: called while the tiny model is made.
-        tables: prompt tables that `prompt_tables` made for this config. The prompt files need not be on this machine
-            then.
+        tables: prompt tables that `prompt_tables` made for this config; the prompt files need not be on this machine.
         model_path: the model's folder or name, if it is known already.
 
     Raises:
         ConfigError: a prompt file, a reward function, the model, the resources or the disk cannot be used.
         RewardError: a reward function fails.
     """
-    config = from_tree(with_overrides(config.model_dump(), absolute_paths(config)))
+    config = from_tree(with_overrides(config.model_dump(exclude_unset=True), absolute_paths(config)))
     check_quickly(config, has_prompts=bool(tables))
     resources = plan_resources(config)
     if not tables:
-        rows = sources.first_rows(config.data, _TRIED_ROWS)
-        try_rewards(config.reward, rows, on_gpu=bool(resources.workers[0].get("GPU")))
+        own = config.eval.own_parts(config.data, config.reward)
+        for part, reward in [*zip(config.data.parts, config.reward_parts, strict=True), *own]:
+            rows = sources.first_rows(part, _TRIED_ROWS)
+            tried = [Prompt(i, (), row["question"], row["answer"]) for i, row in enumerate(rows)]
+            scoring.try_rewards(reward, tried, on_gpu=bool(resources.workers[0].get("GPU")))
+            try_environment(config.environment, tried)
     path = model_path or model_folder(config.model.path, config.storage, progress)
     check_model(config, path)
+    config = from_tree(with_overrides(config.model_dump(), lengths(config.data, config.rollout, path)))
+    if not config.checkpoint.init_from:  # its critic has learnt
+        for line in rules.warnings(config.algorithm, config.model, config.train, config.rollout):
+            _LOG.warning("warning: %s", line)
     return PreparedRun(config, path, resources, tables)
 
 
@@ -108,29 +138,69 @@ def check_quickly(config: RunConfig, *, has_prompts: bool = False) -> None:
     Raises:
         ConfigError: a prompt file, a reward function, the model or the resources cannot be used.
     """
+    check_packages(config.tracking)
     if not has_prompts:
         check_files(config.data, config.eval)
     check_rewards(config.reward)
+    if config.environment.name:
+        load_environment(config.environment.name)
+    if not (has_prompts or address_of(config.ray_address)):  # nodes of a cluster may reach more than this machine
+        check_servers(config.reward)
+    if best_by := config.checkpoint.best_by:
+        averaged = config.train.ema_decay is not None
+        metrics.check_known(best_by, metrics.evaluated(config.eval, config.data, averaged=averaged))
+    check_option_names(config.rollout)
+    if config.train.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError("train.optimizer adamw_8bit needs torchao: pip install 'rlx[torchao]'")
     check_place(plan_resources(config), config.ray_address)
-    if config.model.path == "tiny":
+    for setting, other in companions(config.model).items():
+        if not is_model_folder(other, setting) and not address_of(config.ray_address):
+            check_hub_name(other, setting)
+    if config.model.path in OWN_MODELS:
         return
     if is_model_folder(config.model.path, "model.path"):
         check_model(config, config.model.path)
-    elif not address_of(config.ray_address):  # nodes of a cluster may reach more than this machine
+    elif not address_of(config.ray_address):
         check_hub_name(config.model.path, "model.path")
 
 
-def absolute_paths(config: RunConfig) -> dict[str, str]:
-    """Returns the settings that name something on this disk as absolute paths, by dotted key.
+def absolute_paths(config: RunConfig) -> dict[str, Any]:
+    """Returns the settings that name something on this disk as absolute paths, or a rubric as its text, by dotted key.
 
     Workers, trials and a later resume have other working directories.
     """
     settings = {key: value for key, value in flatten(config).items() if value}
-    paths = {key: settings[key] for key in _PATH_SETTINGS if settings.get(key, "tiny") != "tiny"}
+    paths = {key: settings[key] for key in _PATH_SETTINGS if settings.get(key, TINY) not in OWN_MODELS}
     existing = {key: str(Path(path).resolve()) for key, path in paths.items() if Path(path).exists()}
     prompt_files = {key: sources.resolve(settings[key]) for key in _PROMPT_SETTINGS if key in settings}
-    changed = {key: address for key, address in prompt_files.items() if address != settings[key]}
+    changed: dict[str, Any] = {key: address for key, address in prompt_files.items() if address != settings[key]}
+    if rubric := rubric_text(config.reward):  # of its file, which other nodes may not have
+        changed["reward.judge_rubric"] = rubric
+    if config.data.sources:
+        changed["data.sources"] = [_resolved(each) for each in config.data.sources]
+    if config.eval.sets:
+        changed["eval.sets"] = [_resolved(each) for each in config.eval.sets]
     return existing | changed | {"storage": resolve_address(config.storage)}
+
+
+def lengths(data: DataConfig, rollout: RolloutConfig, path: str) -> dict[str, int]:
+    """Returns the longest prompt and response in tokens, by dotted key: those given, or as long as the model allows.
+
+    Args:
+        path: the model's folder or name. Of "tiny" nothing is said: its folder may not exist yet.
+    """
+    if path in OWN_MODELS:
+        return {}
+    if "max_prompt_tokens" in data.model_fields_set and "max_tokens" in rollout.model_fields_set:
+        return defaults.fitting_lengths(data, rollout, None)  # whatever the model is
+    shape = ModelShape.read(path) if is_model_folder(path, "model.path") else shape_on_hub(path)
+    return defaults.fitting_lengths(data, rollout, shape.positions)
+
+
+def _resolved(source: SourceConfig | EvalSetConfig) -> dict[str, Any]:
+    """One of data.sources or eval.sets as plain values, with addresses that mean the same in any working directory."""
+    given = source.model_dump(exclude_none=True)
+    return given | {key: sources.resolve(given[key]) for key in ("source", "held_out") if key in given}
 
 
 def tracking_uri(tracking: TrackingConfig, storage: str) -> str:
@@ -138,9 +208,9 @@ def tracking_uri(tracking: TrackingConfig, storage: str) -> str:
     return tracking.uri or mlflow.default_uri(local_folder(storage))
 
 
-def tracking_service(tracking: TrackingConfig, storage: str) -> TrackingService:
-    """Returns the tracking service that runs report to; makes the folder of a local one."""
-    return service_at(tracking_uri(tracking, storage))
+def tracking_services(tracking: TrackingConfig, storage: str) -> Sequence[TrackingService]:
+    """Returns the tracking services that runs report to; makes the folder of a local MLflow store."""
+    return services_of(tracking, local_folder(storage))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,18 +219,23 @@ def tracking_service(tracking: TrackingConfig, storage: str) -> TrackingService:
 
 def check_files(data: DataConfig, evaluation: EvalConfig) -> None:
     """Raises ConfigError if a prompt source cannot be used, e.g. a file that does not exist."""
-    addresses = {"data.source": data.source, "data.ptx_source": data.ptx_source, "eval.source": evaluation.source}
-    for setting, address in addresses.items():
-        if address:
-            sources.check_source(address, data, setting)
+    for number, part in enumerate(data.parts):
+        sources.check_source(part.source, part, "data.source")
+        if held_out := evaluation.part(data, number).source:
+            sources.check_source(held_out, part, "eval.source")
+    for each in evaluation.sets:
+        if each.source:
+            sources.check_source(each.source, each.prompts(data), f"eval.sets {each.name}")
+    if data.ptx_source:
+        sources.check_source(data.ptx_source, data, "data.ptx_source")
 
 
-def check_tracking(tracking: TrackingConfig) -> None:
+def check_tracking(uri: str | None) -> None:
     """Raises ConfigError if an address is of no kind that MLflow knows, or of a server that does not answer.
 
     Databases are opened later, by MLflow.
     """
-    address = tracking.uri or ""
+    address = uri or ""
     scheme = address.partition("://")[0].partition("+")[0]
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="mlflow.tracking_store")]
     if "://" in address and scheme not in (known := [*_SCHEMES, *plugins]):
@@ -183,22 +258,35 @@ def check_tracking(tracking: TrackingConfig) -> None:
 def _check_disk(model: ModelConfig, critic: str, path: str, storage: str) -> None:
     """Raises StorageError if a disk of this machine has no room for a checkpoint of the model that is trained."""
     if not model.lora_rank:
-        numbers = count_parameters(path) * (2 if critic == "separate" else 1)
+        numbers = count_parameters(path) + (count_parameters(model.critic_path or path) if critic == "separate" else 0)
         folder = open_storage(storage, create=False)
         check_free(folder, numbers * _CHECKPOINT_BYTES, "a checkpoint of this model")
 
 
 def check_rewards(reward: RewardConfig) -> None:
-    """Loads the user's reward functions and reads the remote scorer's key.
+    """Loads the user's reward functions, tries the sandbox of programs, and reads servers' keys.
 
     Raises:
         ConfigError: one of them cannot be used.
     """
     custom.check_functions(reward)
+    if "code" in reward.functions:
+        Sandbox.open(strict=reward.sandbox == "strict")
     if reward.model:
         is_model_folder(reward.model, "reward.model")
     if reward.url:
         remote.RemoteReward.from_config(reward)
+    if reward.judge_url:
+        Judge.from_config(reward, ReplyCache())
+
+
+def check_servers(reward: RewardConfig) -> None:
+    """Raises ConfigError if no server answers at the address of the rewards or of the judge."""
+    servers = [remote.RemoteReward.from_config(reward).server] if reward.url else []
+    servers += [Judge.from_config(reward, ReplyCache()).server] if reward.judge_url else []
+    for server in servers:
+        if reason := why_silent(server.url):
+            raise ConfigError(f"reward.{server.name} {server.address}: no server answers there ({reason})")
 
 
 def check_model(config: RunConfig, path: str) -> None:
@@ -208,7 +296,7 @@ def check_model(config: RunConfig, path: str) -> None:
     shape = ModelShape.read(path)
     if config.parallel.tp > 1:
         _check_layers(path, config.parallel.tp, config.model.trust_remote_code)
-    needed = config.data.max_prompt_tokens + config.rollout.max_tokens
+    needed = sum(lengths(config.data, config.rollout, path).values())
     if shape.positions and needed > shape.positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {path} has {shape.positions} positions"
@@ -219,30 +307,38 @@ def check_model(config: RunConfig, path: str) -> None:
             f"rollout.tensor_parallel {split} does not divide the {shape.heads} attention heads of {path}"
         )
     check_model_files(path, "model.path")
+    for setting, other in companions(config.model).items():
+        _check_companion(path, other, setting, needed)
+        if config.parallel.tp > 1 and is_model_folder(other, setting):
+            _check_layers(other, config.parallel.tp, config.model.trust_remote_code, setting)
     _check_disk(config.model, config.resolved_critic, path, config.storage)
 
 
-def try_rewards(reward: RewardConfig, rows: Sequence[Row], *, on_gpu: bool) -> None:
-    """Calls the user's reward functions with a few prompts, before anything starts.
+def companions(model: ModelConfig) -> dict[str, str]:
+    """Returns the models beside the policy that score its tokens, by setting."""
+    paths = {"model.critic_path": model.critic_path, "model.reference_path": model.reference_path}
+    return {setting: path for setting, path in paths.items() if path}
+
+
+def _check_companion(path: str, other: str, setting: str, needed: int) -> None:
+    """Raises ConfigError if a folder cannot be the critic or the reference of the policy in `path`.
 
     Args:
-        reward: which functions, and their limits.
-        rows: the prompts.
-        on_gpu: workers have GPUs; this machine may have none, so a failure is only shown.
-
-    Raises:
-        RewardError: one of them fails.
+        other: the folder, or a name on the hub, which the workers look up.
+        needed: positions of the longest prompt and response.
     """
-    tried = [Prompt(i, (), row["question"], row["answer"]) for i, row in enumerate(rows)]
-    try:
-        scoring.try_functions(reward, tried)
-    except RewardError as error:
-        if not on_gpu:
-            raise
-        _LOG.warning("on this machine, which need not be like those of the workers: %s", error)
+    if not is_model_folder(other, setting):
+        return
+    check_model_files(other, setting)
+    check_same_tokens(path, other, setting)
+    positions = ModelShape.read(other, setting).positions
+    if positions and needed > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {setting} {other} has {positions} positions"
+        )
 
 
-def _check_layers(path: str, tp: int, trust_remote_code: bool) -> None:
+def _check_layers(path: str, tp: int, trust_remote_code: bool, setting: str = "model.path") -> None:
     """Raises ConfigError if the model's layers cannot be split over `tp` workers."""
     from transformers import AutoConfig
 
@@ -251,7 +347,7 @@ def _check_layers(path: str, tp: int, trust_remote_code: bool) -> None:
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {path}: {one_line(error)}") from None
+        raise ConfigError(f"{setting} {path}: {one_line(error)}") from None
     tensor_parallel.layer_plan(model_config, tp)
 
 
@@ -260,21 +356,22 @@ def _check_layers(path: str, tp: int, trust_remote_code: bool) -> None:
 
 
 def model_folder(path: str, storage: str, progress: Progress | None = None) -> str:
-    """Returns the model to start from; makes rlx's tiny model in the storage if `path` is "tiny" and it is missing."""
-    if path != "tiny":
+    """Returns the model to start from; makes one of rlx's own in the storage if `path` names it and it is missing."""
+    if path not in OWN_MODELS:
         return path
     from rlx.models import tiny
 
-    recipe = zlib.crc32(repr(tiny.WarmStart()).encode())
-    folder = local_folder(storage) / "models" / f"tiny-{recipe:08x}"
+    recipe = tiny.RECIPES[path]
+    folder = local_folder(storage) / "models" / f"{path}-{zlib.crc32(repr(recipe).encode()):08x}"
     if not folder.exists():
         check_free(Storage.local(folder), _TINY_BYTES, "the tiny model")  # before the minute that it takes
-        tiny.make_tiny_model(folder, progress)
+        tiny.make_tiny_model(folder, progress, recipe)
     return str(folder)
 
 
 def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
-    """Returns the tokenized prompts as Ray datasets: train, held_out, and ptx if the config has a `data.ptx_source`.
+    """Returns the tokenized prompts as Ray datasets, by `sources.table_names` and `set_table`, and ptx if there is a
+    `data.ptx_source`.
 
     Args:
         path: the model's folder or name, for its tokenizer.
@@ -283,11 +380,19 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
         ConfigError: there are no prompts, or fewer than a step needs.
     """
     data, tokenizer = config.data, prompts.TokenizerSource.of(path, config.model.trust_remote_code)
-    train, held_out = sources.training_and_held_out_rows(data, config.eval)
-    rows: dict[str, Any] = {"train": train, "held_out": held_out}
+    training, held_out = sources.table_names(data, "train"), sources.table_names(data, "held_out")
+    tables = {}
+    for number, part in enumerate(data.parts):
+        rows = sources.training_and_held_out_rows(part, config.eval.part(data, number))
+        for names, each in zip((training, held_out), rows, strict=True):
+            tables[names[number]] = prompts.tokenize_rows(each, part, tokenizer)
+    for each in (each for each in config.eval.sets if each.source):
+        part = each.prompts(data)
+        asked = sources.set_rows(part, config.eval.of(each), each.name)
+        tables[sources.set_table(each.name)] = prompts.tokenize_rows(asked, part, tokenizer)
     if data.ptx_source:
-        rows["ptx"] = sources.read_rows(data.ptx_source, data, "data.ptx_source")
-    tables = {name: prompts.tokenize_rows(table, data, tokenizer) for name, table in rows.items()}
-    if (count := tables["train"].count()) < config.train.prompts_per_step:
+        rows = sources.read_rows(data.ptx_source, data, "data.ptx_source")
+        tables["ptx"] = prompts.tokenize_rows(rows, data, tokenizer)
+    if (count := sum(tables[name].count() for name in training)) < config.train.prompts_per_step:
         raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
     return tables

@@ -1,4 +1,4 @@
-"""`RunProcesses`: the engines, reward models and workers of runs, and what of them stays for the next run.
+"""`RunProcesses`: the engines, reward models, environments and workers of runs, and what stays for the next run.
 
 Engines start in the placement group of the Tune trial around them, or in one of their own. Workers are those of a Ray
 Train run (`train_run`), which makes a second group. Starting everything takes half a minute, mostly imports.
@@ -16,10 +16,17 @@ from typing import Any
 import ray
 import ray.train
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlx.cluster.resources import Bundle, ResourcePlan
+from rlx.cluster.placement import Bundle
+from rlx.cluster.resources import ResourcePlan
 from rlx.config.errors import ConfigError
-from rlx.config.sections import ModelConfig, ReuseName, RolloutConfig, flatten
+from rlx.config.sections.base import flatten
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.rollout import RolloutConfig
+from rlx.config.sweep import ReuseName
+from rlx.environments.pool import start_hosts
+from rlx.environments.trial import host_settings
 from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
@@ -28,13 +35,19 @@ from rlx.runs.preflight import PreparedRun
 from rlx.runs.train_run import END_S, RunStopped, TrainRun
 from rlx.types import Notify, OnReport
 
+# Settings that environments cannot change after their start.
+_ENVIRONMENTS_STARTED_WITH = (
+    *("environment.name", "environment.params", "environment.timeout_s"),
+    *("environment.concurrency", "environment.memory_mb"),
+)
 # Settings that engines and reward models cannot change after their start, in addition to their arguments and resources.
-_ENGINES_STARTED_WITH = ("reward.model", "model.trust_remote_code", "data.system_prompt")
+_ENGINES_STARTED_WITH = ("reward.model", "model.trust_remote_code", "data.system_prompt", *_ENVIRONMENTS_STARTED_WITH)
 # Settings that workers cannot change.
 _WORKERS_STARTED_WITH = (
     "data.",
     "parallel.tp",
     "eval.source",
+    "eval.sets",
     "eval.num_prompts",
     "eval.seed",
     "scaling.",
@@ -55,6 +68,7 @@ class EngineHost:
         self.started_with = _started_with(prepared)
         self.engines: list[Any] = []
         self.reward_models: list[Any] = []
+        self.environments: list[Any] = []
         self._owned = None if outer or not needed.bundles else _reserve(needed)
         self._placement = outer or self._owned
         try:
@@ -64,13 +78,14 @@ class EngineHost:
             if not needed.colocated:  # then each worker starts its own, where it is
                 self.engines = start_engines(engine_spec_of(prepared), self._placement, needed.indices.engines)
             self.reward_models = _start_reward_models(prepared, self._placement)
+            self.environments = _start_environments(prepared, self._placement)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Ends the actors and frees what they had reserved."""
-        for actor in [*self.engines, *self.reward_models]:
+        for actor in [*self.engines, *self.reward_models, *self.environments]:
             ray.kill(actor)
         if self._owned:
             remove_placement_group(self._owned)
@@ -143,7 +158,9 @@ class RunProcesses:
             self._train.is_stopping = False
             self._train_started_with = _workers_started_with(prepared)
         beside = engine_spec_of(prepared) if prepared.resources.colocated else None
-        job = replace(job, engines=self._host.engines, engine_spec=beside, reward_models=self._host.reward_models)
+        host = self._host
+        job = replace(job, engines=host.engines, engine_spec=beside)
+        job = replace(job, reward_models=host.reward_models, environments=host.environments)
         return self._train.do(job, is_last, on_report, notify, grace_s)
 
     @property
@@ -228,6 +245,18 @@ def _start_reward_models(prepared: PreparedRun, placement: Any) -> list[Any]:
         group=placement,
         bundles=needed.indices.reward_models,
         trust_remote_code=prepared.config.model.trust_remote_code,
+    )
+
+
+def _start_environments(prepared: PreparedRun, placement: Any) -> list[Any]:
+    needed, environment = prepared.resources, prepared.config.environment
+    if not environment.name:
+        return []
+    resources = needed.environments[0]
+    strategies = [PlacementGroupSchedulingStrategy(placement, bundle) for bundle in needed.indices.environments]
+    own = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0)}
+    return start_hosts(
+        host_settings(environment), [{"scheduling_strategy": strategy, **own} for strategy in strategies]
     )
 
 

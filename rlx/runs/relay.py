@@ -1,10 +1,13 @@
-"""A way to the tracking service from all nodes: records for a database on the driver's disk go through an actor there.
+"""A way to the tracking services from all nodes: records for the driver's disk go through an actor there.
+
+So do those for a service that takes the records of a run from one process.
 
 Left out: the records themselves (rlx.tracking).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,34 +16,47 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlx.cluster.connection import is_own_cluster
 from rlx.cluster.nodes import other_nodes
-from rlx.tracking.base import RunStatus, TrackingService
+from rlx.config.sections.records import BackendName
+from rlx.tracking.base import Reach, RunStatus, TrackingService
 
 _AT_ONCE = 4  # calls of MLflow; SQLite writes one by one, and more than its 15 connections fail after 30 s
+_VARIABLES = "WANDB_"
 
 
-def reachable(service: TrackingService) -> TrackingService:
-    """Returns a tracking service as all nodes reach it, also those that join later. Call it in the driver.
+def reachable(services: Sequence[TrackingService]) -> Sequence[TrackingService]:
+    """Returns tracking services as all processes reach them, also those of nodes that join later.
 
-    MLflow opens a SQLite database itself, so only a process of this node can write to it: others ask an actor here. On
-    a cluster that this process has started for itself, and with a server, the service itself is returned.
+    Call it in the driver. On a cluster that this process has started for itself, all processes reach its disk.
     """
     is_alone = is_own_cluster() and not other_nodes()
-    if isinstance(service, RelayedService) or not service.address.startswith("sqlite:") or is_alone:
-        return service
-    return start_relay(service)
+    near = {Reach.ANYWHERE, Reach.NODE} if is_alone else {Reach.ANYWHERE}
+    return [service if service.reach in near else start_relay(service) for service in services]
+
+
+def from_driver(services: Sequence[TrackingService], reachable: Sequence[TrackingService]) -> list[TrackingService]:
+    """Returns the services as the driver uses them: itself, where the cluster may end first, or as all others do."""
+    pairs = zip(services, reachable, strict=True)
+    return [others if itself.reach is Reach.PROCESS else itself for itself, others in pairs]
 
 
 def start_relay(service: TrackingService) -> RelayedService:
     """Returns a service whose calls an actor on this node makes; it ends with the last copy of the service."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(_Relay).options(num_cpus=0, max_concurrency=_AT_ONCE, scheduling_strategy=here).remote(service)
-    return RelayedService(actor, service.title, service.address)
+    actor = ray.remote(_Relay).options(num_cpus=0, max_concurrency=_AT_ONCE, scheduling_strategy=here)
+    own = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    return RelayedService(actor.remote(service, own), service.name, service.title, service.address)
 
 
 class _Relay:
-    """Calls the tracking service on the node whose disk it is on."""
+    """Calls the tracking service on the driver's node.
 
-    def __init__(self, service: TrackingService) -> None:
+    Args:
+        variables: of the driver's environment, which an older cluster does not have. They travel in memory alone: among
+            them may be a key, and Ray logs those of a `runtime_env`.
+    """
+
+    def __init__(self, service: TrackingService, variables: Mapping[str, str]) -> None:
+        os.environ |= variables
         self._service, self._writers = service, dict[str, Any]()
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
@@ -53,10 +69,12 @@ class _Relay:
 
 
 class RelayedService:
-    """A tracking service that an actor on another node calls. Implements `TrackingService`."""
+    """A tracking service that an actor calls. Implements `TrackingService`."""
 
-    def __init__(self, actor: Any, title: str, address: str) -> None:
-        self.actor, self.title, self.address = actor, title, address
+    reach = Reach.ANYWHERE
+
+    def __init__(self, actor: Any, name: BackendName, title: str, address: str) -> None:
+        self.actor, self.name, self.title, self.address = actor, name, title, address
 
     def check(self) -> None:
         self._call("check")
@@ -97,7 +115,7 @@ class RelayedService:
 
 
 class RelayedRun:
-    """Writes to one run through an actor on another node. Implements `RunWriter`."""
+    """Writes to one run through an actor. Implements `RunWriter`."""
 
     def __init__(self, actor: Any, run_id: str) -> None:
         self._actor, self._run_id = actor, run_id

@@ -10,13 +10,18 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC, GENERATED, CheckpointConfig, flatten
-from rlx.rewards.custom import RewardError
+from rlx.config.sections.base import flatten
+from rlx.config.sections.data import GENERATED
+from rlx.config.sections.records import CheckpointConfig
+from rlx.config.sections.reward import SCORERS
+from rlx.config.sweep import DEFAULT_METRIC
+from rlx.rewards.custom import RewardError, brief
 from rlx.storage import checkpoint_catalog, claims, signatures
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
@@ -29,21 +34,37 @@ POINTER = "pointer.json"
 
 POWERFUL = (
     "model.path",
+    "model.critic_path",
+    "model.reference_path",
     "model.trust_remote_code",
     "data.source",
+    "data.sources",
     "data.ptx_source",
+    "data.expected_pattern",
     "eval.source",
+    "eval.sets",
+    "rollout.engine_options",
+    "rollout.sampling_options",
     "reward.functions",
     "reward.answer_pattern",
     "reward.format_pattern",
     "reward.model",
     "reward.url",
     "reward.url_key_env",
+    "reward.judge_url",
+    "reward.judge_url_key_env",
+    "reward.judge_model",
+    "reward.judge_rubric",
+    "reward.judge_pattern",
+    "reward.sandbox",
     "tracking.uri",
+    "tracking.backends",
     "ray_address",
     "checkpoint.init_from",
 )
-"""settings that name code, models, addresses or patterns: they are not taken from what somebody else wrote"""
+"""settings that name code, models, addresses, services or patterns: they are not taken from what somebody else wrote"""
+USED_BY_EXPORTS = ("model.trust_remote_code", "tracking.uri")
+"""those of them that decide what an export does with the model of a checkpoint; whoever exports it has named it"""
 
 # Settings that the state of a run depends on: a resume cannot change them.
 _FIXED = (
@@ -53,6 +74,7 @@ _FIXED = (
     "algorithm.advantage",
     "algorithm.policy_loss",
     "train.ema_decay",
+    "train.optimizer",
     "checkpoint.init_",
 )
 
@@ -106,6 +128,24 @@ def find(runs: Storage, name: str) -> Storage:
     if not exists(runs / name):
         raise ConfigError(f"no run {name!r} in {runs.path}{nearest(name, runs.names())}")
     return runs / name
+
+
+def locate(which: str, storage: str) -> tuple[str, Storage]:
+    """Returns the address and the folder of a run that a person names.
+
+    Args:
+        which: its name, or its folder or address.
+        storage: address of the storage that a named run is in.
+
+    Raises:
+        ConfigError, StorageError: there is no such run.
+    """
+    if "/" not in which:
+        return join_address(storage, "runs", which), find(open_storage(storage, create=False) / "runs", which)
+    folder = open_storage(which, create=False)
+    if not exists(folder):
+        raise ConfigError(f"no run in {folder.path}")
+    return resolve_address(which), folder
 
 
 def saved_config(folder: Storage) -> dict[str, Any]:
@@ -204,11 +244,17 @@ def saved_run(
     with claims.take(folder, f"run {name!r}"):
         saved = saved_config(folder)
         if not (trust or signatures.is_own_folder(folder, saved)):
-            _refuse_powers(name, folder, saved, overrides)
-        tree = saved | {"name": name, "storage": storage}
+            refuse_powers(name, folder, saved, overrides)
+        tree = _as_it_began(saved) | {"name": name, "storage": storage}
         config = from_tree(with_overrides(tree, {**overrides, "name": name}))
         check_resumable(config, from_tree(tree))
         yield config, folder
+
+
+def _as_it_began(saved: dict[str, Any]) -> dict[str, Any]:
+    """Returns a run's config tree with what it did before there was a setting for it."""
+    train = saved.get("train")
+    return saved | {"train": {"shuffle_minibatches": False, **train}} if isinstance(train, Mapping) else saved
 
 
 def is_fixed(key: str) -> bool:
@@ -220,10 +266,16 @@ def check_resumable(config: RunConfig, saved: RunConfig) -> None:
     """Raises ConfigError if a setting that cannot change differs between a resume and the saved run."""
     values, saved_values = flatten(config), flatten(saved)
     for key in values:
-        if is_fixed(key) and values[key] != saved_values[key]:
+        if is_fixed(key) and values[key] != saved_values[key] and not _has_moved(saved_values[key], values[key]):
             raise ConfigError(
                 f"{key} is {saved_values[key]} in run {saved.name}, which cannot change now: start a new run"
             )
+
+
+def _has_moved(before: Any, now: Any) -> bool:
+    """Whether two values name a file of one name in two folders: on another machine it may lie elsewhere."""
+    paths = [PurePath(each) for each in (before, now) if isinstance(each, str)]
+    return len(paths) == 2 and all(path.is_absolute() for path in paths) and paths[0].name == paths[1].name
 
 
 def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
@@ -259,13 +311,23 @@ def pointed_checkpoint(folder: Storage) -> CheckpointEntry:
     """
     if (pointer := folder / POINTER).exists():
         folder = Storage(folder.filesystem, _read(pointer, lambda: str(pointer.read_json()["path"])))
+        if not folder.exists():
+            raise ConfigError(
+                f"checkpoint {folder.path} was deleted: a run keeps its newest checkpoints, as many as "
+                "checkpoint.keep_last says, and its best"
+            )
     return _complete(checkpoint_catalog.read_checkpoint(folder))
 
 
 def inherited_settings(
-    checkpoint: CheckpointEntry, notify: Notify, *, trust: bool = False, needed: Collection[str] = ()
+    checkpoint: CheckpointEntry,
+    notify: Notify,
+    *,
+    trust: bool = False,
+    needed: Collection[str] = (),
+    used: Collection[str] = POWERFUL,
 ) -> dict[str, Any]:
-    """Returns the settings in a checkpoint, for a new run.
+    """Returns the settings in a checkpoint, for a new run or an export.
 
     Of a checkpoint that somebody else wrote, settings that name code, models, addresses or patterns are reset to their
     defaults, with a message.
@@ -273,12 +335,13 @@ def inherited_settings(
     Args:
         trust: take all of them, whoever wrote them.
         needed: settings that are taken all the same.
+        used: those of these settings that the caller uses; the others stay as they are.
     """
     manifest = checkpoint.manifest
     assert manifest
     if trust or signatures.is_own(manifest.config, manifest.signature):
         return manifest.config
-    left = [key for key in powers(manifest.config) if key not in needed]
+    left = [key for key in powers(manifest.config) if key in used and key not in needed]
     if left:
         notify(
             f"settings not taken from {checkpoint.name}, which this user did not write: {', '.join(left)}. "
@@ -291,19 +354,19 @@ def inherited_settings(
 def powers(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a config tree that name code, models, addresses or patterns, by dotted key."""
     values, defaults = flatten(from_tree(dict(tree))), flatten(RunConfig())
-    return {key: values[key] for key in POWERFUL if values[key] != defaults[key] and not _is_built_in(values[key])}
+    return {key: values[key] for key in POWERFUL if values[key] != defaults[key] and not _is_built_in(key, values[key])}
 
 
-def _is_built_in(value: Any) -> bool:
+def _is_built_in(key: str, value: Any) -> bool:
     """Whether the value of such a setting is a part of rlx: rewards by their names, or generated prompts."""
-    if isinstance(value, Mapping):
-        return not any(":" in name for name in value)
-    return isinstance(value, str) and value.startswith(GENERATED)
+    if key == "reward.functions":
+        return all(name in SCORERS for name in value)
+    return key == "data.source" and value.startswith(GENERATED)
 
 
-def _refuse_powers(name: str, folder: Storage, saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+def refuse_powers(name: str, folder: Storage, saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """Raises ConfigError if settings name code, models, addresses or patterns, and are not given again."""
-    if left := [f"{key} {value}" for key, value in powers(saved).items() if key not in overrides]:
+    if left := [f"{key} {brief(value)}" for key, value in powers(saved).items() if key not in overrides]:
         raise ConfigError(
             f"this user did not write run {name!r}, whose settings name code, models or addresses: {', '.join(left)}. "
             f"Read {folder.path}/config.yaml; --trust takes them"

@@ -24,7 +24,8 @@ from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rlx import actors
-from rlx.cluster.resources import Bundle, remove_groups
+from rlx.cluster.placement import Bundle
+from rlx.cluster.resources import remove_groups
 from rlx.config.errors import one_line
 from rlx.data.blocks import RankShares
 from rlx.runs.mailbox import (

@@ -22,15 +22,27 @@ import torch
 import torch.distributed as dist
 from ray.util.metrics import Gauge
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, one_line
 from rlx.config.run import RunConfig
+from rlx.config.sections.data import DataConfig
+from rlx.config.sections.rollout import EnvironmentConfig
+from rlx.data import prompts, sources
 from rlx.data.stream import Share
+from rlx.environments.base import has_steps, load_environment
+from rlx.environments.pool import ActorHost, EnvironmentPool
+from rlx.environments.tools import schemas
 from rlx.mesh import Mesh
 from rlx.rewards import reward_model
+from rlx.rewards.judge.cache import ReplyCache
+from rlx.rewards.judge.scorer import Judge
 from rlx.rewards.remote import RemoteReward
 from rlx.rollout.engine_actors import EngineSpec, start_engine_here
 from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
+from rlx.rollout.episodes.dialogue import Dialogue
+from rlx.rollout.episodes.draws import EngineDraws, Episodes
+from rlx.rollout.episodes.episode import EpisodeLimits
+from rlx.rollout.episodes.player import Player
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import doctor
 from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, Message, WorkerSpec
@@ -39,7 +51,7 @@ from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import Tracker
 from rlx.tracking.memory import NullTracker
-from rlx.tracking.mlflow_page import SystemMetrics
+from rlx.tracking.services.mlflow_page import SystemMetrics
 from rlx.tracking.tracker import OutboxTracker
 from rlx.training import loop, setup
 from rlx.training.setup import TrainingInputs, WeightSource
@@ -116,8 +128,9 @@ class RayReporter:
                 checkpoint_upload_mode=mode.NO_UPLOAD if is_own else mode.SYNC,
             )
 
-    def should_stop(self) -> bool:
-        return self.rank == 0 and self.job.box.is_stopped(self.job.number)
+    def should_stop(self, step: int) -> bool:
+        is_end = self.job.spec.until is not None and step >= self.job.spec.until
+        return self.rank == 0 and (is_end or self.job.box.is_stopped(self.job.number))
 
     def should_checkpoint(self) -> bool:
         return ray.train.get_preemption_info() is not None
@@ -169,7 +182,9 @@ def inputs_of(job: Job) -> TrainingInputs:
         _check_folder(spec.folder)
     rank = ray.train.get_context().get_world_rank()
     device = ray.train.torch.get_device()
-    names = ["train", "held_out", *(["ptx"] if config.data.ptx_source else [])]
+    names = [name for use in ("train", "held_out") for name in sources.table_names(config.data, use)]
+    names += [sources.set_table(each.name) for each in config.eval.sets if each.source]
+    names += ["ptx"] if config.data.ptx_source else []
     reporter = RayReporter(NullTracker(), job, rank)
     if rank == 0 and spec.tracking:
         tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify)
@@ -186,6 +201,7 @@ def inputs_of(job: Job) -> TrainingInputs:
         connect_engines=connections.engines,
         connect_scorers=connections.scorers,
         signature=spec.signature,
+        opened=spec.until if spec.opens else None,
     )
 
 
@@ -222,16 +238,34 @@ class Connections:
         rollout, engines, name = config.rollout, spec.engines, str(config.name)
         if spec.engine_spec:
             engines = _engines_beside(spec.engine_spec)
+        pool = EnginePool(engines, config.seed, mesh.dp_rank, rollout.timeout_s, rollout.sync_timeout_s, name)
         # An engine's own process takes adapters and writes them to a file for vLLM; they have no direct way.
         adapters_only = config.model.lora_sync == "adapter"
         return EngineGroup(
-            pool=EnginePool(engines, config.seed, mesh.dp_rank, rollout.timeout_s, rollout.sync_timeout_s, name),
+            pool=pool,
             mesh=mesh,
             sync=WeightSync(engines, mesh, self.device, dtype, None if adapters_only else rollout.transport),
             retries=rollout.retries,
             notify=self.job.notify,
             weights=weights,
+            episodes=self._episodes(pool, mesh) if config.environment.name and mesh.is_tp_leader else None,
         )
+
+    def _episodes(self, pool: EnginePool, mesh: Mesh) -> Episodes:
+        """What plays with the environments, which may still be starting."""
+        config, spec, owner = self.config, self.job.spec, f"{self.config.name}/{mesh.dp_rank}/"
+        own = config.environment
+        hosts = [ActorHost(each, own.timeout_s) for each in spec.environments]
+        environments = EnvironmentPool(
+            hosts, owner, retries=own.retries, concurrency=own.concurrency, notify=self.job.notify
+        )
+        tokenizer = prompts.load_tokenizer(spec.model_path, config.model.trust_remote_code)
+        limits = EpisodeLimits(own.max_turns, own.turn_tokens, config.data.max_prompt_tokens)
+        draws = EngineDraws(pool)
+        dialogue = dialogue_of(own, config.data, tokenizer)
+        player = Player(draws, environments, dialogue, limits, config.seed, own.repeat)
+        player.loop.run(environments.forget())  # what an earlier process of this rank has left
+        return Episodes(draws, player)
 
     def scorers(self, mesh: Mesh) -> dict[str, Scorer]:
         """The scorers that are not functions of this process, once reward models are loaded."""
@@ -243,7 +277,25 @@ class Connections:
             remote["model"] = replace(starting, timeout_s=reward.timeout_s)
         if reward.url:
             remote["url"] = RemoteReward.from_config(reward)
+        if reward.judge_url:
+            remote["judge"] = Judge.from_config(reward, ReplyCache(self.job.spec.folder / "judge"))
         return remote
+
+
+def dialogue_of(environment: EnvironmentConfig, data: DataConfig, tokenizer: Any) -> Dialogue:
+    """What writes the messages of episodes with this environment as tokens.
+
+    Raises:
+        ConfigError: the model's chat template takes no turns or no tools, or a tool is not described.
+    """
+    found = load_environment(str(environment.name))
+    try:
+        tools = [] if has_steps(found) else schemas(found)
+    except ValueError as error:
+        raise ConfigError(f"environment.name {environment.name}: {one_line(error)}") from None
+    return Dialogue(
+        tokenizer, tools, data.chat_template_args, data.system_prompt, extends=environment.history == "extend"
+    )
 
 
 def _engines_beside(spec: EngineSpec) -> list[Any]:

@@ -15,7 +15,7 @@ import ray.train
 import torch.distributed as dist
 from ray.train.torch import TorchConfig
 
-from rlx.config.sections import ScalingConfig
+from rlx.config.sections.scaling import ScalingConfig
 from rlx.rollout.weight_sync.process_group import create_store, open_store
 from rlx.rollout.weight_sync.sync import own_address
 

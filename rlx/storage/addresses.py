@@ -19,6 +19,7 @@ from pyarrow import fs
 from rlx.config.addresses import holds_secret
 from rlx.config.errors import one_line
 from rlx.config.loading import parse_yaml
+from rlx.config.reach import why_silent
 from rlx.storage.filesystem import Storage, StorageError, explain
 
 PROFILES = (Path("storage"), Path(__file__).parent / "profiles")
@@ -37,6 +38,7 @@ def open_storage(address: str, create: bool = True) -> Storage:
     resolved = resolve_address(address)
     try:
         filesystem, path = _open_filesystem(resolved)
+        _check_answer(resolved)
         if create:
             filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
@@ -125,7 +127,7 @@ def _without_keys(address: str) -> str:
         parts = urllib.parse.urlsplit(address)
     except ValueError as error:
         raise StorageError(f"storage {address.partition(':')[0]}://...: malformed address: {error}") from None
-    if "@" in parts.netloc or holds_secret(address):
+    if holds_secret(address):
         raise StorageError(
             f"storage {parts.scheme}://...: the address holds a key: "
             f"put keys into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
@@ -149,6 +151,18 @@ def _open_filesystem(resolved: str) -> tuple[fs.FileSystem, str]:
     return _open_s3(options), f"{parts.netloc}{parts.path}".rstrip("/")
 
 
+def _check_answer(resolved: str) -> None:
+    """Raises ConnectionError if no server answers for an S3 address: the client would try for half a minute."""
+    parts = urllib.parse.urlsplit(resolved)
+    if parts.scheme == "s3":
+        options = _s3_environment() | dict(urllib.parse.parse_qsl(parts.query))
+        server = options["endpoint_override"] or f"s3.{options['region']}.amazonaws.com"
+        address = server if "://" in server else f"{options.get('scheme', 'https')}://{server}"
+        if reason := why_silent(address):
+            shown = server.rpartition("@")[2]
+            raise ConnectionError(f"the server does not answer: check AWS_ENDPOINT_URL ({shown}: {reason})")
+
+
 class _S3(fs.S3FileSystem):
     """pyarrow's S3 filesystem; it keeps its timeouts and retries when it is pickled for a worker."""
 
@@ -160,8 +174,11 @@ class _S3(fs.S3FileSystem):
 def _open_s3(options: Mapping[str, str]) -> fs.FileSystem:
     timeouts = {"connect_timeout": _S3_CONNECT_TIMEOUT_S, "request_timeout": _S3_REQUEST_TIMEOUT_S}
     retries = fs.AwsStandardS3RetryStrategy(max_attempts=_S3_ATTEMPTS)
-    environment = {
+    return _S3(**_s3_environment() | dict(options) | timeouts, retry_strategy=retries)
+
+
+def _s3_environment() -> dict[str, str | None]:
+    return {
         "region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1",
         "endpoint_override": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
     }
-    return _S3(**environment | dict(options) | timeouts, retry_strategy=retries)

@@ -8,6 +8,7 @@ chosen. Left out: the content of the files (checkpoint_files.py) and writing the
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from rlx.config.errors import nearest
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest, OtherFormatError
 from rlx.storage.filesystem import Storage, StorageError
 
+REFERENCE = "reference"
+"""folder in a run's folder that holds, as a checkpoint of step 0, the weights of a reference that is not the model's"""
 _NAME = re.compile(r"step_(\d{6,})")
 _SET_ASIDE_MANIFEST = f"{MANIFEST}.damaged"
 _READ_BYTES = 8 << 20  # per read
@@ -68,11 +71,13 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `keep` (None: all of them), and the best one by a metric, if one is named."""
+    """Which checkpoints stay: the newest `keep` (None: all of them), and besides the best one by a metric, if one is
+    named, and those of every `every` steps."""
 
     keep: int | None = None
     best_by: str | None = None
     best_mode: str = "max"
+    every: int | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +269,7 @@ def prune(run: Storage, retention: Retention) -> None:
     """Deletes all checkpoints that are older than the newest complete one and that need not be kept.
 
     Those that were never finished are deleted too. The manifest goes first: a deletion that is interrupted leaves no
-    checkpoint that looks complete.
+    checkpoint that looks complete. Of one that somebody has linked here, only the link is deleted.
     """
     if retention.keep is None:
         return
@@ -273,7 +278,16 @@ def prune(run: Storage, retention: Retention) -> None:
     kept = {entry.name for entry in complete[-retention.keep :]}
     if retention.best_by and (best := best_checkpoint(complete, retention.best_by, retention.best_mode)):
         kept.add(best.name)
+    if retention.every:
+        kept |= {entry.name for entry in complete if entry.step % retention.every == 0}
     for entry in entries:
         if complete and entry.step < complete[-1].step and entry.name not in kept:
-            (entry.folder / MANIFEST).delete()
-            entry.folder.delete()
+            _delete(entry.folder)
+
+
+def _delete(folder: Storage) -> None:
+    if folder.is_local and os.path.islink(folder.path):
+        os.unlink(folder.path)
+    else:
+        (folder / MANIFEST).delete()
+        folder.delete()

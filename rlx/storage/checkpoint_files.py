@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from rlx.storage import checkpoint_keys
 from rlx.storage.filesystem import Storage, fsync_folder
+from rlx.storage.quantized_state import plain_parts
 
 DTYPES = {
     "F64": torch.float64,
@@ -84,9 +85,11 @@ def copy_shards(models: Mapping[str, ModelAndOptimizer], ema: Mapping[str, Tenso
         Shards by key (checkpoint_keys.py); `local` has the shape of this rank's part, which is never empty.
     """
     stepped = [name for name, trained in models.items() if trained.optimizer.state]
-    shards = {
-        key: _local_shard(tensor) for key, tensor in _state_tensors(models, ema, stepped) if _is_written_here(tensor)
-    }
+    return _copied(_state_tensors(models, ema, stepped))
+
+
+def _copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shard]:
+    shards = {key: _local_shard(tensor) for key, tensor in tensors if _is_written_here(tensor)}
     return {
         key: Shard(shard.local.detach().to("cpu", copy=True), shard.offset, shard.shape)
         for key, shard in shards.items()
@@ -146,6 +149,22 @@ def load_weights(files: Sequence[Storage], models: Mapping[str, ModelAndOptimize
             if checkpoint_keys.has_weights(reader.names, name):
                 for weight, tensor in _trained_weights(trained).items():
                     _read_into(tensor, reader, checkpoint_keys.model_weight(name, weight))
+
+
+def read_reference(files: Sequence[Storage], policy: ModelAndOptimizer, reference: nn.Module) -> None:
+    """Reads the weights of a checkpoint's policy into a frozen copy of the policy, in place; no value head.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a weight, or has it in another shape.
+    """
+    with CheckpointReader(files) as reader:
+        for key, tensor in _reference_weights(policy, reference).items():
+            _read_into(tensor, reader, key)
+
+
+def copy_reference(policy: ModelAndOptimizer, reference: nn.Module) -> dict[str, Shard]:
+    """Copies the shards of a frozen copy of the policy that this rank must write, under the keys of the policy."""
+    return _copied(_reference_weights(policy, reference).items())
 
 
 def _read_into(tensor: Tensor, reader: CheckpointReader, key: str) -> None:
@@ -328,7 +347,7 @@ def _state_tensors(
         if name in stepped:
             state = get_optimizer_state_dict(trained.model, trained.optimizer, options=_TRAINED_ONLY)["state"]
             for parameter, moments in cast(Mapping[str, Mapping[str, Tensor]], state).items():
-                for moment, tensor in moments.items():
+                for moment, tensor in itertools.chain.from_iterable(plain_parts(*each) for each in moments.items()):
                     yield checkpoint_keys.optimizer_state(name, parameter, moment), tensor
 
 
@@ -340,6 +359,13 @@ def _trained_weights(trained: ModelAndOptimizer) -> dict[str, Tensor]:
     tied = {n for n, _ in trained.model.named_parameters(remove_duplicate=False)}
     tied -= {n for n, _ in trained.model.named_parameters()}
     return {name: tensor for name, tensor in weights.items() if name not in frozen | tied}
+
+
+def _reference_weights(policy: ModelAndOptimizer, reference: nn.Module) -> dict[str, Tensor]:
+    """Returns the live weights of a frozen copy that the policy trains, by the policy's keys."""
+    weights = cast(dict[str, Tensor], get_model_state_dict(reference))
+    names = [name for name in _trained_weights(policy) if name in weights]  # it has no value head
+    return {checkpoint_keys.model_weight("policy", name): weights[name] for name in names}
 
 
 def _local_shard(tensor: Tensor) -> Shard:

@@ -23,6 +23,10 @@ def ema_weight(name: str) -> str:
     return f"average.{name}"
 
 
+PROMPT_SUCCESS = "curriculum.success"
+"""the key of a curriculum's estimates, one byte for each prompt"""
+
+
 def queued_round(index: int, column: str) -> str:
     """The key of one column of the rollouts that were generated ahead; index 0 is the step that comes next."""
     return f"ahead.{index}.{column}"

@@ -55,6 +55,7 @@ class Manifest(_Record):
     config: dict[str, Any]
     files: dict[FileName, FileRecord]
     signature: str = ""  # of the config, see `signatures`
+    reference: bool = False  # the run keeps the weights of its reference, see `checkpoint_catalog.REFERENCE`
 
     @property
     def dp_size(self) -> int:

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -56,14 +56,16 @@ class CheckpointWriter:
     them in the same order. `wait`, `has_finished` and `finished_checkpoint` look at this rank's thread alone.
     """
 
-    def __init__(self, run: Storage, retention: Retention) -> None:
+    def __init__(self, run: Storage, retention: Retention, settle: Callable[[], object] | None = None) -> None:
         """Collective. Also deletes the temporary files of killed processes on this machine.
 
         Args:
             run: folder of the run, which holds its checkpoints.
+            settle: called in the thread before a checkpoint becomes complete: waits for what else it needs there.
         """
         self.run = run
         self.retention = retention
+        self._settle = settle
         self._ranks = RankGroup()
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")
         self._writing: Future[FinishedCheckpoint] | None = None
@@ -191,7 +193,10 @@ class CheckpointWriter:
         what = f"writing checkpoint {folder.name} to {self.run.path}"
         # The manifest of an earlier checkpoint of this step is deleted before its files change.
         self._ranks.on_first((folder / MANIFEST).delete, what)
-        outcomes = self._ranks.gather(_write_rank_file(shards, folder, self._ranks.rank, what))
+        outcome = _write_rank_file(shards, folder, self._ranks.rank, what)
+        if self._settle:
+            self._settle()
+        outcomes = self._ranks.gather(outcome)
         try:
             if error_of_first := next((outcome.error for outcome in outcomes if outcome.error), ""):
                 raise StorageError(error_of_first)

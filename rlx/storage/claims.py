@@ -28,10 +28,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from pydantic import FiniteFloat, PositiveInt, TypeAdapter
+
 from rlx.storage.filesystem import Storage, StorageError, free_name
 
 _LOG = logging.getLogger("rlx")
-_FILE = re.compile(r"owner-(\d{1,9})(\.[0-9a-f]{32})?\.json")
+_FILE = re.compile(r"owner-(\d+)(\.[0-9a-f]{32})?\.json")
 _BEAT_S = 10.0
 _GONE_S = 60.0  # who has not renewed a claim for so long is gone
 _ATTEMPTS = 10  # at a file in a folder that others remove
@@ -49,9 +51,9 @@ class Owner:
     user: str
     host: str
     machine: str  # differs between boots and containers, within which process ids mean something
-    pid: int
+    pid: PositiveInt
     started: str  # tells a process from a later one with the same id
-    since: float  # Unix seconds
+    since: FiniteFloat  # Unix seconds
 
     @classmethod
     def myself(cls) -> Owner:
@@ -75,7 +77,10 @@ class Owner:
         return not _exists(self.pid) or unseen_s > _GONE_S
 
     def __str__(self) -> str:
-        return f"process {self.pid} of {self.user} on {self.host}"
+        return " ".join(f"process {self.pid} of {self.user} on {self.host}".split())
+
+
+_OWNER = TypeAdapter(Owner)
 
 
 class Claim:
@@ -185,8 +190,8 @@ def _holder(file: Storage, content: str) -> str:
     """Who holds the claim in a file, and since when; empty if that process is gone."""
     unseen_s = _seconds_since(file)
     try:
-        owner = Owner(**json.loads(content))
-    except (ValueError, TypeError):  # it is being written
+        owner = _OWNER.validate_json(content)
+    except ValueError:  # it is being written
         return "" if unseen_s > _GONE_S else "a process that starts it"
     if owner.is_gone(unseen_s):
         return ""
@@ -296,7 +301,7 @@ def _started(pid: int) -> str:
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has a number of more than 32 bits
         return False
     except PermissionError:  # it is of another user
         return True

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,6 +60,10 @@ class Storage:
 
     def names(self) -> list[str]:
         """Names of the files and folders in this folder, sorted; an empty list if the folder does not exist."""
+        if self.is_local:  # pyarrow looks twice, and fails if another process makes the folder in between
+            with suppress(FileNotFoundError):
+                return sorted(os.listdir(self.path))
+            return []
         selector = fs.FileSelector(self.path, allow_not_found=True)
         return sorted(info.base_name for info in self.filesystem.get_file_info(selector))
 
@@ -76,12 +81,7 @@ class Storage:
 
     def write_text(self, text: str) -> None:
         """Replaces the file at once: a reader never sees half of it. On a local disk it survives a loss of power."""
-        self.filesystem.create_dir(self.path.rpartition("/")[0], recursive=True)
-        if self.is_local:
-            replace_file(Path(self.path), text.encode())
-            return
-        with self.filesystem.open_output_stream(self.path) as stream:
-            stream.write(text.encode())
+        write_bytes(self, text.encode())
 
     def upload(self, file: Path) -> None:
         """Copies a file of this machine to this path."""
@@ -102,6 +102,16 @@ def free_name(folder: Storage, prefix: str) -> str:
     """Returns the first of prefix-1, prefix-2, ... that is not yet a name in the folder."""
     taken = folder.names()
     return next(name for name in (f"{prefix}-{i}" for i in range(1, len(taken) + 2)) if name not in taken)
+
+
+def write_bytes(file: Storage, content: bytes) -> None:
+    """Replaces a file at once, as `Storage.write_text` does."""
+    file.filesystem.create_dir(file.path.rpartition("/")[0], recursive=True)
+    if file.is_local:
+        replace_file(Path(file.path), content)
+        return
+    with file.filesystem.open_output_stream(file.path) as stream:
+        stream.write(content)
 
 
 def replace_file(file: Path, content: bytes) -> None:

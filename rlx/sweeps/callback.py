@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,10 +21,12 @@ from ray import tune
 from ray.autoscaler.sdk import request_resources
 from ray.tune.experiment import Trial
 
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.errors import ConfigError
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState
+from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.trainable import newest_attempt
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.tracker import OutboxTracker
@@ -32,6 +34,7 @@ from rlx.tracking.tracker import OutboxTracker
 _LOG = logging.getLogger("rlx")
 _PATIENCE_S = 10.0  # longest wait for the tracking service, in a thread
 _KILLED = re.compile(r"ray\.exceptions\.Actor|worker process has died")  # in what Ray says of a lost actor
+_FAILURE = re.compile(r"^Failure # \d+ .*$", re.MULTILINE)  # with which each failure begins in a trial's error file
 
 Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
 """(trial, its settings, its newest metrics, "running" or its `TrialState`), called whenever one of them changes"""
@@ -65,12 +68,12 @@ class Helpers:
     Tune pickles its callbacks; a copy has nothing of it.
     """
 
-    def __init__(self, mailbox: Any = None, room: Room | None = None) -> None:
-        self.mailbox, self.room = mailbox, room
+    def __init__(self, mailbox: Any = None, room: Room | None = None, is_copy: bool = False) -> None:
+        self.mailbox, self.room, self.is_copy = mailbox, room, is_copy
         self._on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
 
     def __reduce__(self) -> Any:
-        return Helpers, ()
+        return Helpers, (None, None, True)
 
     def end(self) -> None:
         """Ends the mailbox; gives back what was asked of an autoscaler, and Ctrl-C."""
@@ -91,6 +94,15 @@ class SweepCallback(tune.Callback):
     def __init__(self, plan: SweepPlan, log: TrialLog, helpers: Helpers) -> None:
         self.statuses: dict[str, RunStatus] = {}  # by trial, the status with which its MLflow run is to end
         self.steps, self.log, self.helpers = plan.config.train.steps, log, helpers
+
+    def setup(self, **info: Any) -> None:
+        """Raises ConfigError in a Tuner that Ray restored: it knows nothing of the sweep's own records."""
+        if self.helpers.is_copy:
+            name = self.log.folder.name
+            raise ConfigError(
+                f"Tuner.restore reads the results of sweep {name!r} alone: rlx.resume_tuner({name!r}).fit() or "
+                f"rlx sweep --resume {name} continues it"
+            )
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         if iteration == 0:  # Tune has installed its signal handler by now
@@ -149,25 +161,41 @@ class SweepCallback(tune.Callback):
 class TrialLog:
     """Records what trials report and how they end: in the sweep's folder and in the tracking service.
 
-    Writing to either may take seconds, so threads do it.
+    Writing to either may take seconds, so threads do it. Tune pickles it with its callback; a copy records nothing in
+    tracking services, which may be actors of this cluster.
     """
 
     def __init__(
-        self, tracking: TrackingService, folder: Storage, records: TrialRecords, metric: str = DEFAULT_METRIC
+        self,
+        tracking: Sequence[TrackingService],
+        folder: Storage,
+        records: TrialRecords,
+        schedule: Schedule,
+        metric: str = DEFAULT_METRIC,
+        of_trials: Sequence[TrackingService] | None = None,
     ) -> None:
-        self.tracking, self.folder, self.records, self.metric = tracking, folder, records, metric
+        """
+        Args:
+            tracking: where the sweep's own records go.
+            of_trials: where those of trials go, if by another way.
+        """
+        self.tracking, self.of_trials = tracking, tracking if of_trials is None else of_trials
+        self.folder, self.records = folder, records
+        self.schedule, self.metric = schedule, metric
         self._thread = ThreadPoolExecutor(1, "trial-log")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_thread"}
+        return {key: value for key, value in vars(self).items() if key != "_thread"} | dict.fromkeys(
+            ("tracking", "of_trials"), ()
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     @_harmless
     def add_report(self, trial: Trial, result: Mapping[str, Any]) -> None:
-        """Records the sweep's metric of a report that comes with an evaluation."""
-        if "time/eval" not in result:
+        """Records the sweep's metric of a report that comes with an evaluation which measures it."""
+        if "time/eval" not in result or not self.schedule.is_evaluation(result):
             return
         record = self.records.read(str(trial))
         earlier = [report for report in record.reports if report[0] < result["step"]]
@@ -189,7 +217,7 @@ class TrialLog:
 
     def end_sweep(self, status: RunStatus) -> None:
         """Ends the MLflow run of the sweep."""
-        self._thread.submit(self._write, self.folder, "driver", lambda log: log.end(status))
+        self._thread.submit(self._write, self.tracking, self.folder, "driver", lambda log: log.end(status))
 
     def flush(self) -> None:
         """Waits until everything is written or sent."""
@@ -197,15 +225,17 @@ class TrialLog:
 
     def _later(self, trial: Trial, writer: str, what: Callable[[OutboxTracker], None]) -> None:
         name = str(trial)
-        self._thread.submit(lambda: self._write(self._newest_run(name), writer, what))
+        self._thread.submit(lambda: self._write(self.of_trials, self._newest_run(name), writer, what))
 
     def _newest_run(self, name: str) -> Storage:
         return self.folder / "runs" / newest_attempt(self.folder, name)
 
     @_harmless
-    def _write(self, run: Storage, writer: str, what: Callable[[OutboxTracker], None]) -> None:
+    def _write(
+        self, tracking: Sequence[TrackingService], run: Storage, writer: str, what: Callable[[OutboxTracker], None]
+    ) -> None:
         if run_folder.exists(run):
-            tracker = OutboxTracker(self.tracking, run, writer)
+            tracker = OutboxTracker(tracking, run, writer)
             what(tracker)
             tracker.close(_PATIENCE_S)
 
@@ -224,9 +254,9 @@ def _confirm_interrupts() -> None:
 
 
 def _error_message(trial: Trial) -> str:
-    """Returns why a trial failed, in one line."""
+    """Returns why a trial failed, in one line: Tune's file has each of its failures, the last one counts."""
     file = Path(trial.error_file or "")
-    lines = file.read_text().strip().splitlines() if file.is_file() else []
+    lines = _FAILURE.split(file.read_text())[-1].strip().splitlines() if file.is_file() else []
     if not lines or ("RunError" not in lines[-1] and _KILLED.search("".join(lines))):
         return "its process was killed"
     return re.sub(r"^rlx[\w.]*: ", "", lines[-1])[:500]

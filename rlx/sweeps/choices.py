@@ -1,43 +1,96 @@
-"""What can be refused in a plan of a sweep before Ray is imported: choices that do not go together, a missing space.
+"""What can be refused in a plan of a sweep before Ray is imported: choices that do not go together, a missing space,
+settings in it that there are not.
 
-Left out: what the search space contains (`plans.check_sweep`).
+Left out: what the search space contains once it has run (`plans.check_sweep`).
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from rlx.analysis.comparison.cost import Amount
 from rlx.config.errors import ConfigError, nearest
-from rlx.config.sections import SchedulerName
+from rlx.config.run import is_setting, setting_keys
+from rlx.config.sweep import DEFAULT_ALPHA, SchedulerName
 from rlx.sweeps.records import SweepPlan
-from rlx.tracking.metrics import METRICS
+from rlx.tracking.metrics import evaluated
 
-PAUSING: tuple[SchedulerName, ...] = ("hyperband", "pbt")
+_LOG = logging.getLogger("rlx")
+PAUSING: tuple[SchedulerName, ...] = ("hyperband", "pbt", "race")
 """schedulers that pause trials, so that all trials must exist from the start; each gets its newest checkpoint"""
 _PACKAGES = {"bayesopt": "bayes_opt", "hyperopt": "hyperopt"}
 """packages that a search needs and that rlx does not install by itself"""
 _AVERAGE = "eval/ema/"
+# Keys and prefixes of settings that decide the resources of a trial, which are the same for all trials.
+_RESOURCES = (
+    "scaling.",
+    "rollout.num_engines",
+    "rollout.placement",
+    "rollout.resources_per_engine",
+    "rollout.tensor_parallel",
+    "reward.model_replicas",
+    "reward.resources_per_model",
+    "ray_address",
+)
+# Keys and prefixes of settings that belong to the sweep: its trials are compared at one step and recorded together.
+_SHARED = ("name", "storage", "train.steps", "tracking.", "checkpoint.init_")
 
 
 def check_choices(plan: SweepPlan) -> None:
     """Raises ConfigError if choices of a plan do not go together, or its space is no Python file with space()."""
     _check_metric(plan)
+    if "mlflow" not in plan.config.tracking.backends:
+        raise ConfigError("tracking.backends: a sweep needs mlflow among them, which its analysis reads")
     if plan.scheduler in PAUSING and plan.max_concurrent:
         raise ConfigError(f"--max-concurrent: --scheduler {plan.scheduler} pauses and resumes its trials by itself")
     if plan.scheduler == "pbt" and (plan.search != "random" or plan.seeds > 1):
         raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
+    _check_race(plan)
+    _tell_idle(plan)
+    if plan.budget:
+        Amount.of(plan.budget)
     package = _PACKAGES.get(plan.search)
     if package and importlib.util.find_spec(package) is None:
         raise ConfigError(f"--search {plan.search} needs the package {package}: pip install 'rlx[search]'")
     _check_space_file(plan.space)
 
 
+def _check_race(plan: SweepPlan) -> None:
+    if plan.scheduler != "race":
+        for option, value, default in (("max-seeds", plan.max_seeds, None), ("alpha", plan.alpha, DEFAULT_ALPHA)):
+            if value != default:
+                raise ConfigError(f"--{option} {value}: it is for --scheduler race")
+    elif plan.seeds < 2:
+        raise ConfigError("--scheduler race compares settings on the same seeds: --seeds 3, at least 2")
+    elif plan.max_seeds is not None and plan.max_seeds < plan.seeds:
+        raise ConfigError(f"--max-seeds {plan.max_seeds}: not below --seeds {plan.seeds}")
+    elif not 0 < plan.alpha < 0.5:
+        raise ConfigError(f"--alpha {plan.alpha}: a chance between 0 and 0.5")
+    elif plan.search not in ("random", "grid"):
+        raise ConfigError(f"--scheduler race starts all settings at once: --search {plan.search} could learn nothing")
+
+
+def _tell_idle(plan: SweepPlan) -> None:
+    """Warns of a scheduler that has nothing to decide."""
+    first, steps = plan.config.eval.every_of(plan.metric), plan.config.train.steps
+    if plan.scheduler != "none" and not 0 < first < steps:
+        _LOG.warning(
+            "warning: --scheduler %s has nothing to decide: trials are evaluated before the first and after the last "
+            "step only; give --eval.every less than the %d steps",
+            plan.scheduler,
+            steps,
+        )
+
+
 def _check_metric(plan: SweepPlan) -> None:
     if _AVERAGE in plan.metric and not plan.config.train.ema_decay:
         raise ConfigError(f"--metric {plan.metric}: it needs train.ema_decay")
-    choices = [name for name in METRICS if name.startswith("eval/")]
+    choices = evaluated(plan.config.eval, plan.config.data, averaged=plan.config.train.ema_decay is not None)
     if plan.metric not in choices:
         raise ConfigError(
             f"--metric {plan.metric}: trials are compared by what every evaluation measures: {', '.join(choices)}"
@@ -45,18 +98,39 @@ def _check_metric(plan: SweepPlan) -> None:
         )
 
 
+def check_key(key: Any, path: str) -> None:
+    """Raises ConfigError if the space in a file cannot vary a setting of this name."""
+    if not isinstance(key, str) or not is_setting(key):
+        raise ConfigError(f"--space {path}: unknown setting {key}{nearest(str(key), setting_keys())}")
+    if key.startswith(_RESOURCES):
+        raise ConfigError(f"--space {path}: {key} changes the resources of a trial, which all trials share")
+    if key.startswith(_SHARED):
+        raise ConfigError(f"--space {path}: {key} is the same for all trials of a sweep")
+
+
 def _check_space_file(path: str) -> None:
-    """Raises ConfigError if there is no such file, it is no Python, or nothing in it has the name `space`."""
+    """Raises ConfigError if there is no such file, it is no Python, nothing in it has the name `space`, or a setting
+    that it returns in so many words cannot be varied."""
     file = Path(path)
     if not file.is_file():
         beside = [each.name for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise ConfigError(f"--space {path}: no such file{nearest(file.name, beside)}")
     try:
         source = file.read_text()
-        ast.parse(source)
+        tree = ast.parse(source)
     except SyntaxError as error:
         raise ConfigError(f"--space {path}:{error.lineno}: not Python: {error.msg}") from None
     except ValueError as error:  # bytes that are no text
         raise ConfigError(f"--space {path}: not a Python file: {error}") from None
     if "space" not in source:
         raise ConfigError(f"--space {path}: no function space() that returns settings to vary")
+    for key in _written_keys(tree):
+        check_key(key, path)
+
+
+def _written_keys(tree: ast.Module) -> Iterator[Any]:
+    """The keys of the dicts that stand after `return` in space(); those that are computed are not among them."""
+    functions = (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "space")
+    returns = (each.value for function in functions for each in ast.walk(function) if isinstance(each, ast.Return))
+    keys = (key for value in returns if isinstance(value, ast.Dict) for key in value.keys)
+    yield from (key.value for key in keys if isinstance(key, ast.Constant))

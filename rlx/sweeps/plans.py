@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from rlx.analysis.comparison import cost
+from rlx.analysis.comparison.cost import Amount, Cost, run_cost
+from rlx.analysis.comparison.evidence import known_spread
+from rlx.analysis.comparison.outcomes import Judged
+from rlx.analysis.comparison.power import ASSUMED, options
+from rlx.analysis.comparison.wording import plan_lines
+from rlx.analysis.loading import Sweep
 from rlx.cluster.resources import cluster_nodes
 from rlx.config.errors import ConfigError
+from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sections.base import flatten
+from rlx.config.sweep import DEFAULT_METRIC, OF_THE_MACHINE
 from rlx.runs import run_folder
 from rlx.runs.run_folder import exists
 from rlx.storage import signatures
@@ -25,15 +37,27 @@ from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.choices import check_choices
-from rlx.sweeps.records import PLAN_FILE, SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, read_plan
+from rlx.sweeps.records import (
+    DEFAULTS,
+    PLAN_FILE,
+    SweepPlan,
+    TrialRecord,
+    TrialRecords,
+    TrialState,
+    find_sweep,
+    read_plan,
+)
 from rlx.sweeps.room import concurrency, total_trials
-from rlx.sweeps.schedulers import Schedule
+from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.space import Space, complete_settings, load_space
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
+from rlx.tracking.services import mlflow
 from rlx.tracking.tracker import OutboxTracker
 
 _SPACE_FILE = "space.py"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
+_TIMED_BY = ("model.path", "train.prompts_per_step", "train.samples_per_prompt", "rollout.max_tokens")
+"""settings on which the duration of a step depends most"""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plans
@@ -52,12 +76,72 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
         raise ConfigError(f"--seeds {plan.seeds}: {plan.space} varies the seed already")
     if plan.scheduler == "pbt":
         plan = _with_population(plan, space)
+    if plan.scheduler == "race":
+        plan = _with_checkpoints_at_rungs(plan, space)
     search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed)
     if not isinstance(search, searchers.ListSearch):
-        return plan
+        return _within_budget(plan, plan.trials)
     for settings in search.settings:
         from_tree(with_overrides(plan.tree, complete_settings(space, settings)), f"--space {plan.space}")
-    return replace(plan, trials=len(search.settings))
+    return _within_budget(plan, len(search.settings))
+
+
+def _within_budget(plan: SweepPlan, trials: int) -> SweepPlan:
+    """Returns a sweep with so many settings, or with as many as its budget pays for.
+
+    Raises:
+        ConfigError: it pays for none, or not for all of a grid.
+    """
+    if not plan.budget:
+        return replace(plan, trials=trials)
+    amount = Amount.of(plan.budget)
+    affordable = amount.affords(planned_cost(replace(plan, trials=1)))
+    if plan.search == "grid" and affordable < trials:
+        raise ConfigError(f"--budget {plan.budget} pays for {affordable} settings, the grid has {trials}")
+    return replace(plan, trials=min(trials, affordable))
+
+
+def planned_cost(plan: SweepPlan) -> Cost:
+    """Returns what all trials of a sweep cost at most, with all seeds that a race may add."""
+    train, gpus = plan.config.train, plan.resources.total().get("GPU", 0.0)
+    seconds = _step_seconds(plan) if gpus else math.nan
+    run = run_cost(
+        train.steps, train.prompts_per_step * train.samples_per_prompt, plan.config.rollout.max_tokens, gpus, seconds
+    )
+    return run.times(plan.trials * (plan.max_seeds or plan.seeds))
+
+
+def _step_seconds(plan: SweepPlan) -> float:
+    """Returns how long a step took in the newest run of the same experiment with the same model and batch; NaN if there
+    is none."""
+    same = {key: str(value) for key, value in flatten(plan.config).items() if key in _TIMED_BY}
+    try:
+        experiment = mlflow.find_experiment(plan.tracking_uri, plan.config.tracking.experiment)
+        runs = mlflow.find_runs(plan.tracking_uri, experiment)
+    except ConfigError:  # nothing was recorded yet
+        return math.nan
+    timed = [run for run in runs if "time/step" in run.metrics and same.items() <= run.params.items()]
+    return timed[-1].metrics["time/step"] if timed else math.nan
+
+
+def prospects(plan: SweepPlan) -> list[str]:
+    """Returns what a sweep costs and what it can show, in a few lines."""
+    budget = f" of a budget of {plan.budget}" if plan.budget else ""
+    lines = [f"at most {planned_cost(plan)}{budget}"]
+    judged = Judged.of(plan.metric)
+    evaluation = plan.config.eval
+    own = [each.num_prompts for each in evaluation.sets if judged and each.name == judged.name and each.num_prompts]
+    experiment = plan.config.tracking.experiment
+    spread = known_spread(plan.tracking_uri, experiment, plan.metric)
+    if not judged or (judged.quantity in ("reward", "length") and not spread):
+        return lines  # what is assumed is of shares of right answers
+    plans = options(spread or ASSUMED, plan.seeds, own[0] if own else evaluation.num_prompts)
+    return [*lines, *plan_lines(plans, assumed=spread is None)]
+
+
+def cost_line(plan: SweepPlan, sweep: Sweep) -> str:
+    """Returns what a sweep has cost, of what was planned."""
+    return cost.spent_line(cost.spent(sweep, plan.resources.total().get("GPU", 0.0)), planned_cost(plan))
 
 
 def _with_metric(plan: SweepPlan) -> SweepPlan:
@@ -77,11 +161,20 @@ def _with_population(plan: SweepPlan, space: Space) -> SweepPlan:
     return replace(plan, tree=with_overrides(plan.tree, checkpoints))
 
 
+def _with_checkpoints_at_rungs(plan: SweepPlan, space: Space) -> SweepPlan:
+    """Returns a race, whose trials pause at rungs: there each has a checkpoint that is complete when it pauses."""
+    first_rung, every = schedule_of(plan, space).first_rung, plan.config.checkpoint.every
+    fits = every > 0 and first_rung % every == 0
+    checkpoints = {"checkpoint.every": every if fits else first_rung, "checkpoint.async_save": False}
+    return replace(plan, tree=with_overrides(plan.tree, checkpoints))
+
+
 def describe(plan: SweepPlan) -> str:
     """Returns what a sweep is going to do, in one line."""
     found = cluster_nodes()
     where = f"{len(found)} {'node' if len(found) == 1 else 'nodes'}"
-    trials = f"{plan.trials} settings x {plan.seeds} seeds" if plan.seeds > 1 else f"{plan.trials} trials"
+    seeds = f"{plan.seeds} to {plan.max_seeds}" if plan.max_seeds else f"{plan.seeds}"
+    trials = f"{plan.trials} settings x {seeds} seeds" if plan.seeds > 1 else f"{plan.trials} trials"
     return (
         f"sweep {plan.name}: {trials}, {concurrency(plan, found)} at once on {where} "
         f"({plan.resources} each), {plan.config.train.steps} steps, search {plan.search}, scheduler {plan.scheduler}"
@@ -90,8 +183,18 @@ def describe(plan: SweepPlan) -> str:
 
 
 def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] | None = None) -> Schedule:
-    steps_done = {name.removeprefix("trial_"): record.step for name, record in (known or {}).items()}
-    return Schedule(plan.config.train.steps, plan.config.eval.every, space, steps_done)
+    """Returns what the scheduler is told of a sweep; `known`: records of trials before a resume, by name."""
+    return Schedule(
+        steps=plan.config.train.steps,
+        eval_every=plan.config.eval.every_of(plan.metric),
+        space=space,
+        known=known or {},
+        settings=plan.trials,
+        seeds=plan.seeds,
+        max_seeds=plan.max_seeds or plan.seeds,
+        alpha=plan.alpha,
+        mode=plan.mode,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,7 +210,8 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
     folder, plan = storage / "sweeps" / plan.name, check_sweep(plan)
     if (folder / PLAN_FILE).exists():
         raise ConfigError(f"sweep {plan.name!r} exists in {folder.path}: --resume {plan.name} continues it")
-    plan.tracking.check()
+    for service in plan.tracking:
+        service.check()
     _create_mlflow_run(plan, folder)
     content, space = asdict(plan), Path(plan.space).read_text()
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": space}))
@@ -117,14 +221,21 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
 
 
 def _create_mlflow_run(plan: SweepPlan, folder: Storage) -> None:
-    varied = [*load_space(plan.space, plan.tree), *(["seed"] if plan.seeds > 1 else [])]
-    options = {key: getattr(plan, key) for key in ("search", "scheduler", "seeds", "metric", "mode")}
+    space = load_space(plan.space, plan.tree)
+    varied = [*space, *(["seed"] if plan.seeds > 1 else [])]
+    rungs = schedule_of(plan, space).rungs if plan.scheduler in ("asha", "race") else []
+    of_race = ("max_seeds", "alpha") if plan.scheduler == "race" else ()
+    options = {key: getattr(plan, key) for key in ("search", "scheduler", "seeds", "metric", "mode", *of_race)}
+    options |= {"budget": plan.budget} if plan.budget else {}
+    planned = planned_cost(plan)._asdict() | {"gpus": plan.resources.total().get("GPU", 0.0)}
     with record_of(plan, folder) as record:
         record.open(
             plan.config.tracking.experiment,
             plan.name,
             params={"trials": total_trials(plan), "space": plan.space} | options,
             tags={"rlx.kind": "sweep", "rlx.folder": folder.path, "rlx.space": json.dumps(varied)}
+            | ({"rlx.rungs": json.dumps(rungs)} if rungs else {})
+            | {"rlx.planned": json.dumps(planned)}
             | {f"rlx.{key}": str(value) for key, value in options.items()},
         )
 
@@ -141,7 +252,7 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     folder = find_sweep(storage, name)
     try:
         content, space = (folder / PLAN_FILE).read_json(), (folder / _SPACE_FILE).read_text()
-        plan = read_plan(content)
+        plan = _with_its_defaults(read_plan({"defaults": 1} | content))
         if plan.name != folder.name:
             raise ValueError(plan.name)
     except (TypeError, ValueError, RecursionError, FileNotFoundError):
@@ -154,10 +265,40 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
             f"this user did not write sweep {folder.name!r}, whose search space is code: read {_SPACE_FILE} and "
             f"{PLAN_FILE} in {folder.path}; --trust runs them"
         )
-    copy = Path(tempfile.mkdtemp(prefix="rlx-space-"), Path(plan.space).name)  # the original may be on another machine
+    # The original may be on another machine.
+    copy = Path(tempfile.mkdtemp(prefix=f"rlx-space-{os.getpid()}-"), Path(plan.space).name)
     atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
     copy.write_text(space)
     return replace(plan, space=str(copy))
+
+
+def continued_sweep(storage: Storage, name: str, today: Mapping[str, Any], *, trust: bool = False) -> SweepPlan:
+    """Returns the saved plan of a sweep with the addresses of today.
+
+    Args:
+        today: those of `OF_THE_MACHINE` that differ, by dotted key.
+        trust: as `saved_sweep` has it.
+
+    Raises:
+        ConfigError: as `saved_sweep`; a setting that a resume cannot change; a file of another name.
+    """
+    if others := sorted(set(today) - set(OF_THE_MACHINE)):
+        raise ConfigError(f"{others[0]} cannot change when a sweep is resumed; only {', '.join(OF_THE_MACHINE)} can")
+    plan = saved_sweep(storage, name, trust=trust)
+    now = replace(plan, tree=with_overrides(plan.tree, today))
+    run_folder.check_resumable(now.config, plan.config)
+    return now
+
+
+def reopen_record(plan: SweepPlan, folder: Storage) -> None:
+    """Says in the tracking services that a sweep goes on."""
+    with record_of(plan, folder) as record:
+        record.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
+
+
+def _with_its_defaults(plan: SweepPlan) -> SweepPlan:
+    """Returns a saved sweep whose further trials have the defaults that its first ones had."""
+    return replace(plan, tree=over_experiment(plan.tree), defaults=DEFAULTS) if plan.defaults < DEFAULTS else plan
 
 
 def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = False) -> list[str]:

@@ -6,6 +6,7 @@ A resume reads nothing else. Left out: the runs of the trials, which have folder
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,13 +19,14 @@ from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
-from rlx.config.sections import DEFAULT_METRIC, Mode, ReuseName, SchedulerName, SearchName
+from rlx.config.sweep import DEFAULT_ALPHA, DEFAULT_METRIC, MetricName, Mode, ReuseName, SchedulerName, SearchName
 from rlx.runs import preflight
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import TrackingService
-from rlx.tracking.tracker import service_at
 
 PLAN_FILE = "sweep.json"
+DEFAULTS = 2
+"""the defaults of this rlx; 1: those of before it had a default experiment, which every model got"""
 
 
 class TrialState(StrEnum):
@@ -47,10 +49,14 @@ class SweepPlan:
     search: SearchName = "random"
     scheduler: SchedulerName = "none"
     seeds: PositiveInt = 1  # runs of each setting
+    max_seeds: PositiveInt | None = None  # of a race, which adds seeds up to here; None: it adds none
+    alpha: float = DEFAULT_ALPHA  # of a race: its chance of dropping the best setting
     max_concurrent: PositiveInt | None = None
     reuse: ReuseName = "engines"  # what stays in a trial's process for the next trial
-    metric: str = DEFAULT_METRIC  # by which trials are compared; every evaluation measures it
+    metric: MetricName = DEFAULT_METRIC  # by which trials are compared; every evaluation measures it
     mode: Mode = "max"
+    budget: str | None = None  # which all trials together keep, such as 8gpu-h; None: there is no limit
+    defaults: PositiveInt = DEFAULTS  # which ones its trials have where the tree says nothing
 
     @cached_property
     def config(self) -> RunConfig:
@@ -65,10 +71,10 @@ class SweepPlan:
     def tracking_uri(self) -> str:
         return preflight.tracking_uri(self.config.tracking, self.config.storage)
 
-    @property
-    def tracking(self) -> TrackingService:
+    @cached_property
+    def tracking(self) -> Sequence[TrackingService]:
         """Where the sweep's records go, from this process."""
-        return service_at(self.tracking_uri)
+        return preflight.tracking_services(self.config.tracking, self.config.storage)
 
 
 def read_plan(content: Any) -> SweepPlan:
@@ -190,3 +196,22 @@ class TrialRecords:
 def trial_name(number: int) -> str:
     """Returns the name of a trial: trial_00003."""
     return f"trial_{number:05d}"
+
+
+def trial_number(name: str) -> int:
+    """Returns 3 for trial_00003."""
+    return int(name.rpartition("_")[2])
+
+
+def number_of(setting: int, turn: int, settings: int, seeds: int) -> int:
+    """Returns the number of the trial that runs a setting on one of its seeds: the first `seeds` of a setting follow
+    each other; those that are added later follow all of these, a turn of all settings after the other."""
+    return setting * seeds + turn if turn < seeds else turn * settings + setting
+
+
+def place_of(number: int, settings: int, seeds: int) -> tuple[int, int]:
+    """Returns the setting and the turn of a trial by its number, see `number_of`."""
+    if number < settings * seeds:
+        return divmod(number, seeds)
+    turn, setting = divmod(number, settings)
+    return setting, turn

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import ray
 
 from rlx.cluster import connection, nodes
-from rlx.cluster.resources import Node, ask_for, cluster_nodes
+from rlx.cluster.placement import Node
+from rlx.cluster.resources import ask_for, cluster_nodes
 from rlx.config.errors import ConfigError, one_line
 from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.records import SweepPlan

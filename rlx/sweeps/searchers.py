@@ -16,7 +16,7 @@ from ray.tune.search.sample import Categorical, Domain, Float, LogUniform, Quant
 from ray.tune.search.variant_generator import generate_variants
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import DEFAULT_METRIC, SearchName
+from rlx.config.sweep import DEFAULT_METRIC, SearchName
 from rlx.sweeps.space import MODE, SINGLE_VALUE, Space
 
 Points = Sequence[dict[str, Any]]

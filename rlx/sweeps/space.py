@@ -16,10 +16,10 @@ import numpy as np
 from ray import cloudpickle
 from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer, Quantized
 
-from rlx.config.errors import ConfigError, nearest
+from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.run import is_setting, setting_keys
-from rlx.config.sections import Mode
+from rlx.config.sweep import Mode
+from rlx.sweeps.choices import check_key
 
 Space = dict[str, Any]
 """values or domains (tune.choice, tune.loguniform, ...) of settings, by dotted key"""
@@ -28,19 +28,6 @@ MODE: Mode = "max"
 SINGLE_VALUE = str | int | float | np.generic | None
 """types of choices that adaptive searches accept"""
 _PLAIN = (str, int, float, np.generic, type(None), Mapping, list, tuple)
-# Keys and prefixes of settings that decide the resources of a trial, which are the same for all trials.
-_RESOURCES = (
-    "scaling.",
-    "rollout.num_engines",
-    "rollout.placement",
-    "rollout.resources_per_engine",
-    "rollout.tensor_parallel",
-    "reward.model_replicas",
-    "reward.resources_per_model",
-    "ray_address",
-)
-# Keys and prefixes of settings that belong to the sweep: its trials are compared at one step and recorded together.
-_SHARED = ("name", "storage", "train.steps", "tracking.", "checkpoint.init_")
 
 
 def load_space(path: str, tree: Mapping[str, Any]) -> Space:
@@ -89,12 +76,7 @@ def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
 
 
 def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
-    if not isinstance(key, str) or not is_setting(key):
-        raise ConfigError(f"--space {path}: unknown setting {key}{nearest(str(key), setting_keys())}")
-    if key.startswith(_RESOURCES):
-        raise ConfigError(f"--space {path}: {key} changes the resources of a trial, which all trials share")
-    if key.startswith(_SHARED):
-        raise ConfigError(f"--space {path}: {key} is the same for all trials of a sweep")
+    check_key(key, path)
     if isinstance(domain, Function):
         raise ConfigError(f"--space {path}: {key}: tune.sample_from hides its values: use a range or choices")
     if not extremes(domain):

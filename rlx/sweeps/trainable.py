@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,13 @@ from typing import Any
 
 import ray
 from ray import tune
+from ray.tune.result import TRAINING_ITERATION
 
 from rlx.cluster import connection, nodes
 from rlx.cluster.resources import ResourcePlan
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.sections import flatten
+from rlx.config.sections.base import flatten
 from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
 from rlx.runs.mailbox import CHECKPOINT_PATH
@@ -31,10 +32,11 @@ from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import POINTER, exists, saved_config, write
 from rlx.runs.train_run import RunError, RunLostError, RunStopped
 from rlx.storage.addresses import join_address
+from rlx.storage.checkpoint_catalog import checkpoint_name
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import Signer
 from rlx.sweeps.records import SweepPlan, TrialRecord
-from rlx.sweeps.schedulers import REPLAYING
+from rlx.sweeps.schedulers.by_name import REPLAYING
 from rlx.tracking.base import TrackingService
 from rlx.types import OnReport
 
@@ -65,7 +67,7 @@ class Attempt:
 class SharedInputs:
     """What the driver has made once for all trials of a sweep."""
 
-    tracking: TrackingService
+    tracking: Sequence[TrackingService]
     mailbox: Any  # actor handle
     signer: Signer | None = None  # of the trials' settings
     known: Mapping[str, TrialRecord] = field(default_factory=dict)  # of trials before a resume, by name
@@ -85,6 +87,7 @@ class PPOTrial(tune.Trainable):
     checkpoint: str  # path of its newest complete one, "" if there is none
     replayed: list[dict[str, Any]]  # reports of before a resume, which Tune is still to be given
     seen: int  # the step that Tune was given last, -1 before the first
+    unsaved: dict[str, dict[str, Any]]  # what Tune was told of the steps since it last saved, by checkpoint name
 
     def setup(self, config: dict[str, Any], plan: SweepPlan, storage: Storage, shared: SharedInputs) -> None:
         """
@@ -107,7 +110,16 @@ class PPOTrial(tune.Trainable):
         report = self.thread.next_report()
         self.seen = report["step"]
         self.checkpoint = report.get(CHECKPOINT_PATH, self.checkpoint)
+        self.unsaved[checkpoint_name(self.seen)] = report | {TRAINING_ITERATION: self.training_iteration + 1}
         return report | {"should_checkpoint": CHECKPOINT_PATH in report}
+
+    def save(self, checkpoint_dir: str | None = None) -> Any:
+        """Saves as Tune does, with the metrics of the checkpoint's own step: training goes on while one is written."""
+        saved = super().save(checkpoint_dir)
+        name = self.checkpoint.rpartition("/")[2]
+        saved.metrics.update(self.unsaved.get(name, {}))
+        self.unsaved = {each: told for each, told in self.unsaved.items() if each > name}
+        return saved
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         Path(checkpoint_dir, POINTER).write_text(json.dumps({"path": self.checkpoint}))
@@ -130,7 +142,7 @@ class PPOTrial(tune.Trainable):
         self.processes.close()
 
     def _begin(self) -> None:
-        self.thread, self.start, self.checkpoint, self.seen = None, "", "", -1
+        self.thread, self.start, self.checkpoint, self.seen, self.unsaved = None, "", "", -1, {}
         self.record = self.shared.known.get(self.trial_name) or TrialRecord(settings=self.config)
         reports = self.record.reports if self.plan.scheduler in REPLAYING else []
         self.replayed = [{"step": step, self.plan.metric: value} for step, value in reports]
@@ -234,7 +246,7 @@ def run_trial(
     overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
     config = from_tree(with_overrides(plan.tree, overrides))
     prepared = preflight.prepare(config, tables=shared.tables, model_path=shared.model_path)
-    prepared = replace(prepared, tracking_service=shared.tracking)
+    prepared = replace(prepared, tracking_services=shared.tracking)
     if shared.model_path is None:
         nodes.bring_folder(prepared.model_path, "model.path")
     parent = Parent(sweep if attempt.is_first else runs / attempt.trial, _tags(plan.name, attempt), shared.signer)

@@ -14,8 +14,9 @@ from typing import Any
 from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
-from rlx.config.sections import DEFAULT_METRIC, Mode
-from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState, trial_name
+from rlx.config.sweep import DEFAULT_METRIC, Mode
+from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState, place_of, trial_name, trial_number
+from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.space import MODE, Space, complete_settings
 
 
@@ -30,6 +31,7 @@ class TrialOptions:
     pausing: bool = False  # a trial may be paused, and continue in the process of another
     metric: str = DEFAULT_METRIC  # by which trials are compared
     mode: Mode = MODE
+    race: Race | None = None  # adds seeds to settings, and hears of trials that failed
 
 
 class SeededSearch:
@@ -38,7 +40,7 @@ class SeededSearch:
     def __init__(self, search: Searcher, space: Space, options: TrialOptions) -> None:
         self._search, self._space, self._count = search, space, options.count
         self._seeds: list[int | None] = [*options.seeds] or [None]
-        self._settings: dict[str, Any] = {}  # the newest, without a seed
+        self._settings: dict[int, dict[str, Any]] = {}  # by setting, without a seed
         self._values: dict[int, list[float | None]] = {}  # by setting, the values of its trials so far
         self.is_exhausted = False
 
@@ -55,13 +57,23 @@ class SeededSearch:
                 return None
             if suggested is None:
                 return None
-            self._settings = complete_settings(self._space, suggested)
+            self._settings[setting] = complete_settings(self._space, suggested)
         seed = self._seeds[turn]
-        return self._settings | ({} if seed is None else {"seed": seed})
+        return self._settings[setting] | ({} if seed is None else {"seed": seed})
+
+    def with_added_seed(self, number: int) -> dict[str, Any]:
+        """Returns the settings of a trial that a race has added: a setting of before with its next seed."""
+        setting, turn = place_of(number, self._count, len(self._seeds))
+        return self._settings[setting] | {"seed": (self._seeds[0] or 0) + turn}
 
     def tell(self, number: int, value: float | None) -> None:
-        """Takes a trial's value, None if it failed; gives the search the mean when all seeds are over."""
-        setting = number // len(self._seeds)
+        """Takes a trial's value, None if it failed; gives the search the mean when all seeds are over.
+
+        It hears nothing of seeds that were added later.
+        """
+        setting, turn = place_of(number, self._count, len(self._seeds))
+        if turn >= len(self._seeds):
+            return
         values = self._values.setdefault(setting, [])
         values.append(value)
         if len(values) == len(self._seeds):
@@ -109,12 +121,27 @@ class TrialSource(Searcher):
                 failed = record.state is TrialState.FAILED or not record.reports
                 self._seeded.tell(number, None if failed else self._sign * record.reports[-1][1])
                 continue
-            if record is None:
-                self._records.write(trial_name(number), record := TrialRecord(settings=settings))
-            self._numbers[trial_id] = number
-            self._live.add(trial_id)
-            return dict(record.settings)
+            return self._give(trial_id, number, settings)
+        if self._seeded.is_exhausted and (added := self._added()):
+            return self._give(trial_id, added[0], self._seeded.with_added_seed(added[0]))
         return Searcher.FINISHED if self._has_ended() else None
+
+    def _give(self, trial_id: str, number: int, settings: dict[str, Any]) -> dict[str, Any]:
+        """Returns the settings of a trial as they are recorded; records a new one."""
+        record = self._known.get(trial_name(number))
+        if record is None:
+            self._records.write(trial_name(number), record := TrialRecord(settings=settings))
+        self._numbers[trial_id] = number
+        self._live.add(trial_id)
+        return dict(record.settings)
+
+    def _added(self) -> list[int]:
+        """The numbers of trials with added seeds that are to run or to go on, and were not given yet."""
+        if not self._options.race:
+            return []
+        open_ones = {trial_number(name) for name, record in self._known.items() if not record.is_over}
+        due = open_ones.union(self._options.race.added()).difference(self._numbers.values())
+        return sorted(number for number in due if number >= self._next_number)
 
     @property
     def _open(self) -> int:
@@ -123,6 +150,8 @@ class TrialSource(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         self._live.discard(trial_id)
+        if error and self._options.race:
+            self._options.race.end(self._numbers[trial_id])
         value = None if error else (result or {}).get(self._options.metric)
         self._seeded.tell(self._numbers[trial_id], None if value is None else self._sign * value)
 

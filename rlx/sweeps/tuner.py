@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from ray import tune
 from ray.tune.search.sample import Categorical
 
+from rlx.analysis.loading import RACE_FILE
 from rlx.cluster import nodes
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
-from rlx.config.sections import flatten
+from rlx.config.sections.base import flatten
 from rlx.runs import launch, preflight, relay, run_folder
 from rlx.runs.mailbox import start_mailbox
 from rlx.runs.run_folder import saved_config
@@ -28,18 +29,22 @@ from rlx.storage.signatures import Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog, Watch
 from rlx.sweeps.choices import PAUSING
-from rlx.sweeps.plans import record_of, schedule_of
+from rlx.sweeps.plans import record_of, reopen_record, schedule_of
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
-from rlx.sweeps.schedulers import REPLAYING, SCHEDULERS
+from rlx.sweeps.schedulers.by_name import REPLAYING, SCHEDULERS
+from rlx.sweeps.schedulers.race import Race
+from rlx.sweeps.schedulers.racing import RaceScheduler
 from rlx.sweeps.space import Space, extremes, load_space
 from rlx.sweeps.trainable import SharedInputs, attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
+from rlx.sweeps.verdict import race_lines
 from rlx.tracking.base import RunStatus, TrackingService
 
 _LOG = logging.getLogger("rlx")
 _TUNE_FOLDER = "tune"  # holds Tune's own records
 _LOGGERS_OFF = "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"
+_MOST_PENDING = "TUNE_MAX_PENDING_TRIALS_PG"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,13 +62,15 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
     folder = storage / "sweeps" / plan.name
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `failures` says why trials failed
     if resume:
-        with record_of(plan, folder) as record:
-            record.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
+        reopen_record(plan, folder)
     try:
         SweepCallback.watch, SweepCallback.interrupted = watch, False
-        with _no_loggers():
+        with _environment(_LOGGERS_OFF, "1"):  # nobody would read their files, and they cost 6 ms a report
             make_tuner(plan, storage).fit()
         results = _results(plan, folder)
+        if lines := race_lines(plan, results):
+            with record_of(plan, folder) as record:
+                record.log_text(RACE_FILE, "\n".join(lines))
         _send_pending(plan.tracking, folder)
         return results
     except BaseException as error:  # otherwise Tune's callback has ended the MLflow run
@@ -73,15 +80,15 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
 
 
 @contextmanager
-def _no_loggers() -> Iterator[None]:
-    """Tune writes no CSV, JSON and TensorBoard files: nobody would read them, and they cost 6 ms a report."""
-    before = os.environ.get(_LOGGERS_OFF)
-    os.environ[_LOGGERS_OFF] = "1"
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Sets a variable by which Tune is told something, for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        os.environ.pop(_LOGGERS_OFF)
-        os.environ |= {_LOGGERS_OFF: before} if before is not None else {}
+        os.environ.pop(name)
+        os.environ |= {name: before} if before is not None else {}
 
 
 def _results(plan: SweepPlan, folder: Storage) -> dict[str, TrialRecord]:
@@ -94,10 +101,10 @@ def _results(plan: SweepPlan, folder: Storage) -> dict[str, TrialRecord]:
     return results
 
 
-def _send_pending(service: TrackingService, folder: Storage) -> None:
-    """Sends the records that trials could not send, until the tracking service takes no more."""
+def _send_pending(services: Sequence[TrackingService], folder: Storage) -> None:
+    """Sends the records that trials could not send, until a tracking service takes no more."""
     for attempt in (folder / "runs").names():
-        if not launch.send_pending(service, folder / "runs" / attempt, _LOG.warning):
+        if not launch.send_pending(services, folder / "runs" / attempt, _LOG.warning):
             return
 
 
@@ -106,7 +113,35 @@ def failures(results: Mapping[str, TrialRecord]) -> list[str]:
     return [f"{name}: {record.message}" for name, record in results.items() if record.state is TrialState.FAILED]
 
 
-def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
+class SweepTuner(tune.Tuner):
+    """Ray's Tuner of one sweep, whose trials it runs once.
+
+    Args:
+        plan: of the sweep.
+        options: as Ray's Tuner takes them.
+    """
+
+    def __init__(self, plan: SweepPlan, trainable: Any, **options: Any) -> None:
+        super().__init__(trainable, **options)
+        self._plan, self._is_used = plan, False
+        self.held = ExitStack()  # is closed when the trials have ended: the claim of the sweep's folder
+
+    def fit(self) -> tune.ResultGrid:
+        """Runs the trials, and returns when all have ended.
+
+        Raises:
+            ConfigError: it was called before.
+        """
+        name = self._plan.name
+        if self._is_used:
+            raise ConfigError(f"a Tuner runs once: rlx.resume_tuner({name!r}) makes one for what is left of the sweep")
+        self._is_used = True
+        most = str(max(200, total_trials(self._plan)))  # `concurrency` is the limit
+        with self.held, _environment(_MOST_PENDING, most):
+            return super().fit()
+
+
+def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
     """Returns the Tuner of a recorded sweep, or of its remaining trials. The cluster must be connected."""
     folder, space = storage / "sweeps" / plan.name, load_space(plan.space, plan.tree)
     records = TrialRecords(folder)
@@ -114,16 +149,20 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
     _check_settings(known, space, folder)
     models = models_of(plan, space)
     shared, room = replace(shared_inputs(plan, space, models), known=known), Room(plan, models)
-    source = _trial_source(plan, records, space, known, room)
-    log = TrialLog(plan.tracking, folder, records, plan.metric)
-    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(max(200, total_trials(plan)))  # `concurrency` is the limit
-    return tune.Tuner(
+    schedule = schedule_of(plan, space, known)
+    scheduler = SCHEDULERS[plan.scheduler](schedule)
+    race = scheduler.race if isinstance(scheduler, RaceScheduler) else None
+    source = _trial_source(plan, records, space, known, _options(plan, room, race))
+    of_trials = relay.from_driver(plan.tracking, shared.tracking)
+    log = TrialLog(plan.tracking, folder, records, schedule, plan.metric, of_trials)
+    return SweepTuner(
+        plan,
         trainable(plan, storage, shared, most_at_once(plan)),
         tune_config=tune.TuneConfig(
             metric=plan.metric,
             mode=plan.mode,
             num_samples=-1,
-            scheduler=SCHEDULERS[plan.scheduler](schedule_of(plan, space, known)),
+            scheduler=scheduler,
             search_alg=source,
             reuse_actors=plan.reuse != "none",
             trial_name_creator=source.name_of,
@@ -135,9 +174,16 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> tune.Tuner:
             storage_filesystem=storage.filesystem,
             callbacks=[SweepCallback(plan, log, Helpers(shared.mailbox, room))],
             failure_config=tune.FailureConfig(max_failures=plan.config.scaling.max_failures),
+            # The newest pointer alone leads somewhere for certain where `checkpoint.keep_last` deletes checkpoints.
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=None if _keeps_all(plan) else 1),
             verbose=0,
         ),
     )
+
+
+def _keeps_all(plan: SweepPlan) -> bool:
+    """Whether Tune keeps the pointers to all checkpoints of a trial, from which others may start."""
+    return plan.scheduler in PAUSING or plan.config.checkpoint.keep_last is None
 
 
 def _check_settings(known: Mapping[str, TrialRecord], space: Space, folder: Storage) -> None:
@@ -170,18 +216,22 @@ def shared_inputs(plan: SweepPlan, space: Space, models: Sequence[NeededModel]) 
         return common
     path = models[0].path
     if any(key.startswith(("data.", "eval.")) for key in space):
+        for setting, given in (("data.source", plan.config.data.source), ("eval.source", plan.config.eval.source)):
+            for address in _choices(space, setting, given):
+                nodes.check_path(address or "", setting)
         return replace(common, model_path=path)
     return replace(common, model_path=path, tables=preflight.prompt_tables(plan.config, path))
 
 
 def models_of(plan: SweepPlan, space: Space) -> list[NeededModel]:
-    """Returns the models that trials need: first the policies to start with, then reward models."""
-    policies = [str(path) for path in _choices(space, "model.path", plan.config.model.path)]
-    rewards = [str(path) for path in _choices(space, "reward.model", plan.config.reward.model) if path]
-    folders = [preflight.model_folder(path, plan.config.storage) for path in policies]
-    return [NeededModel(path, "model.path") for path in folders] + [
-        NeededModel(path, "reward.model") for path in rewards
-    ]
+    """Returns the models that trials need: first the policies to start with, then critics and reward models."""
+    config = plan.config
+    policies = [str(path) for path in _choices(space, "model.path", config.model.path)]
+    needed = [NeededModel(preflight.model_folder(path, config.storage), "model.path") for path in policies]
+    defaults = {"model.critic_path": config.model.critic_path, "model.reference_path": config.model.reference_path}
+    for setting, default in (defaults | {"reward.model": config.reward.model}).items():
+        needed += [NeededModel(str(path), setting) for path in _choices(space, setting, default) if path]
+    return needed
 
 
 def _choices(space: Space, key: str, default: str | None) -> list[Any]:
@@ -191,11 +241,20 @@ def _choices(space: Space, key: str, default: str | None) -> list[Any]:
 
 
 def _trial_source(
-    plan: SweepPlan, records: TrialRecords, space: Space, known: Mapping[str, TrialRecord], room: Room
+    plan: SweepPlan,
+    records: TrialRecords,
+    space: Space,
+    known: Mapping[str, TrialRecord],
+    options: TrialOptions,
 ) -> TrialSource:
+    first_of_each_setting = [known[name].settings for name in sorted(known)][: total_trials(plan) : plan.seeds]
+    search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed, first_of_each_setting)
+    return TrialSource(search, space, records, options, known)
+
+
+def _options(plan: SweepPlan, room: Room, race: Race | None) -> TrialOptions:
     seed = plan.config.seed
-    first_of_each_setting = [known[name].settings for name in sorted(known)][:: plan.seeds]
-    options = TrialOptions(
+    return TrialOptions(
         count=plan.trials,
         seeds=[seed + i for i in range(plan.seeds)] if plan.seeds > 1 else [],
         limit=None if plan.scheduler in PAUSING else room.trials,
@@ -203,9 +262,8 @@ def _trial_source(
         pausing=plan.scheduler in PAUSING,
         metric=plan.metric,
         mode=plan.mode,
+        race=race,
     )
-    search = searchers.searcher(plan.search, space, plan.trials, seed, first_of_each_setting)
-    return TrialSource(search, space, records, options, known)
 
 
 def _with_newest_settings(folder: Storage, name: str, record: TrialRecord) -> TrialRecord:

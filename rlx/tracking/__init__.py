@@ -7,9 +7,10 @@ Example:
     from pathlib import Path
     from rlx.storage.filesystem import Storage
     from rlx.tracking.base import RunStatus
-    from rlx.tracking.tracker import OutboxTracker, service_at
+    from rlx.tracking.services.mlflow import MLflowService
+    from rlx.tracking.tracker import OutboxTracker
 
-    tracker = OutboxTracker(service_at("sqlite:///mlflow.db"), Storage.local(Path("runs/one")), "driver")
+    tracker = OutboxTracker([MLflowService("sqlite:///mlflow.db")], Storage.local(Path("runs/one")), "driver")
     tracker.open("rlx", "one", params={"train.actor_lr": 1e-5}, tags={"rlx.kind": "run"})
     tracker.log({"reward/mean": 0.5}, step=0)
     tracker.end(RunStatus.FINISHED)

@@ -1,8 +1,8 @@
 """What a tracker offers to the code that reports numbers, and what a tracking service offers to the tracker.
 
-`Tracker` is the side that training, runs and sweeps see. `TrackingService` and `RunWriter` are the side of the service
-that stores the records: MLflow (mlflow.py), or another one. A new service is one file that implements these two, and
-one row in `tracker.TRACKING_SERVICES`. `TrackedRun` and `MetricPoint` are what is read back.
+`Tracker` is the side that training, runs and sweeps see. `TrackingService` and `RunWriter` are the side of a service
+that stores the records: one file of services/ implements these two, and has a row in `tracker.TRACKING_SERVICES`.
+`TrackedRun` and `MetricPoint` are what is read back.
 
 Left out: how records wait while a service is away (outbox.py, delivery.py).
 """
@@ -10,10 +10,12 @@ Left out: how records wait while a service is away (outbox.py, delivery.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+from rlx.config.sections.records import BackendName
 from rlx.storage.filesystem import Storage
 
 
@@ -24,6 +26,14 @@ class RunStatus(StrEnum):
     FINISHED = "FINISHED"
     FAILED = "FAILED"
     KILLED = "KILLED"
+
+
+class Reach(StrEnum):
+    """Which processes can write to a service."""
+
+    ANYWHERE = "anywhere"
+    NODE = "node"  # those on the driver's node: the service is a file on its disk
+    PROCESS = "process"  # one: its client keeps a file or a connection open for each run
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Tracker(Protocol):
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run in the tracking service; None until the service has created the run."""
+        """The id of the run in MLflow; None until MLflow has created the run, or if it does not record it."""
 
     def open(
         self,
@@ -149,6 +159,14 @@ class TrackingService(Protocol):
     """Creates runs at one address of a tracking service and opens them for writing."""
 
     @property
+    def name(self) -> BackendName:
+        """The name of the service in `tracking.backends`, and in the files of a run."""
+
+    @property
+    def reach(self) -> Reach:
+        """Which processes can write to it."""
+
+    @property
     def title(self) -> str:
         """The name of the service, as messages show it."""
 
@@ -203,3 +221,11 @@ class TrackingService(Protocol):
 
     def cause(self, error: Exception) -> str:
         """Why the client of the service failed, in a few words and without a password."""
+
+
+def typed(text: str) -> bool | int | float | str:
+    """The value of a parameter that travels as text: services order and plot numbers only if they are numbers."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return {"True": True, "False": False}.get(text, text)

@@ -20,7 +20,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sections.data import error_of
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.tracking.startup import StartUp
 from rlx.types import Phase
 
@@ -65,9 +66,13 @@ class _TrialRow:
 # Text
 
 
-def metrics_line(metrics: Mapping[str, Any], columns: Sequence[_Column] = _COLUMNS) -> str:
-    """The metrics that people watch, in one line; missing ones are omitted."""
-    values = [(column.label, _metric_text(column, metrics)) for column in columns]
+def metrics_line(metrics: Mapping[str, Any], columns: Sequence[_Column] = ()) -> str:
+    """The metrics that people watch, in one line, with what eval.sets measured; or those of some columns.
+
+    Missing ones are omitted.
+    """
+    shown = columns or [*_COLUMNS, *_columns_of_sets(metrics)]
+    values = [(column.label, _metric_text(column, metrics)) for column in shown]
     return "  ".join(f"{label} {text}" for label, text in values if text)
 
 
@@ -96,9 +101,18 @@ def _columns_with(metric: str) -> tuple[_Column, ...]:
     return tuple(own if column.metric == DEFAULT_METRIC != metric else column for column in _COLUMNS)
 
 
+def _columns_of_sets(metrics: Mapping[str, Any]) -> list[_Column]:
+    """The share of right answers to each of eval.sets."""
+    found = (re.fullmatch(r"eval/([^/]+)/avg_at_\d+", name) for name in sorted(metrics))
+    return [_Column(each[1], each[0], "{:.3f}") for each in found if each]
+
+
 def _metric_text(column: _Column, metrics: Mapping[str, Any]) -> str:
-    """The value of a metric as a cell; empty if it is missing."""
-    return column.format.format(metrics[column.metric]) if column.metric in metrics else ""
+    """The value of a metric as a cell, with its standard error if it has one; empty if it is missing."""
+    if column.metric not in metrics:
+        return ""
+    error, text = error_of(column.metric), column.format.format(metrics[column.metric])
+    return f"{text}±{column.format.format(metrics[error])}" if error in metrics else text
 
 
 def _settings_line(settings: Mapping[str, Any]) -> str:

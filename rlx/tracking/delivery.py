@@ -38,7 +38,7 @@ class Delivery:
     """
 
     def __init__(self, service: TrackingService, folder: Storage, queue: OutboxQueue, notify: Notify) -> None:
-        self._service, self._folder, self._queue = service, folder, queue
+        self.service, self.queue, self._folder = service, queue, folder
         self._notify, self._last_message = notify, ""
         self._hurry = threading.Event()  # ends a pause between attempts early
         self._failures = 0  # in a row
@@ -48,11 +48,11 @@ class Delivery:
     @property
     def run_id(self) -> str | None:
         """The id of the run in the tracking service; None until the service has created the run."""
-        return self._run_id or outbox.run_id(self._folder)
+        return self._run_id or outbox.run_id(self._folder, self.service.name)
 
     def start(self) -> None:
         """Starts the thread."""
-        name = f"tracking {self._queue.folder.path}"
+        name = f"tracking {self.queue.folder.path}"
         threading.Thread(target=self._send_all, name=name, daemon=True).start()
 
     def hurry(self) -> None:
@@ -64,26 +64,26 @@ class Delivery:
         for thread in threading.enumerate():  # a closed delivery of the same queue may still wait for a last answer
             if thread.name == this.name and thread is not this:
                 thread.join(_LAST_ANSWER_S)
-        while entry := self._queue.oldest():
+        while entry := self.queue.oldest():
             if self._deliver(entry):
-                self._queue.remove_oldest()
+                self.queue.remove_oldest()
 
     def _deliver(self, entry: OutboxEntry) -> bool:
         """Sends an entry until the service has stored or refused it; False if the queue was closed before."""
         for pause_s in _pauses():
-            if self._queue.is_closed:
+            if self.queue.is_closed:
                 break
             try:
                 self._send(entry)
                 self._count_success()
                 return True
             except _RunNotCreatedError:
-                self._queue.set_stuck(True)
+                self.queue.set_stuck(True)
             except Exception as error:  # the client of each service has its own error types
                 # A refused `OPEN` is repeated: without the run all later entries would be lost.
-                if self._service.is_refusal(error) and entry.kind != EntryKind.OPEN:
-                    cause = self._service.cause(error)
-                    self._notify_once(f"{self._service.title} refused a record, which is left out: {cause}")
+                if self.service.is_refusal(error) and entry.kind != EntryKind.OPEN:
+                    cause = self.service.cause(error)
+                    self._notify_once(f"{self.service.title} refused a record, which is left out: {cause}")
                     return True
                 self._count_failure(error)
             self._hurry.wait(pause_s)
@@ -95,7 +95,7 @@ class Delivery:
             self._open_run(**entry.content)
             return
         if self._writer is None:
-            existing = outbox.run_id(self._folder)
+            existing = outbox.run_id(self._folder, self.service.name)
             if existing is None:
                 raise _RunNotCreatedError
             self._use_run(existing)
@@ -105,38 +105,38 @@ class Delivery:
         """Continues the run of the folder, or creates it and writes its id to run.json."""
         record = outbox.read_run_record(self._folder)
         assert record.key  # `Tracker.open` has written it
-        existing = record.run_id
-        if existing is None or not self._service.reopen_run(existing, at):
+        existing = record.ids.get(self.service.name)
+        if existing is None or not self.service.reopen_run(existing, at):
             if existing:
                 self._notify_once(
-                    f"{self._service.title} run {existing} is not in {self._service.address}: "
+                    f"{self.service.title} run {existing} is not in {self.service.address}: "
                     "what comes now is recorded in a new one"
                 )
-            parent_id = outbox.run_id(Storage(self._folder.filesystem, parent)) if parent else None
+            parent_id = outbox.run_id(Storage(self._folder.filesystem, parent), self.service.name) if parent else None
             if parent and parent_id is None:
                 raise _RunNotCreatedError
-            existing = self._service.make_run(record.key, parent=parent_id, at=at, **description)
-            outbox.write_run_record(self._folder, outbox.RunRecord(existing, record.key))
+            existing = self.service.make_run(record.key, parent=parent_id, at=at, **description)
+            outbox.add_run_id(self._folder, self.service.name, existing)
         self._use_run(existing)
 
     def _use_run(self, run_id: str) -> None:
-        self._writer = self._service.writer(run_id)
+        self._writer = self.service.writer(run_id)
         self._run_id = run_id
 
     def _count_failure(self, error: Exception) -> None:
         self._failures += 1
-        self._queue.set_stuck(True)
+        self.queue.set_stuck(True)
         if self._failures == _FAILURES_TO_NOTIFY:
             self._notify_once(
-                f"{self._service.title} at {self._service.address} takes no records ({self._service.cause(error)}): "
+                f"{self.service.title} at {self.service.address} takes no records ({self.service.cause(error)}): "
                 f"training goes on, they are kept in {self._folder.path}/outbox"
             )
 
     def _count_success(self) -> None:
         if self._failures >= _FAILURES_TO_NOTIFY:
-            self._notify_once(f"{self._service.title} at {self._service.address} takes records again")
+            self._notify_once(f"{self.service.title} at {self.service.address} takes records again")
         self._failures = 0
-        self._queue.set_stuck(False)
+        self.queue.set_stuck(False)
 
     def _notify_once(self, message: str) -> None:
         """Notifies, unless the last message was the same."""

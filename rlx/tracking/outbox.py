@@ -1,7 +1,8 @@
-"""Records that a run could not send yet, and the id of its tracked run: files in the run's folder.
+"""Records that a run could not send yet, and its ids in the tracking services: files in the run's folder.
 
-    <run>/run.json                     id of the run in the tracking service, and the key to find it again
-    <run>/outbox/<writer>/000001.json  one record that waits; each process of the run (a writer) has a folder
+    <run>/run.json                           id of the run in each service, and the key to find it again
+    <run>/outbox/<writer>/000001.json        one record that waits for MLflow; each process of the run is a writer
+    <run>/outbox/<writer>.wandb/000001.json  one that waits for another service
 
 Left out: sending (delivery.py).
 """
@@ -11,14 +12,19 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
 
 from rlx.config.errors import ConfigError
+from rlx.config.sections.records import BackendName
 from rlx.storage.filesystem import Storage, StorageError, retry
+
+_ID = "_run"
+_RECORD = threading.Lock()  # the threads of several services read and write one run.json
 
 
 class EntryKind(StrEnum):
@@ -46,7 +52,7 @@ class OutboxEntry:
 class RunRecord:
     """The content of run.json."""
 
-    run_id: str | None = None  # None until the tracking service has created the run
+    ids: Mapping[str, str] = field(default_factory=dict)  # by service, once it has created the run
     key: str | None = None  # unique text that finds the run if its id was lost; None before `Tracker.open`
 
 
@@ -54,23 +60,32 @@ class RunRecord:
 # Files
 
 
-def run_id(folder: Storage) -> str | None:
-    """The id of the tracked run of a run's folder; None if the tracking service has not created it yet.
+def run_id(folder: Storage, service: BackendName = "mlflow") -> str | None:
+    """The id of a run in a tracking service; None if the service has not created it yet.
+
+    Args:
+        folder: the run's folder.
 
     Raises:
         ConfigError: run.json is damaged.
     """
-    return read_run_record(folder).run_id
+    return read_run_record(folder).ids.get(service)
 
 
 def pending(folder: Storage) -> int:
-    """How many entries of a run wait in its outbox, over all writers."""
-    return sum(len(entry_names(folder / "outbox" / writer)) for writer in writers(folder))
+    """How many entries of a run wait in its outbox, over all writers and services."""
+    return sum(len(entry_names(folder / "outbox" / name)) for name in (folder / "outbox").names())
 
 
-def writers(folder: Storage) -> list[str]:
-    """The writers of a run that have an outbox folder."""
-    return (folder / "outbox").names()
+def unfinished_writers(folder: Storage) -> list[str]:
+    """The writers of a run that have left entries."""
+    names = [name for name in (folder / "outbox").names() if entry_names(folder / "outbox" / name)]
+    return sorted({name.partition(".")[0] for name in names})
+
+
+def entries_of(folder: Storage, writer: str, service: BackendName) -> Storage:
+    """Where the entries of a writer wait for a service."""
+    return folder / "outbox" / (writer if service == "mlflow" else f"{writer}.{service}")
 
 
 def entry_names(outbox: Storage) -> list[str]:
@@ -104,17 +119,38 @@ def read_run_record(folder: Storage) -> RunRecord:
         saved = file.read_json()
     except (ValueError, TypeError):
         raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
-    run_id, key = saved.get("mlflow_run"), saved.get("key")
-    return RunRecord(None if run_id is None else str(run_id), None if key is None else str(key))
+    texts = {name: str(value) for name, value in saved.items() if value is not None}
+    ids = {name.removesuffix(_ID): value for name, value in texts.items() if name.endswith(_ID)}
+    return RunRecord(ids, texts.get("key"))
 
 
-def write_run_record(folder: Storage, record: RunRecord) -> None:
-    """Writes run.json.
+def add_key(folder: Storage, key: str) -> None:
+    """Writes run.json with a key, unless it has one.
+
+    Raises:
+        ConfigError: run.json is damaged.
+        StorageError: the folder cannot be read or written.
+    """
+    with _RECORD:
+        record = retry(partial(read_run_record, folder), f"reading {folder.path}/run.json")
+        if record.key is None:
+            _write_run_record(folder, replace(record, key=key))
+
+
+def add_run_id(folder: Storage, service: BackendName, run_id: str) -> None:
+    """Writes the id of a run in a service into run.json.
 
     Raises:
         StorageError: the folder cannot be written.
     """
-    file, text = folder / "run.json", json.dumps({"mlflow_run": record.run_id, "key": record.key})
+    with _RECORD:
+        record = read_run_record(folder)
+        _write_run_record(folder, replace(record, ids={**record.ids, service: run_id}))
+
+
+def _write_run_record(folder: Storage, record: RunRecord) -> None:
+    ids = {"mlflow_run": None} | {f"{service}{_ID}": run_id for service, run_id in record.ids.items()}
+    file, text = folder / "run.json", json.dumps(ids | {"key": record.key})
     retry(partial(file.write_text, text), f"writing {file.path}")
 
 

@@ -1,51 +1,71 @@
-"""The tracker of real runs. It sends records to a tracking service while training continues.
+"""The tracker of real runs. It sends records to one or more tracking services while training continues.
 
-Each process of a run that records something has an `OutboxTracker` with a writer name of its own. Records that the
-service does not take wait in memory, and after `flush` in <run>/outbox/<writer>; the next tracker of the same writer
-sends them.
+Each process of a run that records something has an `OutboxTracker` with a writer name of its own. Records that a
+service does not take wait in memory, and after `flush` in <run>/outbox; the next tracker of the same writer sends them.
+No service waits for another one.
 
-Left out: the files (outbox.py), sending and retrying (delivery.py), what a record means to a service (mlflow.py).
+Left out: the files (outbox.py), sending and retrying (delivery.py), what a record means to a service (services/).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from rlx.storage.filesystem import Storage, retry
+from rlx.config.errors import ConfigError
+from rlx.config.sections.records import BackendName, TrackingConfig
+from rlx.storage.filesystem import Storage
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.delivery import Delivery
-from rlx.tracking.mlflow import MLflowService
-from rlx.tracking.outbox import EntryKind, OutboxQueue, entry_names, read_run_record, write_run_record, writers
+from rlx.tracking.outbox import EntryKind, OutboxQueue, add_key, entries_of, unfinished_writers
+from rlx.tracking.services import mlflow
+from rlx.tracking.services.mlflow import MLflowService
+from rlx.tracking.services.tensorboard import TensorBoardService
+from rlx.tracking.services.wandb import WandbService
 from rlx.types import Notify
 
 _LOG = logging.getLogger("rlx")
 
-TRACKING_SERVICES: dict[str, Callable[[str], TrackingService]] = {
-    "": MLflowService,
+TRACKING_SERVICES: dict[BackendName, Callable[[TrackingConfig, Path], TrackingService]] = {
+    "mlflow": lambda tracking, folder: MLflowService(tracking.uri or mlflow.default_uri(folder)),
+    "tensorboard": lambda tracking, folder: TensorBoardService(folder / "tensorboard"),
+    "wandb": lambda tracking, folder: WandbService(folder),
 }
-"""The tracking service for each scheme of `tracking.uri`; "" is for all schemes without a row, because MLflow takes
-sqlite, http, https, postgresql and more"""
+"""makes the service of each name in `tracking.backends`; its files, if it has any, are in a folder of this machine"""
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+"""what a service needs to be installed, by its name, which is also that of pip's extra"""
 
 
-def service_at(uri: str) -> TrackingService:
-    """The tracking service that an address belongs to."""
-    scheme = uri.partition(":")[0]
-    return TRACKING_SERVICES.get(scheme, TRACKING_SERVICES[""])(uri)
+def services_of(tracking: TrackingConfig, folder: Path) -> tuple[TrackingService, ...]:
+    """The services that `tracking.backends` names.
+
+    Args:
+        folder: for the files of services that are files.
+    """
+    return tuple(TRACKING_SERVICES[name](tracking, folder) for name in tracking.backends)
+
+
+def check_packages(tracking: TrackingConfig) -> None:
+    """Raises ConfigError if a service needs a package that is not installed."""
+    for name in tracking.backends:
+        package = PACKAGES.get(name)
+        if package and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"tracking.backends {name}: needs the package {package}: pip install 'rlx[{name}]'")
 
 
 class OutboxTracker:
-    """Records one run from one process of it; neither waits for the tracking service nor fails with it.
+    """Records one run from one process of it; neither waits for a tracking service nor fails with it.
 
     Implements `Tracker`, which explains the methods.
 
     Args:
-        service: where the records go.
+        services: where the records go, each of them to all.
         folder: the run's folder.
         writer: name of this process in the run, e.g. "rank_0". Two live processes must not have the same name.
         notify: called from another thread with messages for a person, see `Delivery`.
@@ -54,18 +74,16 @@ class OutboxTracker:
         StorageError: the records of an earlier tracker cannot be read.
     """
 
-    def __init__(self, service: TrackingService, folder: Storage, writer: str, notify: Notify = _LOG.warning) -> None:
-        self.service, self.folder = service, folder
-        self._queue = OutboxQueue(folder / "outbox" / writer)
-        for file in self._queue.load():
-            notify(f"{file.path} is damaged: it is not sent to {service.title}")
-        self._delivery = Delivery(service, folder, self._queue, notify)
-        self._delivery.start()
+    def __init__(
+        self, services: Sequence[TrackingService], folder: Storage, writer: str, notify: Notify = _LOG.warning
+    ) -> None:
+        self.services, self.folder = services, folder
+        self._deliveries = [_started(service, folder, writer, notify) for service in services]
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run in the tracking service; None until the service has created the run."""
-        return self._delivery.run_id
+        """The id of the run in MLflow; None until MLflow has created the run, or if it does not record it."""
+        return next((each.run_id for each in self._deliveries if each.service.name == "mlflow"), None)
 
     def open(
         self,
@@ -77,9 +95,7 @@ class OutboxTracker:
         parent: Storage | None = None,
     ) -> None:
         """Requests that the run is created, or continued if the folder has one; starts now. Writes run.json."""
-        record = retry(partial(read_run_record, self.folder), f"reading {self.folder.path}/run.json")
-        if record.key is None:
-            write_run_record(self.folder, replace(record, key=uuid.uuid4().hex))
+        add_key(self.folder, uuid.uuid4().hex)
         content = {
             "experiment": experiment,
             "name": name,
@@ -88,50 +104,74 @@ class OutboxTracker:
             "parent": parent.path if parent else None,
             "at": now_ms(),
         }
-        self._queue.add(EntryKind.OPEN, content)
+        self._add(EntryKind.OPEN, content)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records all metrics of a step."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._queue.add(EntryKind.LOG, {"metrics": values, "step": step, "at": now_ms()})
+        self._add(EntryKind.LOG, {"metrics": values, "step": step, "at": now_ms()})
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Records completions as a table. Call it before the `log` of the same step."""
         if rows:
-            self._queue.add(EntryKind.LOG_SAMPLES, {"rows": [dict(row) for row in rows], "step": step})
+            self._add(EntryKind.LOG_SAMPLES, {"rows": [dict(row) for row in rows], "step": step})
 
     def log_text(self, name: str, text: str) -> None:
         """Stores a text file with the run."""
-        self._queue.add(EntryKind.LOG_TEXT, {"name": name, "text": text})
+        self._add(EntryKind.LOG_TEXT, {"name": name, "text": text})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags of the run."""
-        self._queue.add(EntryKind.SET_TAGS, {"tags": dict(tags)})
+        self._add(EntryKind.SET_TAGS, {"tags": dict(tags)})
 
     def end(self, status: RunStatus) -> None:
         """Marks the run as ended now."""
-        self._queue.add(EntryKind.END, {"status": status, "at": now_ms()})
+        self._add(EntryKind.END, {"status": status, "at": now_ms()})
 
     def flush(self, patience_s: float = 1.0) -> None:
-        """Returns once the service has every record, or the outbox folder has those that the service did not take."""
-        self._queue.save(patience_s)
+        """Returns once each service has every record, or the outbox folder has those that it did not take."""
+        deadline = time.monotonic() + patience_s
+        for delivery in self._deliveries:
+            delivery.queue.save(max(deadline - time.monotonic(), 0.0))
 
     def close(self, patience_s: float) -> int:
         """Sends for at most `patience_s`, saves the rest in the outbox folder, and returns how many are left."""
-        self._delivery.hurry()
+        deadline = time.monotonic() + patience_s
+        with ExitStack() as stack:  # all are closed, also if the records of one cannot be saved
+            for delivery in reversed(self._deliveries):
+                stack.callback(_close, delivery, deadline)
+        return sum(len(delivery.queue) for delivery in self._deliveries)
+
+    def _add(self, kind: EntryKind, content: dict[str, Any]) -> None:
+        for delivery in self._deliveries:
+            delivery.queue.add(kind, content)
+
+
+def _started(service: TrackingService, folder: Storage, writer: str, notify: Notify) -> Delivery:
+    """Sends what an earlier tracker has left for a service, and what will be added."""
+    queue = OutboxQueue(entries_of(folder, writer, service.name))
+    for file in queue.load():
+        notify(f"{file.path} is damaged: it is not sent to {service.title}")
+    delivery = Delivery(service, folder, queue, notify)
+    delivery.start()
+    return delivery
+
+
+def _close(delivery: Delivery, deadline: float) -> None:
+    """Sends until nothing is left or the time `deadline` (monotonic), and saves what is left."""
+    delivery.hurry()
+    try:
+        delivery.queue.wait_until_empty(max(deadline - time.monotonic(), 0.0))
+    finally:
         try:
-            self._queue.wait_until_empty(patience_s)
-        finally:
-            try:
-                self._queue.save(0)
-            finally:  # also on a full disk: the thread ends
-                self._queue.close()
-                self._delivery.hurry()
-        return len(self._queue)
+            delivery.queue.save(0)
+        finally:  # also on a full disk: the thread ends
+            delivery.queue.close()
+            delivery.hurry()
 
 
 def send_pending(
-    service: TrackingService, folder: Storage, notify: Notify = _LOG.warning, patience_s: float = 30.0
+    services: Sequence[TrackingService], folder: Storage, notify: Notify = _LOG.warning, patience_s: float = 30.0
 ) -> int:
     """Sends the records that the processes of a run have left in its outbox; returns how many are still left.
 
@@ -142,12 +182,11 @@ def send_pending(
     Raises:
         StorageError: the outbox cannot be read.
     """
-    unfinished = [writer for writer in writers(folder) if entry_names(folder / "outbox" / writer)]
     deadline = time.monotonic() + patience_s
     trackers: list[OutboxTracker] = []
     try:
-        for writer in unfinished:  # all at once: one may wait until another has created the run
-            trackers.append(OutboxTracker(service, folder, writer, notify))
+        for writer in unfinished_writers(folder):  # all at once: one may wait until another has created the run
+            trackers.append(OutboxTracker(services, folder, writer, notify))
     finally:
         left = sum(tracker.close(max(deadline - time.monotonic(), 0.0)) for tracker in trackers)
     return left

@@ -14,11 +14,11 @@ from functools import partial
 from rlx import __version__
 from rlx.storage import checkpoint_files
 from rlx.storage.addresses import open_storage
-from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.storage.checkpoint_catalog import REFERENCE, CheckpointEntry, Retention, checkpoint_name
 from rlx.storage.checkpoint_files import CheckpointReader, Shard
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.checkpoint_writer import CheckpointWriter, FinishedCheckpoint
-from rlx.storage.filesystem import retry
+from rlx.storage.filesystem import Storage, retry
 from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.trainer import Trainer, initial_ema
 from rlx.types import Notify
@@ -35,6 +35,7 @@ class Checkpointer:
     signature: str = ""  # of the config
     restored_metrics: dict[str, float] = field(default_factory=dict)  # of the step that was restored
     _saved_step: int = 0  # of the newest checkpoint, or of the state that the run began with
+    _keeps_reference: bool = False  # see `Manifest.reference`
 
     def is_due(self, is_last: bool) -> bool:
         """Whether the current step is saved: it is due or the last, and not saved yet."""
@@ -70,11 +71,42 @@ class Checkpointer:
     def restore(self) -> None:
         """Continues from the run's newest complete checkpoint; without one, starts where the config says."""
         settings = self.trainer.config.checkpoint
-        if newest := self.writer.newest_checkpoint(self.notify):
-            self._load(newest)
-        elif settings.init_from:
-            entry = self.writer.verified_checkpoint(open_storage(settings.init_from, create=False))
-            self._load(entry) if settings.init_state == "all" else self._load_weights(entry)
+        source = self.writer.newest_checkpoint(self.notify)
+        is_own = source is not None
+        if source is None and settings.init_from:
+            source = self.writer.verified_checkpoint(open_storage(settings.init_from, create=False))
+        if source is None:
+            return
+        is_whole = is_own or settings.init_state == "all"
+        self._load(source) if is_whole else self._load_weights(source)
+        is_own_copy = self.trainer.reference is not None and not self.trainer.config.model.reference_path
+        if settings.init_from and is_own_copy:
+            self._restore_reference(source, is_own, is_whole)
+
+    def _restore_reference(self, source: CheckpointEntry, is_own: bool, is_whole: bool) -> None:
+        """Gives the reference the weights with which this run began, or the run that `source` continues; collective.
+
+        They are kept in the run's folder, because the checkpoint that a run starts from may be deleted.
+
+        Raises:
+            StorageError: they were kept, and cannot be read.
+        """
+        assert source.manifest
+        trainer, policy = self.trainer, self.trainer.models["policy"]
+        if trainer.config.model.reference_weights == "model" or (is_whole and not source.manifest.reference):
+            return
+        if is_whole:
+            run = Storage(source.folder.filesystem, source.folder.path.rpartition("/")[0])
+            source = self.writer.verified_checkpoint(run / REFERENCE / checkpoint_name(0))
+        what = f"reading {source.folder.path}"
+        retry(partial(checkpoint_files.read_reference, source.files, policy, trainer.reference), what)
+        self._keeps_reference = True
+        if not is_own:
+            writer = CheckpointWriter(self.writer.run / REFERENCE, Retention())
+            manifest = self._manifest({}, None).model_copy(update={"step": 0})
+            writer.save(checkpoint_files.copy_reference(policy, trainer.reference), manifest)
+            writer.wait()
+            writer.close()
 
     def close(self) -> None:
         """Ends the writer's thread and process group, once nothing is being written."""
@@ -97,6 +129,7 @@ class Checkpointer:
             config=trainer.config.model_dump(mode="json"),
             files={},
             signature=self.signature,
+            reference=self._keeps_reference,
         )
 
     def _load(self, entry: CheckpointEntry) -> None:

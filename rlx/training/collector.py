@@ -13,12 +13,18 @@ from typing import Any
 import torch
 
 from rlx.algorithms import advantages
-from rlx.config.algorithm import AlgorithmConfig
-from rlx.config.sections import RewardConfig, RolloutConfig, TrainConfig
+from rlx.config.sections.algorithm import AlgorithmConfig
+from rlx.config.sections.data import EvalSetConfig
+from rlx.config.sections.reward import RewardConfig
+from rlx.config.sections.rollout import RolloutConfig
+from rlx.config.sections.train import TrainConfig
 from rlx.mesh import Mesh
 from rlx.rewards import functions, scoring
 from rlx.rollout.base import Engines
-from rlx.training.experience import RolloutBatch, build_batch
+from rlx.samples.columns import Kind, StepCompletions, TrainedTokens
+from rlx.samples.evaluations import EvaluationFile, Outcomes, OutcomeWriter
+from rlx.samples.writer import CompletionWriter
+from rlx.training.experience import Experience, RolloutBatch, build_batch
 from rlx.training.rollout_queue import RolloutQueue
 from rlx.types import Completion, Prompt, Response, Sampling, ScoredCompletion, Scorer
 
@@ -26,23 +32,34 @@ from rlx.types import Completion, Prompt, Response, Sampling, ScoredCompletion, 
 class Selection:
     """The completions that a step trains on, group by group; a group is the completions of one prompt.
 
-    With `filtered` it leaves out groups whose scores are all equal: their advantages would all be 0. Source: dynamic
-    sampling of Yu et al. 2025, DAPO (arXiv 2503.14476) eq. 11.
+    With `filtered` it leaves out groups whose completions are alike: little can be learnt from them. Source: dynamic
+    sampling of Yu et al. 2025, DAPO (arXiv 2503.14476), whose eq. 11 counts right answers.
     """
 
-    def __init__(self, wanted: int, samples: int, *, filtered: bool, greedy: bool, immediate: bool = False) -> None:
+    def __init__(
+        self,
+        wanted: int,
+        samples: int,
+        *,
+        filtered: bool,
+        greedy: bool,
+        immediate: bool = False,
+        by_correct: bool = False,
+    ) -> None:
         """Starts empty.
 
         Args:
             wanted: groups that this replica trains on.
             samples: completions of a group.
-            filtered: leave out groups whose scores are all equal.
+            filtered: leave out groups whose scores, or right answers, are all equal.
             greedy: each group has one more completion at its end, the greedy one. The others get its score.
             immediate: `take` gives groups as they come, instead of all at the end.
+            by_correct: right answers count, not scores.
         """
         self.wanted, self.samples = wanted, samples
-        self.filtered, self.greedy, self.immediate = filtered, greedy, immediate
+        self.filtered, self.greedy, self.immediate, self.by_correct = filtered, greedy, immediate, by_correct
         self.candidates: list[ScoredCompletion] = []  # all that were generated to choose from
+        self.taken: list[ScoredCompletion] = []  # those that the step trains on, in their order
         self.tokens = 0  # response tokens generated for them
         self.varied = 0  # groups whose scores differ
         self.rounds = 0  # rounds of generation so far
@@ -57,11 +74,11 @@ class Selection:
             group = list(scored[start : start + self.samples])
             if self.greedy:
                 group = [replace(each, greedy_score=scored[start + self.samples].score) for each in group]
-            varied = len({each.score for each in group}) > 1
-            (self._left_out if self.filtered and not varied else self._kept).append(group)
+            self.varied += len({each.score for each in group}) > 1
+            compared = {each.is_correct if self.by_correct else each.score for each in group}
+            (self._left_out if self.filtered and len(compared) == 1 else self._kept).append(group)
             self.candidates += group
-            self.varied += varied
-        self.tokens += sum(len(each.completion.token_ids) for each in scored)
+        self.tokens += sum(each.completion.num_drawn for each in scored)
 
     @property
     def missing(self) -> int:
@@ -78,35 +95,69 @@ class Selection:
             return []
         groups = (self._kept + self._left_out)[self._taken : self.wanted]
         self._taken += len(groups)
-        return [each for group in groups for each in group]
+        taken = [each for group in groups for each in group]
+        self.taken += taken
+        return taken
+
+
+@dataclass(frozen=True)
+class SourceRewards:
+    """How completions of prompts from one source are scored."""
+
+    reward: RewardConfig
+    functions: Mapping[str, Scorer]
 
 
 @dataclass(frozen=True)
 class CompletionScorer:
     """Turns completions into scored completions: decodes them, finds the answers, calls the reward functions."""
 
-    reward: RewardConfig
-    functions: Mapping[str, Scorer]
+    sources: Sequence[SourceRewards]  # by the number of the source
     tokenizer: Any
     mesh: Mesh
 
     def __call__(self, completions: Sequence[Completion]) -> list[ScoredCompletion]:
         """Each completion with its score; a collective call of a replica's ranks."""
-        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        answers = functions.extract_answers(texts, self.reward.answer_pattern)
+        scored: dict[int, ScoredCompletion] = {}
+        for number, source in enumerate(self.sources):
+            own = [place for place, each in enumerate(completions) if each.prompt.source == number]
+            if own:  # neighbours have the same completions
+                scored |= zip(own, self._of_source(source, [completions[place] for place in own]), strict=True)
+        return [scored[place] for place in range(len(completions))]
+
+    def _of_source(self, source: SourceRewards, completions: Sequence[Completion]) -> list[ScoredCompletion]:
+        texts = self.tokenizer.batch_decode([c.said for c in completions], skip_special_tokens=True)
+        answers = functions.extract_answers(texts, source.reward.answer_pattern)
         responses = [
-            Response(c.prompt, text, answer, len(c.token_ids), c.finished)
+            Response(c.prompt, text, answer, c.num_drawn, c.finished, c.episode.score if c.episode else None)
             for c, text, answer in zip(completions, texts, answers, strict=True)
         ]
         # One rank of a replica scores for all: a reward function may fail, or give random scores.
         is_leader = self.mesh.is_tp_leader
         scores = self.mesh.broadcast_from_leader(
-            scoring.score(responses, self.functions, self.reward) if is_leader else None
+            scoring.score(responses, source.functions, source.reward) if is_leader else None
         )
         rows = zip(*scores.by_function.values(), strict=True)
         by_function = [dict(zip(scores.by_function, row, strict=True)) for row in rows]
         columns = zip(completions, scores.total, scores.is_correct, by_function, strict=True)
-        return [ScoredCompletion(*row) for row in columns]
+        said = zip(texts, answers, strict=True)
+        return [
+            ScoredCompletion(*row, text=text, answer=answer) for row, (text, answer) in zip(columns, said, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions that are evaluated together, as one replica has them."""
+
+    name: str
+    prompts: Sequence[Prompt]  # this replica's share; the ids are rows of all questions
+    size: int  # questions of all replicas
+    samplings: Sequence[Sampling]  # each question gets one answer by each
+    score: CompletionScorer
+    every: int  # steps between evaluations, see `Trainer.is_due`
+    labels: Sequence[str]  # what the sources of the questions are called, by their numbers
+    settings: EvalSetConfig | None = None  # if it is one of eval.sets
 
 
 @dataclass(frozen=True)
@@ -117,11 +168,12 @@ class RolloutCollector:
     queue: RolloutQueue
     sampling: Sampling
     score: CompletionScorer
-    held_out: Sequence[Prompt]  # this replica's share of the held-out prompts
-    score_held_out: CompletionScorer
+    evaluations: Sequence[QuestionSet]
     train: TrainConfig
     algorithm: AlgorithmConfig
     rollout: RolloutConfig
+    completions: CompletionWriter | None = None  # None: this process keeps none
+    outcomes: OutcomeWriter | None = None  # None: another process keeps those of all
 
     def push_weights(self, version: int, *, starting: bool = False) -> None:
         """Sends the policy to the engines; returns on every rank once they have it.
@@ -139,9 +191,19 @@ class RolloutCollector:
         """
         return self.queue.next(step, self.train.steps)
 
-    def score_training(self, completions: Sequence[Completion]) -> list[ScoredCompletion]:
-        """Scores with length penalties subtracted."""
-        return apply_length_penalty(self.score(completions), self.algorithm, self.rollout.max_tokens)
+    def score_training(self, completions: Sequence[Completion], algorithm: AlgorithmConfig) -> list[ScoredCompletion]:
+        """Scores with the length penalties of the step subtracted."""
+        return apply_length_penalty(self.score(completions), algorithm, self.rollout.max_tokens)
+
+    def observe(self, selection: Selection, device: torch.device) -> dict[str, float]:
+        """Tells a curriculum how a step's prompts were answered, and returns its metrics; a collective call."""
+        prompts = self.queue.prompts
+        if prompts.success is None:
+            return {}
+        correct = torch.zeros(self.train.prompts_per_step, dtype=torch.float64, device=device)
+        answers = torch.tensor([float(each.is_correct) for each in selection.candidates], dtype=torch.float64)
+        correct[prompts.rank :: prompts.ranks] = answers.view(-1, selection.samples).mean(1).to(device)
+        return prompts.observe(self.score.mesh.all_reduce_sum(correct).tolist())
 
     def wait_for_pending(self, step: int) -> None:
         """Waits for rollouts that run ahead, unless they may continue with the next weights."""
@@ -153,10 +215,44 @@ class RolloutCollector:
         if self.rollout.placement == "colocated":
             self.engines.sleep()
 
-    def evaluate(self, step: int) -> list[ScoredCompletion]:
-        """Greedy, scored answers of the engines to the held-out prompts; a collective call."""
-        pending = self.engines.begin(self.held_out, [self.sampling.greedy], step)
-        return self.score_held_out(self.engines.finish(pending, step))
+    def answers(self, sets: Sequence[QuestionSet], step: int) -> Iterator[tuple[QuestionSet, list[ScoredCompletion]]]:
+        """The scored answers of the engines to each set of questions, those to a question together; a collective call.
+
+        Engines generate those of one set at a time, the next one's while these are scored.
+        """
+        pending = self.engines.begin(sets[0].prompts, sets[0].samplings, step)
+        for number, each in enumerate(sets, 1):
+            completions = self.engines.finish(pending, step)
+            if number < len(sets):
+                pending = self.engines.begin(sets[number].prompts, sets[number].samplings, step)
+            yield each, each.score(completions)
+
+    def keep(self, step: int, selection: Selection, batch: Experience) -> None:
+        """Has a step's completions written: those trained on with what training computed, then those left out.
+
+        Args:
+            step: that has trained on them.
+            batch: the completions that the selection gave, in their order, after the update.
+        """
+        if self.completions is None:
+            return
+        columns = (batch.logprobs, batch.newest_logprobs, batch.advantages, batch.trained)
+        trained = TrainedTokens(*(column.cpu().numpy() for column in columns))
+        known = {id(each) for each in selection.taken}
+        rows = [*selection.taken, *(each for each in selection.candidates if id(each) not in known)]
+        prompts = len(self.queue.prompts.rows)
+        self.completions.keep(StepCompletions(Kind.TRAINING, step, prompts, rows, trained))
+
+    def keep_held_out(self, step: int, scored: Sequence[ScoredCompletion]) -> None:
+        """Has the answers of the evaluation after a step written."""
+        if self.completions is not None and scored:
+            prompts = 1 + max(each.completion.prompt.id for each in scored)  # they have no epochs
+            self.completions.keep(StepCompletions(Kind.HELD_OUT, step, prompts, scored))
+
+    def keep_outcomes(self, step: int, name: str, outcomes: Outcomes) -> None:
+        """Writes what came of each question in the evaluation of that name after a step."""
+        if self.outcomes is not None:
+            self.outcomes.keep(EvaluationFile(step, name), outcomes)
 
     def new_selection(self) -> Selection:
         """An empty selection of the groups that this replica trains on in a step."""
@@ -166,22 +262,22 @@ class RolloutCollector:
             filtered=self.algorithm.filter_groups,
             greedy=self.algorithm.estimator.needs_greedy,
             immediate=self.rollout.num_chunks > 1,
+            by_correct=self.algorithm.filter_by == "correct",
         )
 
     def build_batches(self, scored: Sequence[ScoredCompletion], device: torch.device) -> list[RolloutBatch]:
         """The completions as tensors on a device: one batch, or none for no completions."""
         pad_id = self.score.tokenizer.pad_token_id or 0
-        return [build_batch(scored, pad_id).to(device)] if scored else []
+        return [build_batch(scored, pad_id, self.algorithm.mask_truncated).to(device)] if scored else []
 
 
 def apply_length_penalty(
     scored: Sequence[ScoredCompletion], algorithm: AlgorithmConfig, max_tokens: int
 ) -> list[ScoredCompletion]:
     """The same with the soft overlong penalty and the penalty for truncated responses subtracted from each score."""
-    lengths = torch.tensor([len(each.completion.token_ids) for each in scored])
-    overlong = advantages.overlong_penalty(
-        lengths, max_tokens, algorithm.overlong_buffer, algorithm.overlong_penalty
-    ).tolist()
+    lengths = torch.tensor([each.completion.num_drawn for each in scored])
+    buffer, penalty = algorithm.overlong_tokens(max_tokens), algorithm.overlong_penalty
+    overlong = advantages.overlong_penalty(lengths, max_tokens, buffer, penalty).tolist()
     truncated = [algorithm.missing_eos_penalty * (not each.completion.finished) for each in scored]
     rows = zip(scored, overlong, truncated, strict=True)
     return [replace(each, score=each.score - late - cut) for each, late, cut in rows]

@@ -1,8 +1,8 @@
 """Scored completions as tensors, in three stages, and how they become mini-batches and micro-batches.
 
-Mini-batch m of a step holds the same completions on any number of ranks, because each replica holds every n-th prompt
-of the step, in order. This module reads no settings. It leaves out what the models compute (trainer) and the formulas
-(rlx.algorithms).
+Mini-batch m of a step's first pass holds the same completions on any number of ranks, because each replica holds every
+n-th prompt of the step, in order; those of later passes follow from seeds and prompts. This module reads no settings.
+It leaves out what the models compute (trainer) and the formulas (rlx.algorithms).
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlx.algorithms.dealing import balance_lengths, choose_minibatches
 from rlx.mesh import Mesh
-from rlx.models.packing import pack_row
-from rlx.models.policy import ResponseTokens
+from rlx.models.packing import pack_row, same_prompts
+from rlx.models.policy import ResponseTokens, Sequences
 from rlx.types import Completion, ScoredCompletion
 
 B = TypeVar("B", bound="RolloutBatch")
@@ -40,28 +42,49 @@ class RolloutBatch:
     rollout_logprobs: Tensor  # [B, T] as the engine reports them; nan where it was not asked to
     row: Tensor  # [B] int64, the completion's index on this rank
     groups: Tensor  # [B] int64, equal for completions of the same prompt
+    samples: Tensor  # [B] int64, the completion's number among those of its prompt
     scores: Tensor  # [B] reward of the whole completion
     greedy_scores: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator needs none
+    trained: Tensor  # [B] float, 1 if the losses have the completion; else only its group compares with it
+    turn_rewards: Tensor | None = field(default=None, kw_only=True)  # [B, T] of turns that end there; episodes have it
+    contexts: Tensor | None = field(default=None, kw_only=True)  # [B, T] number of a token's context; episodes have it
     inputs: ResponseTokens | None = field(default=None, kw_only=True)  # for the models; micro-batches have them
 
     @property
     def columns(self) -> dict[str, Any]:  # Any: mypy takes a dict of tensors for possible `inputs`
         """All tensors by name, `[B]`, `[B, L]` or `[B, T]`."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "inputs"}
+        columns = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "inputs"}
+        return {name: column for name, column in columns.items() if column is not None}
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """`[B, T]` float, 1 on the response tokens that the losses have."""
+        return self.mask * self.trained[:, None]
 
     @property
     def positions(self) -> int:
         """How many tokens the models compute for these completions, padding included."""
-        row = self.inputs.packing if self.inputs else None
-        return (self.ids if row is None else row.ids).numel()
+        if self.inputs is None:
+            return self.ids.numel()
+        return (self.inputs.ids if self.inputs.packing is None else self.inputs.packing.ids).numel()
 
     def response_tokens(self, packed: bool = False) -> ResponseTokens:
         """What the models take to score the responses. Waits for the GPU."""
+        if self.contexts is not None and self.contexts.any():
+            sequences = Sequences.of(self.ids, self.prompt_lengths, self.mask, self.contexts, self.sharing)
+            return sequences.response_tokens(self.mask, packed)
         tokens = ResponseTokens.of(self.ids, self.prompt_lengths, self.mask)
         if not packed:
             return tokens
-        row = pack_row(self.ids, self.prompt_lengths, self.response_lengths, self.groups, tokens.token_index)
+        row = pack_row(self.ids, self.prompt_lengths, self.response_lengths, self.sharing, tokens.token_index)
         return tokens._replace(packing=row)
+
+    @property
+    def sharing(self) -> Tensor:
+        """`[B]` int64, equal for neighbours with the same prompt; an environment may begin differently in a group."""
+        if self.contexts is None:
+            return self.groups
+        return same_prompts(self.ids, self.prompt_lengths, self.groups)
 
     @property
     def response_lengths(self) -> Tensor:
@@ -105,7 +128,9 @@ class LogprobBatch(RolloutBatch):
 
     def with_advantages(self, advantages: Tensor, returns: Tensor) -> Experience:
         """The same with advantages and returns, `[B, T]` each."""
-        return Experience(**self.columns, advantages=advantages, returns=returns)
+        unknown = torch.full_like(advantages, math.nan)
+        own = {"advantages": advantages, "returns": returns, "newest_logprobs": unknown, "home": self.row}
+        return Experience(**(self.columns | own), kept=self.mask)
 
 
 @dataclass(frozen=True)
@@ -114,29 +139,62 @@ class Experience(LogprobBatch):
 
     advantages: Tensor  # [B, T]
     returns: Tensor  # [B, T] what the values are fitted to
+    kept: Tensor  # [B, T] float, 1 on the tokens that may be in the policy loss: all, or those that were chosen
+    newest_logprobs: Tensor  # [B, T] of the policy in the update's newest pass over each completion; nan before one
+    home: Tensor  # [B] int64, the completion's index among those of all replicas, before they were dealt
 
 
 # --- building and joining
 
 
-def build_batch(scored: Sequence[ScoredCompletion], pad_id: int) -> RolloutBatch:
-    """One rank's completions as `[B, L]` token ids and `[B, T]` response tensors, on the CPU."""
+def build_batch(scored: Sequence[ScoredCompletion], pad_id: int, mask_truncated: bool = False) -> RolloutBatch:
+    """One rank's completions as `[B, L]` token ids and `[B, T]` response tensors, on the CPU.
+
+    Args:
+        mask_truncated: the losses leave out completions that were cut.
+    """
     completions = [each.completion for each in scored]
     ids = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
+    turns: dict[str, Any] = _turn_columns(completions) if completions[0].episode else {}
     return RolloutBatch(
         ids=_padded(ids, pad_id),
         prompt_lengths=torch.tensor([len(c.prompt.token_ids) for c in completions]),
-        mask=_padded([torch.ones(len(c.token_ids)) for c in completions], 0.0),
+        mask=_padded([_drawn_mask(c) for c in completions], 0.0),
         rollout_logprobs=_padded([_reported_logprobs(c) for c in completions], 0.0),
         row=torch.arange(len(completions)),
         groups=torch.tensor([c.prompt.id for c in completions]),
+        samples=torch.tensor([c.sample for c in completions]),
         scores=torch.tensor([each.score for each in scored], dtype=torch.float32),
         greedy_scores=torch.tensor([each.greedy_score for each in scored], dtype=torch.float32),
+        trained=torch.tensor([float(_is_trained(c, mask_truncated)) for c in completions]),
+        **turns,
     )
 
 
+def _drawn_mask(completion: Completion) -> Tensor:
+    if completion.episode is None:
+        return torch.ones(len(completion.token_ids))
+    return torch.tensor(completion.drawn, dtype=torch.float32)
+
+
+def _is_trained(completion: Completion, mask_truncated: bool) -> bool:
+    """Whether the losses have a completion: not one whose environment has failed, which says nothing of the policy."""
+    has_failed = bool(completion.episode and completion.episode.failure)
+    return not has_failed and (completion.finished or not mask_truncated)
+
+
 def _reported_logprobs(completion: Completion) -> Tensor:
-    return torch.tensor(completion.logprobs or (math.nan,) * len(completion.token_ids))
+    if not completion.logprobs:
+        return torch.tensor([math.nan if drawn else 0.0 for drawn in completion.drawn])
+    return torch.tensor(completion.logprobs)
+
+
+def _turn_columns(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """What batches of episodes have beside: rewards where turns end, and the contexts of tokens, `[B, T]` each."""
+    rewards, contexts = zip(*(each.by_turn for each in completions), strict=True)
+    return {"turn_rewards": _padded(list(map(torch.tensor, rewards)), 0.0)} | {
+        "contexts": _padded(list(map(torch.tensor, contexts)), 0)
+    }
 
 
 def concat(parts: Sequence[B]) -> B:
@@ -222,7 +280,7 @@ class _Rows:
         if not packed:
             order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
             return cls(order, [lengths[i] for i in order], None)
-        groups, prompts = batch.groups.tolist(), batch.prompt_lengths.tolist()
+        groups, prompts = batch.sharing.tolist(), batch.prompt_lengths.tolist()
         saved = [prompts[i] * (i > 0 and groups[i] == groups[i - 1]) for i in range(len(lengths))]
         return cls(list(range(len(lengths))), lengths, saved)
 
@@ -250,54 +308,83 @@ class _Rows:
         return stop - start
 
 
+def token_draws(batch: RolloutBatch, seeds: Sequence[int]) -> Tensor:
+    """A random number in [0, 1) for each token, `[B, T]`; it depends on seeds, prompt, sample and position alone."""
+    completions = zip(batch.groups.tolist(), batch.samples.tolist(), strict=True)
+    width = batch.mask.shape[1]
+    rows = [np.random.default_rng((*seeds, *each)).random(width, dtype=np.float32) for each in completions]
+    return torch.from_numpy(np.stack(rows)).to(batch.mask.device)
+
+
 # --- over replicas
 
 
-def balance_lengths(lengths: Tensor, count: int) -> Tensor:
-    """The replica that trains on each completion: `[R, B]` from the lengths `[R, B]` that each replica holds.
-
-    Completions stay in their mini-batch (there are `count`). In each mini-batch they are assigned in order of length,
-    longest first, back and forth: to replicas 0, 1, 1, 0, 0, 1, ... of two. So all replicas get the same number of
-    completions, of similar lengths.
-    """
-    replicas, rows = lengths.shape
-    by_minibatch = lengths.view(replicas, count, -1).transpose(0, 1).reshape(count, -1)
-    order = by_minibatch.argsort(dim=1, descending=True, stable=True)
-    turn = torch.arange(order.shape[1]) % (2 * replicas)
-    owners = torch.empty_like(order).scatter_(1, order, turn.minimum(2 * replicas - 1 - turn).expand_as(order))
-    return owners.view(count, replicas, -1).transpose(0, 1).reshape(replicas, rows)
-
-
-def balance_over_replicas(batch: B, count: int, mesh: Mesh) -> B:
-    """Exchanges completions so that no replica waits for another that has longer ones; a collective call.
+def deal_minibatches(batch: B, count: int, mesh: Mesh, seeds: Sequence[int] | None = None) -> B:
+    """Exchanges completions so that `minibatches` gives those of a pass, dealt over replicas; a collective call.
 
     Ranks wait for one another in FSDP's collectives: each micro-batch takes as long as the largest one on any replica.
-    The `count` mini-batches hold the same completions as before, over all replicas, and equally many on each.
+    So each replica gets equally many completions of each mini-batch, of similar lengths.
+
+    Args:
+        count: of mini-batches.
+        seeds: see `choose_minibatches`.
     """
-    if mesh.dp_size == 1:
+    if mesh.dp_size == 1 and seeds is None:
         return batch
-    lengths, length, width = _gather_lengths(batch, mesh)
-    owners = balance_lengths(lengths, count)
+    if mesh.dp_size == 1:
+        return _in_order(batch, choose_minibatches(batch.groups.cpu()[None], count, seeds)[0].argsort(stable=True))
+    lengths, groups, length, width = _gather(batch, mesh)
+    chosen = choose_minibatches(groups, count, seeds)
+    owners = balance_lengths(lengths, chosen)
     outgoing, incoming = owners[mesh.dp_rank], owners == mesh.dp_rank
-    sent, received = outgoing.bincount(minlength=mesh.dp_size).tolist(), incoming.sum(1).tolist()
-    by_owner = outgoing.argsort(stable=True).to(batch.ids.device)
+    dealt = _exchanged(pad_to(batch, length, width), outgoing, incoming.sum(1), mesh)
+    return _in_order(dealt, chosen[incoming].argsort(stable=True))
+
+
+def brought_home(batch: Experience, mesh: Mesh) -> Experience:
+    """Each replica's own completions in the order in which it made them, wherever they are; a collective call."""
+    if mesh.dp_size > 1:
+        lengths, _, length, width = _gather(batch, mesh)
+        homes = batch.home.new_empty(lengths.numel())
+        dist.all_gather_into_tensor(homes, batch.home, group=mesh.replicas)
+        owners = homes.cpu().view_as(lengths) // lengths.shape[1]
+        arriving = (owners == mesh.dp_rank).sum(1)
+        batch = _exchanged(pad_to(batch, length, width), owners[mesh.dp_rank], arriving, mesh)
+    return _in_order(batch, batch.home.argsort())
+
+
+def _exchanged(batch: B, owners: Tensor, arriving: Tensor, mesh: Mesh) -> B:
+    """The completions that arrive, those of the first replica first; a collective call.
+
+    Args:
+        batch: of the same widths on every replica.
+        owners: `[B]` the replica that gets each of them.
+        arriving: `[R]` how many each replica has for this one.
+    """
+    sent, received = owners.bincount(minlength=mesh.dp_size).tolist(), arriving.tolist()
+    by_owner = owners.argsort(stable=True).to(batch.ids.device)
 
     def exchanged(column: Tensor) -> Tensor:
         result = torch.empty_like(column)
         dist.all_to_all_single(result, column[by_owner], received, sent, group=mesh.replicas)
         return result
 
-    columns: dict[str, Any] = {name: exchanged(column) for name, column in pad_to(batch, length, width).columns.items()}
-    by_minibatch = (incoming.nonzero()[:, 1] // (len(outgoing) // count)).argsort(stable=True).to(batch.ids.device)
-    balanced = replace(batch, **columns).rows(by_minibatch)
-    return replace(balanced, row=torch.arange(len(outgoing), device=batch.ids.device))
+    columns: dict[str, Any] = {name: exchanged(column) for name, column in batch.columns.items()}
+    return replace(batch, **columns)
 
 
-def _gather_lengths(batch: RolloutBatch, mesh: Mesh) -> tuple[Tensor, int, int]:
-    """Every replica's completion lengths `[R, B]`, and the largest L and T of all."""
+def _in_order(batch: B, order: Tensor) -> B:
+    """All completions in another order, `[B]`; from now on it is theirs."""
+    index = order.to(batch.ids.device)
+    return replace(batch.rows(index), row=torch.arange(len(index), device=index.device))
+
+
+def _gather(batch: RolloutBatch, mesh: Mesh) -> tuple[Tensor, Tensor, int, int]:
+    """Every replica's completion lengths and groups, `[R, B]` on the CPU, and the largest L and T of all."""
     shape = torch.tensor([batch.ids.shape[1], batch.mask.shape[1]], device=batch.ids.device)
-    own = torch.cat([batch.prompt_lengths + batch.response_lengths, shape])
+    own = torch.cat([batch.prompt_lengths + batch.response_lengths, batch.groups, shape])
     gathered = torch.empty(mesh.dp_size, len(own), dtype=own.dtype, device=own.device)
     dist.all_gather_into_tensor(gathered.view(-1), own, group=mesh.replicas)
     length, width = gathered[:, -2:].amax(0).tolist()
-    return gathered[:, :-2].cpu(), length, width
+    lengths, groups = gathered[:, :-2].cpu().chunk(2, dim=1)
+    return lengths, groups, length, width

@@ -14,30 +14,35 @@ from torch import Tensor
 
 from rlx.algorithms import masking
 from rlx.algorithms.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages
-from rlx.algorithms.kl import log_ratio_kl
+from rlx.algorithms.kl import k3, log_ratio_kl
 from rlx.models import lora
 from rlx.models.policy import PolicyOutput
+from rlx.samples.gradients import write_shares
 from rlx.training.checkpointing import Checkpointer
 from rlx.training.collector import RolloutCollector, Selection
+from rlx.training.evaluation.evaluate import evaluate, unread_answers
 from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, concat
-from rlx.training.metrics import StepTimer, evaluate, summarize
+from rlx.training.metrics import StepTimer, summarize
 from rlx.training.reporting import Reporter
-from rlx.training.trainer import Trainer
-from rlx.training.update import update
+from rlx.training.trainer import Sums, Trainer
+from rlx.training.update import gradient_shares, update
 from rlx.types import Phase
 
 
 def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpointer, reporter: Reporter) -> None:
     """PPO from the restored step to the last one; every rank calls it."""
-    config = trainer.config
     reporter.notify(Phase("engines and first weights"))
     collector.push_weights(trainer.step, starting=True)
     metrics, samples = checkpointer.restored_metrics, list[dict[str, Any]]()
     if trainer.step == 0:
         reporter.notify(Phase("first evaluation"))
-        metrics, samples = evaluate(trainer, collector)
+        metrics, samples = evaluate(trainer, collector, every=True)
+        hint = unread_answers(samples, metrics["eval/accuracy"], trainer.config.reward)
+        if hint and trainer.mesh.rank == 0:
+            reporter.notify(hint)
     while not report(trainer, checkpointer, reporter, metrics, samples):
         timer = StepTimer()
+        trainer.begin_step()
         selection, parts = collector.new_selection(), []
         while needs_more(trainer, selection):  # once, unless groups of equal scores are left out
             parts += collect(trainer, collector, selection, timer)  # 1 to 5
@@ -45,17 +50,19 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
             collector.sleep_engines()
             rest = collector.build_batches(selection.take(last=True), trainer.device)
             parts += [compute_logprobs(trainer, batch, deferred=trainer.defers_logprobs) for batch in rest]
-            experience, kl = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
+            experience, kl_sums = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
+        open_step(trainer, collector, experience)
         with timer("update"):
             experience, sums = update(trainer, experience, trainer.defers_logprobs)  # 7 losses, backward, clip, step
         with timer("rollout"):
             collector.wait_for_pending(trainer.step)
         trainer.step += 1
+        collector.keep(trainer.step, selection, experience)
         with timer("sync"):
             collector.push_weights(trainer.step)  # 8
-        metrics, samples = evaluate(trainer, collector) if trainer.is_due(config.eval.every) else ({}, [])
-        sums |= {"kl": kl}
-        metrics |= summarize(trainer, collector.queue, selection, experience, sums, timer.metrics())  # 9
+        metrics, samples = evaluate(trainer, collector)
+        metrics |= summarize(trainer, collector.queue, selection, experience, sums | kl_sums, timer.metrics())  # 9
+        metrics |= collector.observe(selection, trainer.device)
 
 
 def collect(
@@ -69,7 +76,7 @@ def collect(
     selection.rounds += 1
     for completions in timer.waiting("rollout", collector.collect(trainer.step)):  # 1 prompts, 2 tokens, logprobs
         with timer("reward"):
-            selection.add(collector.score_training(completions))  # 3
+            selection.add(collector.score_training(completions, trainer.config.algorithm))  # 3
         with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
             batches = collector.build_batches(selection.take(), trainer.device)
             parts += [compute_logprobs(trainer, batch) for batch in batches]
@@ -129,20 +136,26 @@ def reference_logprobs(trainer: Trainer, batch: RolloutBatch) -> Tensor | None:
         return trainer.policy(batch.inputs, temperature).logprobs
 
 
-def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experience, Tensor]:
-    """Adds advantages and returns `[B, T]`; also gives the sum of the KL to the reference over this rank's tokens."""
+def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experience, Sums]:
+    """Adds advantages and returns `[B, T]`; also gives sums of the KL to the reference over this rank's tokens.
+
+    They are of two estimates: `kl/ref` is k3, `kl/penalty` is that of algorithm.kl_estimator.
+    """
     settings, mask = trainer.config.algorithm, batch.mask
     scores, greedy_scores = normalize_rewards(trainer, batch)
     kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_estimator)
-    inputs = AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy_scores)
+    turn_rewards = batch.turn_rewards if trainer.config.environment.rewards == "turn" else None
+    inputs = AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy_scores, turn_rewards)
     kl_coef = trainer.kl.coef if settings.kl_placement == "reward" else 0.0
     advantages, returns = estimate_advantages(
         settings.advantage, inputs, AdvantageSettings(kl_coef, settings.gamma, settings.gae_lambda)
     )
     if settings.whiten_advantages:
-        total = trainer.mesh.all_reduce_sum(masking.moments(advantages, mask))
+        total = trainer.mesh.all_reduce_sum(masking.moments(advantages, batch.loss_mask))
         advantages = masking.masked_whiten(advantages, mask, total=total)
-    return batch.with_advantages(advantages, returns), masking.masked_sum(kl, mask)
+    ref = k3(batch.logprobs - batch.ref_logprobs)
+    sums: Sums = {"kl/ref": masking.masked_sum(ref, mask), "kl/penalty": masking.masked_sum(kl, mask)}
+    return batch.with_advantages(advantages, returns), sums
 
 
 def normalize_rewards(trainer: Trainer, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
@@ -159,6 +172,14 @@ def normalize_rewards(trainer: Trainer, batch: RolloutBatch) -> tuple[Tensor, Te
     if settings.reward_clip is not None:
         columns = [column.clamp(-settings.reward_clip, settings.reward_clip) for column in columns]
     return columns[0], columns[1]
+
+
+def open_step(trainer: Trainer, collector: RolloutCollector, experience: Experience) -> None:
+    """Keeps the shares of the prompts in the gradient, if a replay is to open this step; a collective call."""
+    if trainer.opened == trainer.step + 1:
+        shares = gradient_shares(trainer, experience)
+        if collector.outcomes:
+            write_shares(collector.outcomes.run, trainer.opened, shares)
 
 
 def report(
@@ -218,6 +239,6 @@ def agree(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter) -> t
         because a machine is about to be taken away; whether rank 0 has a finished checkpoint to report.
     """
     finished = trainer.mesh.rank == 0 and checkpointer.has_finished()
-    mine = [reporter.should_stop(), reporter.should_checkpoint(), finished]
+    mine = [reporter.should_stop(trainer.step), reporter.should_checkpoint(), finished]
     asked, needed, finished = (value > 0 for value in trainer.max_over_ranks([float(each) for each in mine]))
     return trainer.step >= trainer.config.train.steps or asked, needed, finished

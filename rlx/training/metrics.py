@@ -1,12 +1,11 @@
-"""The metrics of a step: evaluation on held-out prompts, and the statistics of training over all ranks.
+"""The metrics of a step: means of evaluations, and the statistics of training over all ranks.
 
-Each is stated once: its name, how it is aggregated over ranks, this rank's values; the last part has the kinds of
-aggregation. Names and meanings are in rlx.tracking.metrics. A metric that does not apply to a run is left out.
+Each is stated once: its name, how it is aggregated over ranks (aggregation.py), this rank's values. Names and meanings
+are in rlx.tracking.metrics. A metric that does not apply to a run is left out.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import resource
 import time
@@ -16,11 +15,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 
-from rlx.algorithms import kl, masking
+from rlx.algorithms import kl
 from rlx.algorithms.importance_sampling import importance_weights
-from rlx.training.collector import RolloutCollector, Selection
+from rlx.training.aggregation import (
+    Deviation,
+    EffectiveFraction,
+    ExplainedVariance,
+    Maximum,
+    Mean,
+    Minimum,
+    Ratio,
+    Total,
+    Updates,
+    over_ranks,
+)
+from rlx.training.collector import Selection
 from rlx.training.experience import Experience
 from rlx.training.rollout_queue import RolloutQueue, reports_logprobs
 from rlx.training.trainer import Sums, Trainer
@@ -60,47 +70,44 @@ class StepTimer:
         return self._seconds | {"time/step": time.perf_counter() - self.started}
 
 
-def evaluate(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Greedy answers to the held-out prompts: their metrics over all ranks, and some of this rank's as sample rows.
-
-    With train.ema_decay the averaged weights are evaluated as well. A collective call.
-    """
-    started = time.perf_counter()
-    scored = collector.evaluate(trainer.step)
-    metrics = mean_over_ranks(trainer, scored, "eval")
-    if trainer.ema:
-        with trainer.ema_weights():
-            collector.push_weights(trainer.step)
-            metrics |= mean_over_ranks(trainer, collector.evaluate(trainer.step), "eval/ema")
-        collector.push_weights(trainer.step)
-    metrics["time/eval"] = time.perf_counter() - started
-    return metrics, sample_rows(scored[: trainer.config.tracking.samples], collector.score.tokenizer)
-
-
-def sample_rows(scored: Sequence[ScoredCompletion], tokenizer: Any) -> list[dict[str, Any]]:
+def sample_rows(scored: Sequence[ScoredCompletion]) -> list[dict[str, Any]]:
     """Rows of the sample table."""
-    texts = tokenizer.batch_decode([each.completion.token_ids for each in scored], skip_special_tokens=True)
     return [
         {
             "score": each.score,
             "answer": each.completion.prompt.answer,
-            "completion": text,
+            "completion": each.text,
             "prompt": each.completion.prompt.question,
         }
-        for each, text in zip(scored, texts, strict=True)
+        for each in scored
     ]
 
 
 def mean_over_ranks(trainer: Trainer, scored: Sequence[ScoredCompletion], prefix: str) -> dict[str, float]:
     """Accuracy, reward and length, mean over all ranks' answers; a collective call."""
-    return over_ranks(
-        trainer,
-        {
-            f"{prefix}/accuracy": (Mean, [each.is_correct for each in scored]),
-            f"{prefix}/reward": (Mean, [each.score for each in scored]),
-            f"{prefix}/length": (Mean, [len(each.completion.token_ids) for each in scored]),
-        },
-    )
+    updates: Updates = {
+        f"{prefix}/accuracy": (Mean, [each.is_correct for each in scored]),
+        f"{prefix}/reward": (Mean, [each.score for each in scored]),
+        f"{prefix}/length": (Mean, [each.completion.num_drawn for each in scored]),
+    }
+    labels = trainer.config.data.labels
+    return over_ranks(trainer, updates) | by_source(trainer, labels, scored, f"{prefix}/accuracy", f"{prefix}/reward")
+
+
+def by_source(
+    trainer: Trainer, labels: Sequence[str], scored: Sequence[ScoredCompletion], accuracy: str, reward: str
+) -> dict[str, float]:
+    """Two metrics for each source of prompts, under their names with the source's; a collective call if there are any.
+
+    A source without answers on any rank is left out.
+    """
+    updates: Updates = {}
+    for number, label in enumerate(labels):
+        own = [each for each in scored if each.completion.prompt.source == number]
+        updates[f"{accuracy}/{label}"] = (Mean, [each.is_correct for each in own])
+        updates[f"{reward}/{label}"] = (Mean, [each.score for each in own])
+    metrics = over_ranks(trainer, updates) if updates else {}
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def summarize(
@@ -119,17 +126,18 @@ def summarize(
         queue: whose seconds of generation are read and set to 0.
         selection: whose completions the step has chosen from.
         batch: that the step trained on.
-        sums: of `update`, and `kl`, the sum of the KL to the reference over this rank's tokens.
+        sums: of `update` and `loop.compute_advantages`.
         seconds: of the step's parts, by metric name.
     """
-    updates = _of_scores(trainer, selection) | _of_tokens(trainer, queue, batch, sums)
-    updates |= _of_policy(trainer, batch, sums) | _of_values(trainer, batch, sums) | _of_mismatch(trainer, batch, sums)
+    updates = _of_scores(trainer, selection) | _of_episodes(selection) | _of_tokens(trainer, queue, batch, sums)
+    updates |= _of_kl(trainer, batch, sums) | _of_policy(trainer, batch, sums) | _of_values(trainer, batch, sums)
+    updates |= _of_mismatch(trainer, batch, sums)
     metrics = dict(seconds) | over_ranks(trainer, updates) | _known_here(trainer, sums)
-    kl_ref, completions, generated, trained = (metrics.pop(name) for name in _NOT_REPORTED)
-    if trainer.config.resolved_reference != "none":
-        metrics["kl/ref"] = kl_ref
-    if "policy/loss" in sums:  # while the critic warms up, the policy is the reference
-        trainer.kl.update(kl_ref, int(completions))
+    labels = trainer.config.data.labels
+    metrics |= by_source(trainer, labels, selection.candidates, "task/accuracy", "reward/mean")
+    completions, generated, trained = (metrics.pop(name) for name in _NOT_REPORTED)
+    if "policy/loss" in sums and "kl/ref" in metrics:  # while the critic warms up, the policy is the reference
+        trainer.kl.update(metrics["kl/ref"], int(completions))
     trainer.tokens += int(generated)
     queue.seconds = 0.0
     # A resumed step whose round comes from the checkpoint has generated nothing.
@@ -141,25 +149,53 @@ def summarize(
     }
 
 
-_NOT_REPORTED = ("kl", "completions", "generated", "trained")
-"""what `summarize` computes other metrics from: the mean KL to the reference per token, and three sums"""
+_NOT_REPORTED = ("completions", "generated", "trained")
+"""sums from which `summarize` computes other metrics"""
 
 
 def _of_scores(trainer: Trainer, selection: Selection) -> Updates:
     candidates = selection.candidates
     scores, groups = [each.score for each in candidates], len(candidates) / selection.samples
+    lengths = [each.completion.num_drawn for each in candidates]
     updates: Updates = {
         "reward/mean": (Mean, scores),
         "reward/std": (Deviation, scores),
         "task/accuracy": (Mean, [each.is_correct for each in candidates]),
+        "response/length_mean": (Mean, lengths),
+        "response/length_min": (Minimum, lengths),
+        "response/length_max": (Maximum, lengths),
         "response/truncated_fraction": (Mean, [not each.completion.finished for each in candidates]),
         "staleness/mean": (Mean, [trainer.step - 1 - each.completion.version for each in candidates]),
         "groups/varied_fraction": (Ratio, selection.varied, groups),
         "generated": (Total, selection.tokens),
     }
-    for name in trainer.config.reward.functions:
-        updates[f"reward/{name}"] = (Mean, [each.scores_by_function[name] for each in candidates])
+    for name in trainer.config.reward.reported:
+        own = [each.scores_by_function[name] for each in candidates if name in each.scores_by_function]
+        updates[f"reward/{name}"] = (Mean, own)
     return updates | ({"groups/generated": (Total, groups)} if selection.filtered else {})
+
+
+def _of_episodes(selection: Selection) -> Updates:
+    """What episodes were like; nothing without an environment."""
+    completions = [each.completion for each in selection.candidates if each.completion.episode]
+    if not completions:
+        return {}
+    episodes = [each.episode for each in completions if each.episode]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    calls = [sum(turn.observation.calls for turn in episode.turns) for episode in episodes]
+    errors = sum(turn.observation.call_errors for turn in turns)
+    return {
+        "episode/turns": (Mean, [len(episode.turns) for episode in episodes]),
+        "episode/contexts": (Mean, [1 + len(episode.contexts) for episode in episodes]),
+        "episode/tool_calls": (Mean, calls),
+        "episode/tool_use_fraction": (Mean, [count > 0 for count in calls]),
+        "episode/tool_errors": (Mean, [errors / len(episodes)] * len(episodes)),
+        "episode/failed_fraction": (Mean, [bool(episode.failure) for episode in episodes]),
+        "episode/unrepeatable_fraction": (Mean, [not episode.is_repeatable for episode in episodes]),
+        "tokens/policy_per_episode": (Mean, [each.num_drawn for each in completions]),
+        "tokens/environment_per_episode": (Mean, [len(each.token_ids) - each.num_drawn for each in completions]),
+        "time/environment": (Mean, [episode.seconds for episode in episodes]),
+    }
 
 
 def _of_tokens(trainer: Trainer, queue: RolloutQueue, batch: Experience, sums: Sums) -> Updates:
@@ -167,31 +203,52 @@ def _of_tokens(trainer: Trainer, queue: RolloutQueue, batch: Experience, sums: S
     return {
         "completions": (Total, len(batch.mask)),
         "trained": (Total, tokens * sums["updates"] / trainer.config.train.num_minibatches),  # in all optimizer steps
-        "response/length_mean": (Mean, batch.mask.sum(1)),
         "tokens/padding_fraction": (Ratio, (sums["positions"] - tokens).clamp(min=0), sums["positions"]),
         "time/generation": (Maximum, queue.seconds),
         "memory/peak_gib": (Maximum, _peak_gib(trainer.device)),
     }
 
 
+def _of_kl(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
+    if trainer.config.resolved_reference == "none":
+        return {}
+    updates: Updates = {name: (Ratio, sums[name], batch.mask.sum()) for name in ("kl/ref", "kl/penalty")}
+    if trainer.config.algorithm.kl_placement == "reward":
+        objective = batch.scores.sum() - trainer.kl.coef * sums["kl/penalty"]
+        updates["reward/minus_kl"] = (Ratio, objective, len(batch.scores))
+    return updates
+
+
 def _of_policy(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
     mask = batch.mask.bool()
-    updates: Updates = {
-        "policy/entropy": (Mean, batch.entropy[mask]),
-        "kl": (Ratio, sums["kl"], mask.sum()),
-    }
+    updates: Updates = {"policy/entropy": (Mean, batch.entropy[mask]), **_spread("advantage", batch.advantages[mask])}
     if "policy/loss" not in sums:  # the critic is warming up
         return updates
-    per_token = ("policy/clip_fraction", "policy/approx_kl", "policy/ratio")
-    updates |= {name: (Ratio, sums[name], sums["updated"]) for name in per_token}
+    updates |= {name: (Ratio, sums[name], sums["updated"]) for name in _PER_TOKEN if name in sums}
     updates |= {name: _per_pass(trainer, name, sums) for name in ("policy/loss", "kl/loss", "ptx/loss") if name in sums}
     return updates | {"policy/grad_norm": (Ratio, sums["grad_norm/policy"], sums["updates/policy"])}
+
+
+_PER_TOKEN = (
+    *(f"policy/{name}_fraction" for name in ("clip", "clip_low", "clip_high", "dual_clip", "left_out")),
+    "policy/approx_kl",
+    "policy/ratio",
+)
+"""sums over tokens that losses report; some only where their setting is on"""
+
+
+def _spread(name: str, values: Tensor) -> Updates:
+    """Mean and standard deviation of values of any shape."""
+    return {f"{name}/mean": (Mean, values), f"{name}/std": (Deviation, values)}
 
 
 def _of_values(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
     if trainer.config.resolved_critic == "none" or "value/loss" not in sums:
         return {}
+    mask = batch.mask.bool()
     updates: Updates = {
+        **_spread("value", batch.values[mask]),
+        **_spread("return", batch.returns[mask]),
         "value/loss": _per_pass(trainer, "value/loss", sums),
         "value/clip_fraction": (Ratio, sums["value/clip_fraction"], sums["updated"]),
         "value/explained_variance": (ExplainedVariance, batch.values, batch.returns, batch.mask),
@@ -231,15 +288,23 @@ def _ratios(level: str, batch: Experience) -> Tensor:
 
 def _known_here(trainer: Trainer, sums: Sums) -> dict[str, float]:
     """What every rank knows without the others; the KL controller still has the coefficient of the step."""
-    metrics = {"policy/lr": trainer.models["policy"].optimizer.param_groups[0]["lr"]}
+    metrics = _scheduled(trainer)
     if trainer.config.resolved_reference != "none":
         metrics["kl/coef"] = trainer.kl.coef
-    if "policy/loss" in sums:
-        metrics["policy/updates"] = float(sums["updates/policy"])
+    if "policy/loss" in sums:  # else the critic warms up: the policy has no learning rate
+        rates = trainer.models["policy"].optimizer.param_groups
+        metrics |= {"policy/lr": float(rates[0]["lr"]), "policy/updates": float(sums["updates/policy"])}
     if trainer.config.algorithm.normalize_rewards:
         running_mean, scale = trainer.reward_stats.shift_and_scale()
         metrics |= {"reward/running_mean": running_mean, "reward/running_std": 1 / scale}
     return metrics
+
+
+def _scheduled(trainer: Trainer) -> dict[str, float]:
+    """The numbers of the step that have a schedule."""
+    config = trainer.config
+    keys = (key.partition(".") for key in config.schedules)
+    return {f"schedule/{section}.{key}": getattr(getattr(config, section), key) for section, _, key in keys}
 
 
 def _peak_gib(device: torch.device) -> float:
@@ -247,125 +312,3 @@ def _peak_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
-
-
-# --- how the numbers of all ranks become one
-
-
-Updates = dict[str, tuple[Any, ...]]
-"""by name: how a metric is aggregated (Mean, Ratio, ...), and this rank's values, as its `update` takes them"""
-
-# A nan stays visible: torchmetrics would remove it by default. Weights cannot be given (torchmetrics 1.9 ignores them
-# when it does not look for nan): the mean over tokens gets the tokens alone, that of sums over other sums is a Ratio.
-Mean = functools.partial(MeanMetric, nan_strategy="disable")
-Total = functools.partial(SumMetric, nan_strategy="disable")
-Maximum = functools.partial(MaxMetric, nan_strategy="disable")
-
-
-class Ratio(Metric):
-    """The sum of one quantity over the sum of another, of quantities that are summed already."""
-
-    parts: Tensor  # [2]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("parts", torch.zeros(2, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, numerator: float | Tensor, denominator: float | Tensor) -> None:
-        """Adds to both; scalars."""
-        parts = [torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in (numerator, denominator)]
-        self.parts = self.parts + torch.stack(parts)
-
-    def compute(self) -> Tensor:
-        """A scalar."""
-        return self.parts[0] / self.parts[1]
-
-
-class Deviation(Metric):
-    """The standard deviation of all values: of all there are, not of a sample (n, not n - 1)."""
-
-    moments: Tensor  # [3]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("moments", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, values: Tensor | Iterable[float]) -> None:
-        """Adds values, of any shape."""
-        x = torch.as_tensor(values, dtype=torch.float64, device=self.device)
-        self.moments = self.moments + masking.moments(x, torch.ones_like(x))
-
-    def compute(self) -> Tensor:
-        """A scalar."""
-        count, total, squares = self.moments.unbind()
-        mean = total / count
-        return (squares / count - mean * mean).clamp(min=0).sqrt()
-
-
-class EffectiveFraction(Deviation):
-    """The effective share of n importance weights w: (sum w)^2 / (n sum w^2)."""
-
-    def compute(self) -> Tensor:
-        """A scalar."""
-        count, total, squares = self.moments.unbind()
-        return total * total / (count * squares)
-
-
-class ExplainedVariance(Metric):
-    """What a critic explains of the returns. That of torchmetrics gives 1 where all returns are equal; here it is 0."""
-
-    residual: Tensor  # [3], moments
-    returns: Tensor  # [3], moments
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("residual", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("returns", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, values: Tensor, returns: Tensor, mask: Tensor) -> None:
-        """Adds the tokens where the mask is 1, `[B, T]` each."""
-        self.residual = self.residual + masking.moments(returns - values, mask)
-        self.returns = self.returns + masking.moments(returns, mask)
-
-    def compute(self) -> Tensor:
-        """A scalar."""
-        return masking.explained_variance(self.residual, self.returns)
-
-
-def over_ranks(trainer: Trainer, updates: Updates) -> dict[str, float]:
-    """The value of each metric over all ranks, the same bits on every rank; every rank calls it, with equal names.
-
-    Of tensor-parallel neighbours, which have the same completions, only the first counts, but for a `Maximum`.
-    """
-    for name, (kind, *values) in updates.items():
-        if name not in trainer.aggregates:
-            trainer.aggregates[name] = kind().to(trainer.device)
-            trainer.aggregates[name].set_dtype(torch.float64)
-        trainer.aggregates[name].update(*values)
-    metrics = {name: trainer.aggregates[name] for name in updates}
-    states, result = reduced_states(trainer, metrics.values()), {}
-    for name, metric in metrics.items():
-        # torchmetrics asks for the states of all ranks; the reduction of the only one in the list is itself.
-        metric.dist_sync_fn = lambda state, group: [states[id(state)]]
-        result[name] = float(metric.compute())
-        metric.reset()
-    return result
-
-
-def reduced_states(trainer: Trainer, metrics: Iterable[Metric]) -> dict[int, Tensor]:
-    """By id of each state of the metrics, of any shape: its sum or maximum over ranks, on the CPU.
-
-    torchmetrics by itself makes two or three calls for each state. Here all sums travel in one call and all maxima in
-    another, so a step can afford dozens of metrics.
-    """
-    sums: list[Tensor] = []
-    maxima: list[Tensor] = []
-    for metric in metrics:
-        (maxima if isinstance(metric, MaxMetric) else sums).extend(metric.metric_state.values())
-    reduced: dict[int, Tensor] = {}
-    for states, reduce in ((sums, trainer.mesh.all_reduce_sum), (maxima, trainer.mesh.all_reduce_max)):
-        if states:
-            flat = reduce(torch.cat([state.flatten() for state in states])).cpu()
-            parts = flat.split([state.numel() for state in states])
-            reduced |= {id(state): part.view(state.shape) for state, part in zip(states, parts, strict=True)}
-    return reduced

@@ -37,8 +37,8 @@ class Reporter(Protocol):
             checkpoints: those that have become complete since the last report, oldest first.
         """
 
-    def should_stop(self) -> bool:
-        """Whether this rank was asked to end training with the current step."""
+    def should_stop(self, step: int) -> bool:
+        """Whether this rank was asked to end training with the current step, which has this number."""
 
     def should_checkpoint(self) -> bool:
         """Whether this rank was told that its machine will be taken away soon."""
@@ -77,7 +77,7 @@ class MemoryReporter:
         self.reports.append(dict(metrics))
         self.checkpoints += [checkpoint.folder.path for checkpoint in checkpoints]
 
-    def should_stop(self) -> bool:
+    def should_stop(self, step: int) -> bool:
         return self.stopping
 
     def should_checkpoint(self) -> bool:

@@ -8,8 +8,10 @@ engine generates what.
 from __future__ import annotations
 
 import itertools
+import json
+import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,10 +20,12 @@ from torch import Tensor
 from rlx.data.stream import PromptStream
 from rlx.rollout.base import Engines, PendingRollout
 from rlx.storage.checkpoint_files import CheckpointReader, Shard
-from rlx.storage.checkpoint_keys import queued_round
-from rlx.types import Completion, Sampling
+from rlx.storage.checkpoint_keys import PROMPT_SUCCESS, queued_round
+from rlx.types import Completion, Episode, Sampling
 
 _COLUMNS = ("prompts", "versions", "lengths", "finished", "tokens", "logprobs")
+_EPISODES = "episodes_"
+"""what the name of a rank's episodes begins with; its number follows"""
 
 
 @dataclass
@@ -30,6 +34,7 @@ class QueuedRound:
 
     position: int  # of the prompt stream before this round's prompts
     chunks: list[PendingRollout]
+    step: int  # steps trained before the one that trains on it
     is_complete: bool = False  # all ranks are known to have all of their completions
 
 
@@ -44,7 +49,7 @@ class RolloutQueue:
 
     engines: Engines
     prompts: PromptStream
-    samplings: Sequence[Sampling]  # each prompt gets one completion by each of them
+    samplings: Callable[[int], Sequence[Sampling]]  # by steps trained before: a prompt gets one completion by each
     prompts_per_step: int  # of a round, over all replicas
     num_chunks: int  # number of chunks in which a round is handed out
     max_staleness: int  # steps that a completion's weights may be older than the weights that train on it
@@ -63,7 +68,7 @@ class RolloutQueue:
             RuntimeError: a completion is older than `max_staleness` allows.
         """
         while len(self._rounds) <= min(self.max_staleness, steps - step - 1):
-            self._rounds.append(self._begin(step))
+            self._rounds.append(self._begin(step, step + len(self._rounds)))
         current = self._rounds.popleft()
         for chunk in current.chunks:
             completions = self.engines.finish(chunk, step)
@@ -87,17 +92,24 @@ class RolloutQueue:
         return next((queued.position for queued in self._rounds if not queued.is_complete), self.prompts.position)
 
     def state(self) -> dict[str, Shard]:
-        """This rank's part of the complete rounds, as tensors for a checkpoint."""
+        """This rank's part of the complete rounds, and a curriculum's estimates, as tensors for a checkpoint."""
         shards = {}
+        if self.prompts.success is not None and self.prompts.rank == 0:
+            estimates = torch.from_numpy(self.prompts.success.copy())
+            shards[PROMPT_SUCCESS] = Shard(estimates, (0,), tuple(estimates.shape))
         for number, queued in enumerate(itertools.takewhile(lambda queued: queued.is_complete, self._rounds)):
             completions = [completion for chunk in queued.chunks for completion in chunk.completions]
-            for name, column in _columns(completions, self.samplings[0].max_tokens).items():
+            for name, column in _columns(completions, self.samplings(queued.step)[0].max_tokens).items():
                 rows, *rest = column.shape
                 offset = (rows * self.prompts.rank, *(0 for _ in rest))
                 shards[queued_round(number, name)] = Shard(column, offset, (rows * self.prompts.ranks, *rest))
+            if completions[0].episode:
+                told = _as_bytes(completions)
+                name = queued_round(number, f"{_EPISODES}{self.prompts.rank}")
+                shards[name] = Shard(told, (0,), tuple(told.shape))
             if self.prompts.rank == 0:
                 shards[queued_round(number, "position")] = Shard(torch.tensor([queued.position]), (0,), (1,))
-                request = self._request()
+                request = self._request(queued.step)
                 shards[queued_round(number, "asked")] = Shard(request, (0,), tuple(request.shape))
         return shards
 
@@ -110,43 +122,80 @@ class RolloutQueue:
             step: of the checkpoint.
             replicas: that the checkpoint was written on.
         """
+        if self.prompts.success is not None and PROMPT_SUCCESS in reader.names:
+            self.prompts.success[:] = reader.read_full(PROMPT_SUCCESS).numpy()
         number, restored = 0, deque[QueuedRound]()
         while queued_round(number, "position") in reader.names:
             position = int(reader.read_full(queued_round(number, "position")))
             columns = {name: reader.read_full(queued_round(number, name)) for name in _COLUMNS}
-            is_same = torch.equal(reader.read_full(queued_round(number, "asked")), self._request())
+            is_same = torch.equal(reader.read_full(queued_round(number, "asked")), self._request(step + number))
             staleness = step + number - int(columns["versions"].min())
             if not is_same or number >= self.max_staleness or staleness > self.max_staleness:
                 self.prompts.position = position
                 break
-            chunk = self._own_share(columns, replicas, step + number)
-            restored.append(QueuedRound(position, [chunk], is_complete=True))
+            names = [queued_round(number, f"{_EPISODES}{rank}") for rank in range(replicas)]
+            told = [_of_bytes(reader.read_full(name)) for name in names if name in reader.names]
+            chunk = self._own_share(columns, replicas, step + number, [each for part in told for each in part])
+            restored.append(QueuedRound(position, [chunk], step + number, is_complete=True))
             number += 1
         self._rounds = restored
 
-    def _begin(self, step: int) -> QueuedRound:
+    def _begin(self, step: int, trained_after: int) -> QueuedRound:
+        """The next round, drawn with the weights of `step` as the step after `trained_after` will score it."""
         position = self.prompts.position
         prompts = self.prompts.next(self.prompts_per_step)
         edges = [len(prompts) * i // self.num_chunks for i in range(self.num_chunks + 1)]
         chunks = [prompts[start:stop] for start, stop in itertools.pairwise(edges)]
         reported = reports_logprobs(step, self.logprobs_every)
-        samplings = [replace(each, logprobs=each.logprobs and reported) for each in self.samplings]
-        return QueuedRound(position, [self.engines.begin(chunk, samplings, step) for chunk in chunks])
+        samplings = [replace(each, logprobs=each.logprobs and reported) for each in self.samplings(trained_after)]
+        return QueuedRound(position, [self.engines.begin(chunk, samplings, step) for chunk in chunks], trained_after)
 
-    def _request(self) -> Tensor:
-        """The settings that a round's completions depend on, as numbers `[1 + 4 S]` of S samplings."""
-        each = [(one.temperature, one.top_p, float(one.top_k), float(one.max_tokens)) for one in self.samplings]
-        return torch.tensor([float(self.prompts_per_step), *itertools.chain.from_iterable(each)], dtype=torch.float64)
+    def _request(self, step: int) -> Tensor:
+        """The settings that the completions of a step's round depend on, as numbers `[1 + S]` of S samplings."""
+        each = [float(zlib.crc32(repr(one).encode())) for one in self.samplings(step)]
+        return torch.tensor([float(self.prompts_per_step), *each], dtype=torch.float64)
 
-    def _own_share(self, columns: Mapping[str, Tensor], replicas: int, step: int) -> PendingRollout:
-        """This replica's completions of a round that `replicas` replicas wrote, one after the other."""
-        group = len(self.samplings)
+    def _own_share(
+        self, columns: Mapping[str, Tensor], replicas: int, step: int, told: Sequence[_Told] = ()
+    ) -> PendingRollout:
+        """This replica's completions of a round that `replicas` replicas wrote, one after the other.
+
+        Args:
+            told: what else is known of each completion in the columns, if they are episodes.
+        """
+        samplings = self.samplings(step)
+        group = len(samplings)
         # Replica r of R has every R-th prompt from the r-th on.
         order = torch.arange(len(columns["prompts"])).view(replicas, -1, group).transpose(0, 1).reshape(-1, group)
         rows = order[self.prompts.rank :: self.prompts.ranks].flatten()
         completions = _completions({name: column[rows] for name, column in columns.items()}, self.prompts, group)
+        if told:
+            completions = [
+                replace(each, prompt=replace(each.prompt, token_ids=tuple(own.opening)), episode=own.episode)
+                for each, own in zip(completions, [told[row] for row in rows.tolist()], strict=True)
+            ]
         groups: list[list[Completion] | None] = [completions[i : i + group] for i in range(0, len(completions), group)]
-        return PendingRollout([each[0].prompt for each in groups if each], self.samplings, step, groups, [])
+        return PendingRollout([each[0].prompt for each in groups if each], samplings, step, groups, [])
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a round's columns do not have of an episode."""
+
+    opening: tuple[int, ...]  # tokens of the environment's first messages
+    episode: Episode
+
+
+def _as_bytes(completions: Sequence[Completion]) -> Tensor:
+    """The episodes of completions as JSON, `[N]` uint8: an environment need not be asked again."""
+    rows = [(each.prompt.token_ids, each.episode.as_json()) for each in completions if each.episode]
+    return torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).clone()
+
+
+def _of_bytes(told: Tensor) -> list[_Told]:
+    """Reads what `_as_bytes` gives, `[N]` uint8."""
+    rows = json.loads(bytes(told.tolist()))
+    return [_Told(tuple(opening), Episode.of_json(episode)) for opening, episode in rows]
 
 
 def _columns(completions: Sequence[Completion], width: int) -> dict[str, Tensor]:

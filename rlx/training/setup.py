@@ -7,7 +7,7 @@ objects that it builds are in trainer.py, collector.py and checkpointing.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,28 @@ import torch.distributed as dist
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
-from rlx.config.sections import ModelConfig, RolloutConfig, ScalingConfig, TrainConfig
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.rollout import RolloutConfig
+from rlx.config.sections.scaling import ScalingConfig
 from rlx.data import prompts, sources
+from rlx.data.curriculum import CurriculumStream
+from rlx.data.mixture import JoinedRows, MixedOrder
 from rlx.data.stream import PromptStream, Share
 from rlx.mesh import DATA, TENSOR, Mesh
 from rlx.models import fsdp, loading, logprobs, lora, packing, tensor_parallel
-from rlx.rewards import scoring
+from rlx.models.policy import Critic, Policy
 from rlx.rollout.base import Engines
+from rlx.samples.evaluations import OutcomeWriter
+from rlx.samples.writer import CompletionWriter, Keeping, discard_after
 from rlx.storage.checkpoint_catalog import Retention
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.checkpoint_writer import CheckpointWriter
 from rlx.storage.filesystem import Storage
 from rlx.training.checkpointing import Checkpointer
-from rlx.training.collector import CompletionScorer, RolloutCollector
+from rlx.training.collector import QuestionSet, RolloutCollector
+from rlx.training.evaluation.sets import ScorerMaker, SetMaker
+from rlx.training.optimizers.choice import make_optimizer
+from rlx.training.optimizers.groups import base_lrs
 from rlx.training.reporting import Reporter
 from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.trainer import SupervisedRows, Trainer, initial_ema
@@ -53,6 +62,7 @@ class TrainingInputs:
     connect_engines: Callable[[Mesh, WeightSource], Engines]
     connect_scorers: Callable[[Mesh], dict[str, Scorer]]  # reward models and servers; a collective call
     signature: str = ""  # of the config, for checkpoints
+    opened: int | None = None  # see `Trainer.opened`
 
 
 def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpointer]:
@@ -78,12 +88,17 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
         ema=initial_ema(config.train, models["policy"].model),
         supervised=_supervised(inputs, mesh, tokenizer),
         scattered=scattered(config.scaling, config.parallel.tp, models),
+        opened=inputs.opened,
     )
     collector = _collector(inputs, trainer, tokenizer)
-    retention = Retention(config.checkpoint.keep_last, config.checkpoint.best_by, config.checkpoint.best_mode)
-    writer = CheckpointWriter(inputs.folder, retention)
+    kept = config.checkpoint
+    retention = Retention(kept.keep_last, kept.best_by, kept.best_mode, kept.keep_every)
+    settle = collector.completions.wait if collector.completions else None
+    writer = CheckpointWriter(inputs.folder, retention, settle)
     checkpointer = Checkpointer(trainer, collector.queue, writer, inputs.reporter.notify, inputs.signature)
     checkpointer.restore()
+    if mesh.rank == 0:
+        discard_after(inputs.folder, trainer.step, inputs.reporter.notify)
     return trainer, collector, checkpointer
 
 
@@ -91,6 +106,8 @@ def close(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
     """Ends threads and process groups that would outlive the objects."""
     checkpointer.close()
     collector.engines.close()
+    if collector.completions:
+        collector.completions.close()
     reporter.close()
     trainer.mesh.close()
 
@@ -115,37 +132,65 @@ def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> Roll
     config, mesh = inputs.config, trainer.mesh
     engines = inputs.connect_engines(mesh, partial(weights_for_engines, config.rollout, config.model, trainer.policy))
     remote = inputs.connect_scorers(mesh)
-    sampling = sampling_of(config.rollout, tokenizer)
-
-    def scorer(seed: int, size: int) -> CompletionScorer:
-        local = scoring.scorers(config.reward, partial(sources.answer_checker, config.data, seed, size))
-        return CompletionScorer(config.reward, local | remote, tokenizer, mesh)
-
+    sampling, scorer = sampling_of(config.rollout, tokenizer), ScorerMaker(remote, tokenizer, mesh)
+    parts = zip(config.data.parts, config.reward_parts, strict=True)
     return RolloutCollector(
         engines=engines,
-        queue=_queue(config, engines, sampling, _share(inputs, "train", mesh).stream(config.seed)),
+        queue=_queue(trainer, engines, tokenizer, _training_prompts(inputs, mesh)),
         sampling=sampling,
-        score=scorer(config.data.seed, config.data.num_prompts),
-        held_out=_share(inputs, "held_out", mesh).in_order(),
-        score_held_out=scorer(config.eval.seed, config.eval.num_prompts),
+        score=scorer([(part, reward, part.seed, part.num_prompts) for part, reward in parts]),
+        evaluations=_evaluations(inputs, sampling, scorer),
         train=config.train,
         algorithm=config.algorithm,
         rollout=config.rollout,
+        completions=_completion_writer(inputs, mesh, tokenizer),
+        outcomes=OutcomeWriter(inputs.folder, inputs.reporter.notify) if mesh.rank == 0 else None,
     )
 
 
-def _share(inputs: TrainingInputs, table: str, mesh: Mesh) -> Share:
-    """This replica's share of a prompt table."""
-    share = inputs.tables[table]
+def _evaluations(inputs: TrainingInputs, sampling: Sampling, scorer: ScorerMaker) -> list[QuestionSet]:
+    """The questions of evaluations, the held-out prompts first."""
+    config, share = inputs.config, partial(_share, inputs, scorer.mesh)
+    maker = SetMaker(config.eval, config.data, config.reward_parts, sampling, scorer, share)
+    held_out = maker.held_out()
+    return [held_out, *(maker.of(each, config.reward, held_out) for each in config.eval.sets)]
+
+
+def _completion_writer(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> CompletionWriter | None:
+    """What keeps this replica's completions; None with tracking.completions 0, and on all but its first process."""
+    share = inputs.config.tracking.completions
+    if share == 0 or not mesh.is_tp_leader:
+        return None
+    keeping = Keeping(share, inputs.config.seed, mesh.dp_rank, mesh.dp_size)
+    return CompletionWriter(inputs.folder, keeping, tokenizer, inputs.reporter.notify)
+
+
+def _share(inputs: TrainingInputs, mesh: Mesh, names: Sequence[str]) -> Share:
+    """This replica's share of prompt tables, as one."""
+    shares = [inputs.tables[name] for name in names]
+    share = shares[0] if len(shares) == 1 else replace(shares[0], rows=JoinedRows(tuple(each.rows for each in shares)))
     assert (share.rank, share.ranks) == (mesh.dp_rank, mesh.dp_size), "prompts of another rank"
     return share
+
+
+def _training_prompts(inputs: TrainingInputs, mesh: Mesh) -> PromptStream:
+    config, names = inputs.config, sources.table_names(inputs.config.data, "train")
+    share = _share(inputs, mesh, names)
+    if config.data.curriculum == "none" and not isinstance(share.rows, JoinedRows):
+        return share.stream(config.seed)
+    sizes = share.rows.sizes if isinstance(share.rows, JoinedRows) else [len(share.rows)]
+    order = MixedOrder(config.seed, sizes, [each.weight for each in config.data.sources] or [1.0])
+    if config.data.curriculum == "none":
+        return share.stream(config.seed, order)
+    target, period = config.data.curriculum_range, config.data.curriculum_period
+    return CurriculumStream(share.rows, config.seed, share.rank, share.ranks, mixed=order, target=target, period=period)
 
 
 def _supervised(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> SupervisedRows | None:
     config = inputs.config
     if not config.data.ptx_source:
         return None
-    rows = _share(inputs, "ptx", mesh).stream(config.seed)
+    rows = _share(inputs, mesh, ["ptx"]).stream(config.seed)
     return SupervisedRows(rows, tokenizer, config.rollout.max_tokens, config.data.ptx_batch)
 
 
@@ -160,15 +205,34 @@ def weights_for_engines(rollout: RolloutConfig, model: ModelConfig, policy: Any)
 
 def sampling_of(rollout: RolloutConfig, tokenizer: Any) -> Sampling:
     """How training completions are sampled."""
-    return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, (tokenizer.eos_token_id,))
+    return Sampling(
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.max_tokens,
+        (tokenizer.eos_token_id,),
+        min_p=rollout.min_p,
+        min_tokens=rollout.min_tokens,
+        repetition_penalty=rollout.repetition_penalty,
+        presence_penalty=rollout.presence_penalty,
+        frequency_penalty=rollout.frequency_penalty,
+        bad_words=rollout.bad_words,
+        stop=rollout.stop,
+        options=tuple(rollout.sampling_options.items()),
+    )
 
 
-def _queue(config: RunConfig, engines: Engines, sampling: Sampling, prompts: PromptStream) -> RolloutQueue:
+def _queue(trainer: Trainer, engines: Engines, tokenizer: Any, prompts: PromptStream) -> RolloutQueue:
     """Each prompt gets `samples_per_prompt` completions, and a greedy one where the estimator needs it."""
+    config = trainer.config
     train, rollout = config.train, config.rollout
-    samplings = [sampling] * train.samples_per_prompt
-    if config.algorithm.estimator.needs_greedy:
-        samplings.append(sampling.greedy)
+
+    def samplings(step: int) -> list[Sampling]:
+        """Of the completions that are trained on after so many steps."""
+        sampling = sampling_of(config.at(step, trainer.tokens).rollout, tokenizer)
+        greedy = [sampling.greedy] if config.algorithm.estimator.needs_greedy else []
+        return [sampling] * train.samples_per_prompt + greedy
+
     return RolloutQueue(
         engines,
         prompts,
@@ -186,26 +250,79 @@ def _queue(config: RunConfig, engines: Engines, sampling: Sampling, prompts: Pro
 def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[str, ModelAndOptimizer], Any]:
     """Policy and critic with their optimizers, and the reference if it is a copy; all sharded over a device mesh."""
     model = config.model
-    trust, head, seed = model.trust_remote_code, model.value_head_init, config.seed
+    trust, seed = model.trust_remote_code, config.seed
+    # As saved: weights become float32 when FSDP cuts them, but adapters and tensor parallelism need it before.
+    dtype: loading.Precision = torch.float32 if model.lora_rank or config.parallel.tp > 1 else "auto"
     policy = loading.load_policy(
         path,
-        head=head if config.resolved_critic == "head" else None,
+        head=model.value_head_init if config.resolved_critic == "head" else None,
         seed=seed,
         adapters=adapters(config.model, seed),
         trust_remote_code=trust,
+        dtype=dtype,
     )
     if device_mesh.device_type == "cuda":
         policy.stored_logits = _kept_numbers(config.scaling)
-    policy.packs = config.resolved_packing and can_pack(policy, path, is_asked=config.train.packing is True)
     parts: dict[str, Any] = {"policy": policy}
     if config.resolved_critic == "separate":
-        parts["critic"] = loading.load_critic(path, head=head, seed=seed, trust_remote_code=trust)
+        parts["critic"] = _critic(model, path, seed, dtype)
+    teacher = {"reference": _teacher(model, path, dtype)} if model.reference_path else {}
+    policy.packs = config.resolved_packing and all(
+        can_pack(loading.transformer(part), _where(model, path, name), is_asked=config.train.packing is True)
+        for name, part in (parts | teacher).items()
+    )
     sharder = _Sharder(config, device_mesh, policy.packs)
     models = {name: sharder.trained(name, part) for name, part in parts.items()}
     if config.resolved_reference != "copy":
         return models, None
-    reference = loading.load_reference(path, trust_remote_code=trust)
+    if teacher:
+        return models, sharder.sharded("reference", teacher["reference"])
+    reference = loading.load_reference(path, adapters=adapters(model, seed), trust_remote_code=trust, dtype=dtype)
     return models, sharder.sharded("reference", reference)
+
+
+def _teacher(model: ModelConfig, path: str, dtype: loading.Precision) -> Policy:
+    """The model in model.reference_path, frozen.
+
+    Raises:
+        ConfigError: it numbers tokens in another way than the policy does.
+    """
+    start, setting = str(model.reference_path), "model.reference_path"
+    _check_tokens(model, path, start, setting)
+    return loading.load_reference(start, trust_remote_code=model.trust_remote_code, dtype=dtype, setting=setting)
+
+
+def _check_tokens(model: ModelConfig, path: str, other: str, setting: str) -> None:
+    """Raises ConfigError if the tokenizers of two models number tokens differently."""
+    own, theirs = (prompts.load_tokenizer(each, model.trust_remote_code).get_vocab() for each in (path, other))
+    if own != theirs:
+        raise ConfigError(f"{setting} {other}: its tokenizer is another one than that of {path}")
+
+
+def _critic(model: ModelConfig, path: str, seed: int, dtype: loading.Precision) -> Critic:
+    """A critic with weights of its own.
+
+    Raises:
+        ConfigError: model.critic_path numbers tokens in another way than the policy does.
+    """
+    trust, start = model.trust_remote_code, model.critic_path or path
+    if model.critic_path:
+        _check_tokens(model, path, start, "model.critic_path")
+    setting = "model.critic_path" if model.critic_path else "model.path"
+    return loading.load_critic(
+        start,
+        head=model.value_head_init,
+        seed=seed,
+        trust_remote_code=trust,
+        dtype=dtype,
+        setting=setting,
+    )
+
+
+def _where(model: ModelConfig, path: str, name: str) -> str:
+    """The setting and the path that a model comes from."""
+    others = {"critic": model.critic_path, "reference": model.reference_path}
+    return f"model.{name}_path {others[name]}" if others.get(name) else f"model.path {path}"
 
 
 @dataclass(frozen=True)
@@ -219,8 +336,10 @@ class _Sharder:
     def trained(self, name: str, part: Any) -> ModelAndOptimizer:
         if self.config.train.gradient_checkpointing:
             loading.checkpoint_gradients(part)
-        sharded = self.sharded(name, part)
-        return ModelAndOptimizer(sharded, _optimizer(self.config.train, sharded))
+        sharded, train = self.sharded(name, part), self.config.train
+        return ModelAndOptimizer(
+            sharded, make_optimizer(train, sharded, "critic_lr" if name == "critic" else "actor_lr")
+        )
 
     def sharded(self, name: str, part: Any) -> Any:
         model, device_mesh = self.config.model, self.device_mesh
@@ -234,15 +353,15 @@ class _Sharder:
         return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), offload=name in model.offload)
 
 
-def can_pack(policy: Any, path: str, is_asked: bool) -> bool:
-    """Whether a policy, not sharded yet, takes packed rows.
+def can_pack(transformer: Any, where: str, is_asked: bool) -> bool:
+    """Whether a model of transformers, not sharded yet, takes packed rows; `where` it comes from, for an error's text.
 
     Raises:
         ConfigError: it does not, although train.packing asks for it.
     """
-    reason = packing.obstacle(policy.lm)
+    reason = packing.obstacle(transformer)
     if reason and is_asked:
-        raise ConfigError(f"train.packing: model.path {path}: {reason}")
+        raise ConfigError(f"train.packing: {where}: {reason}")
     return reason is None
 
 
@@ -269,23 +388,3 @@ def adapters(model: ModelConfig, seed: int) -> lora.Adapters | None:
     if not model.lora_rank:
         return None
     return lora.Adapters(model.lora_rank, model.lora_alpha, model.lora_targets, seed)
-
-
-def _optimizer(train: TrainConfig, model: Any) -> torch.optim.Optimizer:
-    """AdamW over the weights that are trained; a value head is a parameter group of its own."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    head = [p for name, p in named if name.startswith("value_head.")]
-    body = [p for name, p in named if not name.startswith("value_head.")]
-    return torch.optim.AdamW(
-        [{"params": group} for group in (body, head) if group],
-        betas=train.adam_betas,
-        weight_decay=train.weight_decay,
-        fused=True,
-    )
-
-
-def base_lrs(train: TrainConfig, models: Mapping[str, ModelAndOptimizer]) -> dict[str, list[float]]:
-    """Learning rates of each model's parameter groups: the body, then a value head, which has the critic's."""
-    body = {"policy": train.actor_lr, "critic": train.critic_lr}
-    heads = {name: len(each.optimizer.param_groups) - 1 for name, each in models.items()}
-    return {name: [body[name]] + [train.critic_lr] * heads[name] for name in models}

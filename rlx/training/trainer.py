@@ -6,8 +6,7 @@ engines and rewards (collector), checkpoints (checkpointing) and records (report
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,13 +17,14 @@ from torchmetrics import Metric
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.run import RunConfig
-from rlx.config.sections import TrainConfig
+from rlx.config.sections.train import TrainConfig
 from rlx.data.stream import PromptStream
 from rlx.mesh import Mesh
 from rlx.models import fsdp
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import experience
 from rlx.training.experience import B, RolloutBatch, build_batch
+from rlx.training.optimizers.groups import base_lrs
 from rlx.types import Completion, ScoredCompletion
 
 Sums = dict[str, float | Tensor]
@@ -56,7 +56,7 @@ class SupervisedRows:
 class Trainer:
     """The models that a rank trains, and its progress."""
 
-    config: RunConfig
+    config: RunConfig  # of the current step, see `begin_step`
     mesh: Mesh
     device: torch.device
     models: dict[str, ModelAndOptimizer]  # "policy", and "critic" if it is a model of its own
@@ -67,6 +67,7 @@ class Trainer:
     ema: dict[str, Tensor]  # average of the policy's weights, by name; empty if none is kept
     supervised: SupervisedRows | None = None
     scattered: frozenset[str] = frozenset()  # models whose gradients are reduced in each backward pass
+    opened: int | None = None  # the step whose gradient is to be shared out among its prompts
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
     evaluation: dict[str, float] = field(default_factory=dict)  # the newest evaluation's metrics
@@ -92,11 +93,20 @@ class Trainer:
         """Whether the update's first pass gives the first mini-batch its old log-probabilities.
 
         The policy is still the old one in that pass, so a separate pass is saved. The run must have no reference and no
-        critic, recompute log-probabilities, and score a step's rollouts in one piece.
+        critic, recompute log-probabilities, choose no tokens by them, and score a step's rollouts in one piece.
         """
         config = self.config
         policy_alone = config.resolved_reference == "none" and config.resolved_critic == "none"
-        return policy_alone and config.rollout.num_chunks == 1 and config.algorithm.old_logprobs == "recomputed"
+        is_late = config.algorithm.old_logprobs == "recomputed" and not config.algorithm.chooses_tokens
+        return policy_alone and is_late and config.rollout.num_chunks == 1
+
+    def begin_step(self) -> None:
+        """Takes the numbers that settings with a schedule have in the next step; they follow from steps and tokens."""
+        if self.config.schedules:
+            self.config = self.config.at(self.step, self.tokens)
+            self.base_lrs = base_lrs(self.config.train, self.models)
+        if self.config.algorithm.adaptive_kl_target is None:
+            self.kl.coef = self.config.algorithm.kl_coef
 
     def is_due(self, every: int) -> bool:
         """Whether the current step is the last, or one of every `every` steps (0: never)."""
@@ -135,18 +145,6 @@ class Trainer:
         for name, weight in self.policy.named_parameters():
             if name in self.ema:
                 self.ema[name].mul_(decay).add_(weight.detach(), alpha=1 - decay)
-
-    @contextmanager
-    def ema_weights(self) -> Iterator[None]:
-        """Context in which the policy has the averaged weights. The engines keep theirs until the next push."""
-        weights = {name: p for name, p in self.policy.named_parameters() if name in self.ema}
-        kept = {name: p.detach().clone() for name, p in weights.items()}
-        with torch.no_grad():
-            for name, p in weights.items():
-                p.copy_(self.ema[name])
-            yield
-            for name, p in weights.items():
-                p.copy_(kept[name])
 
     def sum_over_ranks(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Each value summed over all replicas; the same on every rank. A collective call."""

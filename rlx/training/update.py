@@ -5,20 +5,32 @@ The formulas are in rlx.algorithms; here they meet the models, the settings and 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlx.algorithms import adaptive, losses
+from rlx.algorithms import adaptive, losses, masking
 from rlx.algorithms.importance_sampling import importance_weights
 from rlx.algorithms.losses import PolicyLossSettings
-from rlx.config.algorithm import AlgorithmConfig
+from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.models import fsdp
 from rlx.models.policy import PolicyOutput
-from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, balance_over_replicas, minibatches
+from rlx.training import aggregation
+from rlx.training.experience import (
+    Experience,
+    LogprobBatch,
+    RolloutBatch,
+    brought_home,
+    deal_minibatches,
+    minibatches,
+    token_draws,
+)
+from rlx.training.optimizers.choice import set_lr
 from rlx.training.trainer import Sums, Trainer
 
 
@@ -37,21 +49,25 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
         deferred: the first mini-batch has no old log-probabilities yet; the first pass over it gives them.
 
     Returns:
-        The experience that this rank trained on: balanced over replicas, with all columns. And the statistics of the
-        losses, summed over optimizer steps.
+        The experience with all columns: this rank's own completions in their order, whichever ranks trained on them.
+        And the statistics of the losses, summed over optimizer steps.
 
     Raises:
         FloatingPointError: see `check_norms`.
     """
-    train = trainer.config.train
-    batch = balance_over_replicas(batch, train.num_minibatches, trainer.mesh)
-    parts = minibatches(batch, train.num_minibatches)
-    split, sizes = trainer.micro_batches(parts), denominators(trainer, parts)
-    sums: Sums = {"positions": sum(micro_batch.positions for part in split for micro_batch in part)}
-    for number in range(train.num_minibatches * train.ppo_epochs):
-        index = number % train.num_minibatches
+    train, sums = trainer.config.train, Sums()
+    own = torch.arange(len(batch.row), device=batch.row.device)
+    batch = replace(batch, row=own, home=own + trainer.mesh.dp_rank * len(own))
+    batch = with_uncertain_tokens(trainer, batch)
+    deals_again = train.shuffle_minibatches and train.num_minibatches > 1
+    for epoch, index in itertools.product(range(train.ppo_epochs), range(train.num_minibatches)):
+        if index == 0 and (epoch == 0 or deals_again):
+            batch, split, sizes = mini_batches(trainer, batch, epoch)
+            sums.setdefault("positions", sum(micro_batch.positions for part in split for micro_batch in part))
+        number = epoch * train.num_minibatches + index
         first_pass = deferred and number == 0
         split[index], stats = accumulate(trainer, split[index], sizes[index], number, first_pass)
+        batch = with_pass(batch, split[index], first_pass)
         if number == 0:  # no weight has changed yet
             sums |= {f"first/{name}": stats[name] for name in ("policy/approx_kl", "updated") if name in stats}
         _add(sums, stats)
@@ -60,25 +76,80 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
             break
         _add(sums, optimizer_step(trainer, number))
     check_norms(trainer, sums)
-    return with_first_pass(batch, split[0]) if deferred else batch, sums
+    return brought_home(batch, trainer.mesh), sums
 
 
-def with_first_pass(batch: Experience, micro_batches: Sequence[Experience]) -> Experience:
-    """The batch with the log-probabilities and entropies that the first pass gave its first mini-batch."""
-    logprobs, ref_logprobs, entropy = batch.logprobs.clone(), batch.ref_logprobs.clone(), batch.entropy.clone()
+def mini_batches(
+    trainer: Trainer, batch: Experience, epoch: int
+) -> tuple[Experience, list[list[Experience]], list[LossDenominators]]:
+    """Deals a step's experience to the mini-batches of an epoch; a collective call.
+
+    In the first epoch they follow the order of the prompts, which is random. In later ones the prompts are dealt anew.
+
+    Returns:
+        The experience that this rank has in this epoch, and the micro-batches and denominators of each mini-batch.
+    """
+    count, seeds = trainer.config.train.num_minibatches, (trainer.config.seed, trainer.step, epoch)
+    batch = deal_minibatches(batch, count, trainer.mesh, seeds if epoch else None)
+    parts = minibatches(batch, count)
+    if trainer.config.algorithm.policy_loss == "clip_cov":
+        parts = [without_high_covariance(trainer, part, seeds) for part in parts]
+    return batch, trainer.micro_batches(parts), denominators(trainer, parts)
+
+
+def with_uncertain_tokens(trainer: Trainer, batch: Experience) -> Experience:
+    """The step's experience with only the tokens of highest entropy kept; a collective call.
+
+    They are the share algorithm.top_entropy_quantile of the step's tokens, as many as torch.quantile gives TRL. Source:
+    Wang et al. 2025 (arXiv 2506.01939), whose mini-batches have a limit each.
+    """
+    share, inside = trainer.config.algorithm.top_entropy_quantile, batch.loss_mask > 0
+    if share == 1:
+        return batch
+    tokens = trainer.sum_over_ranks({"tokens": inside.sum()})["tokens"]
+    entropy = batch.entropy.clamp(min=0)  # of a certain token, rounding may make it negative
+    limit = aggregation.largest(trainer.mesh, entropy[inside], 1 + int(share * (tokens - 1) + 1e-9))
+    return replace(batch, kept=batch.kept * (entropy >= limit))
+
+
+def without_high_covariance(trainer: Trainer, part: Experience, seeds: Sequence[int]) -> Experience:
+    """A mini-batch without the tokens that Clip-Cov takes out of the policy loss; a collective call.
+
+    They are drawn by seeds from those whose covariance, that of the old policy, is within the bounds.
+    """
+    settings, mask = trainer.config.algorithm, part.loss_mask
+    own = torch.stack([masking.moments(column, mask) for column in (part.logprobs, part.advantages)])
+    total = trainer.mesh.all_reduce_sum(own)
+    covariance = losses.covariances(part.logprobs, part.advantages, mask, total)
+    inside = (mask > 0) & (covariance >= settings.clip_cov_low) & (covariance <= settings.clip_cov_high)
+    draws, count = token_draws(part, seeds), max(1, int(settings.clip_cov_ratio * float(total[0, 0])))
+    limit = aggregation.largest(trainer.mesh, draws[inside], count)
+    return replace(part, kept=part.kept * ~(inside & (draws >= limit)))
+
+
+def with_pass(batch: Experience, micro_batches: Sequence[Experience], first_pass: bool) -> Experience:
+    """The batch with the log-probabilities that a pass gave a mini-batch, and what else the first pass gives.
+
+    Args:
+        micro_batches: of the mini-batch, after the pass.
+        first_pass: as in `accumulate`.
+    """
+    given = {"newest_logprobs": "newest_logprobs"}
+    if first_pass:
+        given |= {"logprobs": "logprobs", "ref_logprobs": "logprobs", "entropy": "entropy"}
+    columns: dict[str, Any] = {name: getattr(batch, name).clone() for name in given}
     for micro_batch in micro_batches:
-        index = micro_batch.row, slice(micro_batch.mask.shape[1])
-        logprobs[index] = ref_logprobs[index] = micro_batch.logprobs
-        entropy[index] = micro_batch.entropy
-    return replace(batch, logprobs=logprobs, ref_logprobs=ref_logprobs, entropy=entropy)
+        for name, source in given.items():
+            columns[name][micro_batch.row, : micro_batch.mask.shape[1]] = getattr(micro_batch, source)
+    return replace(batch, **columns)
 
 
 def denominators(trainer: Trainer, parts: Sequence[Experience]) -> list[LossDenominators]:
     """The denominators of each mini-batch; a collective call."""
     sums: Sums = {}
     for i, part in enumerate(parts):
-        sums |= {f"tokens/{i}": part.mask.sum(), f"policy/{i}": _token_weights(trainer, part)[1]}
-    total = trainer.sum_over_ranks(sums)
+        sums |= {f"tokens/{i}": part.loss_mask.sum(), f"policy/{i}": _token_weights(trainer, part)[1]}
+    total = {name: max(1.0, value) for name, value in trainer.sum_over_ranks(sums).items()}  # all may be left out
     return [LossDenominators(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(parts))]
 
 
@@ -113,13 +184,14 @@ def backward(
     trainer: Trainer, micro_batch: Experience, size: LossDenominators, first_pass: bool
 ) -> tuple[Experience, Sums]:
     """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks; see `accumulate`."""
-    stats: Sums = {"updated": micro_batch.mask.sum()}
+    stats: Sums = {"updated": micro_batch.loss_mask.sum()}
     scale = trainer.mesh.dp_size  # FSDP averages gradients over replicas; the denominators are global already
     if "policy" in trainer.learning:
         settings, temperature = trainer.config.algorithm, trainer.config.rollout.temperature
         entropy = settings.needs_entropy if first_pass else settings.entropy_coef > 0
         output = trainer.policy(micro_batch.inputs, temperature, entropy)
         micro_batch = _with_old_logprobs(micro_batch, output) if first_pass else micro_batch
+        micro_batch = replace(micro_batch, newest_logprobs=output.logprobs.detach())
         loss, policy_stats = policy_losses(trainer, output, micro_batch, size.policy)
         stats |= policy_stats
         if output.values is not None:
@@ -141,33 +213,43 @@ def _with_old_logprobs(micro_batch: Experience, output: PolicyOutput) -> Experie
 
 def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experience, size: float) -> tuple[Tensor, Sums]:
     """The policy's loss (a scalar), with entropy bonus and KL where they are part of it; and its statistics."""
-    settings, mask = trainer.config.algorithm, micro_batch.mask
+    settings, mask = trainer.config.algorithm, micro_batch.loss_mask
     weights, _ = _token_weights(trainer, micro_batch)
+    correction = rollout_correction(trainer.config.resolved_rollout_correction, settings, micro_batch)
     loss, stats = losses.policy_loss(
         output.logprobs,
         micro_batch.logprobs,
         micro_batch.advantages,
         mask,
         size,
-        PolicyLossSettings(settings.policy_loss, settings.clip_low, settings.clip_high, settings.dual_clip),
-        weights * rollout_correction(trainer.config.resolved_rollout_correction, settings, micro_batch),
+        policy_loss_settings(settings),
+        weights * correction * micro_batch.kept,
     )
     sums: Sums = {"policy/loss": loss.detach()}
+    if settings.chooses_tokens:
+        sums["policy/left_out_fraction"] = (mask * (1 - micro_batch.kept)).sum()
     sums |= {f"policy/{name}": total for name, total in stats.items()}
     if output.entropy is not None and settings.entropy_coef > 0:
         loss = loss + settings.entropy_coef * losses.entropy_loss(output.entropy, mask, size, weights)
     if settings.kl_placement == "loss" and trainer.kl.coef > 0:
-        estimator = settings.kl_estimator
-        kl_loss = losses.kl_loss(output.logprobs, micro_batch.ref_logprobs, mask, size, estimator, weights)
+        logps = output.logprobs, micro_batch.logprobs, micro_batch.ref_logprobs
+        kl_loss = losses.kl_loss(*logps, mask, size, settings.kl_estimator, weights)
         loss = loss + trainer.kl.coef * kl_loss
         sums["kl/loss"] = kl_loss.detach()
     return loss, sums
 
 
+def policy_loss_settings(settings: AlgorithmConfig) -> PolicyLossSettings:
+    """The settings of the policy loss as its function takes them."""
+    temperatures = settings.sapo_temperature_pos, settings.sapo_temperature_neg
+    clips = settings.clip_low, settings.clip_high, settings.dual_clip
+    return PolicyLossSettings(settings.policy_loss, *clips, temperatures)
+
+
 def value_losses(trainer: Trainer, values: Tensor, micro_batch: Experience, size: float) -> tuple[Tensor, Sums]:
     """The critic's loss (a scalar) for its values `[B, T]`, and its statistics."""
     clip = trainer.config.algorithm.value_clip
-    loss, stats = losses.value_loss(values, micro_batch.values, micro_batch.returns, micro_batch.mask, size, clip)
+    loss, stats = losses.value_loss(values, micro_batch.values, micro_batch.returns, micro_batch.loss_mask, size, clip)
     return loss, {"value/loss": loss.detach(), "value/clip_fraction": stats["clip_fraction"]}
 
 
@@ -200,6 +282,49 @@ def backward_supervised(trainer: Trainer, number: int) -> Tensor:
     return total
 
 
+def gradient_shares(trainer: Trainer, batch: Experience) -> dict[int, float]:
+    """The share of each prompt in the gradient of a step's policy loss, by the prompt's id; a collective call.
+
+    With g the gradient at the old policy over all completions of the step, and g_p the part of it that comes from the
+    completions of prompt p, the share is (g_p . g) / (g . g). Shares add up to 1; a negative one pulls against the
+    others. Weights stay as they are.
+    """
+    batch, size = with_uncertain_tokens(trainer, batch), denominators(trainer, [batch])[0]
+    own, whole = list(dict.fromkeys(batch.groups.tolist())), _policy_gradient(trainer, batch, size)
+    square, shares = _dot(whole, whole), dict[int, float]()
+    for rank, index in itertools.product(range(trainer.mesh.dp_size), range(len(own))):
+        chosen, is_own = batch.rows(batch.groups == own[index]), rank == trainer.mesh.dp_rank
+        # A forward pass is a collective call: ranks without the prompt make one that counts for nothing.
+        chosen = chosen if is_own else replace(chosen, trained=torch.zeros_like(chosen.trained))
+        prompt = trainer.sum_over_ranks({"prompt": float(own[index] if is_own else 0)})["prompt"]
+        share = _dot(_policy_gradient(trainer, chosen, size), whole)
+        shares[int(prompt)] = share / square if square else 0.0
+    return shares
+
+
+def _policy_gradient(trainer: Trainer, batch: Experience, size: LossDenominators) -> list[Tensor]:
+    """The gradient of the policy's loss by weight, each of the weight's shape; the weights' own end empty."""
+    discard_gradients(trainer)
+    settings, (parts,) = trainer.config.algorithm, trainer.micro_batches([batch])
+    for number, part in enumerate(parts):
+        trainer.set_gradient_sync(last=number == len(parts) - 1)
+        output = trainer.policy(part.inputs, trainer.config.rollout.temperature, settings.entropy_coef > 0)
+        if settings.old_logprobs == "recomputed":  # the policy is still the old one
+            part = replace(part, logprobs=output.logprobs.detach())
+        loss, _ = policy_losses(trainer, output, part, size.policy)
+        (loss * trainer.mesh.dp_size).backward()
+    weights = [weight for weight in trainer.policy.parameters() if weight.requires_grad]
+    gradient = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in weights]
+    discard_gradients(trainer)
+    return gradient
+
+
+def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The inner product of two gradients, whose tensors are of any shape; a collective call."""
+    products = [(a.detach() * b.detach()).sum() for a, b in zip(left, right, strict=True)]
+    return float(sum(fsdp.full_tensor(each).double() for each in products))
+
+
 def exceeds_target_kl(trainer: Trainer, stats: Sums, size: LossDenominators) -> bool:
     """Whether the policy has moved further from the old one than algorithm.target_kl allows; a collective call."""
     limit = trainer.config.algorithm.target_kl
@@ -217,7 +342,7 @@ def optimizer_step(trainer: Trainer, number: int) -> Sums:
     for name in trainer.learning:
         optimizer = trainer.models[name].optimizer
         for group, lr in zip(optimizer.param_groups, trainer.base_lrs[name], strict=True):
-            group["lr"] = lr * scheduled_lr_scale(trainer, name, number)
+            set_lr(group, lr * scheduled_lr_scale(trainer, name, number))
         optimizer.step()
         optimizer.zero_grad()
     trainer.update_ema()
@@ -255,7 +380,7 @@ def discard_gradients(trainer: Trainer) -> None:
 
 def _token_weights(trainer: Trainer, batch: Experience) -> tuple[Tensor, Tensor]:
     config = trainer.config
-    return losses.token_weights(batch.mask, config.algorithm.aggregation, config.rollout.max_tokens)
+    return losses.token_weights(batch.loss_mask, config.algorithm.aggregation, config.rollout.max_tokens)
 
 
 def _add(sums: Sums, more: Mapping[str, float | Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlx.algorithms import advantages
 from rlx.algorithms.advantages import ADVANTAGES, AdvantageInputs, AdvantageSettings, estimate_advantages, gae
-from rlx.config.algorithm import ESTIMATORS, Estimator
+from rlx.config.sections.algorithm import ESTIMATORS, Estimator
 
 
 def test_token_rewards_by_hand() -> None:
@@ -87,6 +87,7 @@ GREEDY = f64([2, 0.3, 2, 0.3, 2, 6, 0.3])
 STD = math.sqrt(13) + 1e-6
 ADVANTAGES_BY_HAND = {
     "grpo": [-3 / STD, 0, -1 / STD, 0, 4 / STD, 0, 0],
+    "dapo": [-3 / STD, 0, -1 / STD, 0, 4 / STD, 0, 0],
     "dr_grpo": [1 - 4, 0, 3 - 4, 0, 8 - 4, 0, 0],
     "rloo": [1 - (3 + 8) / 2, 0, 3 - (1 + 8) / 2, 0, 8 - (1 + 3) / 2, 0, 0],
     "opo": [1 - 4, 0, 3 - 4, 0, 8 - 4, 0, 0],  # responses of equal length
@@ -94,7 +95,7 @@ ADVANTAGES_BY_HAND = {
     "reinforce++_baseline": [1 - 4, 0, 3 - 4, 0, 8 - 4, 0, 0],
     "remax": [1 - 2, 0.1 - 0.3, 3 - 2, 0.1 - 0.3, 8 - 2, 5 - 6, 0.1 - 0.3],
 }
-CENTRED = ["grpo", "dr_grpo", "rloo", "opo", "reinforce++_baseline"]
+CENTRED = ["grpo", "dapo", "dr_grpo", "rloo", "opo", "reinforce++_baseline"]
 scored = st.lists(st.tuples(st.integers(-20, 20), st.integers(0, 3)), max_size=12)  # score and group of each response
 
 
@@ -148,7 +149,7 @@ def test_group_advantages_see_only_differences(
     advantages = response_advantages(scores, groups, kind)
     close(f64([0] * 4).index_add(0, groups, advantages), [0] * 4)
     close(response_advantages(scores + f64(shifts)[groups], groups, kind), advantages)
-    factor = 1 if kind == "grpo" else scale  # 2e-5: the epsilon beside a standard deviation of 0.3
+    factor = 1 if kind in ("grpo", "dapo") else scale  # 2e-5: the epsilon beside a standard deviation of 0.3
     close(response_advantages(scores * scale, groups, kind), advantages * factor, 2e-5)
 
 
@@ -204,6 +205,7 @@ TOKEN_ADVANTAGES_BY_HAND = {
         [0, -1 / (2**0.5 + 1e-6 / 1.05), 0],
     ],
 }
+TOKEN_ADVANTAGES_BY_HAND["dapo"] = TOKEN_ADVANTAGES_BY_HAND["grpo"]
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)

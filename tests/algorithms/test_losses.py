@@ -53,7 +53,7 @@ def policy_loss_alone(kind: str) -> Loss:
 
 LOSSES: dict[str, Loss] = {
     **{kind: policy_loss_alone(kind) for kind in ("ppo", "gspo", "cispo")},
-    "kl_loss": lambda x, other, weights, mask, size: losses.kl_loss(x, other, mask, size, "k3", weights),
+    "kl_loss": lambda x, other, weights, mask, size: losses.kl_loss(x, other, other, mask, size, "k3+", weights),
     "entropy_loss": lambda x, other, weights, mask, size: losses.entropy_loss(x, mask, size, weights),
     "supervised_loss": lambda x, other, weights, mask, size: losses.supervised_loss(x, mask, size),
     "value_loss": lambda x, other, weights, mask, size: losses.value_loss(x, other, other, mask, size, 0.2)[0],
@@ -113,7 +113,7 @@ def test_aggregated_losses_are_those_of_the_papers(kind: str, seed: int) -> None
     n = size.item()
     actual = [
         losses.policy_loss(logp, old, advantages, mask, n, PolicyLossSettings("ppo", 0.2, 0.3), weights)[0],
-        losses.kl_loss(logp, old, mask, n, "k2", weights),
+        losses.kl_loss(logp, old, old, mask, n, "k2", weights),
         losses.entropy_loss(logp, mask, n, weights),
     ]
     expected = [plain_aggregate([row for row in rows if row], kind, 7) for rows in (clipped, kl, entropy)]
@@ -138,7 +138,7 @@ def test_losses_do_not_depend_on_micro_batches_or_padding(
         dual_clip = None if kind == "cispo" else 1.5
         policy, stats = policy_loss(**corrected, denominator=n, settings=PolicyLossSettings(kind, 0.1, 0.2, dual_clip))
         value, value_stats = value_loss(logp, old, part["advantages"], mask, tokens, clip=0.2)
-        others = kl_loss(logp, old, mask, n, "k3+", weights) + entropy_loss(logp.sin(), mask, n, weights)
+        others = kl_loss(logp, old, 1.1 * old, mask, n, "k3+", weights) + entropy_loss(logp.sin(), mask, n, weights)
         total = policy + value + others + supervised_loss(logp, mask, tokens)
         return total, {**stats, "value_clip_fraction": value_stats["clip_fraction"], "size": size.double()}
 
@@ -178,19 +178,48 @@ def test_kl_loss_by_hand(kind: str, plus: str) -> None:
     logp = f64([[LOG2, NAN, -LOG2], [INF, 0, -INF], [NAN, NAN, NAN]]).requires_grad_()
     ref_logp = f64([[0, INF, 0], [NAN, 0, -INF], [NAN, NAN, NAN]])
     (a, b, c), (x, y, z) = KL_BY_HAND[kind][0], KL_BY_HAND["k2" if plus else kind][1]
-    loss = losses.kl_loss(logp, ref_logp, MASK, 10, kind + plus)
+    loss = losses.kl_loss(logp, logp, ref_logp, MASK, 10, kind + plus)  # of the old policy's tokens, on policy
     close(loss.detach(), (a + b + c) / 10)
     close(gradient(loss, logp), [[x / 10, 0, y / 10], [0, z / 10, 0], [0, 0, 0]])
-    weighted = losses.kl_loss(logp, ref_logp, MASK, 10, kind + plus, WEIGHTS)
+    weighted = losses.kl_loss(logp, logp, ref_logp, MASK, 10, kind + plus, WEIGHTS)
     close(weighted.detach(), (3 * a + 5 * b + 7 * c) / 10)
     close(gradient(weighted, logp), [[3 * x / 10, 0, 5 * y / 10], [0, 7 * z / 10, 0], [0, 0, 0]])
+    # Off policy, current / old is 3, 1/2, 5 where policy / reference is 2, 1/2, 1.
+    old_logp = logp.detach() - f64([[math.log(3), NAN, math.log(1 / 2)], [INF, math.log(5), 0], [0, 0, 0]])
+    q, r, s = (3, 0.5, 5) if plus else (1, 1, 1)
+    loss = losses.kl_loss(logp, old_logp, ref_logp, MASK, 10, kind + plus)
+    close(loss.detach(), (q * a + r * b + s * c) / 10)
+    close(gradient(loss, logp), [[q * x / 10, 0, r * y / 10], [0, s * z / 10, 0], [0, 0, 0]])
 
 
-def test_kl_loss_of_huge_log_ratios_is_finite() -> None:
-    logp = torch.tensor([[1000.0, -1000.0]], requires_grad=True)
-    loss = losses.kl_loss(logp, torch.zeros(1, 2), torch.ones(1, 2), 1, "k3")
-    close(loss.detach(), torch.tensor(999 + math.exp(20) - 21), 1e-6)
-    close(gradient(loss, logp), torch.tensor([[1.0, 0.0]]))  # 1 - exp(-1000), and 0 where the value is cut
+@few
+@given(st.integers(0, 2**31))
+def test_the_corrected_kl_loss_has_the_gradient_of_the_kl_whatever_policy_the_tokens_are_of(seed: int) -> None:
+    # Exactly, over all outcomes of a small policy; each outcome is a response of one token, weighted by the old policy.
+    make = torch.Generator().manual_seed(seed)
+    logits, old_logits, ref_logits = torch.randn(3, 5, generator=make, dtype=torch.float64).unbind()
+    logits.requires_grad_()
+    logp, old_logp, ref_logp = (each.log_softmax(0) for each in (logits, old_logits, ref_logits))
+    exact = gradient((logp.exp() * (logp - ref_logp)).sum(), logits)
+
+    def slope(kind: str) -> Tensor:
+        columns = (each[:, None] for each in (logits.log_softmax(0), old_logp, ref_logp))
+        loss = losses.kl_loss(*columns, torch.ones(5, 1), 1, kind, old_logp.exp()[:, None])
+        return gradient(loss, logits)
+
+    for kind in ("k1+", "k2+", "k3+", "abs+"):
+        close(slope(kind), exact)
+    assert (slope("k2") - exact).abs().max() > 1e-3  # without the weight the gradient is another one
+
+
+def test_k3_in_the_loss_ends_at_10() -> None:
+    # policy - reference is 1000, -1000, 10, 12, -2.6, -2.7; k3 reaches 10 at 10.99998 and at -2.6112
+    logp = torch.tensor([[1000.0, -1000.0, 10.0, 12.0, -2.6, -2.7]], requires_grad=True)
+    zero = torch.zeros(1, 6)
+    loss = losses.kl_loss(logp, zero, zero, torch.ones(1, 6), 1, "k3")
+    inside = math.exp(-10) + 9 + math.exp(2.6) - 1 - 2.6
+    close(loss.detach(), torch.tensor(4 * 10 + inside), 1e-6)
+    close(gradient(loss, logp), torch.tensor([[0, 0, 1 - math.exp(-10), 0, 1 - math.exp(2.6), 0]]), 1e-6)
 
 
 def test_entropy_loss_by_hand() -> None:

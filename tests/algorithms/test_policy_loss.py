@@ -13,6 +13,7 @@ from rlx.algorithms.losses import (
     PolicyLossSettings,
     policy_loss,
 )
+from rlx.algorithms.masking import moments
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo"])
@@ -41,6 +42,10 @@ def test_clipped_policy_loss_of_one_token(
     close(actual.detach(), loss)
     close(gradient(actual, logp), [[slope]])
     close(stats["clip_fraction"], float(clipped))
+    close(stats["clip_high_fraction"], float(clipped and ratio > 1))
+    close(stats["clip_low_fraction"], float(clipped and ratio < 1))
+    assert ("dual_clip_fraction" in stats) == (dual_clip is not None)
+    close(stats.get("dual_clip_fraction", f64(0)), float(dual_clip is not None and advantage < 0 and ratio > dual_clip))
     close(stats["ratio"], ratio)
     close(stats["approx_kl"], ratio - 1 - math.log(ratio))
 
@@ -50,6 +55,18 @@ def test_clipped_policy_loss_of_one_token(
 POLICY_RATIOS = f64([[2, NAN, 4.5], [0.5, 1.62, NAN], [INF, NAN, 0.5], [NAN, 1.1, -INF], [NAN, NAN, NAN]])
 POLICY_ADVANTAGES = f64([[1, NAN, 1], [2, 2, INF], [NAN, -INF, -2], [NAN, -3, NAN], [NAN, INF, NAN]])
 POLICY_MASK = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0]])
+
+
+def gate(ratio: float, temperature: float) -> float:
+    return 4 / temperature / (1 + math.exp(-temperature * (ratio - 1)))
+
+
+def fade(ratio: float, temperature: float) -> float:
+    """d gate / d log ratio."""
+    share = temperature * gate(ratio, temperature) / 4
+    return 4 * share * (1 - share) * ratio
+
+
 POLICY_BY_HAND = {  # loss of each token in reading order, slope of each token, tokens clipped
     "ppo": (
         [-1.2, -1.2, -2 * 0.5, -2 * 1.2, 2 * 0.8, 3 * 1.1],
@@ -69,7 +86,16 @@ POLICY_BY_HAND = {  # loss of each token in reading order, slope of each token, 
         [[-1.2, 0, -1.2], [-2 * 0.8, -2 * 1.2, 0], [0, 0, 2 * 0.8], [0, 3 * 1.1, 0], [0, 0, 0]],
         2 + 2 + 1,
     ),
+    "sapo": (
+        [-gate(2, 1), -gate(4.5, 1), -2 * gate(0.5, 1), -2 * gate(1.62, 1), 2 * gate(0.5, 1.05), 3 * gate(1.1, 1.05)],
+        [
+            [-fade(2, 1), 0, -fade(4.5, 1)], [-2 * fade(0.5, 1), -2 * fade(1.62, 1), 0],
+            [0, 0, 2 * fade(0.5, 1.05)], [0, 3 * fade(1.1, 1.05), 0], [0, 0, 0],
+        ],
+        0,
+    ),
 }  # fmt: skip
+POLICY_BY_HAND["clip_cov"] = POLICY_BY_HAND["ppo"]  # apart from tokens whose weight is 0
 
 
 @pytest.mark.parametrize("kind", POLICY_BY_HAND)
@@ -174,3 +200,37 @@ def test_cispo_of_huge_log_ratios_keeps_its_gradient() -> None:
     loss, _ = losses.policy_loss(logp, 0 * logp, f64([[1, 1, -2, -2]]), torch.ones(1, 4), 1, settings)
     close(loss.detach(), -1.3 * 1000 + 0.8 * 1000 + 2 * 1.3 * 1000 - 2 * 0.8 * 1000)
     close(gradient(loss, logp), [[-1.3, -0.8, 2 * 1.3, 2 * 0.8]])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [  # temperatures 2 and 0.5; the sigmoid is 1/2 at ratio 1, and 3/4 and 1/4 at t (r - 1) = log 3 and -log 3
+        (1.0, 3, -3 * 2 / 2, -3.0),  # on policy the gradient is that of the policy gradient
+        (1.0, -3, 3 * 2 / 0.5, 3.0),
+        (1 + math.log(3) / 2, 3, -3 * 4 / 2 * 0.75, -3 * 0.75 * (1 + math.log(3) / 2)),  # 4 * 3/4 * 1/4 = 3/4
+        (1 - math.log(3) / 2, 3, -3 * 4 / 2 * 0.25, -3 * 0.75 * (1 - math.log(3) / 2)),
+        (1 + 2 * math.log(3), -3, 3 * 4 / 0.5 * 0.75, 3 * 0.75 * (1 + 2 * math.log(3))),
+        (2.0, 0, 0.0, 0.0),
+        (INF, 3, -3 * 4 / 2, 0.0),  # far away nothing is left of the gradient
+    ],
+)
+def test_sapo_of_one_token_by_hand(ratio: float, advantage: float, loss: float, slope: float) -> None:
+    log_ratio = 1000 if math.isinf(ratio) else math.log(ratio)
+    logp = f64([[log_ratio]]).requires_grad_()
+    settings = PolicyLossSettings("sapo", 0.2, 0.2, temperatures=(2.0, 0.5))
+    actual, stats = policy_loss(logp, f64([[0]]), f64([[advantage]]), torch.ones(1, 1), 1, settings)
+    close(actual.detach(), loss)
+    close(gradient(actual, logp), [[slope]])
+    assert float(stats["clip_fraction"]) == 0
+
+
+def test_covariances_by_hand() -> None:
+    # the means over the two parts are -2 and 0.5
+    logp = [f64([[-1, NAN], [-3, -4]]), f64([[0]])]
+    advantages = [f64([[2, INF], [-1, 2]]), f64([[-1]])]
+    masks = [torch.tensor([[1, 0], [1, 1]]), torch.tensor([[1]])]
+    parts = list(zip(logp, advantages, masks, strict=True))
+    total = sum(torch.stack([moments(p, mask), moments(a, mask)]) for p, a, mask in parts)
+    found = [losses.covariances(p, a, mask, total) for p, a, mask in parts]
+    close(found[0], [[1 * 1.5, 0], [-1 * -1.5, -2 * 1.5]])
+    close(found[1], [[2 * -1.5]])

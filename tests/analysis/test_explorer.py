@@ -31,7 +31,7 @@ def test_metrics_come_with_meanings_axes_and_a_curve_per_trial() -> None:
     assert reward.curves == (MetricCurve(1, (0.5, 0.7)), MetricCurve(1, (0.1, 0.2)))
     assert data.steps == ((1, 2), (0, 2), (0, 1, 2))
     assert reward.axis == pytest.approx((0.076, 0.724))
-    assert (kl.meaning[:16], odd.meaning) == ("mean KL estimate", "")
+    assert (kl.meaning[:15], odd.meaning) == ("mean KL(policy ", "")
 
 
 def test_without_a_curve_there_is_nothing_to_select() -> None:

@@ -12,7 +12,7 @@ from rlx.analysis.page import figures, layout, trial_figures
 from rlx.analysis.progress import best_so_far, find_rungs
 from rlx.analysis.statistics import group_trials
 from rlx.analysis.style import NUM_BANDS
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
 
 LR, KIND, EPOCHS = "train.actor_lr", "algorithm.kl_estimator", "train.ppo_epochs"
 LRS = [1e-5, 3e-5, 8e-5, 2e-4, 5e-4, 9e-4, 1e-3]

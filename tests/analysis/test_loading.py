@@ -10,8 +10,8 @@ from sweep_cases import BASE, Run, config, log_run, log_sweep
 
 from rlx.analysis import loading
 from rlx.config.errors import ConfigError
-from rlx.config.sections import flatten
-from rlx.tracking import mlflow
+from rlx.config.sections.base import flatten
+from rlx.tracking.services import mlflow
 
 VARIED = ("train.actor_lr", "algorithm.kl_estimator", "algorithm.adaptive_kl_target")
 RUNS = [

@@ -17,7 +17,8 @@ from rlx.analysis.page import explorer, html, sections
 from rlx.analysis.page.explorer import Explorer, MetricChoice, MetricCurve
 from rlx.analysis.page.html import PageSection
 from rlx.analysis.statistics import group_trials
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
+from rlx.tracking.metrics import METRICS
 
 LR = "train.actor_lr"
 TWO_ROWS = pd.DataFrame({"t": ["a", "b"]})
@@ -156,5 +157,5 @@ def test_a_browser_sorts_filters_and_selects(tmp_path: Path) -> None:
         ["descending", "0.1 0.1 1e-5 -"],
         ["ascending", "a1 x a2 x a10 x -"],
         ["2 of 4 rows", "a1 x a10 x"],
-        ["mean KL estimate per token to the reference model, before the update", "kl/ref", [0.3, 0.4]],
+        [METRICS["kl/ref"], "kl/ref", [0.3, 0.4]],
     ]

@@ -1,11 +1,12 @@
 """The best value so far, and the rungs at which a scheduler stopped trials."""
 
 import math
+from dataclasses import replace
 
 from sweep_cases import sweep, trial
 
 from rlx.analysis.progress import Rung, best_so_far, find_rungs, rung_table
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
 
 LR = "train.actor_lr"
 HALVED = sweep(
@@ -29,6 +30,14 @@ def test_trials_count_in_the_order_in_which_they_ended() -> None:
 def test_a_rung_is_a_step_at_which_trials_were_stopped() -> None:
     assert find_rungs(HALVED, DEFAULT_METRIC) == [Rung(2, 5, 2), Rung(4, 2, 1)]
     assert find_rungs(sweep(trial(0, {LR: 1.0}, {2: 0.5})), DEFAULT_METRIC) == []
+
+
+def test_a_rung_that_stopped_nobody_is_one_too_if_a_trial_has_reached_it() -> None:
+    judged = replace(HALVED, rungs=(2, 4, 8, 16))
+    assert find_rungs(judged, DEFAULT_METRIC) == [Rung(2, 5, 2), Rung(4, 2, 1), Rung(8, 1, 0)]
+    assert list(rung_table(judged, DEFAULT_METRIC, "max"))[2:5] == ["at 2", "at 4", "at 8"]
+    nobody = replace(sweep(trial(0, {LR: 1.0}, {2: 0.5})), rungs=(2, 4))
+    assert find_rungs(nobody, DEFAULT_METRIC) == [Rung(2, 1, 0)]
 
 
 def test_the_table_of_rungs_has_a_value_for_each_trial_that_was_there() -> None:

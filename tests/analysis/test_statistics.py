@@ -1,6 +1,7 @@
 """Groups of trials: means and intervals computed by hand, order, differences, tables, and the static picture."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from rlx.analysis.sentences import difference_sentence, summary_sentence
 from rlx.analysis.statistics import difference, group_trials, mean_interval
 from rlx.analysis.tables import settings_table
 from rlx.config.errors import ConfigError
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
 
 LR, KIND = "train.actor_lr", "algorithm.advantage"
 
@@ -310,6 +311,20 @@ def test_the_picture_shows_every_group_and_run(tmp_path: Path) -> None:
     assert drawn == {(0.1, 0.9), (0.1, 0.35, 0.6), (0.2, 0.2)}
     assert [text.get_text() for text in ends.get_yticklabels()] == [group.label for group in groups]
     figure.savefig(tmp_path / "figure.png")
+
+
+def test_the_caption_says_how_many_runs_a_setting_has() -> None:
+    alone = [trial(0, {LR: 1.0}, {0: 0.1, 9: 0.2}), trial(1, {LR: 2.0}, {0: 0.1, 9: 0.3})]
+    pair = [trial(i + 2, {LR: 3.0, "seed": i}, {0: 0.1, 9: 0.2 + i}) for i in range(2)]
+    seeded = [replace(each, settings={**each.settings, "seed": 0}) for each in alone]
+    for runs, caption, title in (
+        (alone, "one run each, so no interval", "last value of each run"),
+        (pair, "mean and 95 % interval of 2 runs each", "last value of each run; mean, 95 % interval"),
+        (seeded + pair, "mean and 95 % interval of 1 or 2 runs each", "last value of each run; mean, 95 % interval"),
+    ):
+        figure = static_figure.draw(group_trials(sweep(*runs)), "s")
+        assert figure.texts[1].get_text() == caption
+        assert figure.axes[1].get_title() == title
 
 
 def test_a_wide_interval_is_cut_in_the_picture_too() -> None:

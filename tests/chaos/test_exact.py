@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import KILLED_S, History, Script, assert_all_end, mlflow_history
-from run_cases import MEASURED
+from conftest import KILLED_S, LIKE_TINY, History, Script, assert_all_end, mlflow_history
 
 from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
+from rlx.tracking.metrics import MEASURED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 Start = Callable[..., Script]
@@ -45,7 +45,7 @@ class Place:
 
     def words(self, name: str, ranks: int) -> list[str]:
         where = ["--storage", self.address, "--tracking.uri", f"sqlite:///{self.records}/mlflow.db"]
-        run = ["--name", name, "--model.path", str(self.model), "--train.steps", str(STEPS), *SMALL]
+        run = ["--name", name, *LIKE_TINY, "--model.path", str(self.model), "--train.steps", str(STEPS), *SMALL]
         return [*where, *run, "--checkpoint.every", "2", "--scaling.num-workers", str(ranks)]
 
     def history(self, name: str) -> History:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import KILLED_S, History, Script, assert_all_end, mlflow_history
-from run_cases import MEASURED
+from conftest import KILLED_S, LIKE_TINY, History, Script, assert_all_end, mlflow_history
 
 from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
-from rlx.tracking import mlflow
+from rlx.tracking.metrics import MEASURED
+from rlx.tracking.services import mlflow
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[..., Script]
@@ -31,7 +31,7 @@ SMALL = [
 
 def words(storage: Path, model: Path, name: str, steps: int) -> list[str]:
     run = ["--storage", str(storage), "--model.path", str(model), "--name", name, "--train.steps", str(steps)]
-    return [*run, *SMALL, "--checkpoint.every", "2"]
+    return [*run, *LIKE_TINY, *SMALL, "--checkpoint.every", "2"]
 
 
 def history(storage: Path, name: str) -> History:

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import KILLED_S, Script, assert_all_end, mlflow_history
+from conftest import KILLED_S, LIKE_TINY, Script, assert_all_end, mlflow_history
 from run_cases import comparable
 
 from rlx.runs.run_folder import mlflow_run
@@ -19,6 +19,7 @@ from rlx.storage.addresses import open_storage
 from rlx.sweeps.records import TrialRecords
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("RLX_KILLS", "20"))
 STEPS = 10
 PROCESSES = {
@@ -39,7 +40,8 @@ def words(storage: Path, model: Path, name: str) -> list[str]:
         "scaling.max-failures": -1,
     }  # fmt: skip
     settings = [text for key, value in small.items() for text in (f"--{key}", str(value))]
-    return ["--storage", str(storage), "--name", name, "--trials", "2", "--seeds", "2", *settings]
+    space = ["--space", str(ROOT / "search_spaces" / "ppo_tiny.py"), *LIKE_TINY]
+    return ["--storage", str(storage), "--name", name, *space, "--trials", "2", "--seeds", "2", *settings]
 
 
 def outcome(storage: Path, name: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Bad input ends in one clear line, before anything is trained and with nothing left behind; --help is quick."""
 
+import importlib.util
 import json
 import re
 import resource
@@ -12,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NothingLeft
+from conftest import LIKE_TINY, NothingLeft
 
 from rlx.cluster import connection
 from rlx.cluster.resources import plan_resources
 from rlx.config.errors import ConfigError
+from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
 from rlx.runs.run_folder import finished_metrics
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracking import mlflow
+from rlx.tracking.services import mlflow
 
 ROOT = Path(__file__).resolve().parents[2]
 Refused = Callable[..., str]
@@ -106,7 +108,8 @@ def test_models_that_cannot_be_used(refused: Refused, tmp_path: Path) -> None:
         short: f"data.max_prompt_tokens + rollout.max_tokens = 144, but {short} has 64 positions",
     }
     for path, line in cases.items():
-        assert refused("ppo.py", "--storage", str(tmp_path / "storage"), "--model.path", path) == line
+        words = ["--storage", str(tmp_path / "storage"), *LIKE_TINY, "--model.path", path]
+        assert refused("ppo.py", *words) == line
     assert_nothing_ran(tmp_path / "storage")
 
 
@@ -148,12 +151,8 @@ def config(tiny_model: Path, tmp_path: Path, empty_database: Path) -> dict[str, 
     shutil.copy(empty_database, tmp_path / "storage")
     data = {"params": {}, "max_prompt_tokens": 32}
     storage = {"name": "x", "storage": str(tmp_path / "storage")}
-    return storage | {
-        "model": {"path": str(tiny_model)},
-        "data": data,
-        "eval": {"num_prompts": 2},
-        "rollout": {"max_tokens": 8},
-    }
+    model, rollout = {"path": str(tiny_model)}, {"max_tokens": 8}
+    return over_experiment(storage | {"model": model, "data": data, "eval": {"num_prompts": 2}, "rollout": rollout})
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ def test_prompts_that_cannot_be_used(
 def test_an_empty_prompt_file_ends_the_script_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
     path, storage = tmp_path / "prompts.jsonl", tmp_path / "storage"
     path.touch()
-    words = ["--storage", str(storage), "--model.path", str(tiny_model), "--data.source", str(path)]
+    words = ["--storage", str(storage), *LIKE_TINY, "--model.path", str(tiny_model), "--data.source", str(path)]
     done = call("ppo.py", *words, "--data.params", "{}")
     assert one_line(done.returncode, done.stderr) == f"data.source {path}: there are no rows in it"
     assert_nothing_ran(storage)
@@ -210,6 +209,9 @@ def test_paths_are_kept_good_for_any_working_directory(tmp_path: Path, monkeypat
         "data.source": f"{tmp_path}/rows.csv",
         "storage": "s3://bucket/x",
     }
+    sets = [{"name": "a", "source": "rows.csv", "temperature": 0.0, "samples": 1}, {"name": "b"}]
+    (own, held_out) = preflight.absolute_paths(from_tree({"eval": {"sets": sets}}))["eval.sets"]
+    assert own == sets[0] | {"source": f"{tmp_path}/rows.csv"} and held_out == {"name": "b", "samples": 4}
     assert preflight.absolute_paths(RunConfig()) == {
         "storage": f"{tmp_path}/storage"
     }  # "tiny" and a dataset are no paths
@@ -253,7 +255,39 @@ def test_help_is_quick(script: str) -> None:
         assert len(SECTIONS) >= 10 and set(SECTIONS) <= set(headings)
 
 
+@pytest.mark.parametrize(
+    ("word", "present", "absent"),
+    [
+        ("train", ["--train.steps", "--train.actor-lr"], ["--eval.every", "--config", "algorithm:"]),
+        ("entropy", ["--algorithm.entropy-coef", "--algorithm.exact-entropy"], ["--train.steps", "model:"]),
+        ("num-generations", ["--train.samples-per-prompt"], ["--train.steps"]),  # TRL's name
+        ("actor_lr", ["--train.actor-lr"], ["--train.critic-lr"]),
+    ],
+)
+def test_help_with_a_word_shows_the_settings_about_it(word: str, present: list[str], absent: list[str]) -> None:
+    for script in ("ppo.py", "ppo_sweep.py"):
+        shown = call(script, "--help", word)
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert all(text in shown.stdout for text in present)
+        assert not any(text in shown.stdout for text in absent)
+
+
+def test_help_with_a_word_that_no_setting_is_about(refused: Refused) -> None:
+    assert "--help trian: no setting is about that; nearest: train" in refused("ppo.py", "--help", "trian")
+
+
 def test_scripts_run_from_anywhere(tmp_path: Path) -> None:
     done = call("ppo.py", "--train.steps", "x", cwd=tmp_path)
     assert one_line(done.returncode, done.stderr).startswith("command line: train.steps = 'x': ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_gguf_file_without_the_package_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "model.gguf").touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    main = runpy.run_path(str(ROOT / "experiments" / "make_smollm2.py"))["main"]
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "folder"), "--gguf", str(file)])
+    assert "with the package gguf: pip install 'rlx[smollm2]'" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlx.cli import sweep
+from rlx.cli import sweep, train
 from rlx.cli.options import parse, settings_parser
 from rlx.config.errors import ConfigError
 from rlx.storage.claims import ClaimedError
@@ -28,7 +28,8 @@ def command():
     {before}
     try:
         print("ready", flush=True)
-        time.sleep(60)
+        for _ in range(600):  # a signal just before a sleep waits for its end
+            time.sleep(0.1)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("go on")
 
@@ -95,6 +96,18 @@ def test_an_option_of_another_library_is_translated(option: str, hint: str) -> N
     assert str(refused.value) == f"unknown option {option.partition('=')[0]}{hint}"
 
 
+def test_a_value_may_begin_with_a_hyphen() -> None:
+    parser = settings_parser("", "")
+    _, given = parse(parser, ["--reward.answer_pattern", r"-?\d+", "--algorithm.clip-cov-low", "-1", "--name=x"])
+    assert given == {"reward.answer_pattern": r"-?\d+", "algorithm.clip_cov_low": -1, "name": "x"}
+
+
+@pytest.mark.parametrize("name", ["none", "null", "None"])
+def test_a_run_may_be_called_none(name: str) -> None:
+    _, given = parse(settings_parser("a command", ""), ["--name", name, "--reward.answer-pattern", name])
+    assert given == {"name": name, "reward.answer_pattern": None}
+
+
 def sweep_options(*words: str) -> tuple[Any, dict[str, Any]]:
     """The options of `rlx sweep`, and the given settings."""
     return parse(sweep.argument_parser(), words)
@@ -130,3 +143,36 @@ def test_a_sweep_is_continued_by_one_at_a_time(tmp_path: Path) -> None:
         ):
             pass
     assert folder.names() == ["signature", "space.py", "sweep.json"]
+
+
+def test_a_sweep_goes_on_where_its_files_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage.local(tmp_path)
+    folder = storage / "sweeps" / "s"
+    plan = SweepPlan("s", {"train": {"steps": 3}, "data": {"source": "/gone/sums.jsonl"}}, str(tmp_path / "space.py"))
+    (folder / "sweep.json").write_text(json.dumps(asdict(plan)))
+    (folder / "space.py").write_text("")
+    args, given = sweep_options("--resume", "--trust", "--data.source", "sums.jsonl", "--ray-address", "auto")
+    sweep._check_options(sweep.argument_parser(), args, given)
+    tree = {"storage": str(tmp_path), "ray_address": "auto", "data": {"source": f"{tmp_path}/sums.jsonl"}}
+    with sweep.claimed_plan(args, storage, tree, given) as (resumed, _):
+        assert (resumed.config.data.source, resumed.config.ray_address) == (f"{tmp_path}/sums.jsonl", "auto")
+    tree["data"] = {"source": f"{tmp_path}/others.jsonl"}
+    with (
+        pytest.raises(ConfigError, match=r"data\.source is /gone/sums\.jsonl in run"),
+        sweep.claimed_plan(args, storage, tree, given),
+    ):
+        pass
+    with pytest.raises(ConfigError, match=r"only --storage, --ray-address, .*--data\.source, --model\.path, --trust"):
+        sweep._check_options(sweep.argument_parser(), *sweep_options("--resume", "--train.steps", "5"))
+
+
+@pytest.mark.parametrize("words", [["--resume", ""], ["--from="], ["--config", ""]])
+def test_an_option_with_nothing_in_it_begins_no_new_run(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{words[0].strip('=')}: expected a value, found an empty one$"):
+        parse(train._argument_parser(), words)
+
+
+def test_a_sweep_is_resumed_without_a_name_and_has_no_empty_space() -> None:
+    assert sweep_options("--resume")[0].resume == ""
+    with pytest.raises(ConfigError, match=r"^--space: expected a value"):
+        sweep_options("--space", "")

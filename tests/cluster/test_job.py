@@ -16,11 +16,14 @@ import s3
 import yaml
 from conftest import mlflow_history
 
+from rlx.config.experiment import EXPERIMENT_FILE
+
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 STEPS = 100  # it is stopped long before
 SMALL = {
+    "config": EXPERIMENT_FILE,
     "train.steps": STEPS, "train.prompts-per-step": 8, "train.samples-per-prompt": 2, "rollout.max-tokens": 8,
     "rollout.kv-cache-mib": 16, "eval.every": 10, "eval.num-prompts": 8, "checkpoint.every": 5, "data.num-prompts": 200,
 }  # fmt: skip
@@ -130,7 +133,15 @@ def test_a_job_that_is_stopped_leaves_nothing_and_another_job_goes_on_with_its_s
     folder, storage = tmp_path / "mine", tmp_path / "storage"
     folder.mkdir()
     (folder / "space.py").write_text(SPACE)
-    given = {**SMALL, "storage": storage, "model.path": tiny_model, "space": "space.py", "search": "grid", "name": "s"}
+    given = {
+        **SMALL,
+        "config": EXPERIMENT_FILE,
+        "storage": storage,
+        "model.path": tiny_model,
+        "space": "space.py",
+        "search": "grid",
+        "name": "s",
+    }
     words = [word for key, value in given.items() for word in (f"--{key}", value)]
 
     cluster.submit("first", folder, BIN / "rlx", "sweep", "--max-concurrent", 1, *words)

@@ -1,6 +1,9 @@
 """What this machine cannot hold, and clusters that do not answer, are refused before Ray is imported."""
 
+import shutil
 import socket
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +42,6 @@ def test_a_cluster_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine, "_has_joined", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         machine.check_place(PLAN, f"127.0.0.1:{server.getsockname()[1]}")
-        machine.check_place(PLAN, "auto")
     with pytest.raises(ConfigError, match=r"^ray_address ray://127\.0\.0\.1:9: no Ray cluster answers there"):
         machine.check_place(PLAN, "ray://127.0.0.1:9")
 
@@ -48,3 +50,24 @@ def test_a_label_that_this_machine_cannot_have_is_refused() -> None:
     machine.check_labels(ResourcePlan([], [], labels=RoleLabels({"market-type": "!spot", "ray.io/node-id": "1"})))
     with pytest.raises(ConfigError, match=r"^label_selector disk: this machine has no such label"):
         machine.check_labels(ResourcePlan([], [], labels=RoleLabels(engines={"disk": "fast"})))
+
+
+def test_auto_is_refused_where_no_node_of_ray_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_has_joined", lambda: False)
+    monkeypatch.setattr(machine, "RAY_PROCESSES", ("as-if-a-raylet",))  # others may run Ray here
+    with pytest.raises(
+        ConfigError, match=r"^ray_address auto: no Ray cluster is on this machine; `ray start` makes one$"
+    ):
+        machine.check_place(PLAN, "auto")
+    program = shutil.copy(shutil.which("sleep") or "", tmp_path / "as-if-a-raylet")
+    with subprocess.Popen([program, "60"]) as node:
+        machine.check_place(PLAN, "auto")
+        node.kill()
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.1", "10.0.0.1", "nosuch://x", "10.0.0.1:1:2"])
+def test_an_address_of_no_kind_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_has_joined", lambda: False)
+    with pytest.raises(ConfigError, match=rf"^ray_address {address}: expected auto, HOST:PORT or ray://HOST:PORT$"):
+        machine.check_place(PLAN, address)
+    machine.check_place(PLAN, "local")

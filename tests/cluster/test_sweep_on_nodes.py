@@ -19,6 +19,7 @@ import s3
 from conftest import History, mlflow_history
 from ray.cluster_utils import Cluster
 
+from rlx.config.experiment import EXPERIMENT_FILE
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import plans
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "ppo_sweep.py"
 STEPS = 12
 SMALL = {
+    "config": EXPERIMENT_FILE,
     "train.steps": STEPS, "train.prompts-per-step": 8, "train.samples-per-prompt": 2, "rollout.max-tokens": 8,
     "rollout.kv-cache-mib": 16, "eval.every": 2, "eval.num-prompts": 8, "checkpoint.every": 2, "data.num-prompts": 200,
 }  # fmt: skip
@@ -151,7 +153,14 @@ def test_a_sweep_over_three_nodes_loses_the_node_of_a_trial(
     lost = nodes.add(num_cpus=1, resources={"engines": 1})  # the trial's process is beside its engine
     nodes.add(num_cpus=1, resources={"workers": 1})
     space = space_file(tmp_path / "elsewhere", 2)
-    words = {"storage": bucket, "model.path": tiny_model, "space": space, "search": "grid", "name": "s"}
+    words = {
+        "storage": bucket,
+        "config": EXPERIMENT_FILE,
+        "model.path": tiny_model,
+        "space": space,
+        "search": "grid",
+        "name": "s",
+    }
     sweep = Driver(driver, nodes.address, **words, **SMALL, **SEATS)
     sweep.wait_for("on 3 nodes")
     sweep.wait_for(f"trial_00000 running  step 6/{STEPS}")
@@ -168,7 +177,14 @@ def test_a_sweep_goes_on_on_another_cluster_and_uses_a_node_that_joins_late(
     first, driver, storage = machines(), tmp_path / "driver", open_storage(bucket)
     first.add(num_cpus=1, resources={"engines": 1, "workers": 1})
     space = space_file(tmp_path / "elsewhere", 3)
-    words = {"storage": bucket, "model.path": tiny_model, "space": space, "search": "grid", "name": "s"}
+    words = {
+        "storage": bucket,
+        "config": EXPERIMENT_FILE,
+        "model.path": tiny_model,
+        "space": space,
+        "search": "grid",
+        "name": "s",
+    }
     killed = Driver(driver, first.address, **words, **SMALL, **SEATS)
     killed.wait_for(f"trial_00000 running  step 6/{STEPS}")
     killed.process.kill()

@@ -54,7 +54,8 @@ def test_the_entropy_is_computed_for_a_bonus_or_on_request() -> None:
     [
         ({}, False),
         ({"scaling__use_gpu": True, "model__dtype": "bfloat16"}, True),
-        ({"scaling__use_gpu": True}, False),
+        ({"scaling__use_gpu": True}, True),
+        ({"scaling__use_gpu": True, "model__dtype": "float32"}, False),
         ({"scaling__use_gpu": True, "model__dtype": "bfloat16", "train__packing": False}, False),
         ({"train__packing": True}, True),
     ],
@@ -65,4 +66,4 @@ def test_updates_in_half_precision_on_gpus_are_packed(settings: dict[str, Any], 
 
 def test_torchs_kernel_for_packed_rows_needs_half_precision() -> None:
     with pytest.raises(ConfigError, match=r"train\.packing: GPUs need model.dtype bfloat16 for it"):
-        config(scaling__use_gpu=True, train__packing=True)
+        config(scaling__use_gpu=True, train__packing=True, model__dtype="float32")

@@ -13,15 +13,22 @@ import ray.data
 from pyarrow import fs
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import DataConfig
-from rlx.data import files, parsers, ray_data, sources, stored
-from rlx.data.parsers import Columns, Part
+from rlx.config.sections.data import DataConfig
+from rlx.data import ray_data, sources
+from rlx.data.stored import files, parsers
+from rlx.data.stored import source as stored
+from rlx.data.stored.columns import Columns
+from rlx.data.stored.parsers import Part
 from rlx.storage.addresses import open_storage
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 FILES = DataConfig(source="prompts.csv", params={})
 COLUMNS = Columns("question", "answer")
+
+
+def plain(question: str, answer: str) -> dict[str, Any]:
+    return {"question": question, "answer": answer, "messages": None}
 
 
 def jsonl(file: Path, records: list[dict[str, Any]]) -> None:
@@ -42,7 +49,7 @@ def test_rows_keep_file_order_and_become_text(tmp_path: Path, suffix: str) -> No
     WRITERS[suffix](tmp_path / f"p{suffix}", records)
     config = DataConfig(source="x.csv", prompt_column="asked", answer_column="solution")
     found = sources.read_rows(str(tmp_path / f"p{suffix}"), config, "data.source").take_all()
-    assert found == [{"question": f"q{i}", "answer": str(i)} for i in range(300)]
+    assert found == [plain(f"q{i}", str(i)) for i in range(300)]
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -50,7 +57,7 @@ def test_swapped_columns_and_lines_within_a_text(tmp_path: Path, suffix: str) ->
     WRITERS[suffix](tmp_path / f"p{suffix}", [{"question": "a", "answer": 'b\nc\u2028"d", e'}])
     config = DataConfig(source="x.csv", prompt_column="answer", answer_column="question")
     found = sources.read_rows(str(tmp_path / f"p{suffix}"), config, "data.source").take_all()
-    assert found == [{"question": 'b\nc\u2028"d", e', "answer": "a"}]
+    assert found == [plain('b\nc\u2028"d", e', "a")]
 
 
 @pytest.mark.parametrize(
@@ -380,4 +387,4 @@ def test_columns_and_the_first_rows_are_seen_without_ray(tmp_path: Path, suffix:
         sources.check_source(data.source, data, "eval.source")
     named = data.model_copy(update={"prompt_column": "asked"})
     sources.check_source(data.source, named, "data.source")
-    assert sources.first_rows(named, 2) == [{"question": "1 + 1", "answer": f"{i}"} for i in range(2)]
+    assert sources.first_rows(named, 2) == [plain("1 + 1", f"{i}") for i in range(2)]

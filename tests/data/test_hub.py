@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import DataConfig, EvalConfig
-from rlx.data import hub, sources
-from rlx.data.hub import HubAddress
+from rlx.config.sections.data import DataConfig, EvalConfig
+from rlx.data import sources
+from rlx.data.stored import hub
+from rlx.data.stored.hub import HubAddress
 
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -44,7 +46,6 @@ def read(address: str) -> list[dict[str, str]]:
 )
 def test_names_with_config_and_split(address: str, expected: tuple[str, str | None, str]) -> None:
     assert HubAddress.parse(address) == HubAddress(*expected, is_folder=False)
-    sources.check_source(address, FILES, "data.source")
     assert sources.resolve(address) == address and not sources.find_source(address).is_generated
 
 
@@ -64,7 +65,7 @@ def test_a_named_data_set_is_loaded_with_its_config_and_split(monkeypatch: pytes
     monkeypatch.setattr(datasets, "load_dataset", load)
     found = read("hf:openai/gsm8k/main@test")
     assert asked == [("openai/gsm8k", "main", "test")]
-    assert found == [{"question": f"t{i}", "answer": str(i)} for i in range(5)]
+    assert found == [{"question": f"t{i}", "answer": str(i), "messages": None} for i in range(5)]
 
 
 def test_an_error_of_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_an_error_of_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_saved_data_set_with_and_without_splits(folder: Path, tmp_path: Path) -> None:
-    expected = [{"question": f"q{i}", "answer": str(i)} for i in range(30)]
+    expected = [{"question": f"q{i}", "answer": str(i), "messages": None} for i in range(30)]
     assert read(str(folder)) == read(f"hf:{folder}") == read(f"hf:{folder}@train") == expected
     assert [row["question"] for row in read(f"hf:{folder}@test")] == [f"t{i}" for i in range(5)]
     rows(3).save_to_disk(tmp_path / "alone")
@@ -131,7 +132,36 @@ def test_an_empty_data_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         read("hf:a")
 
 
+def test_a_data_set_that_the_hub_would_have_to_give_is_refused_at_once_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"^data\.source hf:a/b/c: the Hugging Face hub does not answer \(Con"):
+        sources.check_source("hf:a/b/c", FILES, "data.source")
+    (tmp_path / "a___b").mkdir()
+    sources.check_source("hf:a/b/c", FILES, "data.source")  # it was downloaded before
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"^data\.source hf:b: it is not in the cache .*, and HF_HUB_OFFLINE is set$"):
+        sources.check_source("hf:b", FILES, "data.source")
+
+
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^data\.source hf:a: needs the package datasets: pip install 'rlx\[hf\]'$"):
         sources.check_source("hf:a", FILES, "data.source")
+
+
+def test_conversations_and_nested_answers_as_verl_stores_them(tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
+    columns = {"prompt": [prompt], "reward_model": [{"ground_truth": "2", "style": "rule"}], "data_source": ["sums"]}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "set")
+    named = FILES.model_copy(update={"prompt_column": "prompt", "answer_column": "reward_model.ground_truth"})
+    (row,) = sources.read_rows(str(tmp_path / "set"), named, "data.source").take_all()
+    assert row == {"question": "1 + 1?", "answer": "2", "messages": prompt}
+    wrong = named.model_copy(update={"answer_column": "reward_model.ground_trut"})
+    with pytest.raises(ConfigError, match=r"no entry 'ground_trut', it has ground_truth, style; nearest: ground_truth"):
+        sources.read_rows(str(tmp_path / "set"), wrong, "data.source")
+    with pytest.raises(ConfigError, match=r"no column 'model\.truth', it has prompt, reward_model, data_source"):
+        wrong = named.model_copy(update={"answer_column": "model.truth"})
+        sources.read_rows(str(tmp_path / "set"), wrong, "data.source")

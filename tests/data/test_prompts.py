@@ -17,7 +17,7 @@ import ray.data
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import DataConfig, EvalConfig
+from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.data import prompts, sources
 from rlx.data.blocks import SMALL, rows_of
 from rlx.data.stream import Share
@@ -75,6 +75,47 @@ def test_a_model_without_a_chat_template_gets_the_bare_text(base_model: str) -> 
     assert decoded(directed, base_model) == ["Be brief.\n\n1 + 1?"]
 
 
+CHAT = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "and 1?"},
+]
+
+
+def test_a_conversation_is_the_prompt_and_keeps_its_own_system_message(chat_model: str) -> None:
+    own = [{"role": "system", "content": "Be kind."}, *CHAT]
+    given = [row | {"messages": chat} for row, chat in zip(rows("x", "y", "1?"), [CHAT, own, None], strict=True)]
+    table = prompts.tokenize_rows(given, DataConfig(system_prompt="Add."), prompts.TokenizerSource.of(chat_model))
+    turns = "<|user|>1 + 1?<|assistant|>2<|end|><|user|>and 1?<|assistant|>"
+    assert decoded(table, chat_model) == [
+        f"<|system|>Add.{turns}",
+        f"<|system|>Be kind.{turns}",
+        "<|system|>Add.<|user|>1?<|assistant|>",
+    ]
+    assert [row["question"] for row in table.take_all()] == ["x", "y", "1?"]
+    assert "messages" not in table.columns()
+
+
+def test_without_a_chat_template_one_message_is_bare_text_and_more_are_refused(base_model: str) -> None:
+    tokenizer = prompts.load_tokenizer(base_model)
+    single = [{"role": "system", "content": "Add."}, CHAT[0]]
+    assert tokenizer.decode(prompts.encode_prompt(tokenizer, single, "unused")) == "Add.\n\n1 + 1?"
+    with pytest.raises(ValueError, match="no chat template, which a conversation of 3 messages needs"):
+        prompts.encode_prompt(tokenizer, CHAT, None)
+
+
+def test_arguments_reach_the_chat_template_and_unknown_ones_are_refused(chat_model: str, base_model: str) -> None:
+    tokenizer = prompts.load_tokenizer(chat_model)
+    tokenizer.chat_template += "{% if enable_thinking is defined and not enable_thinking %}0{% endif %}"
+    usual, without = (prompts.encode_prompt(tokenizer, "1", None, args) for args in ({}, {"enable_thinking": False}))
+    assert tokenizer.decode(without) == tokenizer.decode(usual) + "0"
+    with pytest.raises(ValueError, match=r"has no argument 'enable_thinkin'; nearest: enable_thinking"):
+        prompts.encode_prompt(tokenizer, "1", None, {"enable_thinkin": False})
+    config = DataConfig(chat_template_args={"enable_thinking": False})
+    with pytest.raises(ConfigError, match=r"its tokenizer: its chat template has no argument 'enable_thinking'"):
+        prompts.tokenize_rows(rows("1"), config, prompts.TokenizerSource.of(base_model))
+
+
 def test_over_long_prompts_are_left_out_and_counted(base_model: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="rlx"):
         table = prompts.tokenize_rows(
@@ -122,6 +163,27 @@ def test_a_batch_of_questions_has_the_tokens_of_each_alone(chat_model: str, base
         assert list(encoder(questions)) == alone
         if system is None and model == base_model:
             assert alone[0] == tokenizer("1 + 1?").input_ids
+
+
+def test_a_saved_limit_of_length_does_not_cut_a_batch(base_model: str) -> None:
+    tokenizer = prompts.load_tokenizer(base_model)
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding()
+    assert [len(ids) for ids in prompts.encode_prompts(tokenizer, ["1 + 1?", LONG], None)] == [4, 25]
+
+
+def test_what_a_tokenizer_does_beside_its_library_is_kept(base_model: str) -> None:
+    tokenizer = prompts.load_tokenizer(base_model)
+
+    class Closed(type(tokenizer)):  # type: ignore[misc]
+        """Adds a question mark to each text."""
+
+        def __call__(self, text: Any, **kwargs: Any) -> Any:
+            return super().__call__(f"{text}?" if isinstance(text, str) else [f"{each}?" for each in text], **kwargs)
+
+    plain = prompts.encode_prompts(tokenizer, ["1?", "22?"], None)
+    tokenizer.__class__ = Closed
+    assert prompts.encode_prompts(tokenizer, ["1", "22"], None) == plain
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import pyarrow as pa
 import ray
 from ray.cluster_utils import Cluster
 
-from rlx.config.sections import DataConfig
+from rlx.config.sections.data import DataConfig
 from rlx.data import prompts, ray_data
 from rlx.data.blocks import BlockRows, rows_of
-from rlx.data.parsers import SCHEMA
+from rlx.data.stored.columns import SCHEMA
 from rlx.data.stream import PromptStream
 from rlx.models import tiny
 

@@ -6,6 +6,7 @@ Random weights of Qwen2's shape, made here; one or two GPUs, as each test says.
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -28,7 +29,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlx.cluster import connection
 from rlx.config import loading
-from rlx.config.sections import ModelConfig, RolloutConfig
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.rollout import RolloutConfig
 from rlx.mesh import Mesh
 from rlx.models import fsdp, lora
 from rlx.rollout.engine_actors import EngineSpec, start_engines
@@ -53,6 +55,7 @@ def cluster() -> Iterator[int]:
     """A Ray cluster; the number of its GPUs."""
     connection.quiet_environment()
     os.environ.update(connection.OWN_CLUSTER_ENVIRONMENT)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers do not find this folder
     ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield int(ray.cluster_resources().get("GPU", 0))
     ray.shutdown()

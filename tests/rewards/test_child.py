@@ -2,6 +2,7 @@
 
 import functools
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlx.rewards import child as child_module
 from rlx.rewards.child import ChildError, ChildProcess, ChildTimeout, map_limited
 
 
@@ -78,6 +80,7 @@ there.call("sleep", {limit})
 """
 
 
+@pytest.mark.slow  # two processes that import much, one after the other
 def test_a_call_that_never_returns_ends_after_its_caller_was_killed() -> None:
     command = [sys.executable, "-c", ABANDON.format(limit=5.0)]
     pid = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -106,3 +109,75 @@ def test_each_item_has_its_limit_and_the_batch_has_one() -> None:
     assert map_limited(worked, [5.0, 0.3, 0.0], 1.0, 1.0) == [None, None, 0.0]
     assert map_limited(worked, [], 1.0, 1.0) == []
     assert map_limited(worked, [0.0, 5.0], 0.05, 1.0) == [0.0, None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Items that are programs, as the answers are that some scorers of reasoning-gym evaluate
+
+
+def executed(item: str) -> float:
+    names = dict[str, Any]()
+    exec("import os, signal, socket, subprocess, time\n" + item, names)
+    return float(names["score"])
+
+
+def outcomes(*items: str) -> list[float | None]:
+    """The scores of items between two honest ones."""
+    first, *scores, last = map_limited(executed, ["score = 2", *items, "score = 3"], 0.2, 0.2)
+    assert (first, last) == (2, 3)
+    return scores
+
+
+def test_an_item_reads_and_changes_no_file(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    attempts = ["open('{}/secret').read()", "open('{}/new', 'w')", "os.remove('{}/secret')", "os.listdir('{}')"]
+    assert outcomes(*(f"{each}\nscore = 1".format(tmp_path) for each in attempts)) == [None] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def test_an_item_reaches_no_network_and_no_other_process() -> None:
+    attempts = ["socket.socket()", "os.fork()", f"os.kill({os.getpid()}, 0)", "subprocess.run('true')"]
+    assert outcomes(*(f"{each}\nscore = 1" for each in attempts)) == [None] * 4
+
+
+def test_an_item_finds_no_other_file_open(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "open").open("w") as file:
+        assert outcomes(f"score = os.write({file.fileno()}, b'x')", "score = os.write(1, b'error')") == [None, 5]
+    assert (tmp_path / "open").read_text() == capfd.readouterr().out == ""
+
+
+FORGE = """
+for file in range(3, 99):
+    try:
+        os.write(file, {!r})
+    except OSError:
+        pass
+score = 1
+"""
+
+
+@pytest.mark.parametrize("message", [b"cos\nsystem\n(S'touch x'\ntR.", b"NaN", b"1e999", b'"1"', b"[[[", b"\xff" * 9])
+def test_a_forged_score_is_a_number_or_none(message: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where what is unpickled would touch a file
+    forged = FORGE.format(struct.pack("!i", len(message)) + message)
+    assert map_limited(executed, ["score = 2", forged], 0.2, 0.2) == [2, None]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_score_without_end_is_none() -> None:
+    assert map_limited(executed, ["score = 2", FORGE.format(b"\x7f" * (1 << 20))], 0.2, 0.2) == [2, None]
+
+
+def test_an_item_that_switches_off_its_clock_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "_SHORT_S", 0.02)
+    monkeypatch.setattr(child_module, "_LATE_S", 0.5)
+    off = "[signal.setitimer(clock, 0) for clock in range(3)]\n"
+    items = ["score = 2", f"{off}time.sleep(99)", f"{off}while True: pass", "score = 3"]
+    assert map_limited(executed, items, 0.05, 0.05) == [2, None, None, 3]
+
+
+def test_items_that_wait_take_from_the_time_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "_SHORT_S", 0.02)
+    started = time.monotonic()
+    assert map_limited(executed, ["time.sleep(99)"] * 8, 0.05, 0.05) == [None] * 8
+    assert time.monotonic() - started < 4.5  # 8 x 0.2 s, and 0.5 s once rather than for each

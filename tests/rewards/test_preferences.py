@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlx.cli.reward_model import generated_pairs, train_and_save
+from rlx.cli.reward_model import generated_pairs, new_folder, train_and_save
 from rlx.config.errors import ConfigError
 from rlx.rewards.preferences import Pair, Recipe, TrainingResult, bradley_terry_loss, hold_out_pairs, read_pairs
-from rlx.rewards.reward_model import RewardModel, load_classifier
+from rlx.rewards.reward_model import Exchange, RewardModel, load_classifier
+from rlx.storage.claims import ClaimedError
 
 PAIRS = [Pair(prompt=f"{i} + {i * 7 % 10} =", chosen=f"{i}", rejected=f"-{i}") for i in range(96)]
 RECIPE = Recipe(epochs=3, batch=16, learning_rate=2e-3, seed=1)
@@ -148,8 +149,8 @@ def test_training_reports_each_step(trained: Trained) -> None:
 
 def test_the_folder_is_a_reward_model(trained: Trained) -> None:
     scorer = RewardModel(str(trained[0]))
-    chosen = scorer.score([(pair.prompt, pair.chosen) for pair in PAIRS])
-    rejected = scorer.score([(pair.prompt, pair.rejected) for pair in PAIRS])
+    chosen = scorer.score([Exchange(pair.prompt, pair.chosen) for pair in PAIRS])
+    rejected = scorer.score([Exchange(pair.prompt, pair.rejected) for pair in PAIRS])
     assert all(c > r for c, r in zip(chosen, rejected, strict=True))
     assert sorted(path.name for path in trained[0].parent.iterdir() if "first" in path.name) == ["first"]
 
@@ -158,7 +159,7 @@ def test_saving_and_loading_keeps_the_scores(trained: Trained, tmp_path: Path) -
     loaded = load_classifier(str(trained[0]))
     loaded.model.save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
-    pairs = [(pair.prompt, pair.chosen) for pair in PAIRS]
+    pairs = [Exchange(pair.prompt, pair.chosen) for pair in PAIRS]
     assert RewardModel(str(tmp_path)).score(pairs) == pytest.approx(RewardModel(str(trained[0])).score(pairs), abs=1e-6)
 
 
@@ -191,3 +192,19 @@ def test_a_failure_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base model .*nowhere: no such folder"):
         train_and_save(str(tmp_path / "nowhere"), tmp_path / "new", PAIRS, PAIRS, RECIPE)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_at_once_make_two_models_and_neither_works_for_nothing(tmp_path: Path) -> None:
+    out = str(tmp_path / "mine")
+    with new_folder(str(tmp_path), None) as first, new_folder(str(tmp_path), None) as second:
+        assert [first, second] == [tmp_path / "models" / "reward-1", tmp_path / "models" / "reward-2"]
+        second.mkdir()
+    with new_folder(str(tmp_path), None) as again:
+        assert again == first
+    with new_folder(str(tmp_path), out) as mine:
+        with pytest.raises(ClaimedError, match="reward model 'mine' is in use by"), new_folder(str(tmp_path), out):
+            pass
+        mine.mkdir()
+    with pytest.raises(ConfigError, match="overwrites nothing"), new_folder(str(tmp_path), out):
+        pass
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "models", "reward-2"]

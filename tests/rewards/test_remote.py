@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,9 +28,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import RewardConfig
-from rlx.rewards import remote as remote_module
-from rlx.rewards import scoring
+from rlx.config.sections.reward import RewardConfig
+from rlx.rewards import json_server, scoring
 from rlx.rewards.custom import RewardError
 from rlx.rewards.remote import RemoteReward
 from rlx.types import Prompt, Response
@@ -55,7 +55,8 @@ def config(url: str, **settings: Any) -> RewardConfig:
 
 def remote(url: str, key: str | None = None, **settings: Any) -> RemoteReward:
     # The address is put in afterwards: settings refuse one with a password, and this module hides it all the same.
-    return replace(RemoteReward.from_config(config("http://h", **settings)), url=url, key=key, first_wait_s=0.001)
+    scorer = RemoteReward.from_config(config("http://h", **settings))
+    return replace(scorer, server=replace(scorer.server, url=url, key=key, first_wait_s=0.001))
 
 
 def refusal(scorer: RemoteReward, count: int = 1) -> str:
@@ -65,8 +66,8 @@ def refusal(scorer: RemoteReward, count: int = 1) -> str:
     message = str(caught.value)
     assert "\n" not in message
     assert KEY not in message
-    assert message.startswith(f"reward url: {scorer.address} ")
-    return message.removeprefix(f"reward url: {scorer.address} ")
+    assert message.startswith(f"reward url: {scorer.server.address} ")
+    return message.removeprefix(f"reward url: {scorer.server.address} ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ def test_the_last_failure_comes_out_after_all_attempts(
 
 def test_each_wait_is_twice_the_last(faulty: Callable[..., Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(remote_module, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
+    monkeypatch.setattr(json_server, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
     server = faulty(reply(500))
     with pytest.raises(RewardError, match="5 attempts"):
         RemoteReward.from_config(config(server.url))([response()])
@@ -327,7 +328,7 @@ def test_a_refused_connection_is_an_error_without_the_secrets_of_its_address() -
         host = f"127.0.0.1:{unused.getsockname()[1]}"
         scorer = remote(f"http://us3r:passw0rd@{host}/score?token=hidd3n#fragm3nt", KEY, url_retries=1)
         message = refusal(scorer)
-    assert scorer.address == f"http://{host}/score"
+    assert scorer.server.address == f"http://{host}/score"
     assert message == "failed: ConnectionRefusedError: [Errno 111] Connection refused (2 attempts)"
 
 
@@ -358,9 +359,22 @@ def test_a_slow_first_answer_is_asked_for_again(faulty: Callable[..., Faulty]) -
 
 
 def test_a_huge_answer_is_not_read_to_its_end(faulty: Callable[..., Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "MAX_ANSWER_BYTES", 100_000)
+    monkeypatch.setattr(json_server, "MAX_ANSWER_BYTES", 100_000)
     server = faulty(drip(START + b"Content-Length: 1000000000\r\n\r\n" + b" " * 200_000))
     assert refusal(remote(server.url, url_retries=0)) == "answered more than 100000 bytes (1 attempt)"
+
+
+@pytest.mark.parametrize("unit", [b"[],", b'{"":0},'])
+def test_the_largest_answer_takes_little_memory_and_time(unit: bytes) -> None:
+    """Eight may be parsed at once."""
+    server = json_server.JsonServer("url", "http://h", None, 0, 1.0)
+    body = b"[" + unit * ((json_server.MAX_ANSWER_BYTES - 4) // len(unit)) + b"0]"
+    tracemalloc.start()
+    started = time.process_time()
+    server.content(200, body)
+    seconds, most = time.process_time() - started, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 128 << 20 and seconds < 5
 
 
 def test_an_answer_that_swells_when_unpacked_is_not_asked_for(faulty: Callable[..., Faulty]) -> None:

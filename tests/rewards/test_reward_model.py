@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from rlx.config.errors import ConfigError
 from rlx.models.tiny import build_tokenizer
 from rlx.rewards.reward_model import (
+    Exchange,
     ModelReward,
     RewardModel,
     RewardModelError,
@@ -24,7 +25,7 @@ from rlx.rewards.reward_model import (
 )
 from rlx.types import Prompt, Response
 
-PAIRS = [(f"{'what is ' * (i % 7)}{i} + 1 =", "9" * (1 + i * 5 % 11)) for i in range(40)]
+PAIRS = [Exchange(f"{'what is ' * (i % 7)}{i} + 1 =", "9" * (1 + i * 5 % 11)) for i in range(40)]
 PATIENCE = 300.0  # for loading, on a busy machine
 
 
@@ -77,12 +78,37 @@ def test_the_chat_is_encoded_with_one_end(template: str | None, system: str | No
     tokenizer = build_tokenizer()
     if template != "as it is":
         tokenizer.chat_template = template
-    assert tokenizer.decode(encode_response(tokenizer, "1 + 2 =", "3", system)) == text
+    assert tokenizer.decode(encode_response(tokenizer, Exchange("1 + 2 =", "3"), system)) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("as it is", "<|user|>1 + 2 =<|assistant|>3"),
+        (None, "1 + 2 =3"),
+        ("{% for m in messages %}{{ m['content'] + eos_token + '\n' }}{% endfor %}", "1 + 2 =<|end|>\n3"),
+        ("{% for m in messages %}{{ m['content'] + '(turn)' }}{% endfor %}", "1 + 2 =(turn)3"),
+        # A template that changes what was said cannot leave it open: only the end is taken off.
+        ("{% for m in messages %}{{ m['content'][:1] + eos_token }}{% endfor %}", "1<|end|>3"),
+    ],
+)
+def test_a_completion_that_was_cut_has_no_end(template: str | None, text: str) -> None:
+    tokenizer = build_tokenizer()
+    if template != "as it is":
+        tokenizer.chat_template = template
+    assert tokenizer.decode(encode_response(tokenizer, Exchange("1 + 2 =", "3", finished=False))) == text
+
+
+def test_a_reward_model_sees_whether_a_completion_was_cut(decoder: Path) -> None:
+    whole, cut = RewardModel(str(decoder)).score([Exchange("1 + 2 =", "3"), Exchange("1 + 2 =", "3", finished=False)])
+    assert abs(whole - cut) > 1e-3
 
 
 def test_long_texts_are_cut_on_the_left_behind_the_first_token(decoder: Path) -> None:
     classifier = load_classifier(str(decoder))
-    short, long, other = classifier.encode([("q", "a"), ("b" + "q" * 600, "a"), ("c" + "q" * 600, "a")])
+    short, long, other = classifier.encode(
+        [Exchange("q", "a"), Exchange("b" + "q" * 600, "a"), Exchange("c" + "q" * 600, "a")]
+    )
     assert classifier.tokenizer.decode(short) == "<|user|>q<|assistant|>a<|end|>"
     assert len(long) == 512
     assert classifier.tokenizer.decode(long) == "<|user|>" + "q" * 508 + "<|assistant|>a<|end|>"
@@ -107,7 +133,7 @@ def test_a_score_does_not_depend_on_batch_padding_or_order(kind: str, request: p
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        alone = [model(torch.tensor([encode_response(tokenizer, *pair)])).logits.item() for pair in PAIRS]
+        alone = [model(torch.tensor([encode_response(tokenizer, pair)])).logits.item() for pair in PAIRS]
     assert max(alone) - min(alone) > 0.1
     for budget in (1, 300, 100_000):
         assert RewardModel(str(folder), batch_tokens=budget).score(PAIRS) == pytest.approx(alone, abs=1e-5)
@@ -168,10 +194,10 @@ def started(model: str, count: int) -> Iterator[list[Any]]:
     remove_placement_group(group)
 
 
-def responses(pairs: list[tuple[str, str]]) -> list[Response]:
+def responses(answers: list[Exchange]) -> list[Response]:
     return [
-        Response(prompt=Prompt(i, (), question, ""), text=text, answer=text, num_tokens=1, finished=True)
-        for i, (question, text) in enumerate(pairs)
+        Response(Prompt(i, (), question, ""), text=text, answer=text, num_tokens=1, finished=finished)
+        for i, (question, text, finished) in enumerate(answers)
     ]
 
 
@@ -181,14 +207,16 @@ def test_replicas_share_the_responses_in_order(replicas: list[Any], decoder: Pat
     expected = RewardModel(str(decoder)).score(PAIRS)
     assert reward(responses(PAIRS)) == pytest.approx(expected, abs=1e-5)
     assert reward(responses(PAIRS[:1])) == pytest.approx(expected[:1], abs=1e-5)
+    cut = PAIRS[0]._replace(finished=False)
+    assert reward(responses([cut])) == pytest.approx(RewardModel(str(decoder)).score([cut]), abs=1e-5)
     assert reward([]) == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_are_nearly_equal_in_characters(count: int) -> None:
-    pairs = [*PAIRS, ("q", "long " * 40)]
+    pairs = [*PAIRS, Exchange("q", "long " * 40)]
     shares = ModelReward([None] * count).shares(responses(pairs))
-    assert [response.text for share in shares for response in share] == [text for _, text in pairs]
+    assert [response.text for share in shares for response in share] == [pair.completion for pair in pairs]
     sizes = [sum(len(response.prompt.question) + len(response.text) + 1 for response in share) for share in shares]
     assert max(sizes) - sum(sizes) / count <= 202  # of the longest
 
@@ -202,7 +230,7 @@ def test_a_killed_replica_is_asked_again_when_it_is_back(replicas: list[Any]) ->
 
 
 def test_an_error_names_the_replica_that_is_late(replicas: list[Any]) -> None:
-    long = responses([("q" * 500, "a")] * 400)
+    long = responses([Exchange("q" * 500, "a")] * 400)
     with pytest.raises(RewardModelError, match=r"^reward model 1 did not answer within 0.01 s$"):
         ModelReward(replicas, 0.01, first=1)(long)
     assert ModelReward(replicas, PATIENCE)([]) == []
@@ -210,7 +238,7 @@ def test_an_error_names_the_replica_that_is_late(replicas: list[Any]) -> None:
 
 def test_a_failing_replica_is_named_with_the_reason(replicas: list[Any]) -> None:
     with pytest.raises(RewardModelError, match=r"^reward model 1 failed: [^\n]+$"):
-        ModelReward(replicas, PATIENCE)(responses([*PAIRS, ("q", "half a character: \ud800")]))
+        ModelReward(replicas, PATIENCE)(responses([*PAIRS, Exchange("q", "half a character: \ud800")]))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import CORRECTNESS, SCORERS, RewardConfig
+from rlx.config.sections.reward import CORRECTNESS, SCORERS, RewardConfig
 from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError, check_functions, load_function
 from rlx.rewards.functions import REWARDS, exact_match, extract_answers, math_verify, numeric
@@ -53,7 +53,7 @@ def constant(*scores: Any) -> Scorer:
 
 def one(name: str, row: Response, **settings: Any) -> Sequence[float]:
     config = RewardConfig(functions={name: 1.0}, **settings)
-    return scoring.scorers(config, never)[name]([row])
+    return list(scoring.scores_of(scoring.scorers(config, never)[name]([row])))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,8 +206,9 @@ def test_without_math_verify_the_error_says_so(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_every_name_in_the_settings_has_a_scorer_here_or_elsewhere() -> None:
-    assert {*REWARDS, "task", "model", "url"} == set(SCORERS)
+    assert {*REWARDS, "task", "model", "url", "judge"} == set(SCORERS)
     settings: Any = {"format_pattern": "x", "length_target": 1, "model": "m", "url": "http://h"}
+    settings |= {"judge_url": "http://h", "judge_model": "m"}
     config = RewardConfig(functions=dict.fromkeys(SCORERS, 1.0), **settings)
     assert set(scoring.scorers(config, never)) == {*REWARDS, "task"}
 
@@ -370,6 +371,7 @@ def test_the_working_directory_hides_no_module_of_the_same_name(write: Write, mo
     [
         ("return [1 / len(c) for c in completions]", r"raised ZeroDivisionError\('division by zero'\) at \S+\.py:3"),
         ("import sys; sys.exit(3)", r"raised SystemExit\(3\) at \S+\.py:3"),
+        ("raise KeyboardInterrupt", r"raised KeyboardInterrupt\(\) at \S+\.py:3"),
         ("import os; os._exit(3)", r"ended its process \(exit code 3\)"),
         ("import os; os.abort()", r"ended its process \(SIGABRT\)"),
         ("import time; time.sleep(60)", r"took longer than 3 s"),
@@ -575,6 +577,14 @@ def test_a_wrong_number_of_scores_is_an_error(returned: Any, shown: str) -> None
 
 
 TWO = [Prompt(0, (), "1 + 1?", "2"), Prompt(1, (), "2 + 2?", "4")]
+
+
+def test_numeric_without_a_number_to_expect_is_refused() -> None:
+    told = [Prompt(0, (), "1 + 1?", "two, so #### 2")]
+    with pytest.raises(ConfigError, match="numeric: the expected answer 'two, so #### 2' is no number; --data"):
+        scoring.try_functions(RewardConfig(functions={"numeric": 1.0}), told)
+    scoring.try_functions(RewardConfig(functions={"numeric": 1.0}), [*told, *TWO])  # one of them is
+    scoring.try_functions(RewardConfig(functions={"numeric": 0.0, "task": 1.0}), told)
 
 
 @pytest.mark.parametrize(

@@ -220,16 +220,28 @@ def lockstep(model: str, overlapped: bool, blocks: int, seed: int, requests: int
     return world.counts
 
 
+ALTERED: tuple[dict[str, Any], ...] = (
+    {},
+    {"min_p": 0.05},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"min_tokens": 4},
+    {"frequency_penalty": -0.3, "top_k": 20},
+    {"stop": ("1", "23")},
+)
+"""what alters the distribution of a request's tokens or ends it"""
+
+
 def completions(model: str, ours: bool) -> tuple[dict[str, Any], str, int]:
     """What an engine makes of requests for which its cache has no room; its scheduler's name; how many it preempted.
 
     Requests join in the middle, one is aborted, the cache is emptied under the running ones.
     """
-    from rlx.config.sections import ModelConfig, RolloutConfig
+    from rlx.config.sections.model import ModelConfig
+    from rlx.config.sections.rollout import RolloutConfig
     from rlx.rollout.engine_args import engine_args
 
     rollout, dtype = RolloutConfig(max_tokens=96, max_num_seqs=16, kv_cache_mib=1), ModelConfig(dtype="float32")
-    options = engine_args(rollout, dtype, max_prompt_tokens=64, on_gpu=False)
+    options = engine_args(rollout, dtype, max_prompt_tokens=64, on_gpu=False) | {"skip_tokenizer_init": False}
     engine = build_llm_engine(model, options if ours else options | {"scheduler_cls": None})
     scheduler, preempted = engine.engine_core.engine_core.scheduler, []
     preempt = scheduler._preempt_request
@@ -242,7 +254,7 @@ def completions(model: str, ours: bool) -> tuple[dict[str, Any], str, int]:
             prompt = [6 + (number * place) % 80 for place in range(3 + 5 * (number % 12))]
             length = [96, 5, 90, 80][number % 4]
             sampling = Sampling(2.0, 1.0, -1, length, () if number % 5 else (1, 7), logprobs=number % 3 > 0)
-            params = sampling_params(sampling, number)
+            params = sampling_params(dataclasses.replace(sampling, **ALTERED[number % 6]), number)
             params.ignore_eos = True
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
 

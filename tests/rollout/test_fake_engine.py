@@ -1,6 +1,8 @@
 """Engines without a model: what they answer, the weights they take, and the errors of a real engine."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +50,33 @@ def test_a_stop_token_ends_a_completion_and_nothing_else_but_its_length() -> Non
         assert all(0 <= token < 4 for token in output.token_ids)
     # Five draws of four tokens without the stop token: 0.75 ** 5 = 0.24.
     assert 0.1 < np.mean([not output.finished for output in outputs]) < 0.4
+
+
+def letters(tokens: Sequence[int]) -> str:
+    return "".join("abcd"[token] for token in tokens)
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it() -> None:
+    sampling = replace(SAMPLING, stop_token_ids=(), max_tokens=12)
+    for seed in range(50):
+        request = Request((2,), seed, sampling)
+        whole = uniform_output(request, 4)
+        output = uniform_output(replace(request, sampling=replace(sampling, stop=("ab", "dd"))), 4, letters)
+        text = letters(output.token_ids)
+        assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+        assert output.finished == text.endswith(("ab", "dd"))
+        assert output.finished or len(text) == 12
+        assert "ab" not in text[:-1] and "dd" not in text[:-1]
+    with pytest.raises(ValueError, match="stop strings need the argument `decode`"):
+        uniform_output(Request((2,), 0, replace(sampling, stop=("a",))), 4)
+
+
+def test_nothing_ends_a_completion_before_its_shortest_length() -> None:
+    sampling = replace(SAMPLING, min_tokens=3, stop=("b",))
+    for seed in range(50):
+        output = uniform_output(Request((2,), seed, sampling), 4, letters)
+        assert 1 not in output.token_ids[:3] and 4 <= len(output.token_ids) <= 5  # token 1 is the letter b
+        assert output.logprobs[:3] == (-math.log(3),) * 3 and output.logprobs[3] == -math.log(4)
 
 
 def test_engines_in_this_process_answer_by_hand() -> None:

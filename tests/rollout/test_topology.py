@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from rlx.config.sections import TransportName
+from rlx.config.sections.rollout import TransportName
 from rlx.rollout.weight_sync.base import DeviceLocation, EngineLocation, Source
 from rlx.rollout.weight_sync.topology import TRANSPORTS, routes
 

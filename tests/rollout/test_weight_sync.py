@@ -21,7 +21,7 @@ from conftest import start_engine, stop_engine
 from test_engine import CLOSE, FAR, PROMPTS, SAMPLING, Side, generate_all, versions
 from torch import Tensor
 
-from rlx.config.sections import TransportName
+from rlx.config.sections.rollout import TransportName
 from rlx.mesh import Mesh
 from rlx.models import loading, lora, policy
 from rlx.rollout.engine_pool import EnginePool

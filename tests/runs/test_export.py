@@ -110,7 +110,7 @@ def in_full(weights: list[ShardedWeight]) -> dict[str, Tensor]:
 
 def make(kind: str, on_ranks: OnRanks, path: Path, storage: Path) -> Made:
     """A run's folder as a run leaves it."""
-    config = small(path, storage, kind, **KINDS[kind])
+    config = small(path, storage, kind, train__actor_lr=1e-3, **KINDS[kind])
     run = storage / "runs" / kind
     place = run / "step_000003"
     place.mkdir(parents=True)

@@ -52,6 +52,24 @@ def test_only_old_leftovers_of_processes_that_are_gone_are_deleted(temporary: Pa
     assert all(path.exists() for path in [*kept, target, link])
 
 
+def test_what_a_killed_process_of_rlx_left_is_deleted(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [
+        "rlx-sandbox-ab_cd012",
+        f"rlx-library-{GONE}-abcdefgh",
+        f"rlx-library-{ALIVE}-abcdefgh",
+        "rlx-mine-abcdefgh",
+    ]
+    (temporary / "shm").mkdir()
+    monkeypatch.setattr(leftovers, "_SHARED_MEMORY", temporary / "shm")
+    made = [temporary / name for name in names] + [temporary / "shm" / "rlx-adapter-abcdefgh"]
+    for path in made:
+        path.mkdir()
+        (path / "x").write_text("x")
+        os.utime(path, (time.time() - 2 * DAY_S,) * 2)
+    leftovers.clear_leftovers()
+    assert [path for path in made if path.exists()] == made[2:4]
+
+
 def test_a_folder_that_is_not_there_is_no_error(temporary: Path) -> None:
     (temporary / "ray").rmdir()
     leftovers.clear_leftovers()

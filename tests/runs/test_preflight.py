@@ -1,20 +1,24 @@
 """What is found wrong with a run before any of it starts: models, prompt files, rewards, servers, the disk."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.sections import RewardConfig, TrackingConfig
+from rlx.config.sections.reward import RewardConfig
+from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError
 from rlx.runs import preflight, run_folder
 from rlx.storage.filesystem import Storage, StorageError
+from rlx.types import Prompt
 
 
 def test_a_model_must_be_divisible_by_the_gpus_that_it_is_split_over(tmp_path: Path) -> None:
@@ -40,6 +44,54 @@ def test_a_trial_on_another_machine_needs_no_prompt_file(tiny_model: Path, tmp_p
     assert preflight.prepare(config, tables={"train": None}).model_path == str(tiny_model)
 
 
+LAMBDA = {"algorithm.gae_lambda": 0.9}
+
+
+def test_lengths_are_settled_by_the_model_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
+    """The tiny model has 512 positions. What is settled is saved with the run, and is then as given."""
+    given = {"storage": str(tmp_path), "model.path": str(tiny_model)}
+    ready = preflight.prepare(from_tree(with_overrides({}, given))).config
+    assert (ready.data.max_prompt_tokens, ready.rollout.max_tokens) == (256, 256)
+    ready = preflight.prepare(from_tree(with_overrides({}, given | {"data.max_prompt_tokens": 100}))).config
+    assert (ready.data.max_prompt_tokens, ready.rollout.max_tokens) == (100, 412)
+    saved = from_tree(ready.model_dump(mode="json"))
+    assert preflight.prepare(saved).config == ready
+    for lengths, sum_of_both in (({"rollout.max_tokens": 512}, 513), ({"data.max_prompt_tokens": 600}, 601)):
+        with pytest.raises(ConfigError, match=rf"= {sum_of_both}, but .* has 512 positions$"):
+            preflight.prepare(from_tree(with_overrides({}, given | lengths)))
+
+
+def test_the_context_of_a_model_of_the_hub_is_read_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = from_tree({"model": {"path": "org/name"}})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert preflight.lengths(config.data, config.rollout, "org/name")["rollout.max_tokens"] == 1024  # nobody knows
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"n_positions": 700}')  # as GPT-2 has it
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("1")
+    assert preflight.lengths(config.data, config.rollout, "org/name") == {
+        "data.max_prompt_tokens": 350, "rollout.max_tokens": 350,
+    }  # fmt: skip
+    assert preflight.lengths(config.data, config.rollout, "tiny") == {}  # its folder may not exist yet
+
+
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [(LAMBDA, True), ({}, False), (LAMBDA | {"checkpoint.init_from": "/runs/a/step_000005"}, False)],
+)
+def test_what_is_known_to_fail_is_shown_once(
+    more: dict[str, Any], shown: bool, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A critic that comes from a checkpoint has learnt."""
+    given = {"storage": str(tmp_path), "model.path": str(tiny_model)}
+    preflight.prepare(from_tree(with_overrides({}, given | more)))
+    assert caplog.text.count("warning: algorithm.gae_lambda 0.9 with rollout.max_tokens 256: ") == shown
+
+
 def test_rewards_are_tried_before_a_start_and_only_warn_where_workers_have_gpus(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,15 +99,15 @@ def test_rewards_are_tried_before_a_start_and_only_warn_where_workers_have_gpus(
     code = "def f(prompts, completions, answers): return [1.0, int(completions[1])]\n"
     (tmp_path / "tried_rewards.py").write_text(code)
     rewards = RewardConfig(functions={"tried_rewards:f": 1.0})
-    rows = [{"question": "1 + 1?", "answer": "2"}, {"question": "Who?", "answer": "Ann"}]
+    prompts = [Prompt(0, (), "1 + 1?", "2"), Prompt(1, (), "Who?", "Ann")]
     with (
         pytest.raises(RewardError, match=r"ValueError.*'Ann'.* at .*tried_rewards\.py:1.*; in full in ") as failed,
         run_folder.keeping_details(Storage.local(tmp_path)),
     ):
-        preflight.try_rewards(rewards, rows, on_gpu=False)
+        scoring.try_rewards(rewards, prompts, on_gpu=False)
     (details,) = tmp_path.glob("reward_error_*.txt")
     assert str(details) in str(failed.value) and "Traceback" in details.read_text() and '"Ann"' in details.read_text()
-    preflight.try_rewards(rewards, rows, on_gpu=True)
+    scoring.try_rewards(rewards, prompts, on_gpu=True)
     assert "need not be like those of the workers: reward " in caplog.text
 
 
@@ -80,6 +132,26 @@ def test_a_model_that_lacks_a_file_is_refused(files: dict[str, bytes], message: 
         preflight.check_model(from_tree({}), path)
 
 
+def test_a_critic_of_other_tokens_or_of_a_short_context_is_refused(tmp_path: Path) -> None:
+    def folder(name: str, vocabulary: dict[str, int], positions: int) -> str:
+        (tmp_path / name).mkdir()
+        tokenizer = json.dumps({"model": {"vocab": vocabulary}, "added_tokens": [{"id": 2, "content": "<end>"}]})
+        config = json.dumps({"max_position_embeddings": positions})
+        files = {"config__json": config.encode(), "tokenizer__json": tokenizer.encode(), "model__safetensors": b""}
+        return model_folder(tmp_path / name, **files)
+
+    path, same = folder("policy", {"a": 0, "b": 1}, 4096), folder("same", {"a": 0, "b": 1}, 4096)
+    other, short = folder("other", {"b": 0, "a": 1}, 4096), folder("short", {"a": 0, "b": 1}, 8)
+    for key in ("critic_path", "reference_path"):
+        preflight.check_model(from_tree({"model": {key: same}}), path)
+        with pytest.raises(ConfigError, match=rf"^model.{key} {other}: its tokenizer is another one than that of"):
+            preflight.check_model(from_tree({"model": {key: other}}), path)
+        with pytest.raises(ConfigError, match=rf"but model.{key} {short} has 8 positions"):
+            preflight.check_model(from_tree({"model": {key: short}}), path)
+        with pytest.raises(ConfigError, match=rf"^model.{key} ./nosuch: no such folder"):
+            preflight.check_quickly(from_tree({"model": {key: "./nosuch"}}), has_prompts=True)
+
+
 def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are_not(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4]}}).encode()
     weights = struct.pack("<Q", len(header)) + header
@@ -92,16 +164,34 @@ def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are
 
 def test_a_server_that_is_down_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"^tracking\.uri http://127\.0\.0\.1:9: no server answers there \(.*refused"):
-        preflight.check_tracking(TrackingConfig(uri="http://127.0.0.1:9"))
+        preflight.check_tracking("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("reward", "setting"),
+    [
+        ({"functions": {"url": 1.0}, "url": "http://127.0.0.1:9/score"}, "reward.url http://127.0.0.1:9/score"),
+        (
+            {"functions": {"judge": 1.0}, "judge_url": "http://127.0.0.1:9/v1", "judge_model": "m"},
+            "reward.judge_url http://127.0.0.1:9/v1/chat/completions",
+        ),
+    ],
+)
+def test_a_reward_server_that_is_down_is_refused_before_anything_starts(reward: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(setting)}: no server answers there \(.*refused"):
+        preflight.check_quickly(from_tree({"reward": reward}))
+    preflight.check_quickly(from_tree({"reward": reward}), has_prompts=True)  # of a trial: it has its retries
+    with pytest.raises(ConfigError, match=r"^ray_address 127"):  # whose nodes may reach the server
+        preflight.check_quickly(from_tree({"reward": reward, "ray_address": "127.0.0.1:9"}))
 
 
 def test_a_tracking_address_of_no_kind_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^tracking\.uri postgres://db: MLflow knows no postgres; nearest: postgresql$"
     ):
-        preflight.check_tracking(TrackingConfig(uri="postgres://db"))
+        preflight.check_tracking("postgres://db")
     for uri in (None, "sqlite:///x.db", "postgresql+psycopg2://u@h/db", "mlruns"):
-        preflight.check_tracking(TrackingConfig(uri=uri))
+        preflight.check_tracking(uri)
 
 
 def test_the_quick_checks_import_nothing_slow() -> None:

@@ -5,13 +5,15 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlx.cluster.resources import Bundle, Node, ResourcePlan, RoleLabels, check_room, plan_resources
+from rlx.cluster import resources
+from rlx.cluster.placement import Bundle, Node
+from rlx.cluster.resources import ResourcePlan, RoleLabels, check_room, plan_resources, wait_for_room
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 
@@ -92,7 +94,22 @@ def test_a_strategy_rules_nodes_out(strategy: str, counts: tuple[int, int]) -> N
 def test_indices_are_those_of_the_reserved_bundles() -> None:
     mixed = ResourcePlan(gpus(0.4), [{"CPU": 1.0}, {"CPU": 2.0}], gpus(2))
     assert mixed.bundles == [{"GPU": 2}, {"CPU": 2.0}, {"CPU": 1.0}]  # the workers are in a group of Ray Train's
-    assert mixed.indices == ([2, 1], [0])
+    assert mixed.indices == ([2, 1], [0], [])
+
+
+def test_environments_have_bundles_and_labels_of_their_own() -> None:
+    plan = ResourcePlan(
+        [{"CPU": 1.0}],
+        [{"CPU": 1.0}],
+        gpus(0.5),
+        labels=RoleLabels(environments={"kind": "cpu"}),
+        environments=[{"CPU": 0.5}, {"CPU": 0.5}],
+    )
+    assert plan.bundles == [{"GPU": 0.5}, {"CPU": 1.0}, {"CPU": 0.5}, {"CPU": 0.5}]
+    assert plan.indices == ([1], [0], [2, 3])
+    assert plan.selectors == [{}, {}, {"kind": "cpu"}, {"kind": "cpu"}]
+    assert str(plan) == "1 worker and 1 engine and 1 reward model and 2 environments"
+    assert plan.total() == {"CPU": 3.0, "GPU": 0.5}
 
 
 def test_engines_that_start_first_leave_room_for_all_workers() -> None:
@@ -120,7 +137,7 @@ def test_labels_rule_nodes_out() -> None:
 
 def test_engines_that_share_gpus_reserve_nothing_of_their_own() -> None:
     shared = ResourcePlan([{"CPU": 2.0, "GPU": 1.0}] * 2, [{"CPU": 1.0, "GPU": 1.0}] * 2, gpus(0.5), colocated=True)
-    assert shared.bundles == [{"GPU": 0.5}] and shared.indices == ([], [0])
+    assert shared.bundles == [{"GPU": 0.5}] and shared.indices == ([], [0], [])
     assert shared.total() == {"CPU": 4.0, "GPU": 2.5}
     assert shared.fits(nodes(*[{"CPU": 8.0, "GPU": 5.0}])) == 2  # four GPUs for the pairs, one for both reward models
     assert shared.fits(nodes(*[{"CPU": 8.0, "GPU": 4.0}])) == 1
@@ -161,6 +178,65 @@ def test_one_and_a_half_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=message):
         configured(scaling={"resources_per_worker": {"CPU": 1, "GPU": 1.5}})
     assert configured(scaling={"resources_per_worker": {"CPU": 1, "GPU": 2.0}}).total()["GPU"] == 2
+
+
+def test_a_kind_of_gpu_needs_workers_on_gpus() -> None:
+    with pytest.raises(
+        ConfigError, match=r"scaling\.accelerator_type H200 is a kind of GPU: it needs scaling\.use_gpu"
+    ):
+        configured(scaling={"accelerator_type": "H200"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nodes that are still to come
+
+SPOT = ResourcePlan([{"CPU": 1.0}], [{"CPU": 2.0}], labels=RoleLabels(workers={"market": "spot"}))
+
+
+@dataclass
+class Growing:
+    """A cluster that gets its second node when it was looked at so many times, and what an autoscaler is asked for."""
+
+    looks_before: int
+    asked: list[Any] = field(default_factory=list)
+
+    def nodes(self) -> list[Node]:
+        self.looks_before -= 1
+        late = [Node({"CPU": 4.0}, {"market": "spot"})] if self.looks_before < 0 else []
+        return [Node({"CPU": 4.0}), *late]
+
+    def ask(self, bundles: list[Bundle], bundle_label_selectors: list[dict[str, str]] | None = None) -> None:
+        self.asked.append((bundles, bundle_label_selectors))
+
+
+@pytest.fixture
+def growing(monkeypatch: pytest.MonkeyPatch) -> Growing:
+    cluster = Growing(3)
+    monkeypatch.setattr(resources, "cluster_nodes", cluster.nodes)
+    monkeypatch.setattr(resources, "_LOOK_S", 0.001)
+    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", cluster.ask)
+    return cluster
+
+
+def test_a_plan_waits_for_the_nodes_that_it_asks_for(growing: Growing) -> None:
+    said: list[str] = []
+    wait_for_room(SPOT, 60.0, said.append)
+    labels = "a node with the labels market=spot, which none of the 1 nodes has"
+    assert said == [f"waiting for nodes, 60 s at most: 1 worker and 1 engine need {labels}"]
+    assert growing.asked == [([{"CPU": 2.0}, {"CPU": 1.0}], [{}, {"market": "spot"}]), ([], None)]
+
+
+def test_a_plan_that_waited_in_vain_asks_for_nothing_more(growing: Growing) -> None:
+    growing.looks_before = 10**6
+    with pytest.raises(ConfigError, match="scaling: 1 worker and 1 engine need a node with the labels market=spot"):
+        wait_for_room(SPOT, 0.01, lambda message: None)
+    assert growing.asked[-1] == ([], None)
+
+
+def test_a_plan_with_room_neither_waits_nor_asks(growing: Growing) -> None:
+    growing.looks_before = 0
+    wait_for_room(SPOT, 0.0, pytest.fail)
+    assert growing.asked == []
 
 
 def test_a_plan_that_fits_is_let_through(ray_cluster: None) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import KEPT, NothingLeft
-from run_cases import STEPS, Done, comparable, small, train
+from run_cases import STEPS, Done, comparable, sample_rows, small, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
 from rlx.runs.train_run import RunError
+from rlx.samples import evaluations
+from rlx.samples.evaluations import EvaluationFile
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
 
@@ -38,6 +40,7 @@ STEADY: dict[str, Any] = {
     "train__ema_decay": 0.5,
     "train__gradient_checkpointing": True,
     "train__warmup_steps": 0,
+    "eval__sets": [{"name": "held", "samples": 2, "temperature": 0.7, "every": 1}],
     "algorithm__target_kl": 1e-7,
     "algorithm__normalize_rewards": True,
     "algorithm__reward_clip": 2.0,
@@ -106,10 +109,52 @@ def test_a_resumed_run_with_all_that_state_is_the_undisturbed_one(steady: Done, 
     assert len(comparable(steady.history, range(5))) > 30
 
 
+@pytest.mark.slow  # a run of its own; test_experience has the greedy completions, test_advantages the formula
 def test_remax_compares_with_the_greedy_completion(remax: Done) -> None:
     trained = 16 * last(remax, "response/length_mean", 1)
     assert last(remax, "tokens/total", 1) > trained + 8 - 1e-3  # a greedy completion for each of 8 prompts
     assert last(remax, "mismatch/max_abs", 1) <= 1e-4
+
+
+@pytest.mark.slow  # engines and workers of their own; test_engine compares the distributions by numbers
+def test_the_doctor_proves_the_distribution_that_sampling_options_make(
+    nothing_left: NothingLeft, tiny_model: Path, storage: Path
+) -> None:
+    options = {"min_p": 0.02, "repetition_penalty": 1.2, "bad_words": ["7"], "stop": ["1", "<|end|>"], "min_tokens": 2}
+    chosen = {f"rollout__{name}": value for name, value in options.items()}
+    config = small(tiny_model, storage, "options", algorithm__rollout_correction="tis", **chosen)
+    lines = {line.what: line for line in launch.examine(preflight.prepare(config), KEPT)}
+    assert [line for line in lines.values() if not line.passed] == []
+    assert lines["engine against trainer, mean difference of logprobs"].figure < 1e-4
+
+
+@pytest.mark.slow  # workers of its own; test_loop mixes sources on any number of ranks, test_mixture their order
+def test_a_run_mixes_a_data_set_on_disk_with_generated_prompts(
+    nothing_left: NothingLeft, tiny_model: Path, storage: Path, tmp_path: Path
+) -> None:
+    rows = [{"role": "user", "content": f"{i} + {i} ="} for i in range(40)]
+    file = tmp_path / "doubles.jsonl"
+    file.write_text("".join(json.dumps({"q": [row], "a": {"b": 2 * i}}) + "\n" for i, row in enumerate(rows)))
+    mixed = [
+        {"source": str(file), "prompt_column": "q", "answer_column": "a.b", "reward": {"exact_match": 2.0}},
+        {"source": "reasoning_gym:chain_sum", "name": "sums", "weight": 3, "num_prompts": 50},
+    ]
+    functions, sets = {"task": 1.0, "exact_match": 0.0}, [{"name": "held", "samples": 2}]
+    sets.append(
+        {"name": "more", "samples": 3, "num_prompts": 5, "source": "reasoning_gym:chain_sum", "seed": 7_000_000}
+    )
+    overrides = {"data__sources": mixed, "reward__functions": functions, "eval__sets": sets}
+    done = train(small(tiny_model, storage, "mixed", train__steps=1, **overrides))
+    for name in ("reward/mean", "task/accuracy", "eval/accuracy", "eval/reward"):
+        assert last(done, f"{name}/sums", 1 - name.startswith("eval/")) <= 1
+    assert last(done, "eval/reward/doubles", 0) == 2 * last(done, "eval/accuracy/doubles", 0)
+    assert sample_rows(done, 0)[0]["prompt"] in {f"{i} + {i} =" for i in range(36, 40)}
+    run = open_storage(str(storage)) / "runs" / "mixed"
+    for name, questions, samples in (("held", 10, 2), ("more", 5, 3)):
+        outcomes = evaluations.read_outcomes(run, EvaluationFile(1, name))
+        assert outcomes.right.shape == (questions, samples)
+        assert last(done, f"eval/{name}/avg_at_{samples}", 1) == pytest.approx(outcomes.right.mean(), abs=1e-6)
+        assert last(done, f"eval/{name}/pass_at_{samples}", 1) == pytest.approx(outcomes.right.any(1).mean(), abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,6 +252,7 @@ def adapted(nothing_left: NothingLeft, many_rewards: Callable[..., RunConfig]) -
     return train(many_rewards("adapted"))
 
 
+@pytest.mark.slow  # engines and workers of their own; the default suite trains, saves and exports adapters
 def test_engines_agree_after_adapters_were_sent(adapted: Done) -> None:
     assert all(0 < last(adapted, "mismatch/max_abs", step) <= 1e-4 for step in (1, 2))
     assert abs(last(adapted, "kl/ref", 1)) <= 1e-9

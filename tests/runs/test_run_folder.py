@@ -1,15 +1,17 @@
 """Which checkpoint of which run a person means, what is inherited from it, and whether a run can start from it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rlx.cli import export
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.run import RunConfig
+from rlx.config.run import RunConfig, sections
 from rlx.runs import run_folder
 from rlx.runs.run_folder import checkpoint_of
 from rlx.storage import checkpoint_catalog
@@ -20,6 +22,7 @@ from rlx.storage.claims import ClaimedError
 from rlx.storage.filesystem import StorageError
 from rlx.storage.signatures import Signer
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = {5: 0.2, 10: 0.9, 15: 0.5}
 """the checkpoints of a made-up run, and their accuracy"""
 
@@ -83,6 +86,21 @@ def test_a_checkpoint_has_many_names(which: str, step: int, storage: Path) -> No
     assert found.step == step and found.manifest
     assert address.rstrip("/").endswith(f"{storage}/runs/a/{found.name}")
     assert checkpoint_catalog.read_checkpoint(open_storage(address, create=False)) == found  # the address leads there
+
+
+def test_a_run_of_before_goes_on_with_its_own_settings(tmp_path: Path) -> None:
+    """Its folder has all settings, so that new defaults change nothing."""
+    text = (ROOT / "tests" / "config" / "old_run.yaml").read_text()
+    folder = tmp_path / "runs" / "before"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(text)
+    (folder / "run.json").write_text(json.dumps({"mlflow_run": "1"}))
+    with run_folder.saved_run("before", str(tmp_path), {"train.steps": 80}, trust=True) as (config, _):
+        assert (config.train.steps, config.train.actor_lr, config.algorithm.gae_lambda) == (80, 1e-4, 0.95)
+        assert not config.train.shuffle_minibatches  # for which there was no setting
+        assert (config.rollout.max_tokens, config.data.max_prompt_tokens, config.model.dtype) == (16, 128, "float32")
+    put(folder, 40, 0.5)
+    assert run_folder.checkpoint_of("before@best", str(tmp_path))[1].step == 40
 
 
 def test_a_relative_folder_becomes_an_address_that_holds_anywhere(
@@ -157,12 +175,16 @@ CODE = {"reward__functions": {"evil:score": 1.0}}
         (URL, {"reward.url": None}),
         (URL | {"reward__url_key_env": "AWS_SECRET_ACCESS_KEY"}, {"reward.url": None, "reward.url_key_env": None}),
         ({"tracking__uri": "http://evil.example"}, {"tracking.uri": None}),
+        ({"tracking__backends": ["mlflow", "wandb"]}, {"tracking.backends": ("mlflow",)}),
         ({"ray_address": "evil.example:1"}, {"ray_address": None}),
         (CODE, {"reward.functions": {"task": 1.0}}),
         ({"model__path": "evil/weights"}, {"model.path": "tiny"}),
         ({"data__source": "/etc/passwd.csv", "data__params": {}}, {"data.source": "reasoning_gym:chain_sum"}),
         ({"reward__answer_pattern": "(a+)+$"}, {"reward.answer_pattern": None}),
         ({"checkpoint__init_from": "/evil"}, {"checkpoint.init_from": None}),
+        ({"rollout__engine_options": {"kv_transfer_config": "{}"}}, {"rollout.engine_options": {}}),
+        ({"rollout__sampling_options": {"skip_reading_prefix_cache": True}}, {"rollout.sampling_options": {}}),
+        ({"reward__answer_pattern": "reasoning_gym:(a+)+$"}, {"reward.answer_pattern": None}),
     ],
 )
 def test_what_a_stranger_could_use_is_not_inherited_and_said(
@@ -180,6 +202,41 @@ def test_what_a_stranger_could_use_is_not_inherited_and_said(
     assert run_folder.inherited_settings(found, said.append, trust=True) == before
     own = put(tmp_path, 6, signature=Signer.new().sign(before), train__steps=31, **changes)
     assert run_folder.inherited_settings(own, said.append) == before and len(said) == 1
+
+
+def test_every_setting_that_names_code_models_addresses_or_patterns_counts_as_such() -> None:
+    free = "|".join(("Address", "Pattern", "Arguments", "url_key_env", "judge_model", "functions", "SourceConfig"))
+    own = {"storage", "data.chat_template_args"}  # where a run lies; what its model's template may do without
+    declared = {"": RunConfig, **{f"{name}.": section for name, section in sections().items()}}
+    found = {
+        f"{prefix}{key}"
+        for prefix, section in declared.items()
+        for key in section.model_fields
+        if re.search(rf"\b({free})\b", f"{key} {section.__annotations__[key]}") or key.endswith("url_key_env")
+    }
+    assert found - own <= set(run_folder.POWERFUL)
+
+
+def test_an_export_runs_no_code_and_uses_no_address_of_a_stranger(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = {"model__path": "evil/weights", "model__trust_remote_code": True, "tracking__uri": "http://evil.example"}
+    found = put(tmp_path, 5, **evil, **URL)
+    args = export._argument_parser().parse_args([str(tmp_path)])
+    config = export.run_config(args, found)
+    assert (config.model.trust_remote_code, config.tracking.uri, config.model.path) == (False, None, "evil/weights")
+    assert "not taken from step_000005, which this user did not write: model.trust_remote_code, tracking.uri" in (
+        capsys.readouterr().out
+    )
+    trusting = export._argument_parser().parse_args([str(tmp_path), "--trust"])
+    assert export.run_config(trusting, found) == from_tree(settings(**evil, **URL))
+
+
+def test_a_refusal_of_what_a_stranger_wrote_is_one_short_line(tmp_path: Path) -> None:
+    made(tmp_path / "runs" / "a", reward__answer_pattern="(a)\n" * 5000)
+    with pytest.raises(ConfigError) as refused, run_folder.saved_run("a", str(tmp_path), {}):
+        pass
+    assert len(str(refused.value)) < 1000
 
 
 def test_a_run_of_another_person_is_resumed_when_what_it_names_is_trusted_or_given(tmp_path: Path) -> None:
@@ -248,6 +305,19 @@ def test_no_run_starts_after_its_last_step(tmp_path: Path) -> None:
 def test_no_run_takes_the_state_of_one_that_was_another(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     place = put(tmp_path, 5, train__steps=5).folder.path
     assert refusal(starting(place, train__steps=6, **change)).startswith(f"{said}in run a, which cannot change now")
+
+
+@pytest.mark.parametrize(
+    ("now", "refused"),
+    [("/there/prompts.jsonl", False), ("/there/others.jsonl", True), ("prompts.jsonl", True)],
+)
+def test_a_prompt_file_may_lie_elsewhere_when_a_run_goes_on(now: str, refused: bool) -> None:
+    before, after = (from_tree({"name": "a", "data": {"source": each}}) for each in ("/here/prompts.jsonl", now))
+    if not refused:
+        run_folder.check_resumable(after, before)
+        return
+    with pytest.raises(ConfigError, match=r"data\.source is /here/prompts\.jsonl in run a, which cannot change now"):
+        run_folder.check_resumable(after, before)
 
 
 def test_new_runs_get_names_of_their_own_and_leave_none_behind(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from rlx.runs.run_folder import saved_config
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracking import mlflow, outbox
-from rlx.tracking.tracker import OutboxTracker, service_at
+from rlx.tracking import outbox
+from rlx.tracking.services import mlflow
+from rlx.tracking.services.mlflow import MLflowService
+from rlx.tracking.tracker import OutboxTracker
 from rlx.types import GivenAnswer
 
 pytestmark = pytest.mark.slow  # no other run has processes of this shape
@@ -66,7 +68,7 @@ def head(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
 
 def leave(folder: Storage) -> None:
     """A record, as a process leaves it that has ended before MLflow took it."""
-    process = OutboxTracker(service_at(f"http://127.0.0.1:{s3.free_port()}"), folder, "ended")
+    process = OutboxTracker([MLflowService(f"http://127.0.0.1:{s3.free_port()}")], folder, "ended")
     process.log_text("late.txt", "at last")
     assert process.close(0) == 1
 

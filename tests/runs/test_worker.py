@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlx.config.sections import ScalingConfig
+from rlx.config.sections.scaling import ScalingConfig
 from rlx.rewards.custom import RewardError
 from rlx.runs import worker
 from rlx.runs.mailbox import Message
@@ -26,6 +26,17 @@ def test_phases_come_from_the_first_rank_and_messages_from_all(rank: int, told: 
     reporter.notify("engine 1 is back")
     assert sent == [Message(text) for text in told]
     assert [isinstance(message.text, Phase) for message in sent] == [text == "models" for text in told]
+
+
+@pytest.mark.parametrize(
+    ("until", "asked", "ends"),
+    [(None, False, [False] * 4), (None, True, [True] * 4), (2, False, [False, False, True, True])],
+)
+def test_a_job_ends_with_its_step_or_when_it_is_asked_to(until: int | None, asked: bool, ends: list[bool]) -> None:
+    spec, box = SimpleNamespace(until=until), SimpleNamespace(is_stopped=lambda number: asked)
+    job = worker.Job(spec, box, 1, Storage.local("."))  # type: ignore[arg-type]
+    assert [worker.RayReporter(NullTracker(), job, 0).should_stop(step) for step in range(4)] == ends
+    assert not any(worker.RayReporter(NullTracker(), job, 1).should_stop(step) for step in range(4))
 
 
 def test_the_details_of_a_failed_reward_function_are_kept_in_the_runs_folder(tmp_path: Path) -> None:

@@ -400,6 +400,17 @@ def test_the_newest_and_the_best_are_kept(
     assert folder.names() == [checkpoint_catalog.checkpoint_name(step) for step in left]
 
 
+def test_checkpoints_of_every_so_many_steps_are_kept(tmp_path: Path) -> None:
+    folder = open_storage(str(tmp_path))
+    for step in range(2, 18, 2):
+        put(folder, step)
+    checkpoint_catalog.prune(folder, Retention(1, every=4))
+    assert [entry.step for entry in checkpoint_catalog.complete_checkpoints(folder)] == [4, 8, 12, 16]
+    put(folder, 18)
+    checkpoint_catalog.prune(folder, Retention(1, every=8))
+    assert [entry.step for entry in checkpoint_catalog.complete_checkpoints(folder)] == [8, 16, 18]
+
+
 def test_unfinished_checkpoints_are_deleted_unless_they_may_still_be_written(folder: Storage) -> None:
     for step in range(1, 7):
         put(folder, step)
@@ -418,6 +429,17 @@ def test_nothing_is_deleted_while_no_checkpoint_is_complete(folder: Storage) -> 
         (folder / checkpoint_catalog.checkpoint_name(step) / checkpoint_manifest.MANIFEST).delete()
     checkpoint_catalog.prune(folder, Retention(1))
     assert folder.names() == ["step_000001", "step_000002"]
+
+
+def test_of_a_checkpoint_that_is_linked_here_only_the_link_is_deleted(tmp_path: Path) -> None:
+    mine, other = (Storage.local(tmp_path / name) for name in ("mine", "other"))
+    put(other, 1)
+    put(mine, 2)
+    (tmp_path / "mine" / "step_000001").symlink_to(tmp_path / "other" / "step_000001")
+    assert names(checkpoint_catalog.complete_checkpoints(mine)) == ["step_000001", "step_000002"]
+    checkpoint_catalog.prune(mine, Retention(1))
+    assert mine.names() == ["step_000002"]
+    assert names(checkpoint_catalog.complete_checkpoints(other)) == ["step_000001"]
 
 
 def test_a_deletion_cut_short_leaves_nothing_that_looks_complete(s3_faults: tuple[str, s3.Proxy]) -> None:

@@ -122,6 +122,34 @@ def test_another_machine_counts_as_gone_after_a_minute(tmp_path: Path, content: 
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    "changes", [{"since": "x"}, {"since": None}, {"pid": [1]}, {"pid": -1}, {"user": {}}, {"more": 1}, {"pid": True}]
+)
+def test_a_claim_with_other_values_is_no_owner_and_no_crash(tmp_path: Path, changes: dict[str, Any]) -> None:
+    foreign(tmp_path / "run", 0, json.dumps(asdict(Owner.myself()) | {"machine": "another"} | changes))
+    with pytest.raises(ClaimedError, match=r"in use by (a process that starts it|process \d+ of)"):
+        claims.take(Storage.local(tmp_path / "run"), "it")
+
+
+def test_who_holds_a_claim_is_told_in_one_line(tmp_path: Path) -> None:
+    odd = replace(Owner.myself(), user="a\nb", host="c\nd", machine="another", pid=10**30)
+    foreign(tmp_path / "run", 0, json.dumps(asdict(odd)))
+    with pytest.raises(ClaimedError, match=r"of a b on c d for \d+ s") as held:
+        claims.take(Storage.local(tmp_path / "run"), "it")
+    assert "\n" not in str(held.value)
+    foreign(tmp_path / "here", 0, json.dumps(asdict(replace(Owner.myself(), pid=10**30))))
+    with claims.take(Storage.local(tmp_path / "here"), "it"):  # no process has such a number
+        pass
+
+
+def test_a_claim_of_any_number_has_a_next_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    foreign(folder, 100).rename(folder / "owner-999999999.json")
+    with claims.take(Storage.local(folder), "it"), pytest.raises(ClaimedError, match=r"in use by process"):
+        claims.take(Storage.local(folder), "it")
+    assert not folder.exists()
+
+
 def test_a_process_with_the_same_number_is_another_one(tmp_path: Path) -> None:
     foreign(tmp_path, 0, json.dumps(asdict(replace(Owner.myself(), started="1"))))
     with claims.take(Storage.local(tmp_path), "it") as claim:

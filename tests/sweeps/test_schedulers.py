@@ -12,10 +12,13 @@ import pytest
 from ray import tune
 from ray.tune.schedulers.pbt import _explore
 
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
-from rlx.sweeps.records import TrialRecords, trial_name
-from rlx.sweeps.schedulers import REPLAYING, SCHEDULERS, Schedule
+from rlx.sweeps.choices import PAUSING
+from rlx.sweeps.records import TrialRecord, TrialRecords, trial_name
+from rlx.sweeps.schedulers.by_name import REPLAYING, SCHEDULERS
+from rlx.sweeps.schedulers.racing import RaceScheduler
+from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE, Space
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
@@ -41,7 +44,8 @@ def trainable() -> Any:
             step, line = step + 1, line + letter
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "past").write_text(json.dumps([line, starts]))
-                metrics = {"step": step, DEFAULT_METRIC: settings["accuracy"], "line": line, "starts": starts}
+                accuracy = settings["accuracy"] + 0.001 * settings.get("seed", 0)
+                metrics = {"step": step, DEFAULT_METRIC: accuracy, "line": line, "starts": starts}
                 tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder))
 
     # More than half of the session's cluster: there is room for one.
@@ -55,20 +59,24 @@ def run(
     folder: Path,
     *,
     begun: int = 0,
+    seeds: Sequence[int] = (),
 ) -> list[Mapping[str, Any]]:
-    """The last report of each trial of a sweep, one at a time, of trials A, B, ... with these accuracies."""
+    """The last report of each trial of a sweep, one at a time, of settings A, B, ... with these accuracies."""
     common = {"steps": schedule.steps, "begun": begun, "algorithm.gae_lambda": 0.5}
     listed = [common | {"accuracy": value} for value in accuracies]
-    options = TrialOptions(count=len(listed), replays=name in REPLAYING)
+    reports = [(begun, 0.5)] if begun else []
+    known = {trial_name(i): TrialRecord(settings={}, reports=reports) for i in range(len(listed))}
+    scheduler = SCHEDULERS[name](replace(schedule, known=known, settings=len(listed)))
+    race = scheduler.race if isinstance(scheduler, RaceScheduler) else None
+    options = TrialOptions(len(listed), seeds, replays=name in REPLAYING, pausing=name in PAUSING, race=race)
     trials = TrialSource(ListSearch(listed), {}, TrialRecords(open_storage(str(folder))), options)
-    steps_done = {trial_name(i): begun for i in range(len(listed))}
     results = tune.Tuner(
         trainable(),
         tune_config=tune.TuneConfig(
             metric=DEFAULT_METRIC,
             mode=MODE,
             num_samples=-1,
-            scheduler=SCHEDULERS[name](replace(schedule, steps_done=steps_done)),
+            scheduler=scheduler,
             search_alg=trials,
             reuse_actors=True,
             trial_name_creator=trials.name_of,
@@ -92,6 +100,13 @@ def test_the_first_rung_is_the_first_evaluation_that_training_can_have_changed()
     assert sweep(steps=8, every=2).first_rung == 2
     assert sweep(steps=8, every=20).first_rung == 8
     assert sweep(steps=8, every=0).first_rung == 8
+
+
+@pytest.mark.parametrize(("steps", "every"), [(8, 2), (40, 10), (7, 2), (1, 1), (8, 0), (100, 3)])
+def test_the_rungs_are_those_of_ray_but_for_the_last_step(steps: int, every: int) -> None:
+    schedule = sweep(steps, every)
+    (bracket,) = SCHEDULERS["asha"](schedule).inner._brackets  # type: ignore[attr-defined]
+    assert schedule.rungs == sorted(step for step, _ in bracket._rungs if step < steps)
 
 
 def test_without_a_scheduler_all_trials_do_all_steps(ray_cluster: None, tmp_path: Path) -> None:
@@ -127,6 +142,18 @@ def test_trials_are_judged_at_evaluations_alone(
     reports = run("hyperband", [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.5, 0.8], sweep(8, 3), tmp_path)
     assert set(steps(reports)) == {6, 8}
     assert steps(run("median", [0.5, 0.7, 0.1, 0.2, 0.9], sweep(8, 3), tmp_path / "median")) == [8, 8, 8, 3, 8]
+
+
+def test_a_race_stops_a_setting_and_adds_seeds_to_those_that_are_left(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two are equal and one is far behind: it stops at 2 with both seeds, the others get a third, trials 6 and 8."""
+    monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "9")
+    raced = replace(sweep(4, 2), seeds=2, max_seeds=3)
+    reports = run("race", [0.9, 0.1, 0.9], raced, tmp_path, seeds=[7, 8])
+    assert steps(reports) == [4, 4, 2, 2, 4, 4, 4, 4]
+    assert [report["config"]["seed"] for report in reports] == [7, 8, 7, 8, 7, 8, 9, 9]
+    assert [report["starts"] for report in reports] == [2, 2, 1, 1, 2, 1, 1, 1]  # all but the last one paused at 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from conftest import History, NothingLeft, Script, mlflow_history
+from conftest import LIKE_TINY, History, NothingLeft, Script, mlflow_history
 from ray import tune
 from safetensors import safe_open
 
@@ -21,9 +21,10 @@ import rlx
 from rlx.cluster import connection
 from rlx.cluster.resources import cluster_nodes, plan_resources
 from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree
-from rlx.config.sections import DEFAULT_METRIC
-from rlx.runs import run_folder
+from rlx.config.experiment import over_experiment
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.sweep import DEFAULT_METRIC
+from rlx.runs import launch, run_folder
 from rlx.runs.run_folder import mlflow_run, saved_config
 from rlx.storage import signatures
 from rlx.storage.addresses import open_storage
@@ -32,7 +33,13 @@ from rlx.sweeps import plans, room, tuner
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
 from rlx.sweeps.space import load_space
 from rlx.sweeps.trainable import PPOTrial
-from rlx.tracking import mlflow
+from rlx.tracking.services import mlflow
+
+
+@pytest.fixture(autouse=True)
+def with_tables(tmp_path: Path, empty_database: Path) -> None:
+    """MLflow's tables, which take seconds to make."""
+    shutil.copy(empty_database, tmp_path)
 
 
 def test_concurrency_never_exceeds_the_room(ray_cluster: None, tmp_path: Path) -> None:
@@ -75,6 +82,21 @@ def test_the_best_checkpoints_are_by_the_metric_of_the_sweep(
     assert (plan.config.checkpoint.best_by, plan.config.checkpoint.best_mode) == best
 
 
+@pytest.mark.parametrize(("every", "needed"), [(10, 5), (2, 5), (5, 5), (1, 1), (0, 5)])
+def test_trials_of_a_race_have_a_checkpoint_where_they_pause(every: int, needed: int, tmp_path: Path) -> None:
+    space = space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    tree = {"train": {"steps": 20}, "eval": {"every": 5}, "checkpoint": {"every": every}}
+    plan = plans.check_sweep(SweepPlan("s", tree, space, scheduler="race", seeds=3))
+    assert (plan.config.checkpoint.every, plan.config.checkpoint.async_save) == (needed, False)
+
+
+def test_a_scheduler_is_told_what_trials_did_before_a_resume_by_their_names(tmp_path: Path) -> None:
+    known = {"trial_00001": TrialRecord(settings={}, reports=[(5, 0.5)])}
+    plan = SweepPlan("s", {}, space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}"), trials=7, seeds=2)
+    schedule = plans.schedule_of(plan, {}, known)
+    assert (schedule.known, schedule.settings, schedule.seeds, schedule.max_seeds) == (known, 7, 2, 2)
+
+
 def test_a_resume_uses_the_search_space_as_it_was(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     made = plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
@@ -82,6 +104,28 @@ def test_a_resume_uses_the_search_space_as_it_was(tmp_path: Path) -> None:
     saved = plans.saved_sweep(storage, None)
     assert replace(saved, space=made.space) == made
     assert load_space(saved.space, saved.tree)["train.ppo_epochs"].categories == [1, 2]
+
+
+def test_a_sweep_of_before_goes_on_with_the_defaults_of_before(tmp_path: Path) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    tree = {"storage": str(tmp_path), "model": {"path": "org/name"}, "train": {"steps": 4, "actor_lr": 3e-6}}
+    made = plans.create_sweep(SweepPlan("s", tree, space), storage)
+    assert plans.saved_sweep(storage, "s").tree == made.tree == tree
+    file = tmp_path / "sweeps" / "s" / "sweep.json"
+    old = json.loads(file.read_text())
+    del old["defaults"]  # as the plan was written when every model had the tiny one's defaults
+    file.write_text(json.dumps(old))
+    config = plans.saved_sweep(storage, "s", trust=True).config
+    assert (config.model.path, config.train.steps, config.train.actor_lr) == ("org/name", 4, 3e-6)
+    assert (config.train.critic_lr, config.algorithm.gae_lambda, config.rollout.max_tokens) == (1e-4, 0.95, 16)
+
+
+@pytest.mark.parametrize(("scheduler", "rungs"), [("asha", "[10, 20]"), ("race", "[10, 20]"), ("none", None)])
+def test_the_rungs_of_a_sweep_are_recorded_with_it(scheduler: Any, rungs: str | None, tmp_path: Path) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler=scheduler, seeds=2), storage)
+    run = mlflow.client(mlflow.default_uri(tmp_path)).get_run(mlflow_run(storage / "sweeps" / "s"))
+    assert run.data.tags.get("rlx.rungs") == rungs
 
 
 def test_a_sweep_of_another_person_is_not_resumed_unless_it_is_trusted(
@@ -162,7 +206,7 @@ def small_tree(model: Path, folder: Path, answer: str = "") -> dict[str, Any]:
     """Settings with which `()` as what counts as an answer finds it in every completion, and `(?!)` in none."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"question": f"{i} + 1 =", "answer": answer}) + "\n" for i in range(60)))
-    return {
+    tree = {
         "storage": str(folder / "storage"),
         "model": {"path": str(model)},
         "data": {"source": str(prompts), "max_prompt_tokens": 32},
@@ -171,6 +215,7 @@ def small_tree(model: Path, folder: Path, answer: str = "") -> dict[str, Any]:
         "eval": {"every": 2, "num_prompts": 6},
         "checkpoint": {"every": 2},
     }
+    return over_experiment(tree)
 
 
 def prepared(
@@ -273,33 +318,53 @@ def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
 def test_whoever_knows_ray_alone_finds_what_they_expect(
     tiny_model: Path, place: Path, nothing_left: NothingLeft
 ) -> None:
-    config = from_tree({"name": "s", **small_tree(tiny_model, place)})
-    space = {"reward.answer_pattern": tune.grid_search(["()", "(?!)"]), "train.actor_lr": 1e-4}
+    tree = with_overrides(small_tree(tiny_model, place), {"train.steps": 6, "checkpoint.every": 1})
+    config = from_tree({"name": "s", **tree})
+    space = {"reward.answer_pattern": tune.grid_search(["()", "(?!)", "(x)"]), "train.actor_lr": 1e-4}
     tuner = rlx.tuner(config, space=space, search="grid", max_concurrent=1)
     assert isinstance(tuner, tune.Tuner)
     grid = tuner.fit()
-    assert not grid.errors and len(grid) == 2
+    assert not grid.errors and len(grid) == 3
     best = grid.get_best_result()
-    assert (best.metrics["step"], best.metrics["eval/accuracy"]) == (10, 1.0)
+    assert (best.metrics["step"], best.metrics["eval/accuracy"]) == (6, 1.0)
     assert best.config == {"reward.answer_pattern": "()", "train.actor_lr": 1e-4}
     run = place / "storage" / "sweeps" / "s" / "runs" / "trial_00000"
-    assert best.metrics["checkpoint_path"] == f"{run}/step_000010"
+    assert best.metrics["checkpoint_path"] == f"{run}/step_000006"
+    for result in grid:
+        assert_checkpoints(result, run.with_name(result.path.rpartition("/")[2]))
+    with pytest.raises(ConfigError, match=r"a Tuner runs once: rlx\.resume_tuner\('s'\) makes one for what is left"):
+        tuner.fit()
 
     model, tokenizer = rlx.load_model(best.checkpoint)
     weight = model.get_input_embeddings().weight
-    with safe_open(run / "step_000010" / "rank_00000.safetensors", "pt") as file:
+    with safe_open(run / "step_000006" / "rank_00000.safetensors", "pt") as file:
         names = list(file.keys())
         (name,) = (each for each in names if each.endswith("embed_tokens.weight") and each.startswith("policy"))
         assert torch.equal(weight, file.get_tensor(name))
     assert tokenizer.decode(model.generate(**tokenizer("1 + 1 =", return_tensors="pt"), max_new_tokens=2)[0])
 
-    again = tune.Tuner.restore(str(place / "storage" / "sweeps" / "s" / "tune"), PPOTrial).get_results()
-    assert again.get_best_result(DEFAULT_METRIC, "max").metrics == best.metrics
+    again = tune.Tuner.restore(str(place / "storage" / "sweeps" / "s" / "tune"), PPOTrial)
+    assert again.get_results().get_best_result(DEFAULT_METRIC, "max").metrics == best.metrics
+    records = {file: file.read_bytes() for file in (place / "storage" / "sweeps" / "s" / "trials").iterdir()}
+    with pytest.raises(ConfigError, match=r"rlx\.resume_tuner\('s'\)\.fit\(\) or rlx sweep --resume s continues it"):
+        again.fit()
+    assert len(records) == 3 and all(file.read_bytes() == content for file, content in records.items())
     nonce = (run / "signature").read_text().partition(":")[0]
     assert not files_with(signatures._derived_key(nonce), place)  # who copies a sweep cannot sign
     nothing_left(15)
     plan, storage = saved_sweep(place)
     assert status_of(plan, storage) == "FINISHED"
+
+
+def assert_checkpoints(result: tune.Result, run: Path) -> None:
+    """Train was given each step's checkpoint, and Tune keeps the newest, all with the metrics of their own steps."""
+    given = json.loads((run / launch._TRAIN_RECORD).read_text())["checkpoint_results"]
+    assert {each["checkpoint_dir_name"]: each["metrics"]["step"] for each in given} == {
+        f"step_{step:06d}": step for step in range(1, 7)
+    }
+    ((checkpoint, metrics),) = result.best_checkpoints
+    pointed = run_folder.pointed_checkpoint(Storage(checkpoint.filesystem, checkpoint.path))
+    assert (pointed.step, pointed.folder.path) == (metrics["step"], f"{run}/step_{metrics['step']:06d}")
 
 
 def files_with(content: bytes, folder: Path) -> list[Path]:
@@ -401,7 +466,7 @@ def test_a_trial_that_ends_takes_nothing_from_the_others(
 @pytest.mark.timeout(900)
 def test_a_killed_sweep_is_resumed(tiny_model: Path, tmp_path: Path, script: Any) -> None:
     storage = open_storage(str(tmp_path / "storage"))
-    words = ["--storage", storage.path, "--model.path", str(tiny_model), "--name", "s"]
+    words = ["--storage", storage.path, *LIKE_TINY, "--model.path", str(tiny_model), "--name", "s"]
     small = [
         "--train.prompts-per-step",
         "4",
@@ -411,6 +476,8 @@ def test_a_killed_sweep_is_resumed(tiny_model: Path, tmp_path: Path, script: Any
         "8",
         "--checkpoint.every",
         "2",
+        "--eval.every",
+        "5",
     ]
     first: Script = script("ppo_sweep.py", *words, *small, "--trials", "3", "--max-concurrent", "1")
     first.wait_for("trial_00000 finished")

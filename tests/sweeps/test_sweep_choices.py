@@ -1,15 +1,25 @@
 """What is refused in a plan of a sweep before Ray is imported."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlx.config.errors import ConfigError
+from rlx.config.sweep import SchedulerName
 from rlx.sweeps.choices import check_choices
-from rlx.sweeps.records import SweepPlan
+from rlx.sweeps.plans import schedule_of
+from rlx.sweeps.records import SweepPlan, read_plan
 
-FILES = {"space.py": "def space(): ...", "broken.py": "\ndef space(:", "none.py": "x = 1", "binary.py": b"\xff"}
+FILES = {
+    "space.py": "def space(): return {'train.actor_lr': 1, key: 2, **more}",
+    "broken.py": "\ndef space(:",
+    "none.py": "x = 1",
+    "binary.py": b"\xff",
+    "misspelt.py": "from ray import tune\ndef space():\n    return {'train.actor_rl': tune.uniform(0, 1)}",
+    "steps.py": "def space():\n    if x:\n        return {'train.steps': 1}\n    return {}",
+}
 
 
 @pytest.mark.parametrize(
@@ -19,10 +29,20 @@ FILES = {"space.py": "def space(): ...", "broken.py": "\ndef space(:", "none.py"
         ({"metric": "eval/ema/accuracy"}, "--metric eval/ema/accuracy: it needs train.ema_decay"),
         ({"scheduler": "hyperband", "max_concurrent": 2}, "--max-concurrent: --scheduler hyperband pauses"),
         ({"scheduler": "pbt", "seeds": 2}, "--scheduler pbt changes settings by itself"),
+        ({"scheduler": "race"}, "--scheduler race compares settings on the same seeds: --seeds 3, at least 2"),
+        ({"scheduler": "race", "seeds": 3, "max_seeds": 2}, "--max-seeds 2: not below --seeds 3"),
+        ({"scheduler": "race", "seeds": 3, "alpha": 0.7}, "--alpha 0.7: a chance between 0 and 0.5"),
+        ({"scheduler": "race", "seeds": 3, "search": "optuna"}, "--scheduler race starts all settings at once"),
+        ({"scheduler": "race", "seeds": 3, "max_concurrent": 2}, "--max-concurrent: --scheduler race pauses"),
+        ({"scheduler": "asha", "seeds": 3, "max_seeds": 4}, "--max-seeds 4: it is for --scheduler race"),
+        ({"alpha": 0.1}, "--alpha 0.1: it is for --scheduler race"),
+        ({"budget": "8 hours"}, "--budget 8 hours: an amount such as 500steps, 2Mtokens, 90gpu-min or 8gpu-h"),
         ({"space": "spce.py"}, "--space .*/spce.py: no such file; nearest: space.py"),
         ({"space": "broken.py"}, "--space .*/broken.py:2: not Python: invalid syntax"),
         ({"space": "binary.py"}, "--space .*/binary.py: not a Python file: "),
         ({"space": "none.py"}, r"--space .*/none.py: no function space\(\) that returns settings"),
+        ({"space": "misspelt.py"}, "--space .*/misspelt.py: unknown setting train.actor_rl; nearest: train.actor_lr"),
+        ({"space": "steps.py"}, "--space .*/steps.py: train.steps is the same for all trials"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(options: dict[str, Any], line: str, tmp_path: Path) -> None:
@@ -32,3 +52,46 @@ def test_what_does_not_go_together_is_one_line(options: dict[str, Any], line: st
     named = {"space": "space.py"} | options
     with pytest.raises(ConfigError, match=f"^{line}"):
         check_choices(SweepPlan("s", {}, str(tmp_path / named.pop("space")), **named))
+
+
+def plan(tmp_path: Path, metric: str) -> SweepPlan:
+    (tmp_path / "space.py").write_text(FILES["space.py"])
+    sets = [{"name": "aime", "samples": 4, "every": 4}, {"name": "held", "samples": 8}]
+    tree = {"train": {"steps": 20}, "eval": {"every": 5, "sets": sets}}
+    return SweepPlan("s", tree, str(tmp_path / "space.py"), metric=metric)
+
+
+def test_a_sweep_is_judged_by_any_metric_of_its_sets_when_that_is_measured(tmp_path: Path) -> None:
+    rungs = {"eval/aime/avg_at_4": [4, 8, 16], "eval/held/pass_at_2": [5, 10], "eval/reward": [5, 10]}
+    for metric, expected in rungs.items():
+        check_choices(plan(tmp_path, metric))
+        assert schedule_of(plan(tmp_path, metric), {}).rungs == expected
+    assert read_plan(asdict(plan(tmp_path, "eval/held/maj@8"))).metric == "eval/held/maj_at_8"
+
+
+@pytest.mark.parametrize("metric", ["eval/aime/avg_at_8", "eval/amie/avg_at_4", "eval/aime/avg_at_4_se"])
+def test_a_metric_that_no_set_measures_is_refused_with_the_nearest(metric: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^--metric {metric}: .*; nearest: eval/aime/avg_at_4$"):
+        check_choices(plan(tmp_path, metric))
+
+
+def test_a_sweep_without_mlflow_is_refused_in_one_line(tmp_path: Path) -> None:
+    tree = {"tracking": {"backends": ["tensorboard"]}}
+    with pytest.raises(ConfigError, match=r"^tracking\.backends: a sweep needs mlflow among them"):
+        check_choices(SweepPlan("s", tree, str(tmp_path / "space.py")))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "every", "is_told"), [("asha", 4, True), ("asha", 0, True), ("asha", 2, False), ("none", 4, False)]
+)
+def test_a_scheduler_that_has_nothing_to_decide_is_told_of(
+    scheduler: SchedulerName, every: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "space.py").write_text(FILES["space.py"])
+    tree = {"train": {"steps": 4}, "eval": {"every": every}}
+    check_choices(plan := SweepPlan("s", tree, str(tmp_path / "space.py"), scheduler=scheduler))
+    assert (plan.scheduler != "none" and not schedule_of(plan, {}).rungs) == is_told
+    assert caplog.messages == is_told * [
+        f"warning: --scheduler {scheduler} has nothing to decide: trials are evaluated before the first and after the "
+        "last step only; give --eval.every less than the 4 steps"
+    ]

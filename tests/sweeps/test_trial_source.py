@@ -12,7 +12,7 @@ import pytest
 from ray.tune.search import Searcher
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError
 from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from rlx.tracking.console import RunProgress, SweepProgress
+from rlx.tracking.console import RunProgress, SweepProgress, metrics_line
 from rlx.tracking.startup import StartUp
 from rlx.types import Phase
 
@@ -87,6 +87,15 @@ def test_the_metric_of_a_sweep_takes_the_place_of_the_accuracy() -> None:
     progress.update("trial_00000", SETTINGS, METRICS | {"step": 7, "eval/reward": 1.125}, "running")
     shown = "\n".join(lines(progress, text))
     assert "eval/reward" in shown and "1.125" in shown and "0.833" not in shown and "held-out" not in shown
+
+
+def test_what_sets_measured_is_shown_with_its_standard_error() -> None:
+    found = {"eval/aime/avg_at_16": 0.4125, "eval/aime/avg_at_16_se": 0.0314, "eval/aime/pass_at_4": 0.7}
+    line = metrics_line(METRICS | found | {"eval/one/avg_at_2": 0.5})
+    assert line.endswith("  aime 0.412±0.031  one 0.500")
+    progress, text = screen(140, 24, "eval/aime/avg_at_16")
+    progress.update("trial_00000", SETTINGS, METRICS | found | {"step": 7}, "running")
+    assert "0.412±0.031" in "\n".join(lines(progress, text))
 
 
 @pytest.fixture

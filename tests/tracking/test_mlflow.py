@@ -11,10 +11,10 @@ import pytest
 
 import rlx
 from rlx.config.errors import ConfigError
-from rlx.config.sections import flatten
-from rlx.tracking import mlflow, mlflow_page
+from rlx.config.sections.base import flatten
 from rlx.tracking.base import MetricPoint, RunStatus
 from rlx.tracking.metrics import meaning
+from rlx.tracking.services import mlflow, mlflow_page
 
 
 @pytest.fixture
@@ -181,12 +181,14 @@ def test_a_server_that_is_not_there_is_refused_without_its_password() -> None:
     with pytest.raises(ConfigError) as error:
         mlflow.MLflowService("http://user:secret@127.0.0.1:9").check()
     assert str(error.value) == "tracking.uri http://127.0.0.1:9: connection refused"
+    with pytest.raises(ConfigError, match=r"^tracking store http://127\.0\.0\.1:9: connection refused$"):
+        mlflow.find_experiment("http://user:secret@127.0.0.1:9", "e")
 
 
 FIRST_USER = """
 import sys
 from pathlib import Path
-from rlx.tracking import mlflow
+from rlx.tracking.services import mlflow
 
 service = mlflow.MLflowService(mlflow.default_uri(Path(sys.argv[1])))
 print("ready", flush=True)

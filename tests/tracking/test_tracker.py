@@ -11,8 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import s3
@@ -21,11 +20,13 @@ from conftest import Where
 from rlx.config.errors import ConfigError
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracking import mlflow, outbox
+from rlx.tracking import outbox
 from rlx.tracking.base import RunStatus, TrackedRun, Tracker
 from rlx.tracking.memory import NullTracker
-from rlx.tracking.mlflow import MLflowService
-from rlx.tracking.tracker import TRACKING_SERVICES, OutboxTracker, send_pending, service_at
+from rlx.tracking.services import mlflow
+from rlx.tracking.services.mlflow import MLflowService
+from rlx.tracking.services.tensorboard import TensorBoardRun, TensorBoardService
+from rlx.tracking.tracker import OutboxTracker, send_pending
 
 LONG_S = 60.0  # for what comes much sooner where nothing is wrong
 AT_ONCE_S = 1.0  # for 50 calls; one answer of a server may take the 2 s of `answers_in_5_s`, or never come
@@ -113,9 +114,12 @@ def open_run(tracker: Tracker, name: str = "one", parent: Storage | None = None)
 
 def opened_tracker(uri: str, folder: Storage, messages: Messages | None = None) -> OutboxTracker:
     """A tracker whose run exists in MLflow."""
-    tracker = OutboxTracker(service_at(uri), folder, "rank_0", (messages or Messages()).put)
+    tracker = OutboxTracker([MLflowService(uri)], folder, "rank_0", (messages or Messages()).put)
     open_run(tracker)
-    tracker.flush(LONG_S)
+    deadline = time.monotonic() + LONG_S
+    while not tracker.run_id and time.monotonic() < deadline:  # `flush` waits no longer once an attempt has failed
+        time.sleep(0.02)
+    tracker.flush(LONG_S)  # the id is known a moment before the entry is gone
     assert tracker.run_id
     return tracker
 
@@ -178,13 +182,14 @@ def test_a_working_service_gets_every_record_and_the_outbox_stays_empty(database
     assert messages.all() == []
 
 
+@pytest.mark.slow  # a server of its own starts twice
 def test_a_run_that_starts_while_the_server_is_down_is_created_when_it_is_up(server: Server, tmp_path: Path) -> None:
     server.down()
     messages, sweep, trial = Messages(), Storage.local(tmp_path / "sweep"), Storage.local(tmp_path / "trial")
     began = time.time() * 1000
-    parent = OutboxTracker(service_at(server.uri), sweep, "driver", messages.put)
-    driver = OutboxTracker(service_at(server.uri), trial, "driver", messages.put)
-    worker = OutboxTracker(service_at(server.uri), trial, "rank_0", messages.put)
+    parent = OutboxTracker([MLflowService(server.uri)], sweep, "driver", messages.put)
+    driver = OutboxTracker([MLflowService(server.uri)], trial, "driver", messages.put)
+    worker = OutboxTracker([MLflowService(server.uri)], trial, "rank_0", messages.put)
     open_run(driver, "trial", sweep)
     log_steps(worker, 0, 1)
     driver.end(RunStatus.FINISHED)
@@ -229,7 +234,12 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(server: Ser
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"), [("500", "too many 500 error responses"), ("reset", "connection "), ("hang", "timed out")]
+    ("kind", "cause"),
+    [
+        ("500", "too many 500 error responses"),
+        ("reset", "connection "),
+        pytest.param("hang", "timed out", marks=pytest.mark.slow),  # waits for it several times
+    ],
 )
 def test_training_waits_for_no_broken_server(kind: s3.Kind, cause: str, proxy: s3.Proxy, folder: Storage) -> None:
     messages = Messages()
@@ -272,8 +282,10 @@ def test_a_lost_answer_stores_no_record_twice(proxy: s3.Proxy, folder: Storage) 
 WRITER = """
 import sys
 from rlx.storage.addresses import open_storage
-from rlx.tracking.tracker import OutboxTracker, service_at
-tracker = OutboxTracker(service_at(sys.argv[1]), open_storage(sys.argv[2]), "rank_0", lambda message: None)
+from rlx.tracking.services.mlflow import MLflowService
+from rlx.tracking.services.tensorboard import TensorBoardRun, TensorBoardService
+from rlx.tracking.tracker import OutboxTracker
+tracker = OutboxTracker([MLflowService(sys.argv[1])], open_storage(sys.argv[2]), "rank_0", lambda message: None)
 for step in (2, 3):
     tracker.log({"reward/mean": step / 8}, step)
 tracker.flush()
@@ -303,7 +315,7 @@ def test_a_kill_while_the_server_is_down_neither_loses_nor_repeats_a_record(prox
     process.communicate()
     assert len(outbox_files(folder)) == 2
     proxy.heal()
-    again = OutboxTracker(service_at(proxy.address), folder, "rank_0", Messages().put)
+    again = OutboxTracker([MLflowService(proxy.address)], folder, "rank_0", Messages().put)
     again.log({"reward/mean": 3 / 8}, 3)  # from the checkpoint after step 2 on
     again.log({"reward/mean": 4 / 8}, 4)
     assert again.close(LONG_S) == 0
@@ -323,18 +335,18 @@ def test_a_process_ends_at_once_and_quietly_while_the_server_hangs(proxy: s3.Pro
 
 def test_an_entry_that_was_sent_but_not_deleted_is_stored_once(proxy: s3.Proxy, folder: Storage) -> None:
     proxy.fail("500")
-    first = OutboxTracker(service_at(proxy.address), folder, "rank_0", Messages().put)
+    first = OutboxTracker([MLflowService(proxy.address)], folder, "rank_0", Messages().put)
     open_run(first)
     log_steps(first, 0, 1)
     first.end(RunStatus.FINISHED)
     first.close(0)
     files = outbox_files(folder)
     proxy.heal()
-    assert send_pending(service_at(proxy.address), folder) == 0
+    assert send_pending([MLflowService(proxy.address)], folder) == 0
     ended = tracked_run(proxy.address, folder).end_ms
     for name, text in files.items():
         (folder / "outbox" / "rank_0" / name).write_text(text)
-    assert send_pending(service_at(proxy.address), folder) == 0
+    assert send_pending([MLflowService(proxy.address)], folder) == 0
     run = tracked_run(proxy.address, folder)
     assert logged(proxy.address, folder) == expected(0, 1)
     assert (run.status, run.end_ms) == ("FINISHED", ended)
@@ -343,12 +355,12 @@ def test_an_entry_that_was_sent_but_not_deleted_is_stored_once(proxy: s3.Proxy, 
 
 def test_a_tracker_waits_for_the_last_attempt_of_the_previous_one(proxy: s3.Proxy, folder: Storage) -> None:
     proxy.fail("slow", seconds=0.3)
-    first = OutboxTracker(service_at(proxy.address), folder, "rank_0", Messages().put)
+    first = OutboxTracker([MLflowService(proxy.address)], folder, "rank_0", Messages().put)
     open_run(first, "slowly")
     while not proxy.failed:
         time.sleep(0.01)
     assert first.close(0) == 1
-    assert send_pending(service_at(proxy.address), folder, patience_s=LONG_S) == 0
+    assert send_pending([MLflowService(proxy.address)], folder, patience_s=LONG_S) == 0
     experiment = tracked_run(proxy.address, folder).experiment_id
     assert len(mlflow.client(proxy.address).search_runs([experiment], "attributes.run_name = 'slowly'")) == 1
 
@@ -409,16 +421,16 @@ def test_a_deleted_run_fails_nothing_and_a_resume_creates_a_new_one(server: Serv
 
 def test_records_wait_on_any_storage_until_they_are_sent(where: Where, database: str) -> None:
     folder, nobody = open_storage(where[0]), f"http://127.0.0.1:{s3.free_port()}"
-    driver = OutboxTracker(service_at(nobody), folder, "driver", Messages().put)
-    worker = OutboxTracker(service_at(nobody), folder, "rank_0", Messages().put)
+    driver = OutboxTracker([MLflowService(nobody)], folder, "driver", Messages().put)
+    worker = OutboxTracker([MLflowService(nobody)], folder, "rank_0", Messages().put)
     open_run(driver)
     log_steps(worker, 0, 1)
     assert (worker.close(0), driver.close(0), outbox.pending(folder)) == (4, 1, 5)
-    again = OutboxTracker(service_at(nobody), folder, "rank_0", Messages().put)
+    again = OutboxTracker([MLflowService(nobody)], folder, "rank_0", Messages().put)
     log_steps(again, 2)
     assert (again.close(0), outbox.pending(folder)) == (6, 7)
-    assert send_pending(service_at(nobody), folder, Messages().put, 0.5) == 7
-    assert send_pending(service_at(database), folder) == 0
+    assert send_pending([MLflowService(nobody)], folder, Messages().put, 0.5) == 7
+    assert send_pending([MLflowService(database)], folder) == 0
     assert logged(database, folder) == expected(0, 1, 2)
     assert outbox.pending(folder) == 0
 
@@ -427,12 +439,14 @@ def test_an_entry_that_its_writer_deletes_meanwhile_is_skipped(
     database: str, folder: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_run(
-        tracker := OutboxTracker(service_at(f"http://127.0.0.1:{s3.free_port()}"), folder, "driver", Messages().put)
+        tracker := OutboxTracker(
+            [MLflowService(f"http://127.0.0.1:{s3.free_port()}")], folder, "driver", Messages().put
+        )
     )
     assert tracker.close(0) == 1
     entry_names = outbox.entry_names
     monkeypatch.setattr(outbox, "entry_names", lambda folder: [*entry_names(folder), "000009.json"])  # a deleted file
-    again = OutboxTracker(service_at(database), folder, "driver", Messages().put)
+    again = OutboxTracker([MLflowService(database)], folder, "driver", Messages().put)
     assert again.close(LONG_S) == 0 and again.run_id
 
 
@@ -440,7 +454,9 @@ def test_close_reports_nothing_left_only_when_the_outbox_is_empty(
     database: str, folder: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_run(
-        tracker := OutboxTracker(service_at(f"http://127.0.0.1:{s3.free_port()}"), folder, "driver", Messages().put)
+        tracker := OutboxTracker(
+            [MLflowService(f"http://127.0.0.1:{s3.free_port()}")], folder, "driver", Messages().put
+        )
     )
     log_steps(tracker, 0)
     assert tracker.close(0) == 3
@@ -451,7 +467,7 @@ def test_close_reports_nothing_left_only_when_the_outbox_is_empty(
         delete(file)
 
     monkeypatch.setattr(Storage, "delete", slowly)
-    assert (send_pending(service_at(database), folder, patience_s=LONG_S), outbox.pending(folder)) == (0, 0)
+    assert (send_pending([MLflowService(database)], folder, patience_s=LONG_S), outbox.pending(folder)) == (0, 0)
 
 
 def test_a_null_tracker_does_nothing(folder: Storage) -> None:
@@ -462,26 +478,31 @@ def test_a_null_tracker_does_nothing(folder: Storage) -> None:
     assert (tracker.close(LONG_S), tracker.run_id, folder.exists()) == (0, None, False)
 
 
-class FakeService(MLflowService):
-    """A second tracking service: it stores the steps of a run in a list."""
-
-    title = "Fake"
-    steps: ClassVar[list[int]] = []
-
-    def make_run(self, key: str, experiment: str, name: str, **_: Any) -> str:
-        return f"{experiment}/{name}"
-
-    def writer(self, run_id: str) -> Any:
-        return SimpleNamespace(log=lambda metrics, step, at: self.steps.append(step))
-
-
-def test_the_scheme_of_the_address_chooses_the_service(folder: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TRACKING_SERVICES, "fake", FakeService)
-    assert isinstance(service_at("sqlite:///mlflow.db"), MLflowService)
-    tracker = OutboxTracker(service_at("fake://somewhere"), folder, "rank_0", Messages().put)
+def test_a_service_that_is_away_keeps_no_other_waiting(database: str, folder: Storage, tmp_path: Path) -> None:
+    nobody, board = f"http://127.0.0.1:{s3.free_port()}", TensorBoardService(tmp_path / "tensorboard")
+    tracker = OutboxTracker([MLflowService(nobody), board], folder, "rank_0", Messages().put)
     open_run(tracker)
-    tracker.log({"reward/mean": 0.5}, 3)
-    assert (tracker.close(LONG_S), tracker.run_id, FakeService.steps) == (0, "rlx/one", [3])
+    log_steps(tracker, 0, 1)
+    deadline = time.monotonic() + LONG_S
+    while TensorBoardRun(tmp_path / "tensorboard" / "one").last_step < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert tracker.close(0.5) == 1 + 4
+    assert (folder / "outbox").names() == ["rank_0"] and outbox.run_id(folder) is None
+    assert outbox.run_id(folder, "tensorboard") == "one"
+    again = OutboxTracker([MLflowService(database), board], folder, "rank_0", Messages().put)
+    log_steps(again, 2)
+    assert (again.close(LONG_S), again.run_id) == (0, outbox.run_id(folder))
+    assert logged(database, folder) == expected(0, 1, 2)
+    assert set((folder / "run.json").read_json()) == {"mlflow_run", "tensorboard_run", "key"}
+
+
+def test_a_service_that_is_dropped_leaves_its_records_where_they_are(folder: Storage, tmp_path: Path) -> None:
+    nobody, board = f"http://127.0.0.1:{s3.free_port()}", TensorBoardService(tmp_path / "tensorboard")
+    first = OutboxTracker([MLflowService(nobody), board], folder, "rank_0", Messages().put)
+    open_run(first)
+    assert first.close(0.5) == 1
+    assert (send_pending([board], folder), outbox.pending(folder)) == (0, 1)
 
 
 @pytest.mark.parametrize("text", ["", "[1", "{}", '{"kind": "rm", "content": {}}', '{"kind": [], "content": {}}', "[]"])
@@ -490,7 +511,7 @@ def test_a_damaged_record_is_named_and_the_next_is_sent(text: str, database: str
     damaged = folder / "outbox" / "rank_0" / "000007.json"
     damaged.write_text(text)
     messages = Messages()
-    tracker = OutboxTracker(service_at(database), folder, "rank_0", messages.put)
+    tracker = OutboxTracker([MLflowService(database)], folder, "rank_0", messages.put)
     log_steps(tracker, 0)
     assert tracker.close(LONG_S) == 0
     assert messages.all() == [f"{damaged.path} is damaged: it is not sent to MLflow"]
@@ -500,7 +521,7 @@ def test_a_damaged_record_is_named_and_the_next_is_sent(text: str, database: str
 @pytest.mark.parametrize("text", ["", "[1", "7"])
 def test_a_damaged_run_record_is_refused(text: str, database: str, folder: Storage) -> None:
     (folder / "run.json").write_text(text)
-    tracker = OutboxTracker(service_at(database), folder, "driver", Messages().put)
+    tracker = OutboxTracker([MLflowService(database)], folder, "driver", Messages().put)
     with pytest.raises(ConfigError, match=r"run\.json is damaged: it is not what rlx wrote"):
         open_run(tracker)
     assert tracker.close(0) == 0
@@ -509,7 +530,7 @@ def test_a_damaged_run_record_is_refused(text: str, database: str, folder: Stora
 def test_a_password_is_neither_said_nor_kept(folder: Storage) -> None:
     messages = Messages()
     tracker = OutboxTracker(
-        service_at(f"http://me:pass@word@127.0.0.1:{s3.free_port()}"), folder, "driver", messages.put
+        [MLflowService(f"http://me:pass@word@127.0.0.1:{s3.free_port()}")], folder, "driver", messages.put
     )
     open_run(tracker)
     message = messages.next()

@@ -10,15 +10,17 @@ import torch.distributed as dist
 from conftest import OnRanks
 
 from rlx.mesh import Mesh
-from rlx.training.metrics import (
+from rlx.training.aggregation import (
     Deviation,
     EffectiveFraction,
     ExplainedVariance,
     Maximum,
     Mean,
+    Minimum,
     Ratio,
     Total,
     Updates,
+    largest,
     over_ranks,
 )
 
@@ -44,6 +46,7 @@ def updates(own: slice) -> Updates:
         "mean of large numbers": (Mean, [ROUNDED + score for score in scores]),
         "total": (Total, [ROUNDED + 1.0 for _ in scores]),
         "largest": (Maximum, [-score for score in scores]),
+        "least": (Minimum, scores),
         "ratio": (Ratio, grid.sum(), len(scores) / 2),
         "deviation": (Deviation, scores),
         "deviation/of.equal": (Deviation, [0.1 for _ in scores]),
@@ -60,6 +63,7 @@ BY_HAND = {
     "mean of large numbers": ROUNDED + 3.0,
     "total": 4 * ROUNDED + 4.0,
     "largest": -1.0,
+    "least": 1.0,
     "ratio": 12 / 2,
     "deviation": math.sqrt((4 + 1 + 1 + 16) / 4),
     "deviation/of.equal": 0.0,
@@ -112,6 +116,21 @@ def of_neighbours(rank: int, ranks: int) -> dict[str, float]:
 def test_the_first_of_tensor_parallel_neighbours_counts(on_ranks: OnRanks) -> None:
     expected = {"mean": 1.5, "total": 3.0, "ratio": 1.5, "largest": 3.5}  # of ranks 0 and 2; the maximum of all
     assert on_ranks(4, of_neighbours) == [expected] * 4
+
+
+NUMBERS = torch.tensor([0.5, 0.0, 2.0, 0.25, 2.0, 1e-30, 3e4, 0.5000001])
+
+
+def in_order(rank: int, ranks: int) -> list[float]:
+    """The numbers of all ranks, from the largest down to one more than there are; of no numbers at all."""
+    mesh, own = Mesh.of("cpu", 1), NUMBERS[rank::ranks]
+    return [largest(mesh, own, count) for count in range(1, 10)] + [largest(mesh, own[:0], 1)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_largest_numbers_of_all_ranks(ranks: int, on_ranks: OnRanks) -> None:
+    expected = NUMBERS.sort(descending=True).values.tolist()
+    assert on_ranks(ranks, in_order) == [[*expected, expected[-1], math.inf]] * ranks
 
 
 def counted(rank: int, ranks: int) -> list[Any]:

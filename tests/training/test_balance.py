@@ -1,5 +1,6 @@
 """Completions that travel between replicas, over gloo; tests/gpu has them travel over NCCL."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from rlx.mesh import Mesh
 from rlx.training import experience
-from rlx.training.experience import Experience, balance_over_replicas
+from rlx.training.experience import Experience, brought_home, deal_minibatches
 
 ROWS, COUNT = 6, 2
 
@@ -47,7 +48,13 @@ def kept(batch: Experience) -> list[list[Any]]:
 
 def dealt_out(rank: int, ranks: int, tp: int, device: str) -> tuple[list[list[Any]], Tensor, int, Tensor]:
     grid = Mesh.of(device, tp)
-    batch = balance_over_replicas(drawn(grid.dp_rank).to(torch.device(device)), COUNT, grid)
+    own = drawn(grid.dp_rank).to(torch.device(device))
+    own = replace(own, home=own.row + grid.dp_rank * ROWS)
+    batch = deal_minibatches(own, COUNT, grid)
+    # Whatever is computed where they were dealt, also twice, comes home.
+    again = deal_minibatches(batch, COUNT, grid, (0, 1))
+    home = brought_home(replace(again, values=2 * again.values), grid)
+    assert kept(home) == kept(replace(own, values=2 * own.values)) and home.home.tolist() == own.home.tolist()
     assert {column.device.type for column in batch.columns.values()} == {device}
     batch = batch.to(torch.device("cpu"))
     return kept(batch), batch.prompt_lengths + batch.response_lengths, batch.mask.shape[1], batch.row
@@ -75,3 +82,27 @@ def assert_dealt(found: list[Any], ranks: int, tp: int) -> None:
         sums = [lengths.sum().item() for _, lengths, *_ in found[::tp]]
         own = [sum(len(row[1]) for part in replica for row in part) for replica in before]
         assert max(sums) / min(sums) < 1.3 < max(own) / min(own)
+
+
+def shuffled(rank: int, ranks: int, tp: int) -> list[list[list[Any]]]:
+    """The mini-batches of two later passes over twelve completions of six prompts, of which a replica has its share."""
+    grid = Mesh.of("cpu", tp)
+    everything = experience.concat([drawn(0), drawn(1)])
+    everything = replace(everything, groups=torch.arange(12) // 2)
+    batch, found = everything.rows(everything.groups % grid.dp_size == grid.dp_rank), []
+    for epoch in (1, 2):
+        batch = deal_minibatches(batch, COUNT, grid, (5, 2, epoch))
+        assert batch.row.tolist() == list(range(12 // grid.dp_size))
+        found.append(kept(batch))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (3, 1), (4, 2)])
+def test_later_passes_have_the_same_mini_batches_on_any_number_of_ranks(ranks: int, tp: int, on_ranks: OnRanks) -> None:
+    (alone,), found = on_ranks(1, shuffled, 1), on_ranks(ranks, shuffled, tp)
+    for number, expected in enumerate(alone):
+        assert [len(part) for part in expected] == [6, 6]
+        for m in range(COUNT):
+            joined = [row for replica in found[::tp] for row in replica[number][m]]
+            assert sorted(joined) == sorted(expected[m])
+    assert sorted(alone[0][0]) != sorted(alone[1][0])

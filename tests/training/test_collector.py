@@ -1,6 +1,7 @@
 """From completions to scores, by hand: answers, weights, penalties; and what a step collects and reports."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from rlx.config.loading import from_tree
-from rlx.training.collector import CompletionScorer, RolloutCollector, Selection, apply_length_penalty
+from rlx.training.collector import CompletionScorer, RolloutCollector, Selection, SourceRewards, apply_length_penalty
 from rlx.training.loop import needs_more
 from rlx.training.metrics import StepTimer, sample_rows
 from rlx.training.reporting import MemoryReporter
@@ -47,7 +48,8 @@ def scorer() -> CompletionScorer:
     reward = from_tree(
         {"reward": {"functions": {"exact_match": 2.0, "length": 0.5}, "length_target": 3, "answer_pattern": r"\d+"}}
     ).reward
-    return CompletionScorer(reward, {"exact_match": is_answer, "length": num_tokens}, Tokenizer(), ALONE)
+    source = SourceRewards(reward, {"exact_match": is_answer, "length": num_tokens})
+    return CompletionScorer([source], Tokenizer(), ALONE)
 
 
 def test_a_score_is_the_weighted_sum_over_the_functions() -> None:
@@ -68,7 +70,25 @@ def test_only_one_rank_of_a_replica_scores() -> None:
 
     own = scorer()
     with pytest.raises(LookupError, match="the leader's scores"):
-        CompletionScorer(own.reward, own.functions, own.tokenizer, Other())(COMPLETIONS)  # type: ignore[arg-type]
+        CompletionScorer(own.sources, own.tokenizer, Other())(COMPLETIONS)  # type: ignore[arg-type]
+
+
+def test_each_source_has_its_own_functions_weights_and_pattern() -> None:
+    first = scorer()
+    reward = first.sources[0].reward.part({"length": 3.0}, None)
+    second = SourceRewards(reward, {"length": num_tokens, "task": lambda each: [1.0] * len(each)})
+    mixed = [
+        replace(each, prompt=replace(each.prompt, source=n)) for each, n in zip(COMPLETIONS, (1, 0, 1), strict=True)
+    ]
+    scored = CompletionScorer([first.sources[0], second], first.tokenizer, ALONE)(mixed)
+    assert [each.completion for each in scored] == mixed
+    assert [each.score for each in scored] == [3 * 1, 0.5 * 2, 3 * 3]
+    assert [each.is_correct for each in scored] == [True, False, True]  # `task` judges where nothing else does
+    assert [sorted(each.scores_by_function) for each in scored] == [
+        ["length", "task"],
+        ["exact_match", "length"],
+        ["length", "task"],
+    ]
 
 
 def test_length_penalties_by_hand() -> None:
@@ -78,6 +98,15 @@ def test_length_penalties_by_hand() -> None:
     scored = [ScoredCompletion(each, 1.0, True, {}) for each in COMPLETIONS]
     # The penalty rises from 0 at 1 token to 1 at 3 tokens; the last response was cut.
     assert [each.score for each in apply_length_penalty(scored, algorithm, 3)] == [1.0, 0.5, 1 - 1 - 0.25]
+
+
+def test_dapo_punishes_the_last_fifth_of_the_longest_response() -> None:
+    algorithm = from_tree({"algorithm": {"advantage": "dapo"}}).algorithm
+    scored = [ScoredCompletion(each, 1.0, True, {}) for each in COMPLETIONS]  # 1, 2 and 3 tokens
+    assert [each.score for each in apply_length_penalty(scored, algorithm, 10)] == [1.0, 1.0, 1.0]
+    assert [each.score for each in apply_length_penalty(scored, algorithm, 3)] == [1.0, 1.0, 1.0]  # a fifth is no token
+    long = [ScoredCompletion(completion(*[3] * n), 1.0, True, {}) for n in (8, 9, 10)]
+    assert [each.score for each in apply_length_penalty(long, algorithm, 10)] == [1.0, 0.5, 0.0]
 
 
 class Engines:
@@ -100,8 +129,7 @@ def collector(engines: Engines, **rollout: Any) -> RolloutCollector:
         queue=None,  # type: ignore[arg-type]
         sampling=Sampling(1.0, 1.0, -1, 4, (1,)),
         score=scorer(),
-        held_out=(),
-        score_held_out=scorer(),
+        evaluations=(),
         train=config.train,
         algorithm=config.algorithm,
         rollout=config.rollout,
@@ -159,7 +187,7 @@ def test_the_seconds_of_a_steps_parts_add_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_sample_rows_and_reports_are_kept_in_memory() -> None:
-    rows = sample_rows([ScoredCompletion(COMPLETIONS[0], 2.5, True, {})], Tokenizer())
+    rows = sample_rows([ScoredCompletion(COMPLETIONS[0], 2.5, True, {}, text="so 4")])
     assert rows == [{"score": 2.5, "answer": "4", "completion": "so 4", "prompt": "2 + 2"}]
     reporter = MemoryReporter()
     reporter.log({"x": 1.0}, 3)
@@ -169,6 +197,6 @@ def test_sample_rows_and_reports_are_kept_in_memory() -> None:
     reporter.notify("engine 0 is back")
     assert reporter.metrics == [{"x": 1.0, "step": 3}] and reporter.samples == [(4, rows)]
     assert (reporter.reports, reporter.messages) == ([{"x": 1.0, "step": 3}], ["engine 0 is back"])
-    assert not reporter.should_stop()
+    assert not reporter.should_stop(4)
     reporter.stopping = True
-    assert reporter.should_stop()
+    assert reporter.should_stop(4)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlx.algorithms.dealing import balance_lengths, choose_minibatches
 from rlx.training.collector import Selection
 from rlx.training.experience import (
     Experience,
     LogprobBatch,
     RolloutBatch,
-    balance_lengths,
     build_batch,
     concat,
     micro_batch_count,
@@ -71,6 +71,14 @@ def test_completions_are_padded_on_the_right() -> None:
     assert shorter.ids.tolist() == [[1, 2, PAD, PAD], [3, 4, 5, 6]]
 
 
+def test_the_losses_leave_out_what_was_cut_only_if_asked_to() -> None:
+    rows = [judged(completion([1], [2])), judged(replace(completion([3, 4], [5, 6]), finished=False))]
+    assert build_batch(rows, PAD).trained.tolist() == [1, 1]
+    batch = build_batch(rows, PAD, mask_truncated=True)
+    assert batch.trained.tolist() == [1, 0]
+    assert (batch.mask.tolist(), batch.loss_mask.tolist()) == ([[1, 0], [1, 1]], [[1, 0], [0, 0]])
+
+
 def test_prompts_make_groups() -> None:
     rows = [judged(completion([1], [2], number), greedy_score=number / 2) for number in (7, 7, 3)]
     batch = build_batch(rows, PAD)
@@ -117,6 +125,19 @@ def test_groups_of_equal_scores_are_left_out_and_others_drawn() -> None:
     assert (selection.missing, selection.varied) == (0, 3)
     assert numbers(selection.take(last=True)) == [2, 2, 3, 3]  # group 4 is one too many
     assert numbers(selection.candidates) == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_groups_can_be_left_out_by_right_answers_whatever_their_scores() -> None:
+    """A length penalty makes scores vary; DAPO's eq. 11 counts right answers."""
+    right, wrong = [replace(row, is_correct=True) for row in group(1, 1, 0.5)], group(2, 0, -0.5)
+    mixed = [row for row in group(3, 1, 0)]
+    by_score = Selection(wanted=3, samples=2, filtered=True, greedy=False)
+    by_score.add([*right, *wrong, *mixed])
+    assert (by_score.missing, by_score.varied) == (0, 3)
+    selection = Selection(wanted=3, samples=2, filtered=True, greedy=False, by_correct=True)
+    selection.add([*right, *wrong, *mixed])
+    assert (selection.missing, selection.varied) == (2, 3)
+    assert numbers(selection.take(last=True)) == [3, 3, 1, 1, 2, 2]
 
 
 def test_what_was_left_out_fills_a_step_up() -> None:
@@ -324,9 +345,35 @@ def test_micro_batches_as_they_were_count_padding() -> None:
 
 
 def test_completions_are_dealt_the_longest_first_to_and_fro() -> None:
-    assert balance_lengths(torch.tensor([[5, 4, 3], [2, 6, 1]]), 1).tolist() == [[1, 1, 0], [0, 0, 1]]
-    assert balance_lengths(torch.tensor([[5, 1], [1, 7]]), 2).tolist() == [[0, 1], [1, 0]]  # each mini-batch by itself
-    assert balance_lengths(torch.tensor([[9], [9], [9]]), 1).tolist() == [[0], [1], [2]]  # equally long: none travels
+    assert dealt([[5, 4, 3], [2, 6, 1]]) == [[1, 1, 0], [0, 0, 1]]
+    assert dealt([[5, 1], [1, 7]], [[0, 1], [0, 1]]) == [[0, 1], [1, 0]]  # each mini-batch by itself
+    assert dealt([[5, 1], [1, 7]], [[0, 1], [1, 0]]) == [[1, 0], [1, 0]]  # 7 and 5; 1 and 1
+    assert dealt([[9], [9], [9]]) == [[0], [1], [2]]  # equally long: none travels
+
+
+def dealt(lengths: list[list[int]], chosen: list[list[int]] | None = None) -> list[list[int]]:
+    rows = torch.tensor(lengths)
+    return balance_lengths(rows, torch.zeros_like(rows) if chosen is None else torch.tensor(chosen)).tolist()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_later_passes_deal_the_same_prompts_to_mini_batches_on_any_number_of_replicas(replicas: int) -> None:
+    def by_minibatch(epoch: int, replicas: int) -> list[set[int]]:
+        prompts = torch.arange(30, 46)  # of the step; each replica has every n-th one, with two completions
+        groups = torch.stack([prompts[rank::replicas].repeat_interleave(2) for rank in range(replicas)])
+        chosen = choose_minibatches(groups, 4, (7, 3, epoch))
+        assert chosen.flatten().bincount().tolist() == [8] * 4
+        found = [set(groups[chosen == m].tolist()) for m in range(4)]
+        assert [len(part) for part in found] == [4] * 4  # whole prompts
+        return found
+
+    assert by_minibatch(1, replicas) == by_minibatch(1, 1)
+    assert by_minibatch(1, replicas) != by_minibatch(2, replicas)
+
+
+def test_the_first_pass_keeps_the_order() -> None:
+    groups = torch.tensor([[4, 4, 1, 1], [3, 3, 2, 2]])
+    assert choose_minibatches(groups, 2, None).tolist() == [[0, 0, 1, 1]] * 2
 
 
 def waiting(lengths: Sequence[Tensor], budget: int) -> float:
@@ -346,7 +393,7 @@ def test_replicas_whose_completions_are_dealt_wait_less_for_each_other(
     own, now = 0.0, 0.0
     for _ in range(5):
         drawn = (100 * (0.8 * torch.randn(replicas, 64, generator=generator)).exp()).long().clamp(4, 1000)
-        owners = balance_lengths(drawn, 1)
+        owners = balance_lengths(drawn, torch.zeros_like(drawn))
         own += waiting(list(drawn), 4096) / 5
         now += waiting([drawn[owners == i] for i in range(replicas)], 4096) / 5
     print(f"{replicas} replicas: {own:.3f} as drawn, {now:.3f} dealt")
@@ -357,7 +404,7 @@ def test_replicas_whose_completions_are_dealt_wait_less_for_each_other(
 @pytest.mark.parametrize(("replicas", "count"), [(2, 1), (3, 2), (8, 4)])
 def test_dealt_completions_are_of_like_lengths(replicas: int, count: int) -> None:
     lengths = torch.randint(10, 500, (replicas, 16 * count), generator=torch.Generator().manual_seed(replicas))
-    owners = balance_lengths(lengths, count)
+    owners = balance_lengths(lengths, choose_minibatches(lengths, count, None))
     for part, owner in zip(lengths.chunk(count, 1), owners.chunk(count, 1), strict=True):
         shares = torch.stack([part[owner == i].sort().values for i in range(replicas)])  # as many each, or it raises
         assert (shares.amax(0)[:-1] <= shares.amin(0)[1:]).all()  # the i-th of any is no longer than the next of any

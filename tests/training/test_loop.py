@@ -1,7 +1,7 @@
 """The whole loop in a plain process: fakes for engines and reports, real models, real files, no Ray and no MLflow."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,41 @@ import torch
 import torch.distributed as dist
 from conftest import OnRanks
 
-from rlx.config.loading import from_tree
+from rlx.config.experiment import over_experiment
+from rlx.config.loading import from_tree, with_overrides
 from rlx.data.prompts import load_tokenizer
+from rlx.data.sources import set_table
 from rlx.data.stream import Share, TableRows
 from rlx.mesh import Mesh
+from rlx.rollout.base import PendingRollout
 from rlx.rollout.fake_engine import FakeEngines
+from rlx.samples.gradients import read_shares
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import checkpoint_name
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
+from rlx.tracking.metrics import meaning
 from rlx.training import loop, setup
 from rlx.training.reporting import MemoryReporter
 from rlx.training.setup import TrainingInputs, WeightSource
+from rlx.types import Prompt, Sampling
 
 STEPS = 4
 Runs = tuple[Any, Any, Any, Any, bool]
+
+
+class NotingEngines(FakeEngines):
+    """Notes the temperature of each round of training."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed=seed)
+        self.temperatures: list[float] = []
+
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
+        self.temperatures += [samplings[0].temperature] * (samplings[0].temperature > 0)
+        return super().begin(prompts, samplings, version)
+
+
+EnginesOf = Callable[[WeightSource], FakeEngines]
 
 
 @dataclass
@@ -39,7 +60,7 @@ class Outcome:
 class Stopping(MemoryReporter):
     """Asks to stop at the end of step 2."""
 
-    def should_stop(self) -> bool:
+    def should_stop(self, step: int) -> bool:
         return len(self.metrics) == 2
 
 
@@ -51,11 +72,19 @@ class Judged(MemoryReporter):
         self.stopping = metrics["step"] == 2
 
 
-def trained(path: str, folder: str, reporter: MemoryReporter | None = None, save_every: int = 1) -> Outcome:
-    """Trains from the newest checkpoint in the folder, or from the start."""
+def trained(
+    path: str,
+    folder: str,
+    reporter: MemoryReporter | None = None,
+    save_every: int = 1,
+    engines_of: EnginesOf | None = None,
+    opened: int | None = None,
+    **changes: Any,
+) -> Outcome:
+    """Trains from the newest checkpoint in the folder, or from the start; a__b among the changes is the setting a.b."""
     tree = {
         "model": {"path": path},
-        "data": {"source": "sums.jsonl", "ptx_source": "sums.jsonl", "ptx_batch": 2},
+        "data": {"source": "sums.jsonl", "params": {}, "ptx_source": "sums.jsonl", "ptx_batch": 2},
         "algorithm": {"ptx_coef": 0.5},
         "train": {"steps": STEPS, "prompts_per_step": 4, "samples_per_prompt": 2},
         "rollout": {"max_tokens": 6},
@@ -63,17 +92,21 @@ def trained(path: str, folder: str, reporter: MemoryReporter | None = None, save
         "checkpoint": {"every": save_every, "keep_last": None},
         "reward": {"functions": {"length": 1.0}, "length_target": 3},
     }
-    config = from_tree(tree)
+    changed = {key.replace("__", "."): value for key, value in changes.items()}
+    config = from_tree(with_overrides(over_experiment(tree), changed))
     tokenizer, reporter = load_tokenizer(path), reporter or MemoryReporter()
     questions = [f"{i} + {i}" for i in range(8)]
     ids = [tokenizer(question).input_ids for question in questions]
     table = pa.table({"question": questions, "answer": [str(2 * i) for i in range(8)], "token_ids": ids})
     tables = {"train": table, "held_out": table.slice(0, 3), "ptx": table.slice(3, 5)}
+    if config.data.sources:
+        tables |= {"train.0": table.slice(0, 5), "train.1": table.slice(5), "held_out.0": table, "held_out.1": table}
+    tables |= {set_table(each.name): table.slice(2, 3) for each in config.eval.sets if each.source}
     engines: list[FakeEngines] = []
 
     def connect(mesh: Mesh, weights: WeightSource) -> FakeEngines:
         assert {weight.name for weight in weights()} >= {"model.embed_tokens.weight"}
-        engines.append(FakeEngines(seed=config.seed))
+        engines.append(engines_of(weights) if engines_of else NotingEngines(config.seed))
         return engines[-1]
 
     inputs = TrainingInputs(
@@ -85,6 +118,7 @@ def trained(path: str, folder: str, reporter: MemoryReporter | None = None, save
         reporter=reporter,
         connect_engines=connect,
         connect_scorers=lambda mesh: {},
+        opened=opened,
     )
     trainer, collector, checkpointer = setup.build(inputs)
     loop.train(trainer, collector, checkpointer, reporter)
@@ -111,6 +145,55 @@ def unmeasured(metrics: dict[str, float]) -> dict[str, float]:
         for name, value in metrics.items()
         if not name.startswith(("time/", "memory/")) and not name.endswith("_per_s")
     }
+
+
+MIXED: dict[str, Any] = {
+    "data__source": "reasoning_gym:chain_sum",
+    "data__ptx_source": None,
+    "data__ptx_batch": 32,
+    "algorithm__ptx_coef": 0.0,
+    "data__sources": [
+        {"source": "sums.jsonl", "weight": 2, "reward": {"exact_match": 1}},
+        {"source": "hf:someone/products", "weight": 1, "reward": {"length": 2.0, "exact_match": 0}},
+    ],
+    "reward__functions": {"length": 1.0, "exact_match": 1.0},
+    "train__prompts_per_step": 6,
+    "data__curriculum": "difficulty",
+    "data__curriculum_period": 3,
+}
+
+
+def mixed_and_resumed(rank: int, ranks: int, path: str, folder: str) -> list[Outcome]:
+    """Runs of two sources with a curriculum: to the end; on one rank also one that stops, and what continues it."""
+    whole = trained(path, f"{folder}/whole", **MIXED)
+    if ranks > 1:
+        return [whole]
+    first = trained(path, f"{folder}/stopped", Stopping(), **MIXED)
+    return [whole, first, trained(path, f"{folder}/stopped", **MIXED)]
+
+
+def test_two_sources_have_their_rewards_and_metrics_on_any_ranks_and_resume(
+    on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
+) -> None:
+    by_ranks = {n: on_ranks(n, mixed_and_resumed, str(tiny_model), str(tmp_path / f"{n}"))[0] for n in (1, 2, 3)}
+    names = [f"{name}/{label}" for label in ("sums", "products") for name in ("reward/mean", "task/accuracy")]
+    whole, first, second = by_ranks[1]
+    steps = {row["step"]: unmeasured(row) for row in (*first.reporter.metrics, *second.reporter.metrics)}
+    alone = whole.reporter.metrics
+    assert steps == {row["step"]: unmeasured(row) for row in alone}
+    for step, row in enumerate(alone[1:], 1):
+        assert {*names, "reward/exact_match", "reward/length"} <= row.keys()
+        shared = [by_ranks[n][0].reporter.metrics[step] for n in (2, 3)]
+        for name in (*names, "reward/exact_match", "reward/length", "response/length_mean"):
+            assert [other[name] for other in shared] == pytest.approx([row[name]] * 2, abs=1e-5)
+        assert row["reward/mean/products"] == pytest.approx(2 * row["reward/length"], abs=1e-6)  # of that source alone
+    passed_over = [row["curriculum/passed_over_fraction"] for row in alone[1:]]
+    assert passed_over[0] == 0 < passed_over[-1]
+    for other in (by_ranks[2][0], by_ranks[3][0]):  # rows that are looked at follow from all scores of all ranks
+        assert [row["curriculum/passed_over_fraction"] for row in other.reporter.metrics[1:]] == passed_over
+    assert all(meaning(name) for name in alone[-1] if name.startswith("curriculum/"))
+    evaluated = alone[0]
+    assert {"eval/accuracy/sums", "eval/reward/products"} <= evaluated.keys()
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +241,51 @@ def test_a_run_ends_at_the_evaluation_because_of_which_it_is_stopped(runs: Runs)
     assert unmeasured(first.reporter.reports[-1]) == unmeasured(first.reporter.reports[-2])
     steps = {row["step"]: unmeasured(row) for row in second.reporter.metrics}
     assert steps == {row["step"]: unmeasured(row) for row in whole.reporter.metrics if row["step"] >= 2}
+
+
+def opened_or_not(rank: int, ranks: int, path: str, folder: str) -> list[Any]:
+    """A run that opens its third step, a plain one, and the shares that each has kept of steps 2 to 4."""
+    opened, plain = (trained(path, f"{folder}/{step}", opened=step) for step in (3, None))
+    kept = [[read_shares(open_storage(f"{folder}/{each}"), step) for step in (2, 3, 4)] for each in (3, None)]
+    return [opened, plain, *kept]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_is_opened_is_as_any_other(ranks: int, on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:
+    """It has the numbers of a step that is not, to the last bit, and so have the steps after it."""
+    opened, plain, kept, none = on_ranks(ranks, opened_or_not, str(tiny_model), str(tmp_path))[0]
+    assert [unmeasured(row) for row in opened.reporter.metrics] == [unmeasured(row) for row in plain.reporter.metrics]
+    before, shares, after = kept
+    assert before is after is None and none == [None] * 3
+    assert len(shares) == 4 and sum(shares.values()) == pytest.approx(1, abs=1e-6)
+
+
+SCHEDULES: dict[str, Any] = {
+    "train__actor_lr": {0: 1e-3, 1: 0.0, 3: 1e-4},
+    "train__warmup_steps": 0,
+    "algorithm__kl_coef": {0: 0.1, "20 tokens": 0.2, "interpolate": "linear"},
+    "rollout__temperature": {0: 1.0, 2: 0.5},
+    "rollout__max_staleness": 1,
+}
+
+
+def scheduled_and_resumed(rank: int, ranks: int, path: str, folder: str) -> list[Outcome]:
+    """Runs whose settings change: to the end, and one that stops after two steps with what continues it."""
+    whole = trained(path, f"{folder}/whole", **SCHEDULES)
+    first = trained(path, f"{folder}/stopped", Stopping(), **SCHEDULES)
+    return [whole, first, trained(path, f"{folder}/stopped", **SCHEDULES)]
+
+
+def test_settings_with_a_schedule_change_and_a_resume_is_exact(
+    on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
+) -> None:
+    whole, first, second = on_ranks(1, scheduled_and_resumed, str(tiny_model), str(tmp_path))[0]
+    rows = whole.reporter.metrics[1:]
+    assert [row["policy/lr"] for row in rows] == [row["schedule/train.actor_lr"] for row in rows] == [1e-3, 0, 0, 1e-4]
+    assert [row["schedule/rollout.temperature"] for row in rows] == [1, 1, 0.5, 0.5]
+    before = [0.0, *(row["tokens/total"] for row in rows[:-1])]
+    expected = [0.1 + 0.1 * min(1, tokens / 20) for tokens in before]
+    assert [row["kl/coef"] for row in rows] == pytest.approx(expected, abs=1e-9)
+    assert isinstance(whole.engines, NotingEngines) and whole.engines.temperatures == [1, 1, 0.5, 0.5]
+    steps = {row["step"]: unmeasured(row) for row in (*first.reporter.metrics, *second.reporter.metrics)}
+    assert steps == {row["step"]: unmeasured(row) for row in whole.reporter.metrics}

@@ -48,14 +48,19 @@ def experience(rows: slice) -> Experience:
         "rollout_logprobs": grid(math.log(2)),  # the first token's ratio of trainer to engine is 1 / 2
         "row": torch.arange(4),
         "groups": torch.tensor([0, 0, 1, 1]),
+        "samples": torch.tensor([0, 1, 0, 1]),
         "scores": torch.tensor(SCORES),
         "greedy_scores": torch.zeros(4),
+        "trained": torch.ones(4),
         "logprobs": grid(),
         "ref_logprobs": grid(),
         "values": grid(0, 1, 2, 3),
         "entropy": grid(0.5, 1.5),
-        "advantages": grid(),
+        "advantages": grid(4, -2),
         "returns": grid(0, 1, 2, 3, 4),
+        "kept": mask,
+        "newest_logprobs": grid(),
+        "home": torch.arange(4),
     }
     batch = Experience(**columns)
     return batch if rows == slice(0, 4) else batch.rows(rows)
@@ -90,13 +95,17 @@ def summarized(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float
     selection.add(scored()[own])
     tokens = batch.mask.sum()
     sums = {  # of two optimizer steps; what ranks have shares of grows with their tokens
-        "kl": 0.25 * tokens,
+        "kl/ref": 0.25 * tokens,
+        "kl/penalty": -0.5 * tokens,
         "positions": batch.ids.numel(),
         "passes": 2.0,
         "updates": 2.0,
         "updated": 2 * tokens,
         "policy/loss": 0.5 * tokens,
         "policy/clip_fraction": 0.25 * tokens,
+        "policy/clip_low_fraction": 0.05 * tokens,
+        "policy/clip_high_fraction": 0.2 * tokens,
+        "policy/dual_clip_fraction": 0.5 * tokens,
         "policy/approx_kl": 0.5 * tokens,
         "policy/ratio": 2 * tokens,
         "value/loss": tokens,
@@ -122,17 +131,30 @@ BY_HAND = {
     "task/accuracy": 0.25,
     "response/truncated_fraction": 0.25,
     "response/length_mean": 2.0,
+    "response/length_min": 1.0,
+    "response/length_max": 3.0,
+    "advantage/mean": 2 / 8,
+    "advantage/std": math.sqrt((16 + 4) / 8 - (2 / 8) ** 2),
+    "value/mean": 6 / 8,
+    "value/std": math.sqrt(14 / 8 - (6 / 8) ** 2),
+    "return/mean": 10 / 8,
+    "return/std": math.sqrt(30 / 8 - (10 / 8) ** 2),
     "staleness/mean": 0.5,
     "groups/varied_fraction": 0.5,
     "policy/entropy": 2.0 / 8,
     "policy/lr": 0.25,
     "policy/clip_fraction": 0.125,
+    "policy/clip_low_fraction": 0.025,
+    "policy/clip_high_fraction": 0.1,
+    "policy/dual_clip_fraction": 0.25,
     "policy/approx_kl": 0.25,
     "policy/ratio": 1.0,
     "policy/loss": 2.0,  # 0.5 * 8 tokens in 2 passes
     "policy/grad_norm": 3.0,
     "policy/updates": 2.0,
     "kl/ref": 0.25,
+    "kl/penalty": -0.5,
+    "reward/minus_kl": (0 + 1 + 0.5 + 0.5 + 0.1 * 0.5 * 8) / 4,
     "kl/coef": 0.1,
     "value/loss": 4.0,
     "value/clip_fraction": 0.0,
@@ -148,6 +170,30 @@ BY_HAND = {
     "tokens/update_per_s": (8 + 8) * 2 / 2,  # prompts and responses, twice
     "tokens/total": 108.0,
 }
+
+
+def warmed_up(rank: int, ranks: int) -> dict[str, float]:
+    """The metrics of a step in which the critic alone has learned."""
+    selection, batch = Selection(2, 2, filtered=False, greedy=False), experience(slice(0, 4))
+    selection.add(scored())
+    sums: dict[str, Any] = {
+        "kl/ref": 0.0,
+        "kl/penalty": 0.0,
+        "positions": 20,
+        "passes": 2.0,
+        "updates": 2.0,
+        "updated": 16.0,
+    }
+    sums |= {"value/loss": 8.0, "value/clip_fraction": 0.0, "grad_norm/critic": 6.0, "updates/critic": 2.0}
+    seconds, queue = {"time/rollout": 4.0, "time/update": 2.0}, SimpleNamespace(seconds=1.0)
+    trainer = trainer_of(Mesh.of("cpu", 1))
+    return metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
+
+
+def test_nothing_is_said_of_a_policy_that_does_not_learn(on_ranks: OnRanks) -> None:
+    (found,) = on_ranks(1, warmed_up)
+    assert {name for name in found if name.startswith("policy/")} == {"policy/entropy"}
+    assert found["value/grad_norm"] == 3.0 and found["kl/coef"] == 0.1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

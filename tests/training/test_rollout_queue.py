@@ -14,7 +14,7 @@ from rlx.storage import checkpoint_files
 from rlx.storage.checkpoint_files import CheckpointReader
 from rlx.storage.filesystem import Storage
 from rlx.training.rollout_queue import RolloutQueue
-from rlx.types import Completion, Prompt, Sampling
+from rlx.types import Completion, Episode, Observation, Prompt, Sampling, Turn
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4, (1,))
 ROWS = 20
@@ -60,7 +60,7 @@ def stream(rank: int, ranks: int, position: int = 0) -> PromptStream:
 
 def rounds(rank: int = 0, ranks: int = 1, **choices: Any) -> RolloutQueue:
     settings: dict[str, Any] = {
-        "samplings": [SAMPLING] * 2,
+        "samplings": lambda step: [SAMPLING] * 2,
         "prompts_per_step": 4,
         "num_chunks": 1,
         "max_staleness": 0,
@@ -106,7 +106,7 @@ def test_one_step_ahead_the_next_round_is_drawn_while_this_one_trains() -> None:
 
 
 def test_rounds_without_logprobs_go_into_a_checkpoint() -> None:
-    own = rounds(max_staleness=1, samplings=[SAMPLING, SAMPLING.greedy])
+    own = rounds(max_staleness=1, samplings=lambda step: [SAMPLING, SAMPLING.greedy])
     engines = own.engines
     drawn = engines.drawn  # type: ignore[attr-defined]
     engines.drawn = lambda *given: replace(drawn(*given), logprobs=())  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_rounds_without_logprobs_go_into_a_checkpoint() -> None:
 
 
 def test_engines_report_logprobs_every_few_steps() -> None:
-    own = rounds(logprobs_every=3, samplings=[SAMPLING, SAMPLING.greedy])
+    own = rounds(logprobs_every=3, samplings=lambda step: [SAMPLING, SAMPLING.greedy])
     asked: list[list[bool]] = []
     begin = own.engines.begin
 
@@ -145,6 +145,28 @@ def test_completions_that_are_too_old_are_never_handed_out() -> None:
     step(own, 0)
     with pytest.raises(RuntimeError, match="step 4: weights of step 0 are too old by 2"):
         step(own, 3)
+
+
+def test_completions_are_drawn_as_the_step_that_trains_on_them_scores_them(tmp_path: Path) -> None:
+    def cooling(number: int) -> list[Sampling]:
+        return [replace(SAMPLING, temperature=1 / (1 + number))] * 2
+
+    own, other, warm = (rounds(max_staleness=2, samplings=each) for each in (cooling, cooling, lambda _: cooling(0)))
+    asked: list[float] = []
+    begin = own.engines.begin
+
+    def noted(prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
+        asked.append(1 / samplings[0].temperature - 1)
+        return begin(prompts, samplings, version)
+
+    own.engines.begin = noted  # type: ignore[method-assign]
+    step(own, 0)
+    own.wait(0)
+    files, position = saved([own], tmp_path), own.position()
+    restored(files, 1, 1, position, other, warm)
+    assert step(other, 1) == step(own, 1)  # from the checkpoint
+    assert {one.version for one in step(warm, 1)} == {1}  # drawn again
+    assert asked == [0, 1, 2, 3]
 
 
 def saved(ranks: Sequence[RolloutQueue], folder: Path) -> list[Storage]:
@@ -189,6 +211,31 @@ def test_on_any_number_of_ranks(tmp_path: Path, wrote: int, reads: int) -> None:
     assert [[one.prompt for one in rank[::2]] for rank in after] == asked
 
 
+def as_episode(given: Completion) -> Completion:
+    """The same as an episode of one turn that began with other tokens, and whose words are no ASCII."""
+    said = Observation(
+        ({"role": "tool", "name": "look", "content": f"größer {given.prompt.id}"},), 0.25, True, 1, 1, 0.5
+    )
+    told = Episode(Observation(), (Turn(0, 1, given.version, said),), (), 0.25, "died", False)
+    return replace(given, prompt=replace(given.prompt, token_ids=(7, given.prompt.id)), episode=told)
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (2, 4), (4, 2)])
+def test_a_checkpoint_keeps_what_environments_have_said(tmp_path: Path, wrote: int, reads: int) -> None:
+    writers = [rounds(rank, wrote, max_staleness=1) for rank in range(wrote)]
+    readers = [rounds(rank, reads, max_staleness=1) for rank in range(reads)]
+    for own in writers:
+        drawn = own.engines.drawn  # type: ignore[attr-defined]
+        own.engines.drawn = lambda *given, drawn=drawn: as_episode(drawn(*given))  # type: ignore[attr-defined]
+        step(own, 0)
+        own.wait(0)
+    restored(saved(writers, tmp_path), 1, wrote, writers[0].position(), *readers)
+    before, after = ([step(own, 1) for own in of] for of in (writers, readers))
+    found = [{(one.prompt.id, one.sample): one for rank in of for one in rank} for of in (before, after)]
+    assert found[0] == found[1] and all(one.episode for one in found[1].values())
+    assert {one.episode.turns[0].observation.seconds for one in found[1].values() if one.episode} == {0.5}
+
+
 def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:
     own, other = rounds(max_staleness=2), rounds(max_staleness=2)
     step(own, 0)
@@ -201,7 +248,12 @@ def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"samplings": [SAMPLING] * 4}, {"prompts_per_step": 8}, {"samplings": [SAMPLING.greedy] * 2}]
+    "other",
+    [
+        {"samplings": lambda step: [SAMPLING] * 4},
+        {"prompts_per_step": 8},
+        {"samplings": lambda step: [SAMPLING.greedy] * 2},
+    ],
 )
 def test_a_run_that_asks_for_something_else_draws_again(tmp_path: Path, other: dict[str, Any]) -> None:
     own, changed = rounds(max_staleness=1), rounds(max_staleness=1, **other)

@@ -9,6 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.models.policy import Policy
+from rlx.storage.checkpoint_files import ModelAndOptimizer
+from rlx.training.optimizers.choice import make_optimizer
+from rlx.training.optimizers.groups import base_lrs
 from rlx.training.setup import can_pack, threads
 
 SIZES: dict[str, Any] = {
@@ -26,13 +29,35 @@ def test_a_worker_computes_with_as_many_threads_as_its_share_of_cpus(share: dict
     assert threads(from_tree({"scaling": {"resources_per_worker": share}}).scaling) == expected
 
 
+def test_norms_and_biases_do_not_decay_and_the_head_has_the_critics_rate() -> None:
+    policy = Policy(LlamaForCausalLM(LlamaConfig(**SIZES)), torch.nn.Linear(16, 1))
+    policy.lm.model.embed_tokens.requires_grad_(False)
+    train = from_tree({"train": {"weight_decay": 0.1, "adam_eps": 1e-5, "critic_lr": 3e-4, "actor_lr": 2e-5}}).train
+    made = make_optimizer(train, policy, "actor_lr")
+    names = {id(p): name for name, p in policy.named_parameters()}
+    found = [
+        (group["lr"], group["weight_decay"], group["eps"], sorted(names[id(p)] for p in group["params"]))
+        for group in made.param_groups
+    ]
+    norms = ["lm.model.layers.0.input_layernorm.weight", "lm.model.layers.0.post_attention_layernorm.weight"]
+    assert found[1:] == [
+        (2e-5, 0.0, 1e-5, [*norms, "lm.model.norm.weight"]),
+        (3e-4, 0.1, 1e-5, ["value_head.weight"]),
+        (3e-4, 0.0, 1e-5, ["value_head.bias"]),
+    ]
+    assert found[0][:3] == (2e-5, 0.1, 1e-5)
+    assert len(found[0][3]) == 8 and "lm.lm_head.weight" in found[0][3]  # seven of the layer
+    models = {"policy": ModelAndOptimizer(policy, made)}
+    assert base_lrs(train, models) == {"policy": [2e-5, 2e-5, 3e-4, 3e-4]}
+
+
 def test_updates_of_models_that_cannot_be_packed_are_padded_unless_packing_was_asked_for() -> None:
     plain, window = Policy(LlamaForCausalLM(LlamaConfig(**SIZES))), Policy(MistralForCausalLM(MistralConfig(**SIZES)))
     for is_asked in (False, True):
-        assert can_pack(plain, "mine", is_asked)
-    assert not can_pack(window, "mine", is_asked=False)
+        assert can_pack(plain.lm, "mine", is_asked)
+    assert not can_pack(window.lm, "mine", is_asked=False)
     with pytest.raises(ConfigError, match=r"train\.packing: model\.path mine: some of its layers do not attend to all"):
-        can_pack(window, "mine", is_asked=True)
+        can_pack(window.lm, "model.path mine", is_asked=True)
     ids = torch.tensor([[1, 2, 3]])  # the trial left the model as it was
     assert window.lm(input_ids=ids).logits.shape == (1, 3, 9)
     assert (plain.lm.config._attn_implementation, plain.packs) == ("sdpa", False)

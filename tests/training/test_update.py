@@ -1,6 +1,7 @@
 """An update does not depend on how completions are cut into micro-batches or dealt over ranks; its parts by hand."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,16 @@ from torch import Tensor
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config import loading
+from rlx.config.experiment import over_experiment
 from rlx.data import prompts, stream
 from rlx.mesh import Mesh
 from rlx.models import fsdp, logprobs
 from rlx.models.loading import load_policy
+from rlx.samples.evaluations import AVERAGED, HELD_OUT, Outcomes
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import experience, loop, metrics, setup, trainer, update
-from rlx.training.collector import Selection
+from rlx.training.collector import QuestionSet, Selection
+from rlx.training.evaluation.evaluate import evaluate
 from rlx.training.experience import Experience
 from rlx.types import Completion, Prompt, ScoredCompletion
 
@@ -83,6 +87,20 @@ WAYS: list[dict[str, Any]] = [
         "algorithm.reward_clip": 1.5,
     },
     {"algorithm.ptx_coef": 0.5, "data.ptx_source": "x.csv", "data.ptx_batch": 8, "algorithm.target_kl": 1e-9},
+    {
+        "algorithm.advantage": "grpo",
+        "algorithm.policy_loss": "sapo",
+        "algorithm.top_entropy_quantile": 0.4,
+        "algorithm.exact_entropy": True,
+    },
+    {
+        "algorithm.advantage": "grpo",
+        "algorithm.policy_loss": "clip_cov",
+        "algorithm.clip_cov_ratio": 0.1,
+        "algorithm.clip_cov_low": 0.0,
+        "train.ppo_epochs": 2,
+        **ALONE,
+    },
 ]
 
 
@@ -105,7 +123,7 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
         "algorithm": {"kl_coef": 0.1},
         "rollout": {"temperature": 0.7},
     }
-    config = loading.from_tree(loading.with_overrides(tree, way))
+    config = loading.from_tree(loading.with_overrides(over_experiment(tree), way))
     mesh = Mesh.of(device, config.parallel.tp)
     models, reference = setup.build_models(config, path, mesh.mesh)
     models = {name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in models.items()}
@@ -144,9 +162,9 @@ def updated(
         said = loop.compute_logprobs(run, start).logprobs
         batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
         batch = loop.compute_logprobs(run, batch, run.defers_logprobs)
-        batch, kl = loop.compute_advantages(run, batch)
+        batch, kl_sums = loop.compute_advantages(run, batch)
         batch, sums = update.update(run, batch, run.defers_logprobs)
-        sums = run.sum_over_ranks(sums | {"kl": kl, "entropy": (batch.entropy * batch.mask).sum()})
+        sums = run.sum_over_ranks(sums | kl_sums | {"entropy": (batch.entropy * batch.mask).sum()})
     state = {f"{n}.{k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()}
     state |= {f"average.{name}": p for name, p in run.ema.items()}
     result = {name: p.full_tensor().detach().cpu() for name, p in state.items()}
@@ -199,14 +217,14 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     first, *others = experience.minibatches(batch, run.config.train.num_minibatches)
     assert bool(first.logprobs.any()) != late
     assert all(other.logprobs.any() for other in others)
-    batch, kl = loop.compute_advantages(run, batch)
+    batch, kl_sums = loop.compute_advantages(run, batch)
     batch, own_sums = update.update(run, batch, late)
     sums: dict[str, Any] = run.sum_over_ranks(own_sums)
     selection = Selection(len(judged), run.config.train.samples_per_prompt, filtered=False, greedy=False)
     selection.add(judged)
     queue: Any = SimpleNamespace(seconds=1.0)
     seconds = {"time/rollout": 1.0, "time/update": 1.0}
-    sums |= metrics.summarize(run, queue, selection, batch, own_sums | {"kl": kl}, seconds)
+    sums |= metrics.summarize(run, queue, selection, batch, own_sums | kl_sums, seconds)
     del sums["memory/peak_gib"]
     return batch, sums | {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}
 
@@ -224,7 +242,11 @@ def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
     (before, expected), (late, found) = on_ranks(
         2, both, str(tiny_model), way | {"algorithm.advantage": "grpo", **ALONE}
     )[0]
-    assert set((late.groups % 2).tolist()) == {0, 1}  # completions were dealt over both ranks
+    # Both ranks have trained on them; rank 0 has its own again, in their order.
+    assert late.groups.tolist() == [group for group in range(0, 8, 2) for _ in range(2)]
+    torch.testing.assert_close(late.newest_logprobs, before.newest_logprobs, atol=1e-5, rtol=0, equal_nan=True)
+    assert torch.equal(late.newest_logprobs.isnan() & (late.mask == 1), torch.zeros_like(late.mask).bool())
+    assert ((late.newest_logprobs - late.logprobs)[late.mask == 1].abs() > 1e-3).any()  # of the second epoch
     torch.testing.assert_close(late.logprobs, before.logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(late.ref_logprobs, before.ref_logprobs, atol=1e-5, rtol=0)
     first = len(late.scores) // minibatches
@@ -238,7 +260,7 @@ def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
 
 def scores_late(rank: int, ranks: int, path: str) -> list[bool]:
     grpo = {"algorithm.advantage": "grpo", **ALONE}
-    others = ({"algorithm.advantage": "gae"}, {"model.reference": "auto"}, {"rollout.num_chunks": 2})
+    others = ({"algorithm.advantage": "gae"}, {"model.reference": "copy"}, {"rollout.num_chunks": 2})
     ways = (grpo, *(grpo | other for other in others), grpo | {"algorithm.old_logprobs": "rollout"})
     return [trainer_of(path, way, 60).defers_logprobs for way in ways]
 
@@ -344,18 +366,29 @@ def test_shards_in_host_memory_change_nothing(on_ranks: OnRanks, tiny_model: Pat
 
 
 class Pushes:
-    """In the place of a collector: keeps a weight as it is at each push and at each evaluation."""
+    """In the place of a collector: keeps a weight as it is at each push and at each evaluation of one question."""
 
-    def __init__(self, weight: Any) -> None:
-        self.weight, self.pushed, self.evaluated = weight, list[Tensor](), list[Tensor]()
-        self.score = SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=lambda *_, **__: ["x"]))
+    def __init__(self, weight: Any, rank: int, ranks: int) -> None:
+        self.weight, self.pushed, self.evaluated, self.kept = weight, list[Tensor](), list[Tensor](), list[int]()
+        first = completions()[0]
+        self.completion = replace(first, prompt=replace(first.prompt, id=rank))
+        one: Any = None  # how it is sampled and scored
+        self.evaluations = [QuestionSet(HELD_OUT, [self.completion.prompt], ranks, [one], one, 0, ["sums"])]
+        self.outcomes = dict[str, list[bool]]()
 
     def push_weights(self, step: int) -> None:
         self.pushed.append(self.weight.full_tensor().detach().clone())
 
-    def evaluate(self, step: int) -> list[ScoredCompletion]:
-        self.evaluated.append(self.weight.full_tensor().detach().clone())
-        return [ScoredCompletion(completions()[0], 1.0, True, {})]
+    def answers(self, sets: Sequence[QuestionSet], step: int) -> Iterator[tuple[QuestionSet, list[ScoredCompletion]]]:
+        for each in sets:
+            self.evaluated.append(self.weight.full_tensor().detach().clone())
+            yield each, [ScoredCompletion(self.completion, 1.0, True, {})]
+
+    def keep_held_out(self, step: int, scored: list[ScoredCompletion]) -> None:
+        self.kept.append(len(self.evaluated))
+
+    def keep_outcomes(self, step: int, name: str, outcomes: Outcomes) -> None:
+        self.outcomes[name] = outcomes.right.ravel().tolist()
 
 
 def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
@@ -368,9 +401,11 @@ def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
         for parameter in trained.model.parameters():
             parameter.grad = torch.ones_like(parameter)
     update.optimizer_step(run, 0)
-    collector = Pushes(weight)
-    evaluated, _ = metrics.evaluate(run, collector)  # type: ignore[arg-type]
+    collector = Pushes(weight, rank, ranks)
+    evaluated, _ = evaluate(run, collector, every=True)  # type: ignore[arg-type]
     assert {"eval/reward", "eval/ema/reward"} <= set(evaluated)
+    assert collector.kept == [1]  # the answers of the weights themselves
+    assert collector.outcomes == dict.fromkeys((HELD_OUT, AVERAGED), [True] * ranks)
     found |= {"after": weight.full_tensor().detach(), "average": run.ema["lm.model.norm.weight"].full_tensor()}
     return found | {"meanwhile": collector.evaluated[1], "pushed": torch.stack(collector.pushed)}
 
@@ -430,6 +465,34 @@ def test_a_gradient_that_is_not_finite_ends_the_run(on_ranks: OnRanks, tiny_mode
     assert [line.partition("; a lower")[0] for line in said] == [words.format(name) for name in models]
 
 
+LEFT_OUT: dict[str, Any] = {"train.num_minibatches": 1, "algorithm.kl_placement": "loss", "algorithm.entropy_coef": 0.1}
+
+
+def without_cut(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
+    """Weights after an update on all completions, on those that were finished, and on none of them; and before."""
+    found = []
+    for way in ("marked", "removed", "none", "start"):
+        run = trainer_of(path, LEFT_OUT, 60)
+        judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in completions()]
+        batch = loop.compute_logprobs(run, experience.build_batch(judged, PAD))
+        kept = (torch.arange(16) % 3 > 0).float()
+        batch, _ = loop.compute_advantages(run, replace(batch, trained=kept if way != "none" else 0 * kept))
+        batch = batch.rows(kept.bool()) if way == "removed" else batch
+        if way != "start":
+            _, sums = update.update(run, batch)
+            assert int(sums["updated"]) == int(batch.loss_mask.sum())
+        found.append({f"{n} {k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()})
+    return [{name: p.full_tensor().detach() for name, p in weights.items()} for weights in found]
+
+
+def test_completions_that_the_losses_leave_out_move_nothing(on_ranks: OnRanks, tiny_model: Path) -> None:
+    marked, removed, none, start = on_ranks(1, without_cut, str(tiny_model))[0]
+    torch.testing.assert_close(marked, removed, atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(none, start, atol=0, rtol=0)
+    moved = {name for name, weight in marked.items() if (weight - start[name]).abs().max() > 1e-5}
+    assert any(name.startswith("policy") for name in moved) and any(name.startswith("critic") for name in moved)
+
+
 def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     """Of two prompts with two responses each, two tokens long, with the KL in the reward."""
     found = {}
@@ -458,3 +521,112 @@ def test_the_kl_in_the_reward_is_compared_within_groups(on_ranks: OnRanks, tiny_
     # Token by token: what follows of the KL is taken off.
     torch.testing.assert_close(found["reinforce++"], torch.tensor([[0.9, 1.0], [0.0, 0.0], [1.5, 1.7], [1.5, 1.7]]))
     torch.testing.assert_close(found["remax"], torch.tensor([[0.4, 0.5], [-0.5, -0.5], [1.0, 1.2], [1.0, 1.2]]))
+
+
+CHOOSING: dict[str, Any] = {
+    "algorithm.policy_loss": "clip_cov",
+    "algorithm.clip_cov_ratio": 0.1,
+    "algorithm.clip_cov_low": 0.5,
+    "algorithm.top_entropy_quantile": 0.4,
+    "algorithm.exact_entropy": True,
+}
+ROWS, TOKENS = 20, 10
+Choice = tuple[Tensor, Tensor, list[Tensor]]
+
+
+def columns(kind: int) -> Tensor:
+    """Numbers for all tokens, `[ROWS, TOKENS]`, all different."""
+    return torch.rand(ROWS, TOKENS, generator=torch.Generator().manual_seed(kind))
+
+
+def chosen(rank: int, ranks: int) -> Choice:
+    """Which completions a rank has; the tokens kept by entropy; those kept by covariance of three passes."""
+    config, mesh = loading.from_tree(loading.with_overrides({}, CHOOSING)), Mesh.of("cpu", 1)
+    run: Any = SimpleNamespace(config=config, mesh=mesh)
+    run.sum_over_ranks = lambda sums: {k: float(mesh.all_reduce_sum(v.double())) for k, v in sums.items()}
+    own = [Completion(Prompt(i // 2, (7,), "", ""), i % 2, (9,) * TOKENS, (), True, 0) for i in range(ROWS)][
+        rank::ranks
+    ]
+    logprobs, entropy, advantages, zero = (columns(i)[rank::ranks] for i in range(4))
+    grids = {"logprobs": -5 * logprobs, "ref_logprobs": zero, "values": zero, "entropy": entropy}
+    start = experience.build_batch([ScoredCompletion(each, 0.0, True, {}) for each in own], PAD)
+    batch = start.with_logprobs(grids).with_advantages(4 * advantages - 2, zero)
+    passes = [update.without_high_covariance(run, batch, (0, 5, epoch)).kept for epoch in (0, 1, 0)]
+    return torch.arange(ROWS)[rank::ranks], update.with_uncertain_tokens(run, batch).kept, passes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_tokens_of_the_policy_loss_are_those_of_the_papers_on_any_ranks(ranks: int, on_ranks: OnRanks) -> None:
+    uncertain, passes = torch.zeros(ROWS, TOKENS), torch.zeros(3, ROWS, TOKENS)
+    for rows, certain, kept in on_ranks(ranks, chosen):
+        uncertain[rows], passes[:, rows] = certain, torch.stack(kept)
+    # As TRL keeps them: no less than the quantile 0.6 of all.
+    assert torch.equal(uncertain.bool(), columns(1) >= torch.quantile(columns(1), 0.6))
+    logprobs, advantages = -5 * columns(0), 4 * columns(2) - 2
+    covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+    inside = (covariance >= 0.5) & (covariance <= 5)
+    assert inside.sum() > 25
+    left_out = passes == 0
+    assert left_out.sum((1, 2)).tolist() == [20, 20, 20]  # a tenth of all
+    assert not (left_out & ~inside).any()
+    assert torch.equal(passes[0], passes[2]) and not torch.equal(passes[0], passes[1])
+    picked = left_out[0].nonzero().sum(0).tolist()
+    assert picked == PICKED  # the same on any number of ranks
+
+
+PICKED = [210, 65]
+
+
+# --- whose gradient it is
+
+
+def shares_and_update(rank: int, ranks: int, path: str, way: dict[str, Any]) -> tuple[Any, ...]:
+    """Shares of the prompts in the gradient and, from a fresh start, by autograd; the weights after an update."""
+    results = []
+    for opens in (True, False):
+        run = trainer_of(path, way, 64)
+        own = [c for c in completions() if c.prompt.id % ranks == rank]
+        judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
+        batch = loop.compute_logprobs(run, experience.build_batch(judged, PAD), run.defers_logprobs)
+        batch, _ = loop.compute_advantages(run, batch)
+        shares = update.gradient_shares(run, batch) if opens else by_autograd(run, batch, path)
+        update.update(run, batch, run.defers_logprobs)
+        results.append((shares, {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}))
+    return tuple(results)
+
+
+def by_autograd(run: trainer.Trainer, batch: Experience, path: str) -> dict[int, float]:
+    """The same by torch.autograd, of a policy that is not sharded; on one rank."""
+    if run.mesh.world_size > 1:
+        return {}
+    policy = load_policy(path, head=None)
+    weights, size = list(policy.parameters()), update.denominators(run, [batch])[0].policy
+    inputs = batch.response_tokens()
+    output = policy(inputs, run.config.rollout.temperature, False)
+    batch = replace(batch, logprobs=output.logprobs.detach(), inputs=inputs)
+
+    def gradient(part: Experience) -> list[Tensor]:
+        loss, _ = update.policy_losses(run, output, part, size)
+        return list(torch.autograd.grad(loss, weights, retain_graph=True))
+
+    whole, shares = gradient(batch), {}
+    square = sum(float((each * each).sum()) for each in whole)
+    for prompt in dict.fromkeys(batch.groups.tolist()):
+        part = gradient(replace(batch, trained=batch.trained * (batch.groups == prompt)))
+        shares[prompt] = sum(float((a * b).sum()) for a, b in zip(part, whole, strict=True)) / square
+    return shares
+
+
+SHARED: list[dict[str, Any]] = [{}, {"algorithm.advantage": "grpo", "algorithm.kl_placement": "loss"}]
+
+
+@pytest.mark.parametrize("way", SHARED, ids=["gae", "grpo, KL in the loss"])
+def test_the_shares_of_prompts_in_the_gradient(way: dict[str, Any], on_ranks: OnRanks, tiny_model: Path) -> None:
+    """They are those of autograd, add up to 1, are the same on two ranks, and change nothing of the update."""
+    ((opened, plain),) = on_ranks(1, shares_and_update, str(tiny_model), way)
+    assert sorted(opened[0]) == list(range(8)) and len(set(opened[0].values())) == 8
+    assert opened[0] == pytest.approx(plain[0], abs=1e-5) and sum(opened[0].values()) == pytest.approx(1, abs=1e-6)
+    for name, weight in plain[1].items():
+        assert torch.equal(opened[1][name], weight), name
+    for each in on_ranks(2, shares_and_update, str(tiny_model), way):
+        assert each[0][0] == pytest.approx(opened[0], abs=1e-5)

@@ -19,6 +19,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from rlx.analysis.comparison.pareto import front, mean_length
 from rlx.analysis.importance import numbers, varied_settings
 from rlx.analysis.page.layout import count_legend_lines, dimension, ranked_labels, setting_axis, styled
 from rlx.analysis.ranges import axis_of_curves, axis_of_values, natural_range, reach
@@ -26,6 +27,7 @@ from rlx.analysis.sentences import mean_text
 from rlx.analysis.statistics import Group, mean_curve
 from rlx.analysis.style import NUM_BANDS, NUM_NAMED, as_text, colors, short_names
 from rlx.analysis.tables import mean_seconds, mean_tokens
+from rlx.config.sweep import Mode
 
 _BAND = {"mode": "none", "fill": "toself", "opacity": 0.15, "hoverinfo": "skip", "showlegend": False}
 _COLOR_SCALE = ["#440154", "#3b528b", "#21918c", "#5ec962", "#b5de2b"]  # viridis without its last yellow, lost on white
@@ -105,13 +107,19 @@ def slices(groups: Sequence[Group], metric: str) -> go.Figure:
     return styled(figure, 330 * rows - 14)
 
 
-def costs(groups: Sequence[Group], metric: str) -> go.Figure:
-    """Shows the mean of each group over the mean cost of its runs, in response tokens and in seconds of training."""
-    figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.03)
-    figure.add_trace(_means(groups, [mean_tokens(group) for group in groups], metric), row=1, col=1)
-    figure.add_trace(_means(groups, [mean_seconds(group) for group in groups], metric), row=1, col=2)
-    figure.update_xaxes(title="response tokens of a run", row=1, col=1)
-    figure.update_xaxes(title="seconds of a run's steps and evaluations", row=1, col=2)
+def costs(groups: Sequence[Group], metric: str, mode: Mode = "max") -> go.Figure:
+    """Shows the mean of each group over the mean cost of its runs, in tokens, seconds and length of answers; diamonds
+    are on the Pareto front of all four."""
+    measures = {"tokens of a run": mean_tokens, "seconds of a run": mean_seconds, "answer's tokens": mean_length}
+    costs = {name: [measure(group) for group in groups] for name, measure in measures.items()}
+    costs = {name: values for name, values in costs.items() if not all(map(math.isnan, values))}
+    sign = -1 if mode == "max" else 1
+    points = [[sign * group.mean, *each] for group, each in zip(groups, zip(*costs.values(), strict=True), strict=True)]
+    symbols = ["diamond" if is_on_it else "circle" for is_on_it in front(points)]
+    figure = make_subplots(1, len(costs), shared_yaxes=True, horizontal_spacing=0.03)
+    for column, (name, values) in enumerate(costs.items(), 1):
+        figure.add_trace(_means(groups, values, metric).update(marker_symbol=symbols), row=1, col=column)
+        figure.update_xaxes(title=name, nticks=4, row=1, col=column)
     figure.update_yaxes(range=axis_of_values(groups, metric))
     figure.update_yaxes(title=metric, col=1)
     return styled(figure, 316)

@@ -68,7 +68,8 @@ def render_sections(title: str, lead: str, facts: Mapping[str, str], sections: S
         lead: the sentence below the title.
         facts: listed below the lead, by name.
     """
-    files = jinja2.PackageLoader("rlx.analysis.page", "")
+    # The pages of rlx look alike: style.css is that of completions.
+    files = jinja2.ChoiceLoader([jinja2.PackageLoader(name, "") for name in ("rlx.analysis.page", "rlx.samples")])
     environment = jinja2.Environment(loader=files, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     contents = [_contents(section, f"figure-{number}") for number, section in enumerate(sections, 1)]
     template = environment.get_template("page.html")

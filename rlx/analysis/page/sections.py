@@ -11,19 +11,23 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from rlx.analysis import loading, progress, statistics, tables
+from rlx.analysis.comparison import cost
+from rlx.analysis.comparison.evidence import Evidence
+from rlx.analysis.comparison.wording import gap_sentence, sweep_verdict
 from rlx.analysis.importance import importance, varied_settings
 from rlx.analysis.loading import Sweep
-from rlx.analysis.page import explorer, figures, trial_figures
+from rlx.analysis.page import comparison_sections, explorer, figures, trial_figures
 from rlx.analysis.page.html import PageSection, render_sections
 from rlx.analysis.page.trial_figures import described
 from rlx.analysis.ranges import natural_range
-from rlx.analysis.sentences import difference_sentence, summary_sentence
+from rlx.analysis.sentences import difference_sentence
 from rlx.analysis.statistics import Group
 from rlx.analysis.style import NUM_BANDS
 from rlx.config.errors import ConfigError
-from rlx.config.sections import Mode
-from rlx.tracking import metrics, mlflow_page
-from rlx.tracking.mlflow import without_password
+from rlx.config.sweep import Mode
+from rlx.tracking import metrics
+from rlx.tracking.services import mlflow_page
+from rlx.tracking.services.mlflow import without_password
 
 _SELECTION_BIAS = (
     "The best of many means looks better than it is, because it was selected: to be sure, run it again on fresh seeds."
@@ -33,6 +37,7 @@ _SELECTION_BIAS = (
 def render(
     sweep: Sweep,
     compared: Mapping[str, Sequence[Group]],
+    evidence: Evidence,
     recipe: str,
     uri: str,
     metric: str,
@@ -42,6 +47,7 @@ def render(
 
     Args:
         compared: the settings of the sweep, best first, under "settings"; further comparisons under their titles.
+        evidence: what the runs prove of them.
         recipe: the best setting as YAML; empty if it is not known.
         uri: the tracking store with the samples.
     """
@@ -52,19 +58,27 @@ def render(
         "varied": ", ".join(sweep.varied) or "nothing",
         "ranked by": f"{metric}, {order}: {metrics.meaning(metric)}",
     }
+    if sweep.planned:
+        figures_of = {key: value for key, value in sweep.planned.items() if key != "gpus"}
+        facts["cost"] = cost.spent_line(cost.spent(sweep, sweep.planned["gpus"]), cost.Cost(**figures_of))
     sections = [
         _ranking(settings, sweep, metric),
-        *_figures(settings, metric),
+        *comparison_sections.paired(settings, evidence),
+        *comparison_sections.races(sweep, settings, metric, mode, loading.race_text(uri, sweep)),
+        *_figures(settings, metric, mode),
         *_any_metric(settings, uri),
         *_best_so_far(sweep, metric, mode),
         *_stops(sweep, uri, metric, mode),
         *_varied(settings, metric, mode),
-        *(_comparison(title, groups, metric) for title, groups in compared.items() if groups is not settings),
+        *(_comparison(title, groups, metric, evidence) for title, groups in compared.items() if groups is not settings),
+        *comparison_sections.flips(evidence.against, "Flipped questions of the two sweeps"),
+        *comparison_sections.flips(evidence.nearest),
+        *comparison_sections.lineages(sweep, metric),
         *_samples(settings, uri),
         *_best_setting(sweep, settings, recipe),
         every_trial(sweep, uri, metric, mode),
     ]
-    return render_sections(f"Sweep {sweep.name}", summary_sentence(settings, metric), facts, sections)
+    return render_sections(f"Sweep {sweep.name}", sweep_verdict(settings, evidence, metric), facts, sections)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,7 +110,7 @@ def _impossible_values(settings: Sequence[Group], metric: str) -> str:
     )
 
 
-def _figures(settings: Sequence[Group], metric: str) -> list[PageSection]:
+def _figures(settings: Sequence[Group], metric: str, mode: Mode) -> list[PageSection]:
     """The means of the settings that have values: at the end, by step, and by cost."""
     rated = [group for group in settings if group.values]
     if not rated:
@@ -105,11 +119,14 @@ def _figures(settings: Sequence[Group], metric: str) -> list[PageSection]:
         f"Mean over the runs of each setting, the best {NUM_BANDS} with their 95 % intervals; a run that ended early "
         "keeps its last value. Click a name to hide it."
     )
-    costs = "The mean of each setting over the mean cost of its runs."
+    costs = (
+        "The mean of each setting over the mean cost of its runs, and over the length of their last answers. Diamonds "
+        "are on the Pareto front: no other setting is as good in all four."
+    )
     return [
         PageSection("Intervals", "The mean of each setting and the runs behind it.", figures.intervals(rated, metric)),
         PageSection("Learning curves", means, figures.curves(rated, metric)),
-        PageSection("Cost and result", costs, figures.costs(rated, metric)),
+        PageSection("Cost and result", costs, figures.costs(rated, metric, mode)),
     ]
 
 
@@ -141,7 +158,7 @@ def _stops(sweep: Sweep, uri: str, metric: str, mode: Mode) -> list[PageSection]
     rungs = progress.find_rungs(sweep, metric)
     if not rungs:
         return []
-    counts = ", ".join(f"{rung.stopped} of {rung.reached} at step {rung.step}" for rung in rungs)
+    counts = ", ".join(f"{rung.stopped or 'none'} of {rung.reached} at step {rung.step}" for rung in rungs)
     note = f"The scheduler stopped {counts}. A trial that was stopped might still have become better."
     figure, table = trial_figures.stops(sweep, rungs, metric), progress.rung_table(sweep, metric, mode)
     return [PageSection("Stopped early", note, figure, table=table, links=_run_pages(sweep, uri))]
@@ -173,9 +190,11 @@ def _importance(rated: Sequence[Group], mode: Mode) -> PageSection:
     return PageSection(title, note, figures.importances(shares))
 
 
-def _comparison(title: str, groups: Sequence[Group], metric: str) -> PageSection:
-    rated = [group for group in groups if group.values]
+def _comparison(title: str, groups: Sequence[Group], metric: str, evidence: Evidence) -> PageSection:
+    rated, pair = [group for group in groups if group.values], evidence.against
     note = difference_sentence(*rated) if len(rated) == 2 else ""
+    if pair and pair.first.label in [group.label for group in groups]:
+        note = gap_sentence(pair)
     if "sweep" in groups[0].settings:
         note += " Each was selected as the best of its sweep, which makes both look better than they are."
     figure = figures.curves(rated, metric) if rated else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,8 +21,10 @@ from rlx.actors import EngineLostError, EngineTimeoutError, Lifeline
 from rlx.rollout.weight_sync.base import DeviceLocation, Incoming, Source, deadline, wait
 from rlx.rollout.weight_sync.buckets import byte_size
 from rlx.rollout.weight_sync.sender import OutgoingBucket, OutgoingUpdate
+from rlx.types import WeightSyncError
 
 NAME = "shared_memory"
+_MEMORY = "rlx-weights"  # its name, which no file has
 _ALIVE_S = 1.0  # between two checks whether an engine's process is alive
 
 
@@ -188,7 +191,7 @@ def allocate_shared(nbytes: int, device: torch.device) -> tuple[Tensor, bytes]:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         _, (_, _, _, _, _, _, *values) = reduce_tensor(memory)
         return memory, encode_handle(nbytes, values)
-    file = os.memfd_create("rlx-weights")  # it has no name that could be left behind
+    file = os.memfd_create(_MEMORY)  # it has no name that could be left behind
     path = f"/proc/{os.getpid()}/fd/{file}"
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8), encode_handle(nbytes, [path])
 
@@ -201,14 +204,30 @@ def forget(handle: bytes) -> None:
 
 
 def map_shared(handle: bytes, device: torch.device) -> Tensor:
-    """The memory `[nbytes]` uint8 that another process has made with `allocate_shared`."""
+    """The memory `[nbytes]` uint8 that another process has made with `allocate_shared`.
+
+    Raises:
+        WeightSyncError: the handle names anything else; whoever reaches the store may have written it.
+    """
     nbytes, values = decode_handle(handle)
     if device.type == "cuda":
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         plain = (Tensor, torch.Size([nbytes]), (1,), 0, torch.storage.TypedStorage, torch.uint8)
         return rebuild_cuda_tensor(*plain, device.index or 0, *values[1:])  # a GPU may have another number here
+    if not _is_memory(values[0], nbytes):
+        raise WeightSyncError(f"the note of a bucket names {values[0]!r:.100}, which is no memory of a trainer")
     return torch.from_file(values[0], shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _is_memory(path: Any, nbytes: int) -> bool:
+    """Whether a path names memory of `allocate_shared` of that size. Any other file could be read, grown or made."""
+    if not isinstance(path, str) or not re.fullmatch(r"/proc/\d+/fd/\d+", path):
+        return False
+    try:
+        return os.readlink(path) == f"/memfd:{_MEMORY} (deleted)" and os.stat(path).st_size == nbytes
+    except OSError:  # it is there no more
+        return False
 
 
 def encode_handle(nbytes: int, values: Sequence[Any]) -> bytes:

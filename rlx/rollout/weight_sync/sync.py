@@ -14,7 +14,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from rlx.config.sections import TransportName
+from rlx.config.sections.rollout import TransportName
 from rlx.mesh import Mesh
 from rlx.rollout.weight_sync import buckets
 from rlx.rollout.weight_sync.base import OBJECT_STORE, DeviceLocation, EngineLocation, Source

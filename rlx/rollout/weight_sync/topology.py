@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from rlx.config.sections import TransportName
+from rlx.config.sections.rollout import TransportName
 from rlx.rollout.weight_sync import object_store, process_group, shared_memory
 from rlx.rollout.weight_sync.base import OBJECT_STORE, DeviceLocation, EngineLocation, ReceivingEnd, Source
 from rlx.rollout.weight_sync.sender import Transport

@@ -1,0 +1,93 @@
+"""Evidence in sentences. Left out: the sentence of a sweep whose settings cannot be paired (rlx.analysis.sentences)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rlx.analysis.comparison.evidence import Evidence
+from rlx.analysis.comparison.pairs import PairedGap
+from rlx.analysis.comparison.power import Option
+from rlx.analysis.sentences import summary_sentence
+from rlx.analysis.statistics import Group
+from rlx.analysis.style import as_text
+
+_MOST_NAMED = 3  # settings
+
+
+def sweep_verdict(groups: Sequence[Group], evidence: Evidence, metric: str) -> str:
+    """Which setting is first, by how much, how certain that is, and what to expect of it.
+
+    Args:
+        groups: best first.
+    """
+    nearest = evidence.nearest
+    is_known = nearest and nearest.is_by_question and not math.isnan(nearest.gap.half_width)
+    first = _first_two(evidence, nearest, metric) if nearest and is_known else summary_sentence(groups, metric)
+    return " ".join([first, *_luck(evidence)])
+
+
+def gap_sentence(pair: PairedGap) -> str:
+    """By how much two settings differ, and whether that may be chance."""
+    if math.isnan(pair.gap.half_width):
+        return (
+            f"{pair.first.label} and {pair.second.label} differ by {as_text(pair.gap.value)} on one seed: no interval."
+        )
+    verdict = "more than chance" if pair.is_shown else "which may be chance"
+    return f"{pair.first.label} against {pair.second.label}: {interval_text(pair)}, {verdict}."
+
+
+def interval_text(pair: PairedGap) -> str:
+    """0.011 (95 %: 0.006 to 0.015; paired by 3 seeds and 256 questions)."""
+    low, high = pair.gap.ends
+    seeds = f"{pair.seeds} seed{'s' if pair.seeds > 1 else ''}"
+    by = f"{seeds} and {len(pair.questions)} questions" if pair.is_by_question else seeds
+    return f"{as_text(pair.gap.value, 2)} (95 %: {as_text(low, 2)} to {as_text(high, 2)}; paired by {by})"
+
+
+def plan_lines(plans: Sequence[Option], assumed: bool) -> list[str]:
+    """What a plan can show, and what more of it would show and cost."""
+    plan, *others = plans
+    size = f"{plan.seeds} seed{'s' if plan.seeds > 1 else ''} and {plan.questions} questions"
+    source = "an assumption until a sweep has told" if assumed else "as settings of the newest sweep differ"
+    if math.isinf(plan.shows):
+        first = f"{size} show nothing of a setting, only of its one run ({source})"
+    else:
+        first = f"{size} show differences of {as_text(plan.shows, 2)} in four of five sweeps ({source})"
+    more = "; ".join(
+        f"{_size(plan, each)}: {as_text(each.shows, 2)}, {_cost(each)}" for each in others if each.seeds > 1
+    )
+    return [first, more]
+
+
+def _size(plan: Option, other: Option) -> str:
+    return f"{other.seeds} seeds" if other.questions == plan.questions else f"{other.questions} questions"
+
+
+def _cost(option: Option) -> str:
+    if option.training > 1:
+        return f"{as_text(option.training, 2)} times the training"
+    return f"{as_text(option.answers, 2)} times the answers"
+
+
+def _first_two(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
+    best, gap = nearest.first, interval_text(nearest)
+    if not evidence.rivals:
+        wins = f"{best.label} wins with {metric} {as_text(best.mean)}"
+        return f"{wins}: {nearest.second.label}, the next, is behind by {gap}."
+    shown = "" if nearest.is_shown else ", which may be chance"
+    names, compared = [group.label for group in evidence.rivals], len(evidence.gaps) + 1
+    behind = f"{best.label} is ahead of {nearest.second.label} by {gap}{shown}."
+    if names == [nearest.second.label]:
+        return behind
+    if len(names) > _MOST_NAMED:
+        return f"{behind} {len(names)} others of {compared} settings may be as good."
+    return f"{behind} As good may be: {'; '.join(names)}."
+
+
+def _luck(evidence: Evidence) -> list[str]:
+    if not evidence.winner:
+        return []
+    seen, fresh = evidence.winner.seen, evidence.winner.fresh
+    lucky = f", not {as_text(seen)}: the best of {evidence.compared} was lucky, too" if fresh.value != seen else ""
+    return [f"On fresh seeds, expect {as_text(fresh.value)} ± {as_text(fresh.half_width, 2)}{lucky}."]

@@ -1,0 +1,14 @@
+"""The settings that matter most to PPO, for the tiny model: learning rates, the KL's weight, passes."""
+
+from typing import Any
+
+from ray import tune
+
+
+def space() -> dict[str, Any]:
+    return {
+        "train.actor_lr": tune.loguniform(2e-5, 1e-3),
+        "train.critic_lr": tune.loguniform(3e-5, 1e-3),
+        "algorithm.kl_coef": tune.loguniform(1e-3, 1e-1),
+        "train.ppo_epochs": tune.choice([1, 2]),
+    }

@@ -1,0 +1,155 @@
+"""Shows the completions that a run has kept, in the terminal or as one HTML page: rlx samples RUN [--html FILE]
+
+Left out: what is kept and how it is chosen (rlx.samples).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rlx.cli import listing
+from rlx.cli.options import exit_code
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
+from rlx.runs import run_folder
+from rlx.samples import choosing, page, reader
+from rlx.samples.columns import Kind
+from rlx.samples.reader import KeptCompletion, KeptStep
+from rlx.storage.filesystem import Storage
+
+_ROWS, _CHARACTERS = 16, 280  # of the terminal's table, and of a text in it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _argument_parser().parse_args(argv)
+    return exit_code(lambda: write_page(args) if args.html else print_completions(args))
+
+
+def _argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Shows the completions that a run has kept (tracking.completions), in the terminal or as a page.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's name, or its folder or address")
+    parser.add_argument("--step", metavar="N", type=int, action="append", help="of this step; may be given again")
+    parser.add_argument("--held-out", action="store_true", help="answers of evaluations, not completions of training")
+    parser.add_argument("--prompt", metavar="I", type=int, help="of the prompt in this row of the prompt table")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--worst", metavar="K", type=_count, help="the K completions with the lowest scores")
+    order.add_argument("--best", metavar="K", type=_count, help="the K completions with the highest scores")
+    parser.add_argument("--full", action="store_true", help="show texts in full")
+    parser.add_argument("--html", metavar="FILE", help="write a page instead, with both kinds")
+    parser.add_argument("--against", metavar="RUN", help="with --html: another run, side by side on the same prompts")
+    parser.add_argument(
+        "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, not {text!r}")
+    return int(text)
+
+
+def print_completions(args: argparse.Namespace) -> int:
+    """Prints a table of one step's completions: of the newest one, unless another is given."""
+    if args.against:
+        raise ConfigError(f"--against {args.against} needs --html FILE")
+    run, kind = run_folder.locate(args.run, args.storage)[1], Kind.HELD_OUT if args.held_out else Kind.TRAINING
+    steps = [step for step in choosing.kept_of(run, args.run, args.step or ()) if step.kind == kind]
+    if not steps:
+        raise ConfigError(f"run {args.run} has kept no {kind} completions of that")
+    chosen = steps if args.step else steps[-1:]
+    table = completions_of(run, chosen, args.prompt)
+    few = choosing.by_score(table, args.worst, args.best)
+    few = few if args.worst or args.best or args.full else few.slice(0, _ROWS)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(completions_table(reader.completions(few), width, _CHARACTERS if not args.full else None))
+    print(f"\n{kept_summary(run, chosen, table, len(few))}")
+    return 0
+
+
+def completions_of(run: Storage, steps: Sequence[KeptStep], prompt: int | None) -> pa.Table:
+    """Returns the completions of steps, or those of one prompt.
+
+    Raises:
+        ConfigError: the prompt has none, or a file is damaged.
+    """
+    table = pa.concat_tables([reader.read(run, step) for step in steps], promote_options="default")
+    table = table if prompt is None else choosing.of_prompt(table, prompt)
+    if not len(table):
+        raise ConfigError(f"--prompt {prompt} has no completion in step {steps[-1].number}")
+    return table
+
+
+def kept_summary(run: Storage, steps: Sequence[KeptStep], table: pa.Table, shown: int) -> str:
+    """Returns a sentence on all completions of the steps, of which so many are shown."""
+    right, mean = pc.mean(table["correct"]).as_py(), pc.mean(table["score"]).as_py()
+    missing = sum(step.missing for step in steps)
+    parts = [
+        f"{shown} of {len(table)} completions of step {', '.join(str(step.number) for step in steps)}",
+        f"mean score {mean:.4g}, {right:.0%} right",
+        *([f"{missing} files of other ranks are missing"] if missing else []),
+        f"in {run.path}/completions",
+    ]
+    return "; ".join(parts)
+
+
+def completions_table(rows: Sequence[KeptCompletion], width: int | None, characters: int | None) -> str:
+    """Returns a table with a row per completion; a column that is empty in all rows is left out.
+
+    Args:
+        characters: to which texts are cut; None: not at all.
+    """
+    cells = [
+        {
+            "step": str(row.step),
+            "prompt": f"{row.prompt_index}.{row.sample}",
+            "right": "yes" if row.correct else "no",
+            "score": f"{row.score:.4g}",
+            "parts": "  ".join(f"{name} {value:.4g}" for name, value in row.rewards.items()),
+            "advantage": "" if row.mean_advantage is None else f"{row.mean_advantage:.3g}",
+            "mismatch": "" if row.mismatch is None else f"{max(map(abs, row.mismatch), default=0.0):.2g}",
+            "finish": row.finish,
+            "tokens": str(len(row.tokens)),
+            "question": readable(row.question, characters),
+            "expected": readable(row.expected, characters),
+            "completion": readable(row.completion, characters),
+        }
+        for row in rows
+    ]
+    return listing.markdown_table(cells, width, {"step", "score", "advantage", "mismatch", "tokens"})
+
+
+def readable(text: str, characters: int | None) -> str:
+    r"""Returns a text in one line, with \n for a new line; what controls terminals is shown, not sent to one."""
+    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return shown if characters is None or len(shown) <= characters else f"{shown[: characters - 1]}…"
+
+
+def write_page(args: argparse.Namespace) -> int:
+    """Writes a page of a run, or of two, and says where."""
+    if args.worst or args.best or args.prompt is not None or args.full or args.held_out:
+        raise ConfigError(
+            "--html shows all kinds and has filters and orders itself: leave out all but --step, --against"
+        )
+    file, names = Path(args.html), [args.run, *([args.against] if args.against else [])]
+    if not file.parent.is_dir():
+        raise ConfigError(f"--html {file}: no folder {file.parent}")
+    runs = [(name, run_folder.locate(name, args.storage)[1]) for name in names]
+    steps = [(name, run, choosing.kept_of(run, name, args.step or ())) for name, run in runs]
+    shown = choosing.shown(steps)
+    title = f"Completions of run {' and run '.join(names)}"
+    facts = {name: f"{run.path}/completions" for name, run in runs}
+    file.write_text(page.completions_page(title, shown, facts))
+    count, kept = sum(len(step.rows) for step in shown), sum(step.kept for step in shown)
+    print(f"{count} of {kept} completions of {len(shown)} steps and evaluations are in {file}")
+    return 0

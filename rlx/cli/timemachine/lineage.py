@@ -1,0 +1,107 @@
+"""Makes a schedule of what population based training found: rlx lineage [SWEEP]"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from rlx.cli import listing
+from rlx.cli.options import exit_code
+from rlx.cli.timemachine import running
+from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from rlx.sweeps.records import SweepPlan
+    from rlx.sweeps.schedulers.lineage import Stretch
+
+_SEEDS, _FRESH = 5, 100  # how many seeds a rerun has, and the first of them: no sweep begins there
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Shows how the best trial of a sweep by --scheduler pbt came about, and writes its settings as "
+        "schedules, to be run from the start on fresh seeds beside the best constant setting.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name (default: the newest)")
+    parser.add_argument("--trial", metavar="NAME", help="the trial, e.g. trial_00003 (default: the best)")
+    parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
+    parser.add_argument(
+        "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where sweeps are kept (default: %(default)s)"
+    )
+    parser.add_argument("--trust", action="store_true", help="take the settings of a sweep that another person wrote")
+    return exit_code(lambda: write_lineage(parser.parse_args(argv)))
+
+
+def write_lineage(args: argparse.Namespace) -> int:
+    """Prints the lineage, writes the configs, and says how to compare them."""
+    from rlx.storage.addresses import local_folder, open_storage
+    from rlx.sweeps import plans
+    from rlx.sweeps.records import TrialRecords
+    from rlx.sweeps.schedulers import lineage
+    from rlx.sweeps.space import load_space
+
+    storage = open_storage(args.storage, create=False)
+    plan = plans.saved_sweep(storage, args.sweep, trust=args.trust)
+    if plan.scheduler != "pbt":
+        raise ConfigError(f"sweep {plan.name} had --scheduler {plan.scheduler}: only settings of pbt change")
+    folder, varied = storage / "sweeps" / plan.name, list(load_space(plan.space, plan.tree))
+    records = TrialRecords(folder).all()
+    ended = {name: record for name, record in records.items() if record.reports}
+    lineages = {name: lineage.lineage_of(folder, name, record.step, varied) for name, record in ended.items()}
+    winner = args.trial or lineage.best_trial(plan, records)
+    if winner not in lineages:
+        raise ConfigError(f"--trial {winner}: sweep {plan.name} has {', '.join(lineages)}")
+    constant, which = lineage.constant_settings(plan, records, lineages, winner)
+    schedule = lineage.scheduled_settings(lineages[winner])
+    print(f"{winner} of sweep {plan.name}: {plan.metric} {records[winner].reports[-1][1]:.4g}\n")
+    print(f"{stretches_table(lineages[winner])}\n")
+    print(f"the constant settings beside it are {which}\n")
+    out = Path(args.out) if args.out else local_folder(args.storage) / "analysis" / plan.name
+    write_files(out, plan, {"schedule": schedule, "constant": constant}, varied)
+    print("\n".join(rerun_commands(out, plan, args.storage)))
+    return 0
+
+
+def stretches_table(lineage: Sequence[Stretch]) -> str:
+    """A table with a row per stretch of a lineage."""
+    rows = [
+        {"steps": f"{each.start + 1} to {each.end}", "run": each.run}
+        | {key: str(value) for key, value in each.settings.items()}
+        for each in lineage
+    ]
+    return listing.markdown_table(rows, running.terminal_width(), set(lineage[0].settings))
+
+
+def write_files(out: Path, plan: SweepPlan, found: Mapping[str, dict[str, Any]], varied: Sequence[str]) -> None:
+    """Writes NAME.yaml, a config, and NAME.py, a space with that one setting, for each of the found settings."""
+    from rlx.sweeps.schedulers import lineage
+
+    out.mkdir(parents=True, exist_ok=True)
+    for name, settings in found.items():
+        tree = lineage.rerun_tree(plan, settings)
+        (out / f"{name}.yaml").write_text(f"# {name} of sweep {plan.name}\n{yaml.safe_dump(tree, sort_keys=False)}")
+        choices = "".join(f"        {key!r}: tune.choice([{settings[key]!r}]),\n" for key in varied)
+        body = f"from ray import tune\n\n\ndef space():\n    return {{\n{choices}    }}\n"
+        (out / f"{name}.py").write_text(f'"""The {name} of sweep {plan.name}: one setting."""\n\n{body}')
+
+
+def rerun_commands(out: Path, plan: SweepPlan, storage: str) -> list[str]:
+    """The command lines that run both on fresh seeds and compare them."""
+    place = [] if storage == RunConfig().storage else ["--storage", storage]
+    metric = ["--metric", plan.metric, "--mode", plan.mode]
+    names = {name: f"{plan.name}-{name}" for name in ("schedule", "constant")}
+    seeds = ["--trials", "1", "--seeds", str(_SEEDS), "--seed", str(_FRESH)]
+    lines = [
+        ["sweep", "--config", f"{out}/{name}.yaml", "--space", f"{out}/{name}.py", *seeds, "--name", sweep]
+        for name, sweep in names.items()
+    ]
+    lines = [[*words, *metric, *place] for words in lines]
+    lines.append(["analyze", "--sweep", names["schedule"], "--against", names["constant"], *metric, *place])
+    return [shlex.join(["rlx", *words]) for words in lines]

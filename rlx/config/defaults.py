@@ -1,0 +1,43 @@
+"""Defaults that are no constants: they follow settings of other sections, or the model's longest text.
+
+Left out: defaults that follow a setting of the same section, which stand beside it, and whose defaults they are
+(docs/algorithms.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlx.config.sections.data import DataConfig
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.rollout import EnvironmentConfig, RolloutConfig
+from rlx.config.sections.scaling import ScalingConfig
+
+ADAPTER_LR = 1e-4
+"""of LoRA's adapters, which take larger ones than full weights: QLoRA (arXiv 2305.14314) has 1e-4 to 2e-4"""
+
+
+def following_defaults(model: ModelConfig, scaling: ScalingConfig, environment: EnvironmentConfig) -> dict[str, Any]:
+    """The defaults that other sections change, by dotted key."""
+    precision = {"model.dtype": "bfloat16"} if scaling.use_gpu else {}
+    rates = {"train.actor_lr": ADAPTER_LR, "train.critic_lr": ADAPTER_LR} if model.lora_rank else {}
+    rewards = {"reward.functions": {"environment": 1.0}} if environment.name else {}
+    return precision | rates | rewards
+
+
+def fitting_lengths(data: DataConfig, rollout: RolloutConfig, positions: int | None) -> dict[str, int]:
+    """The longest prompt and the longest response in tokens, by dotted key.
+
+    A length that was given stays. One that was not is cut to what the model's context leaves: prompts to half of it if
+    neither was given, then responses to the rest. At least 1 each, so their sum may be more than `positions`.
+
+    Args:
+        positions: the longest text that the model takes, in tokens; None: unknown, and nothing is cut.
+    """
+    prompt, response = data.max_prompt_tokens, rollout.max_tokens
+    is_given = "max_tokens" in rollout.model_fields_set
+    if positions and "max_prompt_tokens" not in data.model_fields_set:
+        prompt = max(1, min(prompt, positions - response if is_given else positions // 2))
+    if positions and not is_given:
+        response = max(1, min(response, positions - prompt))
+    return {"data.max_prompt_tokens": prompt, "rollout.max_tokens": response}

@@ -1,0 +1,118 @@
+"""The rules between settings of prompts: sources and their rewards, columns, the curriculum, held-out sets.
+
+Left out: rules between other settings (rules.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlx.config.errors import nearest
+from rlx.config.rules import refuse_if
+from rlx.config.sections.algorithm import AlgorithmConfig
+from rlx.config.sections.data import DEFAULT_SOURCE, GENERATED, DataConfig, EvalConfig, template_parts
+from rlx.config.sections.reward import CORRECTNESS, RewardConfig
+from rlx.config.sections.rollout import RolloutConfig
+
+
+def check_sources(data: DataConfig, evaluation: EvalConfig, reward: RewardConfig) -> None:
+    """Raises ValueError if data.sources contradict data.source or one another, or reward with what is not there."""
+    if not data.sources:
+        return
+    labels = data.labels
+    refuse_if(data.source != DEFAULT_SOURCE, "data.source does nothing with data.sources: name it there")
+    refuse_if(evaluation.source, "eval.source does nothing with data.sources: name held_out of each source there")
+    for label in labels:
+        refuse_if(labels.count(label) > 1, f"data.sources: two are called {label}: give each a name of its own")
+    for each in data.sources:
+        check_weights(f"data.sources {each.label}", each.reward, list(reward.functions))
+
+
+def check_weights(where: str, weights: Mapping[str, float] | None, known: Sequence[str]) -> None:
+    """Raises ValueError if some prompts' own weights of reward functions name an unknown one, or are all 0."""
+    for name in weights or {}:
+        refuse_if(
+            name not in known,
+            f"{where}: reward.functions has no {name!r}{nearest(name, known)}; name it there, with weight 0 if other "
+            f"prompts do not use it",
+        )
+    refuse_if(
+        weights is not None and not any(weights.values()),
+        f"{where}: at least one reward function must have a weight other than 0",
+    )
+
+
+def check_curriculum(
+    data: DataConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, rewards: Sequence[RewardConfig]
+) -> None:
+    """Raises ValueError if a curriculum cannot know in time how difficult prompts are; `rewards`: of each source."""
+    if data.curriculum == "none":
+        return
+    refuse_if(
+        rollout.max_staleness,
+        "data.curriculum does not work with rollout.max_staleness: the prompts of a step follow from the scores of the "
+        "step before, which are not known yet when a step is generated ahead",
+    )
+    refuse_if(
+        algorithm.filter_groups,
+        "data.curriculum does not work with algorithm.filter_groups: both choose prompts by their scores: set only one "
+        "of them",
+    )
+    refuse_if(
+        not all(set(reward.functions) & set(CORRECTNESS) for reward in rewards),
+        f"data.curriculum measures right answers: name one of {', '.join(CORRECTNESS)} in reward.functions, with "
+        f"weight 0 if it is no reward",
+    )
+
+
+def check_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
+    """Raises ValueError if a setting is for another kind of prompts, or training and held-out prompts share seeds."""
+    generated = data.source.startswith(GENERATED)
+    refuse_if(
+        not generated and data.params,
+        f"data.params are for {GENERATED}DATASET: with data.source {data.source} set them to {{}}",
+    )
+    asked = {column for _, column in template_parts(data.prompt_template or "") if column}
+    refuse_if(
+        not generated and not asked and data.prompt_column == data.answer_column,
+        f"data.prompt_column and data.answer_column are both {data.prompt_column!r}",
+    )
+    refuse_if(
+        asked and data.prompt_column != type(data).model_fields["prompt_column"].default,
+        "data.prompt_column does nothing with data.prompt_template, which names its columns itself",
+    )
+    refuse_if(
+        generated and (asked - {"question"} or data.system_column),
+        f"data.prompt_template and data.system_column: {GENERATED}DATASET has no column but question",
+    )
+    refuse_if(
+        generated and data.expected_pattern,
+        f"data.expected_pattern: {GENERATED}DATASET has answers that need none",
+    )
+    refuse_if(
+        generated and evaluation.source is not None,
+        "eval.source is for prompt files: generated held-out prompts come from data.source",
+    )
+    refuse_if(
+        generated
+        and data.seed < evaluation.seed + evaluation.num_prompts
+        and evaluation.seed < data.seed + data.num_prompts,
+        f"eval.seed ({evaluation.seed}) is too close to data.seed ({data.seed}): generated training and held-out "
+        f"prompts would share seeds",
+    )
+
+
+def check_sets(evaluation: EvalConfig, data: DataConfig, reward: RewardConfig) -> None:
+    """Raises ValueError if one of eval.sets needs more held-out prompts than there are, or does not fit its source."""
+    for each in evaluation.sets:
+        where, count = f"eval.sets {each.name}", each.num_prompts
+        check_weights(where, each.reward, list(reward.functions))
+        if count and not each.source and (data.sources or count > evaluation.num_prompts):
+            raise ValueError(
+                f"{where}: without a source it has the eval.num_prompts ({evaluation.num_prompts}) held-out prompts: "
+                f"name a source, or leave num_prompts out"
+            )
+        try:
+            check_prompts(each.prompts(data) if each.source else data, evaluation.of(each))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None

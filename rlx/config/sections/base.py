@@ -1,0 +1,77 @@
+"""The base class of all sections, the types that their settings share, and the settings under dotted keys.
+
+The text under a setting is its --help text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Self
+
+import pydantic
+import regex  # type: ignore[import-untyped]  # what searches with a time limit, see rlx.rewards.patterns
+from pydantic import Field, NonNegativeFloat
+
+from rlx.config.addresses import any_secret
+
+
+class Section(pydantic.BaseModel):
+    """Base class of all sections: frozen, and strict about unknown settings."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def with_default(self, key: str, default: Any) -> Self:
+        """A copy in which a setting that was not given has another default; it still counts as not given."""
+        copy = self.model_copy()
+        if key not in self.model_fields_set:
+            copy.__dict__[key] = default
+        return copy
+
+    def as_given(self, key: str) -> Any:
+        """The value of a setting as a file or an option has it."""
+        return getattr(self, key)
+
+
+def _check_resources(resources: dict[str, float]) -> dict[str, float]:
+    if not any(resources.values()):
+        raise ValueError("at least one resource must be more than 0")  # Ray refuses an empty bundle
+    return resources
+
+
+_FUZZY = re.compile(r"(?<!\\)(?:\\\\)*\{\s*[eids]")  # as regex reads it; Python's re takes that for text
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        regex.compile(pattern)
+    except (regex.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    if _FUZZY.search(pattern):
+        raise ValueError("write \\{ for a brace that is text: {e}, {i}, {d}, {s} allow errors in a match")
+    return pattern
+
+
+def _check_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    for name in arguments:
+        if not name.isidentifier():
+            raise ValueError(f"no argument is called {name!r}")
+    if any_secret(arguments):
+        raise ValueError("an address in it holds a password, token or key, which would be saved with the run")
+    return arguments
+
+
+Arguments = Annotated[dict[str, Any], pydantic.AfterValidator(_check_names)]
+"""arguments of a function of another library, by name"""
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Pattern = Annotated[str, pydantic.AfterValidator(_check_pattern)]
+Resources = Annotated[dict[str, NonNegativeFloat], pydantic.AfterValidator(_check_resources)]
+
+
+def flatten(config: Section, prefix: str = "") -> dict[str, Any]:
+    """Every setting under its dotted key; a setting whose value is a dict stays one entry."""
+    flat: dict[str, Any] = {}
+    for key in type(config).model_fields:
+        value = config.as_given(key)
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Section) else {f"{prefix}{key}": value}
+    return flat

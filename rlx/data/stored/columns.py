@@ -1,0 +1,201 @@
+"""Which cells of a stored row are its prompt and its answer, and the row that they make.
+
+A prompt is text, a conversation (a list of {role, content}, as chat templates take it), or text that a template makes
+of several cells. Left out: reading cells (parsers.py, hub.py) and chat templates (rlx.data.prompts).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import pyarrow as pa
+
+from rlx.config.errors import nearest
+from rlx.config.sections.data import DataConfig, template_parts
+from rlx.rewards.patterns import last_matches
+
+SYSTEM_ROLES = ("system", "developer")
+"""roles of the message that says how to answer"""
+
+
+class ChatMessage(TypedDict):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+class Row(TypedDict):
+    """One prompt as it is stored."""
+
+    question: str  # of a conversation its text, for people and reward functions
+    answer: str
+    messages: list[ChatMessage] | None  # the conversation that is the prompt; None: the question is
+
+
+_MESSAGE = pa.struct({"role": pa.string(), "content": pa.string()})
+SCHEMA = pa.schema({"question": pa.string(), "answer": pa.string(), "messages": pa.list_(_MESSAGE)})
+
+
+class ColumnError(ValueError):
+    """A file has not the columns that are to be read."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which cells of a row are read. `a.b` is the entry `b` of column `a`, unless a column has that name itself."""
+
+    question: str = "question"
+    answer: str = "answer"
+    system: str | None = None
+    template: str | None = None  # makes the question of several cells
+    expected: str | None = None  # pattern of the expected answer in the answer's cell; None: all of it
+
+    @classmethod
+    def of(cls, data: DataConfig, setting: str) -> Columns:
+        """The columns that the settings name, for the rows of the address in a setting."""
+        expected = None if setting == "data.ptx_source" else data.expected_pattern  # whole answers are learnt
+        return cls(data.prompt_column, data.answer_column, data.system_column, data.prompt_template, expected)
+
+    @functools.cached_property
+    def parts(self) -> list[tuple[str, str]]:
+        """The template as pairs (text, the cell after it)."""
+        return template_parts(self.template) if self.template else []
+
+    @functools.cached_property
+    def settings(self) -> dict[str, str]:
+        """By the name of each cell that is read, the setting that names it."""
+        asked = [column for _, column in self.parts if column] or [self.question]
+        named = dict.fromkeys(asked, "--data.prompt-template" if self.template else "--data.prompt-column")
+        named |= {self.system: "--data.system-column"} if self.system else {}
+        return named if self.answer in named else named | {self.answer: "--data.answer-column"}
+
+    def roots(self, names: Sequence[str]) -> list[str]:
+        """Returns the columns of a table with these columns that have the cells.
+
+        Raises:
+            ColumnError: a column is not there, or there twice.
+        """
+        counts, found = Counter(names), dict[str, None]()
+        for cell, setting in self.settings.items():
+            root = cell if cell in counts else cell.partition(".")[0]
+            if root not in counts:
+                raise ColumnError(no_column(cell, names, setting))
+            if counts[root] > 1:
+                raise ColumnError(f"{counts[root]} columns are called {root!r}")
+            found[root] = None
+        return list(found)
+
+    def row(self, record: Mapping[str, Any]) -> Row:
+        """Returns the row of a record; raises ValueError if it has no question or no answer."""
+        answer = self._cell(record, self.answer)
+        question, messages = self._prompt(record, answer)
+        system = self._cell(record, self.system) if self.system else None
+        if system is not None and not isinstance(system, str):
+            raise ValueError(f"the system message of {question!r:.80} is {system!r:.80}, expected text")
+        if system and system.strip() and not (messages and messages[0]["role"] in SYSTEM_ROLES):
+            messages = [
+                ChatMessage(role="system", content=system),
+                *(messages or [ChatMessage(role="user", content=question)]),
+            ]
+        return {"question": question, "answer": self._expected(clean_answer(question, answer)), "messages": messages}
+
+    def _expected(self, answer: str) -> str:
+        """The part of an answer that is compared with completions."""
+        (found,) = last_matches(self.expected, [answer]) if self.expected else (answer,)
+        if found is None:
+            raise ValueError(f"--data.expected-pattern {self.expected!r} is not in the answer {answer!r:.200}")
+        return found.strip()
+
+    def _prompt(self, record: Mapping[str, Any], answer: Any) -> tuple[str, list[ChatMessage] | None]:
+        """The question of a record, and its messages if it is a conversation."""
+        if self.template:
+            return "".join(text + self._filled(record, column) for text, column in self.parts), None
+        given = self._cell(record, self.question)
+        if isinstance(given, list):
+            messages = conversation(given)
+            return text_of(messages), messages
+        if not isinstance(given, str) or not given.strip():
+            raise ValueError(f"a question is {given!r:.80}, expected text (its answer is {answer!r:.80})")
+        return given, None
+
+    def _filled(self, record: Mapping[str, Any], column: str) -> str:
+        cell = self._cell(record, column) if column else ""
+        if not isinstance(cell, str | int | float):
+            raise ValueError(f"{column} is {cell!r:.80}, expected text or a number for data.prompt_template")
+        return str(cell)
+
+    def _cell(self, record: Mapping[str, Any], path: str) -> Any:
+        """The cell of a record; None if it, or what it would be an entry of, is missing."""
+        if path in record or "." not in path:
+            return record.get(path)
+        value: Any = record
+        for name in path.split("."):
+            if value is None:
+                return None
+            if not isinstance(value, Mapping):
+                raise ColumnError(f"{self.settings[path]} {path}: {value!r:.80} has no entries")
+            if name not in value and value is not record:
+                raise ColumnError(f"{self.settings[path]} {path}: {_no_entry(name, list(value))}")
+            value = value.get(name)
+        return value
+
+
+def _no_entry(name: str, names: Sequence[str]) -> str:
+    return f"no entry {name!r}, it has {', '.join(names) or 'none'}{nearest(name, names)}"
+
+
+def no_column(column: str, names: Sequence[str], setting: str) -> str:
+    """The line about a column that is not among the names of a table: what there is, and which setting names it."""
+    return f"no column {column!r}, it has {', '.join(names) or 'none'}{nearest(column, names)}; {setting} names another"
+
+
+def conversation(given: Sequence[Any]) -> list[ChatMessage]:
+    """Returns a cell's list as messages, the last of which asks for an answer.
+
+    Raises:
+        ValueError: it is no conversation, or ends with an answer.
+    """
+    messages = [_message(each) for each in given]
+    if all(message["role"] in SYSTEM_ROLES for message in messages):
+        raise ValueError("a conversation has no message of a user")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"a conversation ends with an answer, {messages[-1]['content']!r:.80}, not with a question")
+    return messages
+
+
+def _message(given: Any) -> ChatMessage:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise ValueError(f"a message is {given!r:.80}, expected {{role, content}}")
+    content = given.get("content")
+    if isinstance(content, list):  # parts, of which some may be images
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    if not isinstance(content, str):
+        raise ValueError(f"the content of a message is {given.get('content')!r:.80}, expected text")
+    return ChatMessage(role=given["role"], content=content)
+
+
+def text_of(messages: Sequence[ChatMessage]) -> str:
+    """The text of a conversation without its system message: the one question, or all messages after their roles."""
+    said = [message for message in messages if message["role"] not in SYSTEM_ROLES]
+    if len(said) == 1:
+        return said[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+
+
+def clean_answer(question: str, answer: Any) -> str:
+    """Returns an answer as text; raises ValueError if there is none, or it or the question is no Unicode."""
+    if answer is None or answer != answer or isinstance(answer, list | dict):
+        raise ValueError(f"the answer to {question!r:.80} is {answer!r:.80}, expected text or a number")
+    try:
+        f"{question}{answer}".encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"not valid Unicode: {question!r:.80} or its answer {answer!r:.80}") from None
+    # pandas writes integers as floats when their column has a missing value.
+    is_integer = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
+    return str(int(answer) if is_integer else answer)

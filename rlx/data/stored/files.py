@@ -1,0 +1,188 @@
+"""Prompt files: a file, a folder of files or a glob, on this machine or on S3; their formats are in parsers.py.
+
+Large files are read in parts and small ones together, a few megabytes in each task. The order of rows is that of the
+files, sorted by path, and of the rows in them. Left out: Hugging Face data sets (hub.py).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from pyarrow import fs
+
+from rlx.config.errors import ConfigError
+from rlx.config.sections.data import DataConfig
+from rlx.data.stored import parsers
+from rlx.data.stored.columns import Columns
+from rlx.data.stored.parsers import FORMATS, Part
+from rlx.data.stored.source import NO_ROWS, Reading, StoredSource
+from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import StorageError
+
+PIECE_BYTES = 4 * 2**20
+"""bytes of files that a task reads, about; a file whose format has no parts is read by one task"""
+_QUICK_BYTES = 64 * 2**20
+_GLOB = "*?["
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """A file with prompts."""
+
+    name: str  # in errors
+    path: str  # on its filesystem
+    size: int
+
+
+class FileSource(StoredSource):
+    """Files with a question and an answer in each row: PATH, FOLDER or GLOB, on this machine or on S3."""
+
+    def check(self, address: str, data: DataConfig, setting: str) -> None:
+        """Raises ConfigError if there is no such file, all are empty, or the first rows cannot be used.
+
+        Rows are read if that takes a moment alone: not those of a large file that can only be read as a whole.
+        """
+        _, files = find_files(address, setting)
+        first = next(file for file in files if file.size)
+        if parsers.format_of(first.path).has_parts or first.size <= _QUICK_BYTES:
+            self.read_first(address, data, setting, 1)
+
+    def resolve(self, address: str) -> str:
+        """Returns an absolute path if the address is one of this machine that exists, or a glob."""
+        if "://" in address or not (_is_glob(address) or Path(address).exists()):
+            return address
+        return str(Path(address).resolve()) if Path(address).exists() else os.path.abspath(address)
+
+    def reading(self, address: str, columns: Columns, setting: str) -> Reading:
+        filesystem, files = find_files(address, setting)
+        is_local = isinstance(filesystem, fs.LocalFileSystem)
+        return Reading(list(pieces_of(files)), PartReader(filesystem, columns), here=is_local, names_files=True)
+
+
+@dataclass(frozen=True)
+class PartReader:
+    """Reads parts of files, in a task."""
+
+    filesystem: fs.FileSystem
+    columns: Columns
+
+    def __call__(self, parts: Sequence[Part]) -> Iterator[pa.Table]:
+        for part in parts:
+            with self.filesystem.open_input_file(part.path) as file:
+                yield from parsers.read_part(file, part, self.columns)
+
+
+def pieces_of(files: Sequence[PromptFile]) -> Iterator[list[Part]]:
+    """Yields what each task reads: a part of a large file, or several small files."""
+    piece: list[Part] = []
+    size = 0
+    for file in filter(lambda file: file.size, files):
+        count = -(-file.size // PIECE_BYTES) if parsers.format_of(file.path).has_parts else 1
+        if piece and size + file.size > PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        parts = [Part(file.name, file.path, index, count) for index in range(count)]
+        yield from ([part] for part in parts[:-1])
+        piece, size = [*piece, parts[-1]], size + file.size
+    if piece:
+        yield piece
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding files
+
+
+def find_files(address: str, setting: str) -> tuple[fs.FileSystem, list[PromptFile]]:
+    """Returns the files that an address names, sorted by path, and the filesystem that they are on.
+
+    Args:
+        setting: the setting that has the address, for errors.
+
+    Raises:
+        ConfigError: there are none, or they have several formats, or all are empty.
+    """
+    filesystem, path, prefix = _open(address, setting)
+    try:
+        kind = filesystem.get_file_info(path).type
+        if kind == fs.FileType.File:
+            infos = [filesystem.get_file_info(path)]
+        elif kind == fs.FileType.Directory:
+            infos = filesystem.get_file_info(fs.FileSelector(path))
+        else:
+            infos = _matching(filesystem, path) if _is_glob(path) else []
+    except OSError as error:
+        raise ConfigError(f"{setting} {address}: {' '.join(str(error).split())}") from None
+    found = sorted(
+        (PromptFile(f"{prefix}{info.path}", info.path, info.size) for info in infos if _is_prompt_file(info)),
+        key=lambda file: file.path,
+    )
+    if problem := _problem(found, kind, path):
+        raise ConfigError(f"{setting} {address}: {problem}")
+    return filesystem, found
+
+
+def _open(address: str, setting: str) -> tuple[fs.FileSystem, str, str]:
+    """Returns the filesystem of an address, the path on it, and what stands before paths in errors."""
+    if "://" not in address:
+        return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(address)), ""
+    try:
+        storage = open_storage(address, create=False)
+    except StorageError as error:
+        raise ConfigError(f"{setting}: {error}") from None
+    return storage.filesystem, storage.path, "" if storage.is_local else f"{address.partition('://')[0]}://"
+
+
+def _problem(files: Sequence[PromptFile], kind: fs.FileType, path: str) -> str | None:
+    """Returns why files cannot be used; None if they can."""
+    suffixes = sorted({parsers.suffix_of(file.path) or "" for file in files})
+    known = ", ".join(FORMATS)
+    if len(suffixes) > 1:
+        return f"it has {' and '.join(suffixes)} files; name those of one format, e.g. {path}/*{suffixes[0]}"
+    if files:
+        return None if any(file.size for file in files) else NO_ROWS
+    if kind == fs.FileType.Directory:
+        return f"the folder has no file ending in {known}; {path}/**/*.jsonl would name those below it"
+    if _is_glob(path):
+        return f"no file ending in {known} matches"
+    if parsers.suffix_of(path) and kind == fs.FileType.NotFound:
+        return "no such file"
+    return _EXPECTED if Path(path).suffix or kind != fs.FileType.NotFound else f"{_EXPECTED}; {_COLUMNS}"
+
+
+_EXPECTED = f"expected reasoning_gym:DATASET, hf:NAME, or a file, folder or glob of {', '.join(FORMATS)} files"
+_COLUMNS = "columns are named by --data.prompt-column and --data.answer-column"
+
+
+def _is_glob(path: str) -> bool:
+    return any(mark in path for mark in _GLOB)
+
+
+def _is_prompt_file(info: fs.FileInfo) -> bool:
+    is_hidden = info.base_name.startswith((".", "_"))
+    return info.type == fs.FileType.File and not is_hidden and bool(parsers.suffix_of(info.path))
+
+
+def _matching(filesystem: fs.FileSystem, pattern: str) -> list[fs.FileInfo]:
+    """Returns the files whose path matches a pattern: * and ? within a name, ** for any folders."""
+    names = pattern.split("/")
+    fixed = next(i for i, name in enumerate(names) if _is_glob(name))
+    rest = names[fixed:]
+    folder = fs.FileSelector("/".join(names[:fixed]) or "/", recursive=len(rest) > 1, allow_not_found=True)
+    infos = filesystem.get_file_info(folder)
+    return [info for info in infos if _is_match(info.path.split("/")[fixed:], rest)]
+
+
+def _is_match(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Returns whether successive names in a path match those of a pattern."""
+    if not names or not pattern:
+        return not names and not pattern
+    first, *rest = pattern
+    if first == "**":
+        return any(_is_match(names[skipped:], rest) for skipped in range(len(names)))
+    is_hidden = names[0].startswith(".") and not first.startswith(".")
+    return not is_hidden and fnmatch.fnmatchcase(names[0], first) and _is_match(names[1:], rest)

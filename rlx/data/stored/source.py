@@ -1,0 +1,121 @@
+"""What the sources that store their prompts have in common: reading them, holding some out, scoring by exact match.
+
+Left out: where they are stored (files.py, hub.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlx.config.errors import ConfigError
+from rlx.config.sections.data import DataConfig, EvalConfig
+from rlx.data import ray_data
+from rlx.data.stored.columns import SCHEMA, Columns, Row
+from rlx.types import Checker
+
+if TYPE_CHECKING:
+    import ray.data
+
+NO_ROWS = "there are no rows in it"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows at an address are read, in parallel."""
+
+    pieces: Sequence[Any]  # in the order of their rows; at least one
+    read: ray_data.Read
+    here: bool  # whether only this node can read them
+    names_files: bool = False  # whether errors of `read` begin with the name of a file
+
+
+class StoredSource(ABC):
+    """A source with stored rows; see `rlx.data.sources.PromptSource`."""
+
+    is_generated = False
+
+    @abstractmethod
+    def check(self, address: str, data: DataConfig, setting: str) -> None:
+        """Raises ConfigError if a quick check without Ray shows that the source cannot be used."""
+
+    @abstractmethod
+    def resolve(self, address: str) -> str:
+        """Returns an address that means the same in any working directory."""
+
+    @abstractmethod
+    def reading(self, address: str, columns: Columns, setting: str) -> Reading:
+        """Returns how the rows are read; raises ConfigError if they cannot be found."""
+
+    def first_rows(self, data: DataConfig, count: int) -> list[Row]:
+        """Returns the first rows of data.source, which this process reads."""
+        return self.read_first(data.source, data, "data.source", count)
+
+    def read_first(self, address: str, data: DataConfig, setting: str, count: int) -> list[Row]:
+        """Returns the first rows at an address, which this process reads; raises ConfigError as `rows` does."""
+        reading = self.reading(address, Columns.of(data, setting), setting)
+        try:
+            tables = (table for piece in reading.pieces for table in reading.read(piece))
+            return next((table.slice(0, count).to_pylist() for table in tables if len(table)), [])
+        except ValueError as error:
+            prefix = "" if reading.names_files else f"{address}: "
+            raise ConfigError(f"{setting} {prefix}{error}") from None
+
+    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
+        """Returns all rows in their order.
+
+        Raises:
+            ConfigError: the source or a row cannot be used; the text names the file, and the line of a .jsonl file.
+        """
+        reading = self.reading(address, Columns.of(data, setting), setting)
+        try:
+            rows = ray_data.read_pieces(reading.pieces, reading.read, SCHEMA, here=reading.here)
+        except Exception as error:  # Ray wraps whatever a parser raises
+            prefix = "" if reading.names_files else f"{address}: "
+            raise ConfigError(f"{setting} {prefix}{ray_data.error_reason(error)}") from None
+        if not rows.count():
+            raise ConfigError(f"{setting} {address}: {NO_ROWS}")
+        return rows
+
+    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[ray.data.Dataset, ray.data.Dataset]:
+        """Returns the rows of data.source without the last ones, and the last ones.
+
+        Raises:
+            ConfigError: the source or a row cannot be used.
+        """
+        return hold_out(self.rows(data.source, data, "data.source"), held_out.num_prompts)
+
+    def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
+        """Returns exact match of the texts, without blanks around them."""
+        return lambda answers: [float(answer.given.strip() == answer.expected.strip()) for answer in answers]
+
+
+def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.Dataset, ray.data.Dataset]:
+    """Returns (training rows, held-out rows): the last `count` rows are held out, at most a tenth, at least one.
+
+    Raises:
+        ConfigError: there is only one row.
+    """
+    import ray.data
+
+    rows = rows.materialize()
+    total = rows.count()
+    if total < 2:
+        raise ConfigError(f"data.source: {total} rows are too few to hold one out; set eval.source")
+    count = max(1, min(count, total // 10))
+    # Not Dataset.split_at_indices: its tasks take a CPU each, and there may be none.
+    return rows.limit(total - count), ray.data.from_items(_last_rows(rows, count), override_num_blocks=1)
+
+
+def _last_rows(rows: ray.data.Dataset, count: int) -> list[dict[str, Any]]:
+    import ray
+
+    last: list[dict[str, Any]] = []
+    for block in reversed(rows.to_arrow_refs()):
+        table = ray.get(block)
+        last = table.slice(max(0, len(table) - count + len(last))).to_pylist() + last
+        if len(last) == count:
+            break
+    return last

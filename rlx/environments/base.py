@@ -1,0 +1,133 @@
+"""What an environment is: two forms of a class, the table of those that ship, and loading one by its name.
+
+A class with `step` is a dialogue: it answers each turn of the policy. A class without is a set of tools: its public
+methods are what the policy may call, and the first turn without a call ends the episode. No base class is needed.
+Left out: where environments run (pool), and how their messages become tokens (rlx.rollout.episodes).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, cast
+
+from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.types import TaskRow, Utterance
+
+Said: TypeAlias = "str | Utterance | Sequence[Utterance]"
+"""what an environment says: text, which becomes a message of the user, or messages of a chat"""
+Answered: TypeAlias = "tuple[Said, float, bool]"
+"""(observation, reward, whether the episode has ended)"""
+
+ENVIRONMENTS: Mapping[str, str] = {
+    "calculator": "rlx.environments.calculator:Calculator",
+    "python": "rlx.environments.python_tool:PythonTool",
+    "guess_number": "rlx.environments.guess_number:GuessNumber",
+    "treasure": "rlx.environments.treasure:Treasure",
+    "code": "rlx.environments.code_task:CodeTask",
+}
+"""the environments that ship, by name; any other is named module:Class"""
+_OF_EPISODES = ("reset", "step", "score", "close")
+"""public methods that are no tools"""
+
+
+class DialogueEnvironment(Protocol):
+    """An environment that answers each turn. Its methods may be `async`.
+
+    `score(answer)` and `close()` are optional, as they are for tools.
+    """
+
+    def reset(self, row: TaskRow, seed: int) -> Said | Awaitable[Said]:
+        """Begins an episode and returns the first messages.
+
+        Args:
+            row: the prompt that the episode is of.
+            seed: equal for all episodes that are compared with one another, which should begin alike.
+        """
+        ...
+
+    def step(self, action: str) -> Answered | Awaitable[Answered]:
+        """Answers a turn of the policy, its text without special tokens.
+
+        A parameter `seed`, if there is one, is given a number that follows from run, step, prompt, sample and turn.
+        """
+        ...
+
+
+def load_environment(name: str) -> type[Any]:
+    """The class that a name stands for: one of `ENVIRONMENTS`, or module:Class.
+
+    Raises:
+        ConfigError: there is no such class, its module fails, or it is no environment.
+    """
+    address = ENVIRONMENTS.get(name, name)
+    path, _, attribute = address.partition(":")
+    if not attribute:
+        raise ConfigError(
+            f"environment.name {name}: expected module:Class, or one of those that ship{nearest_of(name)}"
+        )
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:
+        raise ConfigError(f"environment.name {name}: {path} cannot be imported: {one_line(error, 300)}") from None
+    found = getattr(module, attribute, None)
+    if not isinstance(found, type):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise ConfigError(f"environment.name {name}: {path} has no class {attribute}{nearest(attribute, classes)}")
+    check_class(name, found)
+    return cast("type[Any]", found)
+
+
+def nearest_of(name: str) -> str:
+    """The environment that ships whose name is nearest, as the end of an error message."""
+    return nearest(name, list(ENVIRONMENTS)) or f": {', '.join(ENVIRONMENTS)}"
+
+
+def check_class(name: str, found: type[Any]) -> None:
+    """Raises ConfigError if a class has neither `reset` and `step` nor a tool."""
+    if has_steps(found):
+        if not callable(getattr(found, "reset", None)):
+            raise ConfigError(f"environment.name {name}: {found.__name__} has step but no reset(row, seed)")
+        return
+    tools = tool_methods(found)
+    if not tools:
+        raise ConfigError(
+            f"environment.name {name}: {found.__name__} has neither step(action) nor a public method that is a tool"
+        )
+    for tool, method in tools.items():
+        if not inspect.getdoc(method):
+            raise ConfigError(f"environment.name {name}: the tool {tool} has no docstring, which tells the model of it")
+    if not callable(getattr(found, "score", None)):
+        raise ConfigError(f"environment.name {name}: {found.__name__} has tools but no score(answer)")
+
+
+def has_steps(found: type[Any]) -> bool:
+    """Whether a class is a dialogue, not a set of tools."""
+    return callable(getattr(found, "step", None))
+
+
+def tool_methods(found: type[Any]) -> dict[str, Callable[..., Any]]:
+    """The tools of a class by name, in the order in which they are written."""
+    names = [name for each in reversed(found.__mro__[:-1]) for name in vars(each)]
+    public = [name for name in dict.fromkeys(names) if name[0] != "_" and name not in _OF_EPISODES]
+    return {name: method for name in public if inspect.isfunction(method := getattr(found, name))}
+
+
+def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
+    """What an environment has said as messages.
+
+    Raises:
+        TypeError: it is neither text nor messages.
+    """
+    if isinstance(said, str):
+        return ({"role": role, "content": said},)
+    given = [said] if isinstance(said, Mapping) else said
+    if not isinstance(given, Sequence):
+        raise TypeError(f"an observation is text or messages, not {type(said).__name__}")
+    for message in given:
+        if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+            raise TypeError("a message has a role and a content")
+        if not isinstance(message.get("content"), str):
+            raise TypeError(f"the content of a message is text, not {type(message.get('content')).__name__}")
+    return tuple(dict(message) for message in given)

@@ -1,0 +1,171 @@
+"""The environments that live in one process: one instance for each episode, each call with a time limit.
+
+A call of a plain method runs on a thread, one of an `async` method on the event loop. The first can be given up, but
+not ended: then the process has to be replaced. Left out: where the process is, and what to do after a failure (pool).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import resource
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlx.config.errors import one_line
+from rlx.environments.base import has_steps, load_environment, messages_of
+from rlx.environments.tools import ToolDialogue, finite, score_of
+from rlx.types import Observation, TaskRow
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A turn of the policy as an environment is told it."""
+
+    text: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What an episode begins with."""
+
+    row: TaskRow
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What became of a call."""
+
+    observation: Observation | None = None
+    failure: str = ""  # why there is no observation
+    is_stuck: bool = False  # a thread still works on the call, and cannot be ended
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What a host is started with."""
+
+    name: str  # of the environment
+    params: Mapping[str, Any]
+    timeout_s: float  # of a call
+    concurrency: int  # calls of plain methods at the same time
+    memory_mb: int | None = None  # that the process may use beyond what it starts with
+
+
+class EnvironmentHost:
+    """Live episodes by key. Its methods are those of an async actor; they raise nothing that an environment raises."""
+
+    def __init__(self, settings: HostSettings) -> None:
+        """Raises ConfigError if there is no such environment."""
+        self.settings, self._kind = settings, load_environment(settings.name)
+        self._live: dict[str, Any] = {}  # dialogues by key
+        self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="environment")
+        if settings.memory_mb:
+            limit_memory(settings.memory_mb * _MIB)
+
+    async def start(self, key: str, beginning: Beginning) -> Reply:
+        """Begins an episode under a key; an episode that has the key ends."""
+        await self.close(key)
+        return await self._timed(functools.partial(self._start, key, beginning))
+
+    async def step(self, key: str, action: Action) -> Reply:
+        """What the environment answers to a turn."""
+        return await self._timed(functools.partial(self._step, key, action))
+
+    async def finish(self, key: str, answer: str) -> Reply:
+        """The score of an episode that was cut, as a reward; `answer`: the last that the policy said."""
+        return await self._timed(functools.partial(self._finish, key, answer))
+
+    async def repeat(self, key: str, beginning: Beginning, actions: Sequence[Action]) -> list[Reply]:
+        """Begins an episode and repeats its actions; all replies up to the first that failed."""
+        replies = [await self.start(key, beginning)]
+        for action in actions:
+            if replies[-1].failure:
+                break
+            replies.append(await self.step(key, action))
+        return replies
+
+    async def close(self, key: str) -> None:
+        """Ends an episode, if there is one."""
+        live = self._live.pop(key, None)
+        close = getattr(getattr(live, "environment", live), "close", None)
+        if close is not None:
+            with contextlib.suppress(Exception):  # it is over, whatever it says
+                await asyncio.wait_for(self._called(close), self.settings.timeout_s)
+
+    async def forget(self, owner: str) -> None:
+        """Ends all episodes whose keys begin with that of an owner, which has started anew."""
+        for key in [key for key in self._live if key.startswith(owner)]:
+            await self.close(key)
+
+    async def _timed(self, call: Callable[[], Awaitable[Observation]]) -> Reply:
+        started, task = time.monotonic(), asyncio.ensure_future(call())
+        done, _ = await asyncio.wait([task], timeout=self.settings.timeout_s)
+        if not done:
+            task.cancel()
+            await asyncio.sleep(0)
+            return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_stuck=True)
+        error = task.exception()
+        if error is not None:
+            return Reply(failure=f"raised {type(error).__name__}: {one_line(error, 300)}")
+        return Reply(replace(task.result(), seconds=time.monotonic() - started))
+
+    async def _start(self, key: str, beginning: Beginning) -> Observation:
+        environment = await self._called(self._kind, **self.settings.params)
+        said: Any = None
+        if callable(getattr(environment, "reset", None)):
+            said = await self._called(environment.reset, beginning.row, beginning.seed)
+        messages = messages_of(beginning.row.question if said is None else said)
+        self._live[key] = environment if has_steps(self._kind) else ToolDialogue(environment, self._called)
+        return Observation(messages)
+
+    async def _step(self, key: str, action: Action) -> Observation:
+        live = self._live[key]
+        if isinstance(live, ToolDialogue):
+            return await live.step(action.text)
+        step = live.step
+        given = {"seed": action.seed} if "seed" in inspect.signature(step).parameters else {}
+        said, reward, done = await self._called(step, action.text, **given)
+        final = await score_of(live, action.text, self._called) if done else 0.0
+        return Observation(messages_of(said), finite(reward) + final, bool(done))
+
+    async def _finish(self, key: str, answer: str) -> Observation:
+        live = self._live[key]
+        environment = live.environment if isinstance(live, ToolDialogue) else live
+        return Observation(reward=await score_of(environment, answer, self._called), done=True)
+
+    async def _called(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a method returns: on the event loop if it is `async`, else on a thread."""
+        if inspect.iscoroutinefunction(method):
+            return await method(*args, **kwargs)
+        call = functools.partial(_on_thread, method, *args, **kwargs)
+        returned = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await returned if inspect.isawaitable(returned) else returned
+
+
+def _on_thread(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a method returns. A future takes no StopIteration: its call would seem to hang.
+
+    Raises:
+        RuntimeError: the method raised StopIteration.
+    """
+    try:
+        return method(*args, **kwargs)
+    except StopIteration:
+        raise RuntimeError("StopIteration") from None
+
+
+def limit_memory(size: int) -> None:
+    """Makes allocations of this process fail once it uses so many bytes more than now."""
+    with open("/proc/self/status") as status:
+        used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + size, used + size))

@@ -1,0 +1,257 @@
+"""The hosts of environments as one rank uses them: which episode is where, and what is done when a call fails.
+
+An episode is its beginning and its actions: where a host has died, hung or raised, both are repeated on a fresh
+instance. An environment that then answers something else than before is caught. All methods run on one event loop.
+Left out: turns of the policy (rlx.rollout.episodes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import ray
+
+from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
+from rlx.types import EnvironmentFailed, Notify, Observation, TaskRow
+
+_MARGIN_S = 10.0
+"""a host that has not answered so long after a call's time limit does not run its event loop: it is replaced"""
+_START_S = 120.0
+"""longest wait for a host whose process starts"""
+
+
+class HostLost(Exception):
+    """A host died or did not answer; the text says which."""
+
+
+class Host(Protocol):
+    """The process of a host, as a pool uses it."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What a method of `EnvironmentHost` returns.
+
+        Raises:
+            HostLost: the process ended or does not answer.
+        """
+        ...
+
+    def replace(self) -> None:
+        """Has the process ended and started anew."""
+        ...
+
+
+class LocalHost:
+    """A host in this process, for tests and for training without Ray."""
+
+    def __init__(self, settings: HostSettings) -> None:
+        self._settings, self._host = settings, EnvironmentHost(settings)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """See `Host.call`."""
+        return await getattr(self._host, method)(*args)
+
+    def replace(self) -> None:
+        """Forgets all episodes; threads that do not end stay."""
+        self._host = EnvironmentHost(self._settings)
+
+
+class ActorHost:
+    """A host in a Ray actor."""
+
+    def __init__(self, actor: Any, timeout_s: float) -> None:
+        self._actor, self._timeout_s, self._has_answered = actor, timeout_s, False
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """See `Host.call`. The first call waits until the process is up."""
+        repeated = len(args[2]) if method == "repeat" else 0
+        patience_s = self._timeout_s * (1 + repeated) + (_MARGIN_S if self._has_answered else _START_S)
+        try:
+            future = asyncio.wrap_future(getattr(self._actor, method).remote(*args).future())
+            returned = await asyncio.wait_for(future, patience_s)
+        except TimeoutError:
+            raise HostLost(f"its process has not answered for {patience_s:.0f} s") from None
+        except ray.exceptions.RayActorError:
+            self._has_answered = False
+            raise HostLost("its process ended") from None
+        self._has_answered = True
+        return returned
+
+    def replace(self) -> None:
+        """See `Host.replace`."""
+        self._has_answered = False
+        ray.kill(self._actor, no_restart=False)
+
+
+class FailureCounts(Counter[str]):
+    """Calls that failed, by kind; the first of each kind is told."""
+
+    def __init__(self, notify: Notify) -> None:
+        super().__init__()
+        self._notify = notify
+
+    def add(self, kind: str, reason: str) -> None:
+        """Counts one."""
+        self[kind] += 1
+        if self[kind] == 1:
+            self._notify(f"an environment: {reason} - it is counted from here on, and not told again")
+
+
+@dataclass
+class _Record:
+    """An open episode: all that is needed to have it once more."""
+
+    host: int
+    life: int  # of the host, in which the instance was made
+    beginning: Beginning
+    actions: list[Action] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)  # of the beginning and of each action
+    is_whole: bool = True  # false: the instance has failed, and is not used again
+
+
+class EnvironmentPool:
+    """One rank's environments."""
+
+    def __init__(self, hosts: Sequence[Host], owner: str, *, retries: int, concurrency: int, notify: Notify) -> None:
+        """
+        Args:
+            owner: what the keys of its episodes begin with: another rank has another one.
+            retries: how often an episode is repeated because a call failed.
+            concurrency: calls of a host at the same time.
+        """
+        self.hosts, self.owner, self.retries = hosts, owner, retries
+        self.failures = FailureCounts(notify)
+        self._room = [asyncio.Semaphore(concurrency) for _ in hosts]
+        self._lives, self._loads = [0] * len(hosts), [0] * len(hosts)
+        self._records: dict[str, _Record] = {}
+
+    async def start(self, key: str, row: TaskRow, seed: int) -> Observation:
+        """Begins an episode; returns its first messages.
+
+        Raises:
+            EnvironmentFailed: it cannot be begun.
+        """
+        key, host = self.owner + key, min(range(len(self.hosts)), key=self._loads.__getitem__)
+        self._loads[host] += 1
+        record = self._records[key] = _Record(host, self._lives[host], Beginning(row, seed))
+        return await self._attempted(key, record, "start", record.beginning)
+
+    async def step(self, key: str, action: str, seed: int) -> Observation:
+        """The environment's answer to a turn.
+
+        Raises:
+            EnvironmentFailed: there is none, also after retries.
+        """
+        key, made = self.owner + key, Action(action, seed)
+        record = self._records[key]
+        observation = await self._attempted(key, record, "step", made)
+        record.actions.append(made)
+        return observation
+
+    async def finish(self, key: str, answer: str) -> Observation:
+        """The score of an episode that was cut, as the reward of an observation.
+
+        Raises:
+            EnvironmentFailed: there is none, also after retries.
+        """
+        key = self.owner + key
+        return await self._attempted(key, self._records[key], "finish", answer)
+
+    async def close(self, key: str, again: bool = False) -> bool:
+        """Ends an episode; with `again` it is had once more, and false says that it has come out differently."""
+        key = self.owner + key
+        record = self._records.pop(key)
+        self._loads[record.host] -= 1
+        try:
+            same = not again or await self._is_repeatable(key, record)
+            await self._called(record.host, "close", key)
+        except HostLost:
+            return True
+        return same
+
+    async def forget(self) -> None:
+        """Ends what an earlier process of this owner has left; waits for no host that is starting."""
+        for number in range(len(self.hosts)):
+            try:
+                await self._called(number, "forget", self.owner)
+            except HostLost as lost:
+                self._replace(number, self._lives[number], str(lost))
+
+    async def _attempted(self, key: str, record: _Record, method: str, *args: Any) -> Observation:
+        """The observation of a call, repeated on a fresh instance as often as `retries` allows."""
+        failure = ""
+        for _ in range(self.retries + 1):
+            life = self._lives[record.host]
+            try:
+                if method != "start" and (record.life != life or not record.is_whole):
+                    await self._repeat(key, record)
+                reply: Reply = await self._called(record.host, method, key, *args)
+            except HostLost as lost:
+                failure = str(lost)
+                self._replace(record.host, life, failure)
+                continue
+            if reply.observation is not None:
+                record.life, record.is_whole = life, True
+                if method != "finish":
+                    record.observations.append(reply.observation)
+                return reply.observation
+            failure = self._noted(record, life, reply)
+        raise EnvironmentFailed(failure)
+
+    def _noted(self, record: _Record, life: int, reply: Reply) -> str:
+        """Counts a call that failed; a host with a thread that cannot be ended is replaced."""
+        record.is_whole = False
+        self.failures.add("hung" if reply.is_stuck else "raised", reply.failure)
+        if reply.is_stuck:
+            self._replace(record.host, life, "")
+        return reply.failure
+
+    async def _repeat(self, key: str, record: _Record) -> None:
+        """Has an open episode once more, up to where it is.
+
+        Raises:
+            EnvironmentFailed: it fails, or comes out differently.
+            HostLost: see `Host.call`.
+        """
+        life = self._lives[record.host]
+        replies = await self._called(record.host, "repeat", key, record.beginning, record.actions)
+        if failed := next((reply for reply in replies if reply.failure), None):
+            raise EnvironmentFailed(f"{self._noted(record, life, failed)}, when its actions were repeated")
+        if [reply.observation for reply in replies] != record.observations:
+            self.failures.add("unrepeatable", "it answers the same actions differently when they are repeated")
+            raise EnvironmentFailed("it answers differently when its actions are repeated")
+        record.life, record.is_whole = life, True
+
+    async def _is_repeatable(self, key: str, record: _Record) -> bool:
+        """Whether an episode that has ended comes out the same; true if it cannot be repeated at all."""
+        replies = await self._called(record.host, "repeat", key, record.beginning, record.actions)
+        same = [reply.observation for reply in replies] == record.observations or any(each.failure for each in replies)
+        if not same:
+            self.failures.add("unrepeatable", "it answers the same actions differently when they are repeated")
+        return same
+
+    async def _called(self, host: int, method: str, *args: Any) -> Any:
+        async with self._room[host]:
+            return await self.hosts[host].call(method, *args)
+
+    def _replace(self, host: int, life: int, reason: str) -> None:
+        """Has a host's process started anew, once for all who find it lost in the same life."""
+        if self._lives[host] != life:
+            return
+        self._lives[host] += 1
+        if reason:
+            self.failures.add("died", reason)
+        self.hosts[host].replace()
+
+
+def start_hosts(settings: HostSettings, options: Sequence[dict[str, Any]]) -> list[Any]:
+    """Starts a host with each of these options of Ray; does not wait for them.
+
+    Returns:
+        The actors' handles, whose methods are those of `EnvironmentHost`.
+    """
+    actor = ray.remote(EnvironmentHost)
+    return [actor.options(max_concurrency=1000, max_restarts=-1, **own).remote(settings) for own in options]

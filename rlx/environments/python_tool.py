@@ -1,0 +1,62 @@
+"""Python as a tool: the policy writes programs, which run in the sandbox, and is told what they print.
+
+Each call is a program of its own: nothing stays from one to the next. Left out: files of the policy, and packages.
+"""
+
+from __future__ import annotations
+
+from rlx.config.sections.reward import RewardConfig
+from rlx.environments.calculator import Calculator
+from rlx.rewards.sandbox.pool import Limits, Program, Ran, Sandbox
+from rlx.types import TaskRow
+
+_SHOWN = 2000
+"""characters of what a program prints; the rest is cut"""
+
+
+class PythonTool:
+    """Answers a question with the help of Python; the reward is 1 for the expected answer, a number or a text."""
+
+    def __init__(self, sandbox: str = "strict", cpu_s: float = 4.0, memory_mb: int = 512) -> None:
+        """
+        Args:
+            sandbox: as reward.sandbox: strict, or limits for machines that cannot shut files and networks.
+            cpu_s: seconds that a program may compute.
+            memory_mb: MiB of memory that it may use.
+        """
+        given = RewardConfig.model_validate(
+            {"sandbox": sandbox, "code_cpu_s": cpu_s, "code_idle_s": cpu_s, "code_memory_mb": memory_mb}
+        )
+        self._sandbox, self._limits = Sandbox.open(strict=given.sandbox == "strict"), Limits.of(given)
+        self._expected = ""
+
+    def reset(self, row: TaskRow, seed: int) -> str:
+        """Begins with the question."""
+        self._expected = row.answer
+        return row.question
+
+    def python(self, code: str) -> str:
+        """Runs a Python program and returns what it prints.
+
+        Args:
+            code: the program; it has to print its results
+        """
+        return what_it_printed(self._sandbox.run(Program(code, ("",)), self._limits)[0])
+
+    def score(self, answer: str) -> float:
+        """1 if the last line of the answer is the expected text, or its last number the expected number; else 0."""
+        lines = answer.strip().splitlines()
+        if lines and lines[-1].strip() == self._expected.strip():
+            return 1.0
+        numbers = Calculator()
+        numbers.reset(TaskRow("", self._expected), 0)
+        return numbers.score(answer)
+
+
+def what_it_printed(ran: Ran) -> str:
+    """What the policy reads of a program that has run."""
+    text = ran.output.decode(errors="replace")
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (cut)"
+    if ran.ended != "exit":
+        return f"{text}\nended by its limit of {ran.ended}".strip()
+    return text if ran.is_good else f"{text}\nexit status {ran.code}".strip()

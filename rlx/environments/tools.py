@@ -1,0 +1,163 @@
+"""Tools: what the model is told of them, the calls in what it says, and the dialogue that a set of tools makes.
+
+Three ways to write a call are read, whichever the model's chat template asks for: JSON between <tool_call> marks
+(Hermes, Qwen), JSON alone (Llama 3, Mistral), and Python (Llama 4, LFM). Left out: showing tools to the model, which
+its chat template does.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.environments.base import tool_methods
+from rlx.types import Observation
+
+_MARKED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_LONGEST = 10_000
+"""characters of what a tool returns; the rest is cut"""
+_LARGEST_REWARD = 1e18
+"""rewards beyond it would overflow where training squares them"""
+Called = Callable[..., Awaitable[Any]]
+"""(method, its arguments) -> what it returns, on a thread or on the event loop"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool as the model has written it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""  # why it cannot be made
+
+
+def schemas(found: type[Any]) -> list[dict[str, Any]]:
+    """The tools of a class as chat templates take them: JSON schemas, from docstrings and annotations.
+
+    Raises:
+        ValueError: a tool's docstring or annotations do not say what its parameters are.
+    """
+    from transformers.utils import get_json_schema  # takes seconds to import
+
+    blank = object.__new__(found)
+    described = []
+    for name in tool_methods(found):
+        try:
+            described.append(get_json_schema(getattr(blank, name)))
+        except Exception as error:
+            raise ValueError(f"the tool {name}: {error}") from None
+    return described
+
+
+def calls_in(text: str) -> list[Call]:
+    """The calls in a turn of the policy, in their order; a malformed one has a problem. None: it calls no tool."""
+    if "<tool_call>" in text:
+        return [call for body in _MARKED.findall(text) for call in _from_json(body)]
+    last = text.rpartition("</think>")[2].strip()
+    if last.startswith(("{", "[{")):
+        calls = _from_json(last)
+        return [] if any(call.problem for call in calls) else calls  # an answer may be JSON
+    if last.startswith("[") and last.endswith(")]"):
+        return _from_python(last)
+    return []
+
+
+def _from_json(text: str) -> list[Call]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return [Call("", {}, "a call is a JSON object with name and arguments")]
+    return [_as_call(each) for each in (content if isinstance(content, list) else [content])]
+
+
+def _as_call(content: Any) -> Call:
+    given = content if isinstance(content, dict) else {}
+    name, arguments = given.get("name"), given.get("arguments", given.get("parameters"))
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return Call(str(name or ""), {}, "a call is a JSON object with name and arguments")
+    return Call(name, arguments)
+
+
+def _from_python(text: str) -> list[Call]:
+    """Calls such as [add(a=1, b=2)], of literals alone."""
+    try:
+        body = ast.parse(text, mode="eval").body
+        elements = body.elts if isinstance(body, ast.List) else []
+        return [_python_call(each) for each in elements]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _python_call(node: ast.expr) -> Call:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
+        raise ValueError("no call by keywords")
+    return Call(node.func.id, {each.arg or "": ast.literal_eval(each.value) for each in node.keywords})
+
+
+class ToolDialogue:
+    """The dialogue of an environment that is a set of tools: each turn is answered by what its calls return.
+
+    A turn without a call is the answer: it ends the episode with its score.
+    """
+
+    def __init__(self, environment: Any, called: Called) -> None:
+        """`called` makes each call of the environment's methods."""
+        self.environment, self._called = environment, called
+        self.tools = {name: getattr(environment, name) for name in tool_methods(type(environment))}
+
+    async def step(self, action: str) -> Observation:
+        """What the tools return that a turn calls, or the score of the answer."""
+        calls = calls_in(action)
+        if not calls:
+            return Observation(reward=await score_of(self.environment, action, self._called), done=True)
+        made = [(call, *await self._made(call)) for call in calls]
+        messages = tuple({"role": "tool", "name": call.name, "content": content} for call, content, _ in made)
+        return Observation(messages, calls=len(calls), call_errors=sum(not is_good for *_, is_good in made))
+
+    async def _made(self, call: Call) -> tuple[str, bool]:
+        """What a call returns, as the model reads it, and whether it went well."""
+        if problem := call.problem or _misfit(call, self.tools):
+            return f"error: {problem}", False
+        try:
+            returned = await self._called(self.tools[call.name], **call.arguments)
+            text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
+        except Exception as error:  # whatever the tool raises, the policy is told
+            return f"error: {type(error).__name__}: {error}"[:_LONGEST], False
+        return text[:_LONGEST], True
+
+
+def _misfit(call: Call, tools: Mapping[str, Any]) -> str:
+    """Why a call does not fit any tool; empty if it does."""
+    if call.name not in tools:
+        return f"there is no tool {call.name!r}; there are {', '.join(tools)}"
+    try:
+        inspect.signature(tools[call.name]).bind(**call.arguments)
+    except TypeError as error:
+        return f"{call.name}: {error}"
+    return ""
+
+
+async def score_of(environment: Any, answer: str, called: Called) -> float:
+    """What an environment scores an episode that ends with this text of the policy; 0 if it scores none."""
+    score = getattr(environment, "score", None)
+    if score is None:
+        return 0.0
+    takes_answer = bool(inspect.signature(score).parameters)
+    return finite(await (called(score, answer) if takes_answer else called(score)))
+
+
+def finite(reward: Any) -> float:
+    """A reward as a number.
+
+    Raises:
+        ValueError: it is not a finite number, or is too large.
+    """
+    number = float(reward)
+    if not abs(number) <= _LARGEST_REWARD:
+        raise ValueError(f"the reward {reward!r:.80} is not a finite number")
+    return number

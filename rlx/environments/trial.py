@@ -1,0 +1,78 @@
+"""A trial of an environment before a run: in a process of its own, so that one that hangs can be ended.
+
+It begins an episode twice with the same seed, and says the expected answer. Left out: tools that are never called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from rlx.config.errors import ConfigError
+from rlx.config.sections.rollout import EnvironmentConfig
+from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
+from rlx.rewards.child import ChildError, ChildProcess
+from rlx.types import Prompt, TaskRow
+
+_LOG = logging.getLogger("rlx")
+_EPISODES, _CALLS, _MARGIN_S = 2, 3, 10.0
+
+
+def host_settings(environment: EnvironmentConfig) -> HostSettings:
+    """What the hosts of a run are started with."""
+    return HostSettings(
+        str(environment.name),
+        environment.params,
+        environment.timeout_s,
+        environment.concurrency,
+        environment.memory_mb,
+    )
+
+
+def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt]) -> None:
+    """Tries an environment, if there is one, on the first of the prompts; says so if it is not deterministic.
+
+    Raises:
+        ConfigError: it raises, hangs or ends its process.
+    """
+    if environment.name is None:
+        return
+    settings = replace(host_settings(environment), concurrency=1, memory_mb=None)
+    child = ChildProcess(partial(_trial, settings))
+    try:
+        for prompt in prompts[:1]:
+            row = TaskRow(prompt.question, prompt.answer, prompt.dataset_index)
+            failure, is_same = child.call(row, _EPISODES * _CALLS * settings.timeout_s + _MARGIN_S)
+            if failure:
+                raise ConfigError(f"environment.name {environment.name}: {failure}")
+            if not is_same:
+                _LOG.warning(
+                    "warning: environment.name %s says something else when an episode is repeated with the same seed: "
+                    "a resumed run, or one that loses a process, will not be exact",
+                    environment.name,
+                )
+    except ChildError as error:
+        raise ConfigError(f"environment.name {environment.name} {error}") from None
+    finally:
+        child.close()
+
+
+def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool]]:
+    """Runs in the child process: what tries the environment on a row; gives why it fails, and whether it repeats."""
+
+    def tried(row: TaskRow) -> tuple[str, bool]:
+        one, other = (asyncio.run(_played(settings, row)) for _ in range(_EPISODES))
+        failures = [reply.failure for reply in one if reply.failure]
+        return (failures[0] if failures else ""), one == other
+
+    return tried
+
+
+async def _played(settings: HostSettings, row: TaskRow) -> list[Reply]:
+    host = EnvironmentHost(settings)
+    replies = await host.repeat("trial", Beginning(row, 0), [Action(row.answer, 0)])
+    await host.close("trial")
+    return replies

@@ -1,0 +1,142 @@
+"""What was logged against what came again: metrics by step, completions token by token, weights by checksum.
+
+Values are equal if they are the same to the last bit; a gap may be allowed, for GPUs. Left out: tables (rlx.cli).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rlx.replay.branches import Branch
+from rlx.replay.recorded import RecordedRun, StepMetrics
+from rlx.samples import reader
+from rlx.samples.columns import Kind
+from rlx.storage import checkpoint_catalog
+from rlx.storage.checkpoint_manifest import FileRecord
+from rlx.storage.filesystem import Storage
+from rlx.tracking.metrics import MEASURED
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One metric of one step, in the record and again."""
+
+    step: int
+    name: str
+    logged: float | None  # None: it was not logged
+    again: float | None
+
+    @property
+    def gap(self) -> float:
+        """The difference relative to the larger value; 0 if both are the same to the last bit, or nan."""
+        if self.logged is None or self.again is None:
+            return math.inf
+        if self.logged == self.again or (math.isnan(self.logged) and math.isnan(self.again)):
+            return 0.0
+        gap = abs(self.logged - self.again) / max(abs(self.logged), abs(self.again))
+        return math.inf if math.isnan(gap) else gap
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a branch showed of a record."""
+
+    metrics: tuple[Compared, ...]  # by step and name
+    completions: tuple[str, ...] | None  # columns that differ in the last step; None: the run has not kept them
+    weights: bool | None  # whether the weights of the last step are equal; None: the run has no checkpoint of it
+    allowed: float = 0.0  # the relative gap up to which metrics count as equal
+
+    @property
+    def different(self) -> tuple[Compared, ...]:
+        """The metrics that differ by more than is allowed."""
+        return tuple(each for each in self.metrics if each.gap > self.allowed)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the record is confirmed: completions and weights count only where metrics must be equal."""
+        if self.different or not self.metrics:
+            return False
+        return self.allowed > 0 or not (self.completions or self.weights is False)
+
+    @property
+    def largest(self) -> float:
+        """The largest gap of a metric."""
+        return max((each.gap for each in self.metrics), default=0.0)
+
+    @property
+    def first_fault(self) -> int | None:
+        """The first step with a metric that differs."""
+        return min((each.step for each in self.different), default=None)
+
+
+def compare_metrics(logged: StepMetrics, again: StepMetrics, steps: Iterable[int]) -> tuple[Compared, ...]:
+    """All metrics of the steps but those that no two runs have in common, such as times; by step and name."""
+    return tuple(
+        Compared(step, name, logged.get(step, {}).get(name), again.get(step, {}).get(name))
+        for step in steps
+        for name in sorted({*logged.get(step, {}), *again.get(step, {})})
+        if not name.startswith(MEASURED)
+    )
+
+
+def compare(branch: Branch, folder: Storage, logged: StepMetrics, again: StepMetrics, allowed: float) -> Comparison:
+    """Compares a branch that has been run with the record of its run.
+
+    Args:
+        folder: of the branch.
+        logged, again: the metrics of the run and of the branch.
+        allowed: the relative gap up to which metrics count as equal.
+    """
+    steps = [step for step in branch.steps if step in logged]
+    return Comparison(
+        compare_metrics(logged, again, steps),
+        different_columns(branch.run.folder, folder, branch.until),
+        same_weights(branch.run, folder, branch.until),
+        allowed,
+    )
+
+
+def different_columns(run: Storage, again: Storage, step: int) -> tuple[str, ...] | None:
+    """The columns in which the completions of a step of training differ, of the prompts that the run has kept.
+
+    None if it has kept none of the step, or not those of all ranks.
+    """
+    kept = step_completions(run, step)
+    found = step_completions(again, step)
+    if kept is None or found is None:
+        return None
+    found = found.filter(pc.is_in(found["group"], pc.unique(kept["group"])))
+    if len(found) != len(kept):
+        return ("group",)
+    names = dict.fromkeys([*kept.column_names, *found.column_names])
+    return tuple(name for name in names if _values(kept, name) != _values(found, name))
+
+
+def step_completions(run: Storage, step: int) -> pa.Table | None:
+    """The completions that a step of a run trained on; None if they were not kept, or not those of all ranks."""
+    of_step = (each for each in reader.kept_steps(run) if (each.number, each.kind) == (step, Kind.TRAINING))
+    kept = next(of_step, None)
+    return None if kept is None or kept.missing else reader.read(run, kept)
+
+
+def _values(table: pa.Table, name: str) -> list[str] | None:
+    """The values of a column as texts, by which nan is equal to itself and no bit is lost."""
+    return [repr(value) for value in table[name].to_pylist()] if name in table.column_names else None
+
+
+def same_weights(run: RecordedRun, again: Storage, step: int) -> bool | None:
+    """Whether the weights and the optimizer's state after a step have the same checksums; None: there are not two."""
+    before = run.at(step)
+    after = checkpoint_catalog.read_checkpoint(again / checkpoint_catalog.checkpoint_name(step)).manifest
+    if before is None or before.manifest is None or after is None or before.manifest.ranks != after.ranks:
+        return None
+    return _checksums(before.manifest.files) == _checksums(after.files)
+
+
+def _checksums(files: Mapping[str, FileRecord]) -> dict[str, str]:
+    return {name: file.sha256 for name, file in files.items()}

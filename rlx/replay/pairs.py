@@ -1,0 +1,126 @@
+"""Two branches from one checkpoint, a control and one with other settings, compared question by question.
+
+Both saw the same prompts with the same seeds, and the control is the run itself, so what differs comes from the
+settings alone. Intervals are over questions, or prompts: they say nothing of other seeds. Left out: running the two
+(branches.py), and whether the control is the run (comparing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.analysis.statistics import Estimate, mean_interval
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.sections.base import flatten
+from rlx.replay.branches import Branch
+from rlx.replay.comparing import step_completions
+from rlx.replay.recorded import RecordedRun
+from rlx.runs import run_folder
+from rlx.samples import evaluations
+from rlx.storage.filesystem import Storage
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The same questions in both branches."""
+
+    what: str  # the evaluation, or the training prompts of steps
+    step: int  # steps done before the evaluation; the last of those of training
+    questions: int
+    control: float  # mean over the questions
+    changed: float
+    difference: Estimate  # changed - control, with the 95 % interval over questions
+    better: int  # questions with a higher value than in the control
+    worse: int
+
+
+def pair_of(
+    run: RecordedRun, step: int, steps: int, changes: Mapping[str, Any], *, trust: bool = False
+) -> tuple[Branch, Branch]:
+    """Returns two branches of so many steps from a checkpoint: one as the run is, one with changed settings.
+
+    Raises:
+        ConfigError: the run has no checkpoint of that step, or a setting cannot change within a run.
+    """
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: at least 1")
+    start = run.at(step)
+    if start is None:
+        known = ", ".join(str(each.step) for each in run.checkpoints) or "none"
+        raise ConfigError(
+            f"run {run.name} has no checkpoint of step {step}: there are {known}; --checkpoint.keep-every keeps more"
+        )
+    if fixed := [key for key in changes if run_folder.is_fixed(key)]:
+        raise ConfigError(f"{fixed[0]} cannot change within a run: start a new one with rlx train")
+    control = Branch(run, start, step + steps, trust=trust)
+    recorded = from_tree(control.tree())
+    same = flatten(recorded)
+    if unchanged := [key for key, value in changes.items() if key in same and same[key] == value]:
+        raise ConfigError(f"--set {unchanged[0]}={changes[unchanged[0]]}: that is its value in run {run.name}")
+    longer = {"train.steps": control.until} if control.until > recorded.train.steps else {}
+    return (
+        Branch(run, start, control.until, longer, trust),
+        Branch(run, start, control.until, {**longer, **changes}, trust),
+    )
+
+
+def pair_names(runs: Storage, run: RecordedRun, step: int) -> tuple[str, str]:
+    """Returns the first free names of a control and of the branch beside it."""
+    taken, number = set(runs.names()), 1
+    while {f"{run.name}-at-{step}-{number}.{kind}" for kind in ("control", "changed")} & taken:
+        number += 1
+    return f"{run.name}-at-{step}-{number}.control", f"{run.name}-at-{step}-{number}.changed"
+
+
+def paired_evaluations(control: Storage, changed: Storage, after: int) -> list[Paired]:
+    """Compares the evaluations that both branches have made after a step, each over its questions.
+
+    Raises:
+        ConfigError, StorageError: the outcomes cannot be read.
+    """
+    both = set(evaluations.kept_evaluations(control)) & set(evaluations.kept_evaluations(changed))
+    rows = []
+    for file in sorted(each for each in both if each.step > after):
+        values = []
+        for folder in (control, changed):
+            outcomes = evaluations.read_outcomes(folder, file)
+            values.append(dict(zip(outcomes.questions, outcomes.right.mean(axis=1).tolist(), strict=True)))
+        rows += _paired(file.name, file.step, *values)
+    return rows
+
+
+def paired_prompts(control: Storage, changed: Storage, steps: Sequence[int]) -> list[Paired]:
+    """Compares the scores of the training prompts that both branches had in each step; one row, if there are any.
+
+    Raises:
+        ConfigError, StorageError: the completions cannot be read.
+    """
+    values: list[dict[str, float]] = [{}, {}]
+    for step in steps:
+        scores = [prompt_scores(folder, step) for folder in (control, changed)]
+        for own, other in zip(values, scores, strict=True):
+            own |= {f"{step}/{group}": score for group, score in other.items()}
+    return _paired("training prompts", steps[-1], *values)
+
+
+def prompt_scores(run: Storage, step: int) -> dict[int, float]:
+    """The mean score of each prompt of a step of training, by its id; empty if nothing was kept."""
+    table = step_completions(run, step)
+    if table is None:
+        return {}
+    means = table.group_by("group").aggregate([("score", "mean")])
+    return dict(zip(means["group"].to_pylist(), means["score_mean"].to_pylist(), strict=True))
+
+
+def _paired(what: str, step: int, control: Mapping[str, float], changed: Mapping[str, float]) -> list[Paired]:
+    """One row on the questions that both have; none if they have none in common."""
+    common = [each for each in control if each in changed]
+    if not common:
+        return []
+    gaps = [changed[each] - control[each] for each in common]
+    before, after = (sum(values[each] for each in common) / len(common) for values in (control, changed))
+    better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+    return [Paired(what, step, len(common), before, after, mean_interval(gaps), better, worse)]

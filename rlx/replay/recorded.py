@@ -1,0 +1,137 @@
+"""A run as its folder and MLflow have recorded it: with which settings a step was done, and what was logged of it.
+
+Everything is read alone. Left out: doing steps again (branches.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.sections.records import TrackingConfig
+from rlx.runs import preflight, run_folder
+from rlx.storage import checkpoint_catalog, signatures
+from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.storage.filesystem import Storage
+from rlx.tracking import outbox
+from rlx.tracking.services import mlflow
+
+StepMetrics = Mapping[int, Mapping[str, float]]
+"""metrics by step and name, as they were logged"""
+_FOLDER = re.compile(r"(?P<storage>.+?)(/sweeps/[^/]+)?/runs/[^/?]+/?(?P<options>\?.*)?")
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run, and those of its checkpoints that are complete."""
+
+    address: str
+    folder: Storage
+    newest: Mapping[str, Any]  # its settings, those of its last resume
+    checkpoints: tuple[CheckpointEntry, ...]  # oldest first
+
+    @classmethod
+    def read(cls, which: str, storage: str) -> RecordedRun:
+        """Reads a run by its name, or by its folder or address; `storage`: the address where named runs are.
+
+        Raises:
+            ConfigError, StorageError: there is no such run, or its records cannot be read.
+        """
+        address, folder = run_folder.locate(which, storage)
+        checkpoints = checkpoint_catalog.complete_checkpoints(folder)
+        return cls(address, folder, run_folder.saved_config(folder), tuple(checkpoints))
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def storage(self) -> str:
+        """The address of the storage that the run lies in, also if it is a trial of a sweep."""
+        found = _FOLDER.fullmatch(self.address)
+        return found["storage"] + (found["options"] or "") if found else str(self.newest["storage"])
+
+    @property
+    def steps(self) -> int:
+        """How many steps it was to do in all."""
+        return from_tree(dict(self.newest)).train.steps
+
+    @property
+    def every(self) -> int:
+        """Steps between its checkpoints; 0: only the last step has one."""
+        return from_tree(dict(self.newest)).checkpoint.every
+
+    def before(self, step: int) -> CheckpointEntry | None:
+        """The newest checkpoint of an earlier step; None if there is none, so that only the start is left."""
+        return next((each for each in reversed(self.checkpoints) if each.step < step), None)
+
+    def at(self, step: int) -> CheckpointEntry | None:
+        """The checkpoint of a step; None if it has none, or not any more."""
+        return next((each for each in self.checkpoints if each.step == step), None)
+
+    def settings_of(self, step: int, *, trust: bool = False, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The settings with which a step was done, as a tree: a resume may have changed some later.
+
+        They are those of the next checkpoint, or the newest ones if none has followed.
+
+        Args:
+            trust: take all of them, whoever wrote them.
+            given: settings that replace those of the run.
+
+        Raises:
+            ConfigError: somebody else wrote settings that name code, models, addresses or patterns.
+        """
+        following = next((each.manifest for each in self.checkpoints if each.step >= step), None)
+        tree = dict(following.config if following else self.newest)
+        if not trust:
+            is_own = (
+                signatures.is_own(following.config, following.signature)
+                if following
+                else signatures.is_own_folder(self.folder, tree)
+            )
+            run_folder.refuse_powers(self.name, self.folder, {} if is_own else tree, given or {})
+        return tree
+
+
+def logged_metrics(run: RecordedRun, uri: str | None = None) -> StepMetrics:
+    """Everything that a run has logged.
+
+    Args:
+        uri: the MLflow store; None: the one that the run reported to.
+
+    Raises:
+        ConfigError: the run was not recorded in MLflow, or MLflow does not have it.
+    """
+    tracking = from_tree(dict(run.newest)).tracking
+    if "mlflow" not in tracking.backends:
+        raise ConfigError(f"run {run.name} was not recorded in MLflow (tracking.backends): nothing to compare with")
+    run_id = outbox.run_id(run.folder)
+    if not run_id:
+        raise ConfigError(f"the records of run {run.name} still wait in {run.folder.path}/outbox: resume it first")
+    return metrics_of(store_of(run, tracking, uri), run_id)
+
+
+def store_of(run: RecordedRun, tracking: TrackingConfig, uri: str | None = None) -> str:
+    """The address of the MLflow store that a run reported to, or of the given one instead."""
+    preflight.check_tracking(uri or tracking.uri)
+    return uri or preflight.tracking_uri(tracking, run.storage)
+
+
+def metrics_of(uri: str, run_id: str) -> StepMetrics:
+    """All metrics of an MLflow run; of a value that was logged twice, the first.
+
+    Raises:
+        ConfigError: the store cannot be read, or does not have the run.
+    """
+    by_step: dict[int, dict[str, float]] = {}
+    try:
+        for name in mlflow.get_run(uri, run_id).metrics:
+            for point in mlflow.history(uri, run_id, name):
+                by_step.setdefault(point.step, {}).setdefault(name, point.value)
+    except Exception as error:  # the error type depends on the kind of store
+        raise ConfigError(f"MLflow at {mlflow.without_password(uri)}: {mlflow.cause(error)}") from None
+    return dict(sorted(by_step.items()))

@@ -1,0 +1,118 @@
+"""Whether the record of a run holds: what it was made with against what is here, and some of its steps done again.
+
+Left out: doing the steps (branches.py) and comparing them (comparing.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.sections.base import flatten
+from rlx.replay.recorded import RecordedRun
+from rlx.runs import launch
+from rlx.runs.preflight import PreparedRun
+from rlx.storage import checkpoint_catalog, signatures
+from rlx.tracking import provenance
+from rlx.tracking.provenance import Provenance
+
+_SHOWN = 12  # characters of a checksum
+_MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources", "train.steps")
+"""what a resume changes without changing what a step computes; train.steps only moves the end"""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that a run was made with, and the same here."""
+
+    what: str
+    recorded: str
+    here: str
+    agrees: bool | None  # None: the run does not say
+
+
+def replayable(run: RecordedRun, logged: Collection[int], most: int) -> list[int]:
+    """The steps that can be done again with at most so many steps: those after the start, and after checkpoints."""
+    starts = [0, *(each.step for each in run.checkpoints)]
+    return sorted({step for start in starts for step in range(start + 1, start + most + 1) if step in logged})
+
+
+def drawn_steps(steps: Sequence[int], count: int, seed: int) -> list[int]:
+    """Some of the steps by chance, in their order.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not steps:
+        raise ConfigError("no step that was logged can be done again")
+    return sorted(random.Random(seed).sample(list(steps), min(count, len(steps))))
+
+
+def facts(run: RecordedRun, prepared: PreparedRun) -> list[Fact]:
+    """Compares what a run was made with and what is here: code, libraries, machine, settings, files, checkpoints.
+
+    Args:
+        prepared: the run as it can be started here.
+
+    Raises:
+        ConfigError, StorageError: a file cannot be read.
+    """
+    return [*facts_of_environment(run, prepared), facts_of_settings(run), facts_of_checkpoints(run)]
+
+
+def facts_of_environment(run: RecordedRun, prepared: PreparedRun) -> list[Fact]:
+    """Code, libraries, machine and files."""
+    made = provenance.recorded_provenance(run.folder)
+    here = provenance.made_here(launch.input_files(prepared))
+    if made is None:
+        return [Fact("made with", "not recorded", f"rlx {here.rlx}", None)]
+    pairs = [
+        ("code of rlx", f"{made.rlx} {made.code[:_SHOWN]}", f"{here.rlx} {here.code[:_SHOWN]}"),
+        *((name, made.libraries.get(name, "-"), version) for name, version in here.libraries.items()),
+        ("machine", made.machine, here.machine),
+    ]
+    return [Fact(what, before, now, before == now) for what, before, now in pairs] + facts_of_files(made, here)
+
+
+def facts_of_files(made: Provenance, here: Provenance) -> list[Fact]:
+    """The files of each setting that names some, by checksum."""
+    facts = []
+    for setting in sorted({name.rpartition("/")[0] for name in (*made.files, *here.files)}):
+        before, now = (
+            {name: checksum for name, checksum in each.files.items() if name.rpartition("/")[0] == setting}
+            for each in (made, here)
+        )
+        changed = [name.rpartition("/")[2] for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        said = f"not the same: {', '.join(changed)}" if changed else "the same"
+        facts.append(Fact(setting, f"{len(before)} files by checksum", said, not changed))
+    return facts
+
+
+def facts_of_settings(run: RecordedRun) -> Fact:
+    """Whether the checkpoints have the settings that the run's folder has, and whether this user has signed them."""
+    newest = flatten(from_tree(dict(run.newest)))
+    changed = {
+        key
+        for each in run.checkpoints
+        if each.manifest
+        for key, value in flatten(from_tree(each.manifest.config)).items()
+        if value != newest[key] and not key.startswith(_MOVING)
+    }
+    is_own = signatures.is_own_folder(run.folder, dict(run.newest))
+    here = f"checkpoints differ in {', '.join(sorted(changed))}" if changed else "the checkpoints have the same"
+    return Fact("settings", "signed by this user" if is_own else "not signed by this user", here, not changed)
+
+
+def facts_of_checkpoints(run: RecordedRun) -> Fact:
+    """Whether every file of every checkpoint has its checksum."""
+    damaged = []
+    for each in run.checkpoints:
+        try:
+            checkpoint_catalog.verify(each, each.manifest.files if each.manifest else ())
+        except checkpoint_catalog.DamagedError as error:
+            damaged.append(str(error))
+    count = len(run.checkpoints)
+    return Fact("checkpoints", f"{count} by checksum", "; ".join(damaged) or "as they were written", not damaged)

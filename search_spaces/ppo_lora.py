@@ -1,0 +1,1 @@
+../rlx/cli/defaults/ppo_lora.py

@@ -1,0 +1,84 @@
+"""Means of tables of seeds and questions, against numbers worked out by hand and against simulated tables."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from rlx.analysis.comparison.crossed import CrossedMean, Spread, crossed_mean, holm, sampling_variance
+
+TABLE = np.array([[1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
+
+
+def test_components_are_those_of_the_mean_squares() -> None:
+    """Three seeds, four questions, mean 5/12. Means of seeds 3/4, 1/4, 1/4: mean square 4 (1/6) / 2 = 1/3. Means of
+    questions 2/3, 0, 2/3, 1/3: mean square 3 (11/36) / 3 = 11/36. The total 35/12 less 2/3 and 11/12 leaves 16/12 for 6
+    degrees: 2/9."""
+    found = crossed_mean(TABLE)
+    assert found.value == pytest.approx(5 / 12)
+    assert found.spread == pytest.approx(Spread((1 / 3 - 2 / 9) / 4, (11 / 36 - 2 / 9) / 3, 2 / 9))
+    variance = (1 / 3 + 11 / 36 - 2 / 9) / 12
+    degrees = (12 * variance) ** 2 / ((1 / 3) ** 2 / 2 + (11 / 36) ** 2 / 3 + (2 / 9) ** 2 / 6)
+    assert found.error == pytest.approx(math.sqrt(variance))
+    assert found.degrees == pytest.approx(degrees)
+    assert found.half_width == pytest.approx(stats.t.ppf(0.975, degrees) * math.sqrt(variance))
+    assert found.chance == pytest.approx(2 * stats.t.sf(5 / 12 / math.sqrt(variance), degrees))
+    assert sum(found.spread.of_mean(3, 4)) == pytest.approx(variance)
+
+
+def test_a_component_below_zero_counts_as_zero() -> None:
+    """Seeds whose means are equal: the rest has more in it than they do."""
+    found = crossed_mean(np.array([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]))
+    assert found.spread.seed == 0
+    assert found.error**2 == pytest.approx(found.spread.question / 3 + found.spread.rest / 6)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_one_seed_or_one_question_leaves_the_t_test_over_the_others(axis: int) -> None:
+    values = np.array([0.1, 0.4, 0.3])
+    found = crossed_mean(np.expand_dims(values, axis))
+    expected = stats.ttest_1samp(values, 0)
+    assert found.chance == pytest.approx(expected.pvalue)
+    assert found.ends == pytest.approx(expected.confidence_interval(0.95))
+    assert math.isnan(found.spread.seed if axis == 0 else found.spread.question)
+
+
+def test_one_value_has_no_interval() -> None:
+    found = crossed_mean(np.array([[0.3]]))
+    assert found.value == 0.3
+    assert math.isnan(found.half_width)
+
+
+def test_values_that_are_all_equal_have_no_chance_in_them() -> None:
+    assert crossed_mean(np.zeros((3, 4))).chance == 1
+    assert crossed_mean(np.full((3, 4), 0.25)).chance == pytest.approx(0)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
+@pytest.mark.parametrize(("of_seed", "of_question"), [(0.0, 0.1), (0.01, 0.1), (0.03, 0.3), (0.05, 0.0)])
+def test_intervals_hold_the_true_mean(seeds: int, of_seed: float, of_question: float) -> None:
+    """500 tables of 200 questions: 0.95 of them, or more where components are cut off at 0; never below 0.92."""
+    rng = np.random.default_rng(seeds)
+    held = 0
+    for _ in range(500):
+        table = of_seed * rng.standard_normal((seeds, 1)) + of_question * rng.standard_normal(200)
+        found = crossed_mean(table + 0.4 * rng.standard_normal((seeds, 200)))
+        held += abs(found.value) <= found.half_width
+    assert held / 500 >= 0.92
+
+
+def test_sampling_is_what_a_share_of_so_many_samples_varies_by() -> None:
+    """Shares 1/4 and 1 of four samples: 3/16 / 3 and 0, on average 1/32."""
+    assert sampling_variance(np.array([[0.25, 1.0]]), 4) == pytest.approx(1 / 32)
+    assert math.isnan(sampling_variance(np.array([[0.0, 1.0]]), 1))
+
+
+def test_chances_of_several_comparisons_are_corrected_step_by_step() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_a_difference_of_nothing_is_certain() -> None:
+    assert CrossedMean(0.5, 0.0, 0.0, 2.0, Spread(0, 0, 0)).chance == 0

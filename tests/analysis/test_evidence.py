@@ -1,0 +1,228 @@
+"""What the runs of a sweep prove, from their files: pairs by seed and question, flips, rungs, sentences."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from outcome_cases import keep, log_judged_sweep, outcomes
+from sweep_cases import sweep, trial
+
+from rlx.analysis import loading, report
+from rlx.analysis.comparison import evidence as weighing
+from rlx.analysis.comparison.evidence import as_json, gap_table, plan_table, spread_of, variance_table, weigh
+from rlx.analysis.comparison.flips import row_of
+from rlx.analysis.comparison.outcomes import EvaluatedRun, Judged, question_values
+from rlx.analysis.comparison.pairs import pair_seeds, seed_table
+from rlx.analysis.comparison.pareto import front
+from rlx.analysis.comparison.power import ASSUMED, options
+from rlx.analysis.comparison.rungs import rung_standings
+from rlx.analysis.comparison.wording import plan_lines, sweep_verdict
+from rlx.analysis.statistics import group_trials
+from rlx.config.sweep import DEFAULT_METRIC
+from rlx.storage.addresses import open_storage
+from rlx.tracking.services import mlflow
+
+LR = "train.actor_lr"
+FIRST = np.array([[1, 1], [1, 0], [0, 0], [1, 1]], bool)  # [questions, samples]
+
+
+def answers(*shares: str) -> np.ndarray:
+    """Two samples of each question: 2, 1 or 0 of them right."""
+    return np.array([[int(share) > 0, int(share) > 1] for share in shares])
+
+
+RIGHT = [
+    [
+        {0: answers(*"0000"), 2: answers(*"1100"), 4: answers(*"2210")},
+        {0: answers(*"0000"), 2: answers(*"2100"), 4: answers(*"2211")},
+    ],
+    [
+        {0: answers(*"0000"), 2: answers(*"1000"), 4: answers(*"2110")},
+        {0: answers(*"0000"), 2: answers(*"1100"), 4: answers(*"2200")},
+    ],
+    [{0: answers(*"0000"), 2: answers(*"0001")}, {0: answers(*"0000"), 2: answers(*"0000")}],
+]
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
+    folder = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_database, folder)
+    uri, settings = mlflow.default_uri(folder), [{LR: 1e-4}, {LR: 2e-4}, {LR: 3e-4}]
+    log_judged_sweep(uri, folder, "judged", settings, RIGHT, [LR], {"rlx.rungs": "[2]"})
+    log_judged_sweep(uri, folder, "other", [{LR: 5e-4}], [RIGHT[1]], [LR])
+    return uri
+
+
+def loaded(uri: str, name: str = "judged") -> Any:
+    found = loading.load_sweep(uri, "rlx", name)
+    return found, group_trials(found)
+
+
+def test_settings_are_paired_by_seed_and_question(uri: str) -> None:
+    """At step 4 the differences are 0, 1/2, 0, 0 on one seed and 0, 0, 1/2, 1/2 on the other: 3/16 on average. The
+    third was stopped at step 2: 1/2, 1/2, 0, -1/2 and 1, 1/2, 0, 0 there, 1/4 on average."""
+    groups = loaded(uri)[1]
+    found = weigh(uri, groups, DEFAULT_METRIC, "max")
+    table = gap_table(found.gaps)
+    assert table[["behind by", "step", "seeds", "questions"]].values.tolist() == [[3 / 16, 4, 2, 4], [1 / 4, 2, 2, 4]]
+    assert found.gaps[0].tables[0] - found.gaps[0].tables[1] == pytest.approx(
+        np.array([[0, 0.5, 0, 0], [0, 0, 0.5, 0.5]])
+    )
+    assert [group.label for group in found.rivals] == ["actor_lr 0.0002", "actor_lr 0.0003"]
+    assert found.compared == 2 and found.winner is not None and found.winner.seen == pytest.approx(11 / 16)
+
+
+def test_low_can_be_good(uri: str) -> None:
+    groups = list(reversed(loaded(uri)[1]))
+    gaps = weigh(uri, groups, DEFAULT_METRIC, "min").gaps
+    assert gaps[-1].gap.value == pytest.approx(1 / 4)
+
+
+def test_other_quantities_of_a_question() -> None:
+    found = outcomes(FIRST)
+    expected = {
+        "accuracy": [1, 0.5, 0, 1],
+        "avg_at_2": [1, 0.5, 0, 1],
+        "pass_at_1": [1, 0.5, 0, 1],
+        "pass_at_2": [1, 1, 0, 1],
+        "maj_at_2": [1, 0.5, 0, 1],
+        "reward": [1, 0.5, 0, 1],
+        "length": [10] * 4,
+    }
+    for quantity, values in expected.items():
+        assert question_values(found, quantity) == pytest.approx(np.array(values))
+    assert question_values(found, "avg_at_8") is question_values(found, "entropy") is None
+
+
+def test_a_metric_names_its_set_of_questions() -> None:
+    assert Judged.of("eval/accuracy") == ("held_out", "accuracy")
+    assert Judged.of("eval/aime/pass_at_4") == ("aime", "pass_at_4")
+    assert Judged.of("eval/ema/accuracy") == ("ema", "accuracy")
+    assert Judged.of("kl/ref") is Judged.of("eval/a/b/c") is None
+
+
+def test_the_spread_is_that_of_the_pairs(uri: str) -> None:
+    gaps = weigh(uri, loaded(uri)[1], DEFAULT_METRIC, "max").gaps
+    spread = spread_of(gaps)
+    assert spread is not None
+    assert spread.rest == pytest.approx(np.median([gap.gap.spread.rest for gap in gaps]))
+    assert plan_table(gaps).columns.tolist()[:2] == ["seeds", "questions"]
+    shares = variance_table(gaps)
+    assert shares["setting"].tolist() == ["actor_lr 0.0001", "actor_lr 0.0002", "actor_lr 0.0003"]
+    parts = shares[["seeds", "questions", "seed by question", "sampling"]].fillna(0).sum(axis=1)
+    assert parts.tolist() == pytest.approx([1, 1, 1])
+
+
+def test_without_files_the_means_are_paired(uri: str) -> None:
+    groups = loaded(uri)[1]
+    bare = [replace(group, ended=tuple(replace(each, origins=("t@1",)) for each in group.ended)) for group in groups]
+    gaps = weigh(uri, bare, DEFAULT_METRIC, "max").gaps
+    assert [gap.gap.value for gap in gaps] == pytest.approx([3 / 16, 1 / 4])
+    assert not any(gap.is_by_question for gap in gaps)
+    assert spread_of(gaps) is None and plan_table(gaps).empty and variance_table(gaps).empty
+    assert weighing.flips_of(gaps[0]) is None
+
+
+def test_questions_that_flipped(uri: str) -> None:
+    flips = weighing.flips_of(weigh(uri, loaded(uri)[1], DEFAULT_METRIC, "max").gaps[0])
+    assert flips is not None
+    assert (flips.better, flips.worse) == (3, 0)
+    assert [(row_of(flip.question), flip.first, flip.second) for flip in flips.largest] == [
+        (1, 1.0, 0.75),
+        (2, 0.5, 0.25),
+        (3, 0.25, 0.0),
+    ]
+
+
+def test_the_verdict_says_what_is_certain_and_what_to_expect(uri: str) -> None:
+    groups = loaded(uri)[1]
+    found = weigh(uri, groups, DEFAULT_METRIC, "max")
+    text = sweep_verdict(groups, found, DEFAULT_METRIC)
+    assert text.startswith("actor_lr 0.0001 is ahead of actor_lr 0.0002 by 0.19 (95 %: ")
+    assert "paired by 2 seeds and 4 questions), which may be chance. As good may be: actor_lr 0.0002; actor_lr" in text
+    assert "On fresh seeds, expect 0.688 ±" in text
+    sure = replace(found, gaps=[replace(gap, chance=0.001) for gap in found.gaps])
+    assert sweep_verdict(groups, sure, DEFAULT_METRIC).startswith(
+        "actor_lr 0.0001 wins with eval/accuracy 0.688: actor_lr 0.0002,"
+    )
+
+
+def test_numbers_are_kept_for_other_programs(uri: str) -> None:
+    kept = json.loads(as_json(weigh(uri, loaded(uri)[1], DEFAULT_METRIC, "max"), DEFAULT_METRIC))
+    assert kept["behind"][0]["behind by"] == 3 / 16
+    assert set(kept["spread_of_differences"]) == {"seed", "question", "rest"}
+
+
+def test_two_sweeps_are_paired_by_their_questions(uri: str, tmp_path: Path) -> None:
+    first, other = loaded(uri)[0], loaded(uri, "other")[0]
+    report.write_report(first, tmp_path, uri, against=other)
+    html = (tmp_path / "analysis.html").read_text()
+    assert "against other: actor_lr 0.0005: 0.19 (95 %:" in html
+    headings = (
+        "Paired with the best",
+        "What the chance is made of",
+        "Rung by rung",
+        "Flipped questions of the two sweeps",
+    )
+    assert all(f"<h2>{heading}</h2>" in html for heading in headings)
+
+
+def test_runs_are_paired_by_seed_or_in_order() -> None:
+    one, two, three = (SimpleNamespace(seed=seed) for seed in (1, 2, 3))
+    other = SimpleNamespace(seed=2)
+    assert pair_seeds([one, two], [other, three]) == [(two, other)]  # type: ignore[list-item]
+    assert pair_seeds([one], [other, three]) == [(one, other)]  # type: ignore[list-item]
+
+
+def test_settings_on_the_same_seeds_that_went_to_the_end_are_compared() -> None:
+    trials = [
+        trial(3 * i + seed, {LR: float(i), "seed": seed}, {2: 0.1, 4: i / 10 + seed / 100})
+        for i in range(2)
+        for seed in range(2)
+    ]
+    stopped = trial(9, {LR: 7.0, "seed": 0}, {2: 0.9}, stopped_at=2)
+    groups, values = seed_table(group_trials(sweep(*trials, stopped)), DEFAULT_METRIC)
+    assert [group.settings[LR] for group in groups] == [1.0, 0.0]
+    assert values == pytest.approx(np.array([[0.1, 0.11], [0.0, 0.01]]))
+
+
+def test_rungs_say_how_far_each_was_behind_and_who_was_stopped(uri: str) -> None:
+    found, groups = loaded(uri)
+    standings = rung_standings(found, groups, DEFAULT_METRIC, "max")
+    assert [(each.step, each.is_out) for each in standings] == [
+        (2, False),
+        (2, False),
+        (2, True),
+        (4, False),
+        (4, False),
+    ]
+    assert standings[2].behind == pytest.approx((0.25 + 0.375) / 2 - 0.125 / 2)
+    assert standings[0].behind == -standings[1].behind
+
+
+def test_the_front_has_whom_nobody_beats() -> None:
+    assert front([(1, 2), (2, 1), (2, 2), (1, 2), (math.nan, 0)]) == [True, True, False, True, False]
+
+
+def test_a_plan_is_described_with_what_more_would_cost() -> None:
+    assert spread_of([]) is None
+    first, more = plan_lines(options(ASSUMED, 3, 256), assumed=True)
+    assert first.startswith("3 seeds and 256 questions show differences of 0.088")
+    assert "5 seeds: 0.0" in more and "1.7 times the training" in more and "1024 questions: " in more
+    alone = plan_lines(options(ASSUMED, 1, 256), assumed=True)[0]
+    assert alone.startswith("1 seed and 256 questions show nothing of a setting")
+
+
+def test_damaged_files_are_left_out(tmp_path: Path) -> None:
+    keep(tmp_path, {4: FIRST, 6: FIRST})
+    (tmp_path / "evaluations" / "step_000004-held_out.parquet").write_bytes(b"no parquet")
+    run = EvaluatedRun(trial(0, {LR: 1.0}, {4: 0.5}), DEFAULT_METRIC, open_storage(str(tmp_path)), frozenset({4, 6}))
+    assert list(run.values(6).values()) == [1, 0.5, 0, 1]
+    assert run.values(4) == {} and run.mean(4) == {"all questions": 0.5} and run.mean(6) == {}

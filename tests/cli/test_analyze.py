@@ -1,0 +1,54 @@
+"""How the analysis refuses what it cannot read; tests/analysis has what it prints of sweeps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.cli import analyze
+
+
+def test_an_analysis_makes_no_storage_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert analyze.main(["--storage", str(tmp_path / "storage")]) == 1
+    assert capsys.readouterr().err == f"error: no storage folder {tmp_path}/storage\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mode", "best"], "argument --mode: invalid choice: 'best'"),
+        (["--swep", "s"], "unrecognized arguments: --swep s"),
+        (["--exp", "rlx"], "unrecognized arguments: --exp rlx"),  # options are written out
+    ],
+)
+def test_mistakes_in_the_options_of_an_analysis(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        analyze.main(words)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (KeyboardInterrupt(), "interrupted\n", 130),
+        (PermissionError(13, "Permission denied", "page"), "error: [Errno 13] Permission denied: 'page'\n", 1),
+    ],
+)
+def test_an_analysis_that_cannot_end_says_why_in_a_line(
+    error: BaseException, said: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(analyze, "print_analysis", fail)
+    assert analyze.main([]) == code
+    assert capsys.readouterr() == ("", said)
+
+
+def test_the_storage_that_is_there_has_the_database(tmp_path: Path) -> None:
+    assert analyze.existing_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,123 @@
+"""`rlx samples`: the table, the page, and what is refused."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sample_cases import Letters, scored, step
+
+from rlx.cli.main import main
+from rlx.cli.samples import completions_table, readable
+from rlx.samples.columns import Kind, StepCompletions
+from rlx.samples.writer import CompletionWriter, Keeping
+from rlx.storage.addresses import open_storage
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Two runs, each with two steps and an evaluation, and one that has kept nothing."""
+    monkeypatch.setattr(sys, "argv", ["rlx"])
+    for name in ("one", "two", "none"):
+        run = open_storage(str(tmp_path)) / "runs" / name
+        (run / "run.json").write_text("{}")
+        if name == "none":
+            continue
+        writer = CompletionWriter(run, Keeping(1.0, 0, 0, 1), Letters(), pytest.fail)
+        writer.keep(step(4))
+        writer.keep(step(5))
+        writer.keep(StepCompletions(Kind.HELD_OUT, 4, 8, [scored(0, "held out")]))
+        writer.close()
+    yield str(tmp_path)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["samples", *words]) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
+
+
+def test_the_newest_step_is_shown_with_its_numbers(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, "one", "--storage", storage).splitlines()
+    header, _, first, *_ = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    names = ["step", "prompt", "right", "score", "parts", "advantage", "mismatch", "finish", "tokens"]
+    assert header == [*names, "question", "expected", "completion"]
+    assert first == [
+        "5",
+        "2.0",
+        "no",
+        "0",
+        "task 0 length -1",
+        "0",
+        "0.5",
+        "stop",
+        "1",
+        "question 0",
+        "yes",
+        "text",
+    ] or (first[4] == "task 0  length -1")
+    place = f"in {storage}/runs/one/completions"
+    assert lines[-1] == f"4 of 4 completions of step 5; mean score 0.375, 25% right; {place}"
+
+
+def test_the_worst_the_best_a_prompt_a_step_and_evaluations(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def prompts(*words: str) -> list[str]:
+        lines = said(capsys, "one", "--storage", storage, *words).splitlines()[2:-2]
+        return [line.split("|")[2].strip() for line in lines]
+
+    assert prompts("--worst", "2") == ["2.0", "2.1"]
+    assert prompts("--best", "3") == ["3.1", "3.0", "2.1"]
+    assert prompts("--prompt", "3") == ["3.0", "3.1"]
+    assert prompts("--step", "4", "--step", "5") == ["2.0", "2.1", "3.0", "3.1"] * 2
+    assert "held out" in said(capsys, f"{storage}/runs/one", "--held-out")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("oen",), "no run 'oen' in"),
+        (("none",), "run none has kept no completions: tracking.completions was 0"),
+        (("one", "--step", "7"), "run one has kept no completions of step 7"),
+        (("one", "--step", "5", "--held-out"), "run one has kept no held_out completions of that"),
+        (("one", "--prompt", "9"), "--prompt 9 has no completion in step 5"),
+        (("one", "--against", "two"), "--against two needs --html FILE"),
+        (("one", "--html", "/nowhere/page.html"), "--html /nowhere/page.html: no folder /nowhere"),
+        (("one", "--html", "x.html", "--worst", "3"), "--html shows all kinds"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: tuple[str, ...], error: str, storage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, *words, "--storage", storage, code=1)
+    assert text.startswith(f"error: {error}") and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_a_count_is_a_number_from_1_on(number: str, storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["samples", "one", "--storage", storage, "--worst", number])
+    assert "expected a number from 1 on" in capsys.readouterr().err
+
+
+def test_a_page_of_two_runs_is_written(storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "page.html"
+    out = said(capsys, "one", "--storage", storage, "--html", str(file), "--against", "two")
+    assert out == f"18 of 18 completions of 6 steps and evaluations are in {file}\n"
+    text = file.read_text()
+    assert "Completions of run one and run two" in text and "two \\u00b7 held-out \\u00b7 step 4" in text
+    said(capsys, "one", "--storage", storage, "--html", str(file), "--step", "4")
+    assert "step 5" not in file.read_text()
+
+
+def test_what_controls_a_terminal_is_shown_and_not_sent() -> None:
+    assert readable("a\nb\x1b[31mc\u202ed é", None) == "a\\nb\\x1b[31mc\\u202ed é"
+    assert readable("abcdef", 4) == "abc…" and readable("abcd", 4) == "abcd"
+
+
+def test_markup_in_a_completion_is_text(storage: str) -> None:
+    from rlx.samples import reader
+
+    run = open_storage(storage) / "runs" / "one"
+    (row, *_) = reader.completions(reader.read(run, reader.kept_steps(run)[0]))
+    spoilt = row.__class__(**vars(row) | {"completion": "[red]x[/red] | y"})
+    assert "[red]x[/red]" in completions_table([spoilt], 200, None)

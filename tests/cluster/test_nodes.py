@@ -1,0 +1,134 @@
+"""What nodes lack: files that a trial reads are refused, models are copied."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rlx.cluster import nodes
+from rlx.config.errors import ConfigError
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Makes a cluster of two nodes, of which the second has the file or not."""
+
+    def make(has: bool) -> None:
+        monkeypatch.setattr(nodes, "other_nodes", lambda: ["b"])
+        monkeypatch.setattr(nodes, "_on", lambda node, function, *args: has)
+        monkeypatch.setattr(nodes, "_title", lambda node: f"node 10.0.0.2 ({node})")
+
+    return make
+
+
+def test_a_file_that_a_node_lacks_is_refused_with_its_name(tmp_path: Path, second: Any) -> None:
+    (file := tmp_path / "sums.jsonl").touch()
+    second(False)
+    with pytest.raises(ConfigError, match=rf"^data\.source {file}: node 10\.0\.0\.2 \(b\) does not have it\. Trials"):
+        nodes.check_path(str(file), "data.source")
+    second(True)
+    nodes.check_path(str(file), "data.source")
+
+
+def test_an_address_that_is_no_file_here_is_left_to_the_nodes(second: Any) -> None:
+    second(False)
+    for address in ("s3://bucket/sums.jsonl", "hf:openai/gsm8k@train", "reasoning_gym:leg_counting", ""):
+        nodes.check_path(address, "data.source")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model folders
+
+
+class Disks:
+    """A cluster whose other nodes have folders of this machine for disks, below which they see the path they are given.
+
+    Functions that are called on a node run here, with its path for the driver's; `refuses`: the node where they fail.
+    """
+
+    def __init__(self, home: Path, *names: str) -> None:
+        self.home, self.names, self.refuses = home, names, ""
+
+    def place(self, node: str, path: str) -> Path:
+        return self.home / node / Path(path).relative_to("/")
+
+    def on(self, node: str, function: Any, *args: Any) -> Any:
+        if node == self.refuses and function is nodes._unpack:
+            raise ray.exceptions.RayTaskError("unpack", "", PermissionError("read-only"))
+        return function(*args[:-1], str(self.place(node, args[-1])))
+
+
+@pytest.fixture
+def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disks:
+    made = Disks(tmp_path / "nodes", "b", "c")
+    monkeypatch.setattr(nodes, "other_nodes", lambda: list(made.names))
+    monkeypatch.setattr(nodes, "_on", made.on)
+    monkeypatch.setattr(nodes, "_title", lambda node: f"node {node}")
+    monkeypatch.setattr(ray, "put", lambda content: content)
+    return made
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "parts").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "parts" / "weights").write_bytes(bytes(range(256)))
+    return folder
+
+
+def test_a_model_is_copied_whole_to_the_nodes_that_lack_it(model: Path, disks: Disks) -> None:
+    own = disks.place("b", str(model))
+    own.mkdir(parents=True)
+    (own / "config.json").write_text('{"of": "b"}')
+    nodes.bring_folder(str(model), "model.path")
+    copy = disks.place("c", str(model))
+    assert (copy / "parts" / "weights").read_bytes() == bytes(range(256))
+    assert sorted(path.name for path in copy.rglob("*")) == ["config.json", "parts", "weights"]
+    assert [path.name for path in copy.parent.iterdir()] == ["model"]  # nothing unfinished is beside it
+    assert (own / "config.json").read_text() == '{"of": "b"}'
+    assert not (own / "parts").exists()
+
+
+def test_a_model_that_is_too_large_to_be_copied_is_refused_before_it_is_read(
+    model: Path, disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_LARGEST_COPY", 2**20)
+    with (model / "large").open("wb") as file:
+        file.truncate(3 * 2**20)
+    with pytest.raises(ConfigError) as raised:
+        nodes.bring_folder(str(model), "model.path")
+    assert str(raised.value) == f"model.path {model}: node b does not have it, and 3 MiB are too many to be copied"
+    assert not disks.home.exists()
+
+
+def test_a_node_that_cannot_be_written_is_named_with_its_reason(model: Path, disks: Disks) -> None:
+    disks.refuses = "c"
+    with pytest.raises(ConfigError) as raised:
+        nodes.bring_folder(str(model), "reward.path")
+    assert str(raised.value) == f"reward.path {model}: it cannot be copied to node c: read-only"
+
+
+def test_a_name_on_the_hub_is_left_to_the_nodes(disks: Disks) -> None:
+    nodes.bring_folder("org/model", "model.path")
+    assert not disks.home.exists()
+
+
+def test_a_folder_that_another_process_has_made_meanwhile_stays(model: Path, tmp_path: Path) -> None:
+    content, there = nodes._packed(model), tmp_path / "there"
+    there.mkdir()
+    (there / "config.json").write_text("first")
+    nodes._unpack(content, str(there))
+    assert [path.read_text() for path in there.iterdir()] == ["first"]
+
+
+def test_a_folder_that_is_something_else_is_an_error_and_stays(model: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "mine").write_text("mine")
+    with pytest.raises(OSError, match="not empty"):
+        nodes._unpack(nodes._packed(model), str(there))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "there"]
+    assert [path.name for path in there.iterdir()] == ["mine"]

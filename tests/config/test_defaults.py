@@ -1,0 +1,227 @@
+"""Whose defaults a config gets: the settings' own, those that follow other settings, the default experiment's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.cli import sweep, train
+from rlx.config import rules
+from rlx.config.defaults import fitting_lengths
+from rlx.config.errors import ConfigError
+from rlx.config.experiment import EXPERIMENT_FILE, OWN_MODELS, over_experiment, with_experiment
+from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.run import RunConfig
+from rlx.config.sections.base import flatten
+from rlx.rewards.patterns import last_matches
+
+BEFORE = read_yaml(Path(__file__).with_name("old_run.yaml"))
+"""every setting of the default experiment, written out by an rlx whose own defaults they were"""
+
+
+def built(**given: Any) -> RunConfig:
+    return from_tree(with_overrides({}, {key.replace("__", "."): value for key, value in given.items()}))
+
+
+def differing(config: RunConfig, other: dict[str, Any]) -> set[str]:
+    """The settings, of those that the other config has, that differ."""
+    values = flatten(config)
+    return {
+        f"{name}.{key}" if isinstance(section, dict) else name
+        for name, section in other.items()
+        for key, value in (section.items() if isinstance(section, dict) else [("", section)])
+        if values[f"{name}.{key}" if key else name] != (tuple(value) if isinstance(value, list) else value)
+    } - ({"algorithm.overlong_buffer"} if config.algorithm.overlong_tokens(16) == 0 else set())  # unset, 0 before
+
+
+# --- the settings' own
+
+
+def test_a_model_that_people_bring_gets_the_defaults_of_the_field() -> None:
+    """veRL 0.9 and OpenRLHF 0.11: 1e-6, about 1e-5, lambda 1, one epoch, several mini-batches."""
+    config = built(model__path="org/name")
+    assert (config.train.actor_lr, config.train.critic_lr, config.algorithm.gae_lambda) == (1e-6, 1e-5, 1.0)
+    assert (config.train.ppo_epochs, config.train.num_minibatches) == (1, 4)
+    assert (config.data.max_prompt_tokens, config.rollout.max_tokens) == (1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (1e-6, 1e-5, "float32")),
+        ({"scaling__use_gpu": True}, (1e-6, 1e-5, "bfloat16")),
+        ({"model__lora_rank": 8}, (1e-4, 1e-4, "float32")),
+        ({"model__lora_rank": 8, "train__critic_lr": 3e-5}, (1e-4, 3e-5, "float32")),
+        ({"scaling__use_gpu": True, "model__dtype": "float32", "train__actor_lr": 2e-6}, (2e-6, 1e-5, "float32")),
+    ],
+)
+def test_defaults_follow_adapters_and_gpus_and_given_values_stay(given: dict[str, Any], expected: Any) -> None:
+    config = built(**given)
+    assert (config.train.actor_lr, config.train.critic_lr, config.model.dtype) == expected
+    saved = from_tree(config.model_dump(mode="json"))  # as a run's folder has it
+    assert (saved.train.actor_lr, saved.train.critic_lr, saved.model.dtype) == expected
+
+
+def test_a_default_that_follows_counts_as_not_given() -> None:
+    """Else the trials of a sweep over ranks would all have the learning rate of the first rank."""
+    shared = built(model__lora_rank=0, train__steps=3).model_dump(exclude_unset=True)
+    assert shared == {"model": {"lora_rank": 0}, "train": {"steps": 3}}
+    assert from_tree(with_overrides(shared, {"model.lora_rank": 4})).train.actor_lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "expected"),
+    [
+        ({}, None, (1024, 1024)),
+        ({}, 32_768, (1024, 1024)),
+        ({}, 1536, (768, 768)),
+        ({}, 512, (256, 256)),
+        ({"data__max_prompt_tokens": 100}, 512, (100, 412)),
+        ({"data__max_prompt_tokens": 100}, 4096, (100, 1024)),
+        ({"rollout__max_tokens": 500}, 512, (12, 500)),
+        ({"rollout__max_tokens": 3000}, 4096, (1024, 3000)),
+        ({"data__max_prompt_tokens": 600, "rollout__max_tokens": 600}, 512, (600, 600)),
+        ({"data__max_prompt_tokens": 512}, 512, (512, 1)),
+        ({"rollout__max_tokens": 512}, 512, (1, 512)),
+    ],
+)
+def test_lengths_that_are_not_given_fit_the_context(given: dict[str, Any], positions: Any, expected: Any) -> None:
+    config = built(**given)
+    assert tuple(fitting_lengths(config.data, config.rollout, positions).values()) == expected
+
+
+# --- the default experiment
+
+
+def test_commands_without_options_train_as_they_did_before(capsys: pytest.CaptureFixture[str]) -> None:
+    assert differing(train.new_config(None, {}), BEFORE) == {"name"}
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("the default experiment: the tiny model with its settings (arithmetic.yaml); --model.path ")
+    swept = from_tree(sweep.new_tree(None, {}))
+    assert differing(swept, BEFORE) == {"name", "train.steps", "eval.every"}
+    assert (swept.train.steps, swept.eval.every) == (20, 5)
+    assert not swept.train.shuffle_minibatches and swept.train.adam_eps == 1e-8  # there were no settings for them
+
+
+def test_a_run_says_in_a_line_what_it_has_settled() -> None:
+    def line(**given: Any) -> str:
+        config = built(model__path="org/name", data__source="hf:a/b", data__params={}, **given)
+        return train.in_short(config.model, config.data, config.rollout, config.train, config.resolved_critic)
+
+    settled = (
+        "org/name in float32; prompts of hf:a/b, at most 1024 tokens; responses of at most 1024; learning rate 1e-06"
+    )
+    assert line() == f"{settled}, critic 1e-05"
+    assert line(algorithm__advantage="grpo") == settled
+
+
+def test_given_settings_override_the_default_experiment(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {steps: 7, actor_lr: 1e-3}\n")
+    changed = train.new_config(str(file), {"rollout.max_tokens": 24, "model.lora_rank": 4, "scaling.use_gpu": True})
+    assert differing(changed, BEFORE) == {
+        "name", "train.steps", "train.actor_lr", "rollout.max_tokens", "model.lora_rank", "scaling.use_gpu",
+    }  # fmt: skip
+    assert differing(train.new_config(None, {"model.path": "tiny"}), BEFORE) == {"name"}
+    assert differing(train.new_config(str(EXPERIMENT_FILE), {}), BEFORE) == {"name"}
+
+
+def test_another_model_gets_nothing_of_the_default_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: {path: org/name}\n")
+    own = built(model__path="org/name")
+    for config in (
+        train.new_config(None, {"model.path": "org/name"}),
+        train.new_config(str(file), {}),
+        from_tree(sweep.new_tree(None, {"model.path": "org/name"})),
+        from_tree(sweep.new_tree(str(file), {})),
+    ):
+        assert config == own
+    assert capsys.readouterr().out == ""
+
+
+def test_a_tree_is_not_changed_and_what_is_wrong_in_it_is_still_refused() -> None:
+    tree: dict[str, Any] = {"train": {"steps": 3}}
+    assert with_experiment(tree)["train"] == {
+        "ppo_epochs": 2, "num_minibatches": 2, "shuffle_minibatches": False, "actor_lr": 1e-4, "critic_lr": 1e-4,
+        "steps": 3,
+    }  # fmt: skip
+    assert tree == {"train": {"steps": 3}}
+    for wrong, message in (
+        ({"train": 5}, "train = 5: expected a section"),
+        ({"model": 5}, "model = 5: expected a section"),
+        ({"model": {"path": ["tiny"]}}, "model.path = .*valid string"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            from_tree(with_experiment(wrong))
+
+
+def test_what_was_saved_before_keeps_its_settings() -> None:
+    """A run's folder has all of its settings; the plan of a sweep had those that were given."""
+    assert differing(from_tree(BEFORE), BEFORE) == set()
+    assert differing(from_tree(over_experiment({"model": {"path": "org/name"}})), BEFORE) == {"name", "model.path"}
+
+
+def test_sweeps_vary_learning_rates_that_suit_the_kind_of_model() -> None:
+    def space(**given: Any) -> str:
+        return sweep.default_space(built(**given).model).stem
+
+    assert (space(), space(model__lora_rank=4)) == ("ppo_tiny", "ppo_tiny")
+    assert (space(model__path="org/name"), space(model__path="org/name", model__lora_rank=4)) == ("ppo", "ppo_lora")
+
+
+# --- combinations that are known to fail
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({}, False),
+        ({"algorithm__gae_lambda": 0.95, "rollout__max_tokens": 44}, False),  # 0.95**44 = 0.1047
+        ({"algorithm__gae_lambda": 0.95, "rollout__max_tokens": 45}, True),  # 0.95**45 = 0.0994
+        ({"algorithm__gae_lambda": 0.99}, True),
+        ({"algorithm__gae_lambda": 0.99, "train__critic_warmup": 5}, False),
+        ({"algorithm__gae_lambda": 0.99, "model__value_head_init": "normal"}, False),
+        ({"algorithm__gae_lambda": 0.99, "model__critic_path": "org/judge"}, False),
+        ({"algorithm__gae_lambda": 0.99, "algorithm__advantage": "grpo"}, False),
+    ],
+)
+def test_a_lambda_that_hides_the_score_from_first_tokens_is_warned_of(given: dict[str, Any], shown: bool) -> None:
+    config = built(**given)
+    lines = rules.warnings(config.algorithm, config.model, config.train, config.rollout)
+    assert len(lines) == shown and not any("\n" in line for line in lines)
+
+
+def test_the_warning_says_how_little_is_left_and_what_to_change() -> None:
+    config = built(algorithm__gae_lambda=0.95, rollout__max_tokens=512)
+    (line,) = rules.warnings(config.algorithm, config.model, config.train, config.rollout)
+    assert line.startswith("algorithm.gae_lambda 0.95 with rollout.max_tokens 512: ")
+    assert "get 4e-12 of its score" in line  # 0.95**512 = 3.93e-12
+    assert line.endswith("set algorithm.gae_lambda to 1, or train.critic_warmup")
+
+
+RECIPES = sorted(file for file in (EXPERIMENT_FILE.parents[2] / "experiments/configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", [file for file in RECIPES if file.stem != "sweep"], ids=lambda file: file.stem)
+def test_a_recipe_is_a_config_and_is_on_the_page_of_recipes(file: Path) -> None:
+    config = from_tree(with_experiment(read_yaml(file)))
+    assert f"`{file.name}`" in (file.parents[2] / "docs" / "recipes.md").read_text()
+    assert config.train.actor_lr <= (1e-4 if config.model.path in OWN_MODELS else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "completion", "answer"),
+    [
+        ("qwen2.5-0.5b-gsm8k", "16 - 3 = 13, so #### $1,200.", "1,200"),
+        ("qwen2.5-1.5b-gsm8k", "#### 3, no, #### -4.5", "-4.5"),
+        ("qwen3-1.7b-math", r"\boxed{1} was wrong: \boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
+        ("dapo", "First, 3.\nAnswer: $34$", "$34$"),
+    ],
+)
+def test_a_recipe_finds_the_answer(recipe: str, completion: str, answer: str) -> None:
+    (file,) = (file for file in RECIPES if file.stem == recipe)
+    pattern = from_tree(with_experiment(read_yaml(file))).reward.answer_pattern
+    assert last_matches(str(pattern), [completion]) == [answer]

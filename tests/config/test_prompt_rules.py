@@ -1,0 +1,82 @@
+"""The rules between sources of prompts, their rewards and columns, the curriculum and the sets of evaluations."""
+
+from typing import Any
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+
+FILE = {"source": "prompts.jsonl"}
+OTHER = {"source": "other.jsonl"}
+
+
+def tree(**sections: Any) -> dict[str, Any]:
+    """Settings of a run that asks for right answers to stored questions."""
+    return {"reward": {"functions": {"numeric": 1.0, "length": 0.0}, "length_target": 4}} | sections
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"source": "a.csv", "params": {}, "sources": [FILE, OTHER]}, "data.source does nothing with data.sources"),
+        (
+            {"sources": [FILE, {"source": "old/prompts.jsonl"}]},
+            "data.sources: two are called prompts: give each a",
+        ),
+        ({"sources": [FILE | {"reward": {"numerics": 1}}]}, "data.sources prompts: reward.functions has no 'numerics'"),
+        ({"sources": [FILE | {"reward": {"numeric": 0}}]}, "data.sources prompts: at least one reward function must"),
+        ({"sources": [FILE | {"answer_column": "question"}]}, "data.prompt_column and data.answer_column are both"),
+        (
+            {"sources": [FILE, {"source": "reasoning_gym:chain_sum", "expected_pattern": "x"}]},
+            "data.expected_pattern: reasoning_gym:DATASET has answers that need none",
+        ),
+        (
+            FILE | {"params": {}, "expected_pattern": "#### ("},
+            "data.expected_pattern = '#### (': not a regular expression",
+        ),
+    ],
+)
+def test_sources_that_contradict_something_are_refused(data: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_tree(tree(data=data))
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"rollout": {"max_staleness": 1}}, "data.curriculum does not work with rollout.max_staleness"),
+        (
+            {"algorithm": {"advantage": "grpo", "filter_groups": True}},
+            "data.curriculum does not work with algorithm.filter_groups",
+        ),
+        ({"reward": {"functions": {"length": 1.0}, "length_target": 4}}, "data.curriculum measures right answers"),
+    ],
+)
+def test_a_curriculum_is_refused_where_difficulty_is_unknown(more: dict[str, Any], line: str) -> None:
+    data = FILE | {"params": {}, "curriculum": "difficulty"}
+    from_tree(tree(data=data))
+    with pytest.raises(ConfigError, match=line.replace(".", r"\.")):
+        from_tree(tree(data=data, **{key: value for key, value in more.items() if key != "reward"}) | more)
+
+
+@pytest.mark.parametrize(
+    ("each", "line"),
+    [
+        ({"num_prompts": 300}, "without a source it has the eval.num_prompts (256) held-out prompts"),
+        ({"source": "test.jsonl", "reward": {"numerics": 1}}, "reward.functions has no 'numerics'; nearest: numeric"),
+        ({"source": "test.jsonl", "reward": {"length": 0}}, "at least one reward function must have a weight"),
+        ({"source": "test.jsonl", "answer_column": "question"}, "data.prompt_column and data.answer_column are both"),
+    ],
+)
+def test_a_set_that_contradicts_something_is_refused_with_its_name(each: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_tree(tree(data=FILE | {"params": {}}, eval={"sets": [{"name": "held"} | each]}))
+    assert "eval.sets held: " in str(refused.value) and line in str(refused.value)
+
+
+def test_each_source_finds_its_own_expected_answers() -> None:
+    sources = [FILE | {"expected_pattern": "#### (.+)"}, OTHER]
+    config = from_tree(tree(data={"sources": sources, "expected_pattern": r"\d+"}))
+    assert [part.expected_pattern for part in config.data.parts] == ["#### (.+)", r"\d+"]

@@ -1,0 +1,166 @@
+"""Which cells of a stored row are read, and the row that they make."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.config.sections.data import DataConfig
+from rlx.data import sources
+from rlx.data.reasoning_gym import generated_questions
+from rlx.data.stored.columns import ChatMessage, ColumnError, Columns, conversation
+
+
+def user(content: str) -> ChatMessage:
+    return {"role": "user", "content": content}
+
+
+def system(content: str) -> ChatMessage:
+    return {"role": "system", "content": content}
+
+
+def test_a_conversation_has_the_text_of_its_one_question_or_of_all_turns() -> None:
+    columns = Columns("messages", "answer")
+    one = columns.row({"messages": [system("Add."), user("1 + 1?")], "answer": 2})
+    assert one == {"question": "1 + 1?", "answer": "2", "messages": [system("Add."), user("1 + 1?")]}
+    turns: list[ChatMessage] = [user("hi"), {"role": "assistant", "content": "yes?"}, user("1 + 1?")]
+    assert columns.row({"messages": turns, "answer": 2})["question"] == "user: hi\n\nassistant: yes?\n\nuser: 1 + 1?"
+    assert columns.row({"messages": "1 + 1?", "answer": 2})["messages"] is None
+
+
+def test_parts_of_text_are_one_content() -> None:
+    parts = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
+    assert conversation([{"role": "user", "content": parts, "name": None}]) == [user("1 + 1?")]
+
+
+def test_the_expected_answer_is_the_last_match_in_its_cell() -> None:
+    columns = Columns(expected="#### (.+)")
+    long = "48 / 2 = <<48/2=24>>24\n#### 24\n48 + 24 = 72\n#### 72 "
+    assert columns.row({"question": "How many?", "answer": long})["answer"] == "72"
+    assert Columns(expected=r"\d+").row({"question": "How many?", "answer": 72})["answer"] == "72"
+    with pytest.raises(ValueError, match=r"--data.expected-pattern '#### \(\.\+\)' is not in the answer 'about 72'"):
+        columns.row({"question": "How many?", "answer": "about 72"})
+
+
+def test_whole_answers_are_learnt_where_part_of_them_is_expected(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1 + 1?", "answer": "two, so #### 2"}\n')
+    data = DataConfig(source=str(file), expected_pattern="#### (.+)")
+    read = sources.find_source(str(file)).read_first
+    assert [read(str(file), data, name, 1)[0]["answer"] for name in ("data.source", "data.ptx_source")] == [
+        "2",
+        "two, so #### 2",
+    ]
+    with pytest.raises(ConfigError, match=r"data\.expected_pattern: reasoning_gym:DATASET has answers that need none"):
+        from_tree({"data": {"expected_pattern": "#### (.+)"}})
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "a conversation has no message of a user"),
+        ([system("Add.")], "a conversation has no message of a user"),
+        (["1 + 1?"], r"a message is '1 \+ 1\?', expected \{role, content\}"),
+        ([{"from": "human", "value": "1"}], r"a message is \{'from': 'human', .*expected \{role, content\}"),
+        ([{"role": "user", "content": 5}], "the content of a message is 5, expected text"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
+            "the content of a message is .*, expected text",
+        ),
+        (
+            [user("1"), {"role": "assistant", "content": "2"}],
+            "a conversation ends with an answer, '2', not with a quest",
+        ),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages: list[Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Columns("messages", "answer").row({"messages": messages, "answer": 2})
+
+
+def test_a_system_message_of_a_row_comes_first_unless_the_conversation_has_one() -> None:
+    columns = Columns("prompt", "answer", system="how")
+    assert columns.row({"prompt": "1?", "answer": 1, "how": "Add."})["messages"] == [system("Add."), user("1?")]
+    assert columns.row({"prompt": "1?", "answer": 1, "how": " "})["messages"] is None
+    assert columns.row({"prompt": "1?", "answer": 1, "how": None})["messages"] is None
+    own = [system("Own."), user("1?")]
+    assert columns.row({"prompt": own, "answer": 1, "how": "Add."})["messages"] == own
+    with pytest.raises(ValueError, match=r"the system message of '1\?' is 5, expected text"):
+        columns.row({"prompt": "1?", "answer": 1, "how": 5})
+
+
+def test_entries_of_cells_are_named_by_dots_unless_a_column_has_that_name() -> None:
+    columns = Columns("extra.question", "a.b")
+    assert columns.row({"extra": {"question": "1?"}, "a": {"b": 7}})["answer"] == "7"
+    assert columns.row({"extra": {"question": "1?"}, "a": {"b": 7}, "a.b": 8})["answer"] == "8"
+    assert columns.roots(["extra", "a", "a.b", "more"]) == ["extra", "a.b"]
+    with pytest.raises(ValueError, match=r"the answer to '1\?' is None"):
+        columns.row({"extra": {"question": "1?"}, "a": None})
+    with pytest.raises(ColumnError, match=r"--data.answer-column a\.b: 'text' has no entries"):
+        columns.row({"extra": {"question": "1?"}, "a": "text"})
+    with pytest.raises(
+        ColumnError, match=r"--data.prompt-column extra\.question: no entry 'question', it has questoin"
+    ):
+        columns.row({"extra": {"questoin": "1?"}, "a": {"b": 7}})
+
+
+def test_a_template_makes_the_question_of_several_cells() -> None:
+    columns = Columns(answer="answer", template="{facts.text}\n\nIn \\boxed{{}}: {question} ({facts.points})")
+    record = {"facts": {"text": "A cow.", "points": 3}, "question": "Legs?", "answer": "4"}
+    assert columns.row(record)["question"] == "A cow.\n\nIn \\boxed{}: Legs? (3)"
+    assert columns.roots(["answer", "facts", "question"]) == ["facts", "question", "answer"]
+    with pytest.raises(ColumnError, match=r"no column 'question', it has answer, facts; --data.prompt-template names"):
+        columns.roots(["answer", "facts"])
+    with pytest.raises(ValueError, match=r"question is None, expected text or a number for data\.prompt_template"):
+        columns.row(record | {"question": None})
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("\\boxed{} {question}", r"\{\} is no column; .* braces that are text are doubled: \{\{ and \}\}"),
+        ("{question", "expected '}' before end of string; "),
+        ("question}", "single '}' encountered in format string; "),
+        ("{question:5}", r"\{question:5\} is no column"),
+        ("{a[0]}", r"\{a\[0\]\} is no column"),
+        ("question", "it names no column"),
+    ],
+)
+def test_a_template_with_other_braces_is_refused_before_anything_starts(template: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"data.prompt_template = .*{said}"):
+        from_tree({"data": {"prompt_template": template}})
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"prompt_template": "{context}"}, "has no column but question"),
+        ({"system_column": "system"}, "has no column but question"),
+        (
+            {"source": "a.csv", "prompt_template": "{a}", "prompt_column": "b"},
+            "prompt_column does nothing with data.prom",
+        ),
+        ({"chat_template_args": {"tokenize": True}}, "tokenize is set by rlx itself"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(data: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_tree({"data": data})
+
+
+def test_a_column_of_a_template_is_missed_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "p.csv"
+    file.write_text("context,question,answer\n7,1?,1\n")
+    data = DataConfig(source=str(file), params={}, prompt_template="{contxt}: {question}")
+    with pytest.raises(ConfigError, match=r"p\.csv: no column 'contxt', it has context, .*; nearest: context"):
+        sources.check_source(data.source, data, "data.source")
+    (row,) = sources.first_rows(data.model_copy(update={"prompt_template": "{context}: {question}"}), 1)
+    assert row["question"] == "7: 1?"
+
+
+def test_generated_questions_are_put_into_a_template_too() -> None:
+    plain = list(generated_questions(DataConfig(), seed=3, size=4))
+    asked = list(generated_questions(DataConfig(prompt_template="Think. {question}"), seed=3, size=4))
+    assert asked == [row | {"question": f"Think. {row['question']}"} for row in plain]

@@ -1,0 +1,212 @@
+"""One process of environments: live episodes by key, time limits, tools, and what becomes of errors. Without Ray."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
+from rlx.environments.tools import finite
+from rlx.types import Observation, TaskRow
+
+BEGINNING = Beginning(TaskRow("question", "answer", 3), 7)
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+
+
+class Plain:
+    """A dialogue without `score` and `close`, which remembers where it ran."""
+
+    def __init__(self, start: str | None = None) -> None:
+        self.start = start
+
+    def reset(self, row: TaskRow, seed: int) -> str | None:
+        return self.start
+
+    def step(self, action: str) -> Any:
+        return threading.current_thread().name[:11], 1, action == "end"
+
+
+class Scored(Plain):
+    """Has a score, async, that takes no answer, and is told of its end."""
+
+    ended: ClassVar[list[str]] = []
+
+    async def step(self, action: str) -> Any:
+        return [{"role": "system", "content": threading.current_thread().name[:4]}], 0.5, action == "end"
+
+    async def score(self) -> float:
+        return 2.0
+
+    def close(self) -> None:
+        Scored.ended.append("closed")
+        raise RuntimeError("it is over, whatever this says")
+
+
+class Exhausted(Plain):
+    def step(self, action: str) -> Any:
+        return next(iter([])), 0.0, False
+
+
+class Tools:
+    """Tools of several kinds."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def table(self, rows: int = 1) -> Any:
+        """A table."""
+        return {"rows": [1.5] * rows, "of": {"é"}}
+
+    async def nothing(self) -> None:
+        """Nothing."""
+
+    def long(self) -> str:
+        """Much."""
+        return "a" * 10_001
+
+    def broken(self) -> None:
+        """Fails."""
+        raise KeyError("b" * 20_000)
+
+    def score(self, answer: str) -> float:
+        return float(len(answer))
+
+
+def host_of(kind: str, timeout_s: float = 5.0, **params: Any) -> EnvironmentHost:
+    return EnvironmentHost(HostSettings(f"test_host:{kind}", params, timeout_s, 2))
+
+
+def run(call: Callable[[], Awaitable[Any]]) -> Any:
+    async def awaited() -> Any:
+        return await call()
+
+    return asyncio.run(awaited())
+
+
+def replies(kind: str, *actions: str, **params: Any) -> list[Reply]:
+    host = host_of(kind, **params)
+    return list(run(lambda: host.repeat("1", BEGINNING, [Action(action, 0) for action in actions])))
+
+
+def observed(kind: str, *actions: str, **params: Any) -> list[Observation]:
+    found = [reply.observation for reply in replies(kind, *actions, **params)]
+    assert None not in found
+    return [each for each in found if each]
+
+
+def test_an_environment_that_says_nothing_begins_with_the_question() -> None:
+    assert observed("Plain")[0].text == "question"
+    assert observed("Plain", start="")[0].text == ""
+
+
+def test_plain_methods_run_on_threads_and_async_ones_on_the_loop() -> None:
+    assert observed("Plain", "a")[1] == Observation(({"role": "user", "content": "environment"},), 1.0)
+    assert observed("Scored", "a")[1].messages == ({"role": "system", "content": "Main"},)
+
+
+def test_the_end_of_a_dialogue_adds_its_score_if_it_has_one() -> None:
+    assert [each.reward for each in observed("Plain", "a", "end")] == [0.0, 1.0, 1.0]
+    assert [(each.reward, each.done) for each in observed("Scored", "a", "end")] == [
+        (0.0, False),
+        (0.5, False),
+        (2.5, True),
+    ]
+
+
+def test_a_cut_episode_is_scored_by_its_last_answer_or_not_at_all() -> None:
+    for kind, expected in (("Plain", 0.0), ("Scored", 2.0), ("Tools", 4.0)):
+        host = host_of(kind)
+        run(lambda host=host: host.start("1", BEGINNING))  # type: ignore[misc]
+        assert run(lambda host=host: host.finish("1", "four")).observation == Observation(  # type: ignore[misc]
+            reward=expected, done=True
+        )
+
+
+def test_tools_answer_in_the_order_of_their_calls_and_errors_are_counted() -> None:
+    turn = "".join(CALL % each for each in (("table", '{"rows": 2}'), ("nothing", "{}"), ("tables", "{}")))
+    _, answered, end = observed("Tools", turn, "done")
+    assert [message["content"] for message in answered.messages] == [
+        '{"rows": [1.5, 1.5], "of": "{\'é\'}"}',
+        "null",
+        "error: there is no tool 'tables'; there are table, nothing, long, broken",
+    ]
+    assert [message["name"] for message in answered.messages] == ["table", "nothing", "tables"]
+    assert {message["role"] for message in answered.messages} == {"tool"}
+    assert (answered.calls, answered.call_errors, answered.done, answered.reward) == (3, 1, False, 0.0)
+    assert (end.calls, end.done, end.reward) == (0, True, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "begins", "length"),
+    [
+        ("long", "{}", "aaa", 10_000),
+        ("broken", "{}", "error: KeyError: 'bbb", 10_000),
+        ("table", '{"row": 1}', "error: table: got an unexpected keyword argument 'row'", 54),
+        ("score", '{"answer": "a"}', "error: there is no tool 'score'; there are table, nothing, long, broken", 71),
+        ("__init__", "{}", "error: there is no tool '__init__'", 74),
+    ],
+)
+def test_what_a_tool_answers_is_bounded_and_only_tools_are_called(
+    name: str, arguments: str, begins: str, length: int
+) -> None:
+    text = observed("Tools", CALL % (name, arguments))[1].text
+    assert text.startswith(begins) and len(text) == length
+
+
+def test_python_calls_of_what_is_no_literal_or_has_no_name_are_an_answer() -> None:
+    for text in ("[table(2)]", "[tools.table(rows=2)]", "[table(rows=2 + x)]"):
+        end = observed("Tools", text)[1]
+        assert (end.calls, end.done, end.reward) == (0, True, len(text))
+    given = observed("Tools", "[table(**{'rows': 3})]")[1]
+    assert given.call_errors == 1 and "unexpected keyword argument ''" in given.text
+
+
+def test_an_environment_that_runs_out_of_answers_fails_at_once() -> None:
+    host = host_of("Exhausted", timeout_s=2.0)
+    run(lambda: host.start("1", BEGINNING))
+    reply = run(lambda: host.step("1", Action("a", 0)))
+    assert reply.failure.startswith("raised ") and "StopIteration" in reply.failure and not reply.is_stuck
+
+
+def test_episodes_end_once_by_their_key_and_by_their_owner() -> None:
+    host = host_of("Scored")
+    Scored.ended.clear()
+
+    async def played() -> list[int]:
+        counts = []
+        for key in ("a/1", "a/2", "b/1", "a/1"):  # the second a/1 ends the first
+            await host.start(key, BEGINNING)
+        counts.append(len(Scored.ended))
+        await host.forget("a/")
+        counts.append(len(Scored.ended))
+        await host.close("a/1")
+        await host.close("b/1")
+        counts.append(len(Scored.ended))
+        return counts
+
+    assert asyncio.run(played()) == [1, 3, 4]
+
+
+def test_a_turn_of_an_episode_that_is_not_there_is_a_failure() -> None:
+    host = host_of("Plain")
+    assert run(lambda: host.step("none", Action("a", 0))) == Reply(failure="raised KeyError: 'none'")
+
+
+def test_arguments_that_a_class_does_not_take_fail_the_start() -> None:
+    (reply,) = replies("Plain", "a", where=1)  # no action is tried
+    assert "unexpected keyword argument 'where'" in reply.failure and reply.observation is None
+    with pytest.raises(ConfigError, match="has no class Plan; nearest: Plain"):
+        host_of("Plan")
+
+
+@pytest.mark.parametrize("reward", [float("inf"), float("nan"), 1e19, -1e19])
+def test_a_reward_that_training_cannot_square_is_refused(reward: float) -> None:
+    with pytest.raises(ValueError, match="is not a finite number"):
+        finite(reward)
+
+
+def test_a_reward_is_read_as_a_number() -> None:
+    assert (finite(True), finite("0.5"), finite(-1e18)) == (1.0, 0.5, -1e18)

@@ -1,0 +1,49 @@
+"""The classes on the page about environments: they are environments, and do what the page says."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from episode_cases import pool_of
+
+from rlx.types import Observation, TaskRow
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
+
+
+@pytest.fixture(autouse=True)
+def shop(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("shop")
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        exec(block, vars(module))
+    monkeypatch.setitem(sys.modules, "shop", module)
+
+
+def said(name: str, *actions: str) -> list[Observation]:
+    async def played() -> list[Observation]:
+        pool = pool_of(name)
+        found = [await pool.start("1", TaskRow("How much is a pear?", "4"), 7)]
+        for number, action in enumerate(actions):
+            found.append(await pool.step("1", action, number))
+        assert await pool.close("1", again=True)
+        return found
+
+    return asyncio.run(played())
+
+
+def test_the_shop() -> None:
+    call = '<tool_call>{"name": "price", "arguments": {"name": "%s"}}</tool_call>'
+    start, unknown, known, end = said("shop:Shop", call % "melon", call % "pear", "4")
+    assert start.text == "How much is a pear?"
+    assert unknown.text == "error: KeyError: 'melon'" and (unknown.calls, unknown.call_errors) == (1, 1)
+    assert known.messages == ({"role": "tool", "name": "price", "content": "4"},) and not known.done
+    assert (end.reward, end.done, end.messages) == (1.0, True, ())
+
+
+def test_the_echo() -> None:
+    start, first, last = said("shop:Echo", "yes", "no")
+    assert (start.text, first.text) == ("Say 4.", "Again.")
+    assert [(each.reward, each.done) for each in (first, last)] == [(1.0, False), (0.0, True)]

@@ -1,0 +1,183 @@
+"""Environments that raise, hang, die and lie: what the pool does, and what it counts. In this process, without Ray."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from episode_cases import pool_of
+
+from rlx.environments.host import HostSettings
+from rlx.environments.pool import EnvironmentPool, HostLost, LocalHost
+from rlx.types import EnvironmentFailed, TaskRow
+
+ROW = TaskRow("question", "answer")
+HERE = "test_pool:"
+
+
+class Echo:
+    """Says what it is told, with the seed of the turn."""
+
+    def reset(self, row: TaskRow, seed: int) -> str:
+        return f"{row.question} {seed}"
+
+    def step(self, action: str, seed: int) -> tuple[str, float, bool]:
+        return f"{action} {seed}", 1.0, action == "end"
+
+
+class Raising(Echo):
+    made = 0
+
+    def __init__(self) -> None:
+        Raising.made += 1
+
+    def step(self, action: str, seed: int) -> tuple[str, float, bool]:
+        if action == "raise" or (action == "once" and Raising.made < 2):
+            raise LookupError("no such thing")
+        return super().step(action, seed)
+
+
+class Hanging(Echo):
+    """Hangs in the first process alone."""
+
+    hangs = 1
+
+    def step(self, action: str, seed: int) -> tuple[str, float, bool]:
+        if action == "hang" and Hanging.hangs:
+            Hanging.hangs -= 1
+            time.sleep(1.0)
+        return super().step(action, seed)
+
+
+class Lying(Echo):
+    """Never says the same twice."""
+
+    count = 0
+
+    def step(self, action: str, seed: int) -> tuple[str, float, bool]:
+        Lying.count += 1
+        return f"{Lying.count}", 0.0, False
+
+
+class Endless(Echo):
+    async def step(self, action: str, seed: int) -> tuple[str, float, bool]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Wrong(Echo):
+    """Returns what is no observation, or a reward that is no number."""
+
+    def step(self, action: str, seed: int) -> Any:
+        return {"text": (5, 0.0, False), "reward": ("a", float("nan"), False), "tuple": "a"}[action]
+
+
+class Closed(Echo):
+    closed = 0
+
+    def close(self) -> None:
+        Closed.closed += 1
+
+
+class Dying(LocalHost):
+    """A host whose process dies at some calls of `step`."""
+
+    def __init__(self, settings: HostSettings, at: set[int]) -> None:
+        super().__init__(settings)
+        self.at, self.steps, self.lives = at, 0, 1
+
+    async def call(self, method: str, *args: Any) -> Any:
+        self.steps += method == "step"
+        if method == "step" and self.steps in self.at:
+            self.at.discard(self.steps)
+            raise HostLost("its process ended")
+        return await super().call(method, *args)
+
+    def replace(self) -> None:
+        self.lives += 1
+        super().replace()
+
+
+def said(pool: EnvironmentPool, *actions: str, again: bool = False) -> tuple[list[str], bool]:
+    """What an episode says, and whether it is repeatable."""
+
+    async def played() -> tuple[list[str], bool]:
+        texts = [(await pool.start("1", ROW, 7)).text]
+        try:
+            for number, action in enumerate(actions):
+                texts.append((await pool.step("1", action, number)).text)
+        except EnvironmentFailed as error:
+            texts.append(f"failed: {error}")
+        return texts, await pool.close("1", again)
+
+    return asyncio.run(played())
+
+
+def test_an_episode_is_given_its_row_and_its_seeds() -> None:
+    assert said(pool_of(f"{HERE}Echo"), "a", "b", again=True) == (["question 7", "a 0", "b 1"], True)
+
+
+def test_a_host_that_dies_is_replaced_and_the_episode_goes_on_where_it_was() -> None:
+    host = Dying(HostSettings(f"{HERE}Echo", {}, 5.0, 2), {1, 3})
+    pool = pool_of("", [host])
+    assert said(pool, "a", "b", "c") == (["question 7", "a 0", "b 1", "c 2"], True)
+    assert host.lives == 3 and pool.failures == {"died": 2}
+    assert len(pool.told) == 1 and "its process ended" in pool.told[0]  # type: ignore[attr-defined]
+
+
+def test_a_host_that_dies_at_every_attempt_fails_the_episode_alone() -> None:
+    pool = pool_of("", [Dying(HostSettings(f"{HERE}Echo", {}, 5.0, 2), {2, 3})], retries=1)
+    assert said(pool, "a", "b") == (["question 7", "a 0", "failed: its process ended"], True)
+    assert said(pool, "a", "b") == (["question 7", "a 0", "b 1"], True)
+
+
+def test_what_an_environment_raises_fails_its_episode_after_another_attempt() -> None:
+    Raising.made = 0
+    pool = pool_of(f"{HERE}Raising")
+    assert said(pool, "once") == (["question 7", "once 0"], True)  # a fresh instance has answered
+    assert pool.failures == {"raised": 1}
+    assert said(pool, "a", "raise") == (["question 7", "a 0", "failed: raised LookupError: no such thing"], True)
+    assert pool.failures == {"raised": 3}
+
+
+def test_a_call_that_hangs_has_its_process_replaced() -> None:
+    Hanging.hangs = 1
+    pool = pool_of(f"{HERE}Hanging", timeout_s=0.2)
+    assert said(pool, "a", "hang", "b") == (["question 7", "a 0", "hang 1", "b 2"], True)
+    assert pool.failures == {"hung": 1}
+    Hanging.hangs = 2
+    assert said(pool, "hang")[0][-1] == "failed: took longer than 0.2 s"
+
+
+def test_an_async_call_that_hangs_is_ended() -> None:
+    pool = pool_of(f"{HERE}Endless", timeout_s=0.1, retries=0)
+    assert said(pool, "a")[0][-1] == "failed: took longer than 0.1 s"
+
+
+def test_an_environment_that_answers_differently_is_caught_when_it_is_repeated() -> None:
+    pool = pool_of(f"{HERE}Lying")
+    texts, is_repeatable = said(pool, "a", again=True)
+    assert len(texts) == 2 and not is_repeatable
+    assert pool.failures == {"unrepeatable": 1}
+    host = Dying(HostSettings(f"{HERE}Lying", {}, 5.0, 2), {2})
+    assert said(pool_of("", [host]), "a", "b")[0][-1] == (
+        "failed: it answers differently when its actions are repeated"
+    )
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        ("text", "TypeError: an observation is text or messages, not int"),
+        ("reward", "ValueError: the reward nan is not a finite number"),
+        ("tuple", "ValueError: not enough values to unpack"),
+    ],
+)
+def test_what_is_no_observation_fails_the_episode(action: str, reason: str) -> None:
+    assert reason in said(pool_of(f"{HERE}Wrong"), action)[0][-1]
+
+
+def test_episodes_are_closed_once_each() -> None:
+    Closed.closed = 0
+    said(pool_of(f"{HERE}Closed"), "a")
+    assert Closed.closed == 1

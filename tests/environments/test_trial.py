@@ -1,0 +1,57 @@
+"""What is found out of an environment before a run."""
+
+import logging
+import os
+import time
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.sections.rollout import EnvironmentConfig
+from rlx.environments.trial import try_environment
+from rlx.types import Prompt, TaskRow
+
+PROMPTS = [Prompt(0, (1,), "2 + 2", "4")]
+
+
+class Bad:
+    """Does what its argument says."""
+
+    def __init__(self, what: str = "") -> None:
+        self.what = what
+
+    def reset(self, row: TaskRow, seed: int) -> str:
+        if self.what == "raise":
+            raise LookupError("no such row")
+        if self.what == "die":
+            os._exit(3)
+        return f"{row.question} {time.time() if self.what == 'lie' else seed}"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        if self.what == "hang":
+            time.sleep(60)
+        return "so", 0.0, True
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"what": "raise"}, "raised LookupError: no such row"),
+        ({"what": "die"}, "ended its process"),
+        ({"what": "hang"}, "took longer than 0.3 s"),
+        ({"where": 1}, "unexpected keyword argument 'where'"),
+    ],
+)
+def test_an_environment_that_fails_is_refused_before_the_run(params: dict[str, object], reason: str) -> None:
+    config = EnvironmentConfig(name="test_trial:Bad", params=params, timeout_s=0.3)
+    with pytest.raises(ConfigError, match=reason) as raised:
+        try_environment(config, PROMPTS)
+    assert "\n" not in str(raised.value) and "test_trial:Bad" in str(raised.value)
+
+
+def test_one_that_is_not_deterministic_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rlx"):
+        try_environment(EnvironmentConfig(name="calculator"), PROMPTS)
+        assert not caplog.messages
+        try_environment(EnvironmentConfig(name="test_trial:Bad", params={"what": "lie"}), PROMPTS)
+    assert "test_trial:Bad says something else when an episode is repeated" in caplog.messages[0]

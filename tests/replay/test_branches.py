@@ -1,0 +1,103 @@
+"""A branch as a run of its own: its settings, its place, and what is left of it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from replay_cases import run_of
+from test_run_folder import settings
+
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
+from rlx.replay import branches
+from rlx.replay.recorded import RecordedRun
+from rlx.runs import launch, run_folder
+from rlx.storage.addresses import open_storage
+
+
+@pytest.fixture
+def run(tiny_model: Path, tmp_path: Path) -> RecordedRun:
+    short = {"data__max_prompt_tokens": 32, "rollout__max_tokens": 8}
+    own = {"model__path": str(tiny_model), "tracking__completions": 0.25, "checkpoint__every": 10}
+    return run_of(tmp_path / "storage", **short, **own)
+
+
+def test_a_replay_lies_beside_the_run_and_leaves_nothing(run: RecordedRun, tmp_path: Path) -> None:
+    with branches.scratch(run) as place:
+        branch = place.placed(replace(branches.branch_to(run, 13), opens=True))
+        prepared = branch.prepare()
+        config = prepared.config
+        assert (prepared.until, prepared.opens) == (13, True)
+        assert (config.name, config.train.steps, config.checkpoint.every) == ("a-13", 30, 0)
+        assert config.checkpoint.init_from == f"{tmp_path}/storage/runs/a/step_000010"
+        assert config.checkpoint.init_state == "all"
+        assert (config.tracking.completions, config.tracking.backends) == (1.0, ("mlflow",))
+        assert branches.records_of(prepared) == place.uri != f"sqlite:///{tmp_path}/storage/mlflow.db"
+        folder = Path(config.storage)
+        assert folder.parent == tmp_path / "storage" / branches.REPLAYS
+        run_folder.check_start(config)
+        (folder / "runs" / "a-13").mkdir(parents=True)
+        (folder / "runs" / "a-13" / "file").write_text("x")
+    assert not folder.exists() and folder.parent.exists()
+    assert not Path(place.uri.removeprefix("sqlite:///")).parent.exists()
+
+
+def test_a_replay_can_be_kept(run: RecordedRun) -> None:
+    with branches.scratch(run, keep=True) as place:
+        (Path(place.address) / "runs").mkdir(parents=True)
+    assert Path(place.address).exists()
+
+
+def test_two_replays_at_once_have_places_of_their_own(run: RecordedRun) -> None:
+    with branches.scratch(run) as first, branches.scratch(run) as second:
+        assert first.address != second.address and first.uri != second.uri
+
+
+def test_a_job_ends_with_its_step_and_opens_it(run: RecordedRun, tmp_path: Path) -> None:
+    with branches.scratch(run) as place:
+        prepared = place.placed(replace(branches.branch_to(run, 13), opens=True)).prepare()
+        job = launch._job(prepared, open_storage(str(tmp_path)), [], "signed", False)
+        assert (job.until, job.opens, job.waits, job.signature) == (13, True, False, "signed")
+        plain = launch._job(replace(prepared, until=None, opens=False), open_storage(str(tmp_path)), [], "", True)
+        assert (plain.until, plain.opens, plain.waits) == (None, False, True)
+
+
+def test_the_model_may_lie_elsewhere_under_its_name(run: RecordedRun, tiny_model: Path, tmp_path: Path) -> None:
+    """That its files are the same is what `rlx verify` says."""
+    (tmp_path / "here").mkdir()
+    here = tmp_path / "here" / tiny_model.name
+    here.symlink_to(tiny_model)
+    with branches.scratch(run) as place:
+        branch = place.placed(replace(branches.branch_to(run, 13), changes={"model.path": str(here)}))
+        prepared = branch.prepare()
+        assert Path(prepared.model_path).samefile(tiny_model)
+        run_folder.check_start(prepared.config)
+
+
+def test_steps_from_the_start_have_the_runs_own_start(run: RecordedRun, tiny_model: Path, tmp_path: Path) -> None:
+    """A run that began with another's weights begins with them again."""
+    origin = f"{tmp_path}/storage/runs/a/step_000020"
+    start = {"checkpoint__init_from": origin, "model__path": str(tiny_model), "train__steps": 30}
+    folder = tmp_path / "storage" / "runs" / "b"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"mlflow_run": "2"}))
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings(name="b", storage=str(tmp_path / "storage"), **start)))
+    other = RecordedRun.read("b", str(tmp_path / "storage"))
+    branch = branches.branch_to(other, 5, trust=True)
+    assert branch.start is None and branch.origin == "the start" and branch.steps == range(6)
+    config = from_tree(branch.tree())
+    assert (config.checkpoint.init_from, config.checkpoint.init_state) == (origin, "weights")
+
+
+def test_a_run_is_found_by_its_name_or_its_folder(run: RecordedRun, tmp_path: Path) -> None:
+    storage = str(tmp_path / "storage")
+    for which in ("a", f"{storage}/runs/a", f"{storage}/runs/a/", f"file://{storage}/runs/a"):
+        found = RecordedRun.read(which, storage)
+        assert (found.name, found.folder.path) == ("a", f"{storage}/runs/a")
+        assert found.storage.removeprefix("file://") == storage
+    with pytest.raises(ConfigError, match=r"no run 'b' in .*; nearest: a|no run 'b'"):
+        RecordedRun.read("b", storage)
+    with pytest.raises(ConfigError, match=r"no run in /nowhere/runs/a"):
+        RecordedRun.read("/nowhere/runs/a", storage)

@@ -1,0 +1,146 @@
+"""Gaps between a record and a replay: metrics, completions and weights, and which fault is the first."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from replay_cases import keep, run_of, with_score
+
+from rlx.config.errors import ConfigError
+from rlx.replay import comparing, opening
+from rlx.replay.comparing import Compared, Comparison
+from rlx.samples import gradients
+from rlx.samples.columns import CompletionFile, Kind
+from rlx.storage.addresses import open_storage
+
+
+@pytest.mark.parametrize(
+    ("logged", "again", "gap"),
+    [
+        (0.1, 0.1, 0.0),
+        (0.1, math.nextafter(0.1, 1), 1.3877787807814454e-16),  # one bit
+        (-2.0, 2.0, 2.0),
+        (0.0, -0.0, 0.0),
+        (math.nan, math.nan, 0.0),
+        (math.nan, 1.0, math.inf),
+        (math.inf, math.inf, 0.0),
+        (math.inf, 1.0, math.inf),
+        (0.0, 1e-12, 1.0),
+        (None, 1.0, math.inf),
+        (1.0, None, math.inf),
+    ],
+)
+def test_a_gap_is_relative_to_the_larger_value(logged: float | None, again: float | None, gap: float) -> None:
+    assert Compared(1, "m", logged, again).gap == pytest.approx(gap, rel=1e-12)
+
+
+LOGGED = {
+    3: {"policy/loss": 0.5, "time/step": 1.0, "tokens/total": 7.0},
+    4: {"policy/loss": 0.25, "tokens/rollout_per_s": 3.0, "memory/peak_gib": 1.0, "best/eval/accuracy": 1.0},
+    5: {"policy/loss": 0.125, "eval/accuracy": 0.5},
+}
+
+
+def test_every_metric_is_compared_but_those_that_are_measured() -> None:
+    again = {step: dict(metrics) | {"system/cpu": 5.0} for step, metrics in LOGGED.items()}
+    compared = comparing.compare_metrics(LOGGED, again, range(3, 6))
+    names = [(each.step, each.name) for each in compared]
+    assert names == [
+        (3, "policy/loss"),
+        (3, "tokens/total"),
+        (4, "policy/loss"),
+        (5, "eval/accuracy"),
+        (5, "policy/loss"),
+    ]
+    assert Comparison(compared, (), True).holds and Comparison(compared, (), True).largest == 0
+
+
+def test_the_first_fault_is_found() -> None:
+    """One bit of a metric in step 4, and all that follows from it in step 5; an evaluation that was not logged."""
+    again = {3: LOGGED[3], 4: {"policy/loss": math.nextafter(0.25, 1)}, 5: {"policy/loss": 0.2}}
+    comparison = Comparison(comparing.compare_metrics(LOGGED, again, range(3, 6)), None, None)
+    found = [(each.step, each.name, each.again) for each in comparison.different]
+    assert found == [(4, "policy/loss", math.nextafter(0.25, 1)), (5, "eval/accuracy", None), (5, "policy/loss", 0.2)]
+    assert comparison.first_fault == 4 and not comparison.holds
+    within = replace(comparison, allowed=0.3)
+    assert [(each.step, each.name) for each in within.different] == [(5, "eval/accuracy"), (5, "policy/loss")]
+
+
+def test_completions_and_weights_count_where_nothing_is_allowed() -> None:
+    equal = comparing.compare_metrics(LOGGED, LOGGED, range(3, 6))
+    assert not Comparison(equal, ("token_ids",), None).holds
+    assert not Comparison(equal, (), False).holds
+    assert Comparison(equal, ("token_ids",), False, allowed=0.05).holds  # on a GPU
+    assert not Comparison((), None, None).holds  # nothing was compared
+
+
+def test_columns_of_completions_that_differ_are_named(tmp_path: Path) -> None:
+    run, again = (open_storage(str(tmp_path / name)) for name in ("run", "again"))
+    assert comparing.different_columns(run, again, 5) is None  # nothing was kept
+    keep(run, 5)
+    assert comparing.different_columns(run, again, 5) is None
+    keep(again, 5)
+    assert comparing.different_columns(run, again, 5) == ()
+    keep(again, 5, with_score(5, 2, 0.75))
+    assert comparing.different_columns(run, again, 5) == ("score",)
+
+
+def test_of_some_prompts_only_these_are_compared(tmp_path: Path) -> None:
+    """The run has kept one of two prompts, the replay both, and another score of the other."""
+    run, again = (open_storage(str(tmp_path / name)) for name in ("run", "again"))
+    some = with_score(5, 0, 0.0)
+    keep(run, 5, replace(some, rows=some.rows[:2], trained=some.trained and some.trained.rows([0, 1])))
+    keep(again, 5, with_score(5, 3, 9.0))
+    assert comparing.different_columns(run, again, 5) == ()
+
+
+def test_a_missing_rank_leaves_nothing_to_compare(tmp_path: Path) -> None:
+    run = open_storage(str(tmp_path))
+    keep(run, 5)
+    whole = run / "completions" / str(CompletionFile(5, Kind.TRAINING, 0, 1))
+    (run / "completions" / str(CompletionFile(6, Kind.TRAINING, 0, 2))).write_text("")
+    assert whole.exists() and comparing.step_completions(run, 6) is None
+
+
+def test_weights_are_compared_by_checksum(tmp_path: Path) -> None:
+    run, same = run_of(tmp_path, "a"), run_of(tmp_path, "b")
+    assert comparing.same_weights(run, same.folder, 10) is True
+    assert comparing.same_weights(run, same.folder, 15) is None  # there is no checkpoint
+    other = tmp_path / "runs" / "b" / "step_000010" / "manifest.json"
+    other.write_text(other.read_text().replace(file_of(run), "0" * 64))
+    assert comparing.same_weights(run, same.folder, 10) is None  # a damaged manifest is none
+    assert comparing.same_weights(run_of(tmp_path, "c", steps=()), same.folder, 10) is None
+
+
+def file_of(run: comparing.RecordedRun) -> str:
+    manifest = run.checkpoints[0].manifest
+    assert manifest
+    return manifest.files["rank_00000.safetensors"].sha256
+
+
+def test_an_opened_step_has_its_prompts_by_their_share_of_the_gradient(tmp_path: Path) -> None:
+    run = open_storage(str(tmp_path))
+    keep(run, 5)
+    gradients.write_shares(run, 5, {10: -0.25, 11: 1.25})
+    eleven, ten = opening.opened_prompts(run, 5)
+    assert (eleven.share, ten.share) == (1.25, -0.25)
+    assert [each.sample for each in eleven.completions] == [0, 1]
+    assert (ten.index, eleven.index, ten.tokens, eleven.tokens) == (2, 3, 3, 5)
+    assert (ten.mean_score, eleven.mean_score, eleven.right) == (0.125, 0.625, 1)
+    assert ten.advantages == [0.0]  # of the one completion that the losses have
+    assert eleven.advantages == [3.0, 3.5, 4.0] and eleven.ratios == pytest.approx([2.0] * 3)
+    assert opening.prompt_at([eleven, ten], 2) is ten
+    with pytest.raises(ConfigError, match="--prompt 7: the step has the prompts 2, 3"):
+        opening.prompt_at([eleven, ten], 7)
+
+
+def test_shares_that_were_not_kept_or_are_damaged(tmp_path: Path) -> None:
+    run = open_storage(str(tmp_path))
+    keep(run, 5)
+    assert [each.share for each in opening.opened_prompts(run, 5)] == [None, None]
+    (run / "gradients" / "step_000005.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match=r"step_000005\.json is damaged"):
+        opening.opened_prompts(run, 5)
+    with pytest.raises(ConfigError, match="no completions of step 6"):
+        opening.opened_prompts(run, 6)

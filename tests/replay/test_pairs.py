@@ -1,0 +1,144 @@
+"""Two branches from one checkpoint: which there are, and their answers question by question."""
+
+import math
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+from replay_cases import evaluated, keep, run_of, with_score
+
+from rlx.cli.timemachine import branched_sweep, running, whatif
+from rlx.config.errors import ConfigError
+from rlx.replay import pairs
+from rlx.storage.addresses import open_storage
+
+
+def test_a_pair_differs_in_the_changes_alone(tmp_path: Path) -> None:
+    control, changed = pairs.pair_of(run_of(tmp_path), 10, 5, {"algorithm.clip_high": 0.28})
+    assert control.steps == changed.steps == range(11, 16)
+    assert (control.changes, changed.changes) == ({}, {"algorithm.clip_high": 0.28})
+    assert control.tree() == changed.tree()
+
+
+def test_a_pair_that_goes_further_than_the_run_is_longer_on_both_sides(tmp_path: Path) -> None:
+    control, changed = pairs.pair_of(run_of(tmp_path), 20, 15, {"algorithm.clip_high": 0.28})
+    assert (control.until, control.changes) == (35, {"train.steps": 35})
+    assert changed.changes == {"train.steps": 35, "algorithm.clip_high": 0.28}
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "changes", "line"),
+    [
+        (15, 5, {}, "run a has no checkpoint of step 15: there are 10, 20; --checkpoint.keep-every keeps more"),
+        (10, 0, {}, "--steps 0: at least 1"),
+        (10, 5, {"seed": 1}, "seed cannot change within a run"),
+        (10, 5, {"model.lora_rank": 8}, "model.lora_rank cannot change within a run"),
+        (10, 5, {"algorithm.clip_high": 0.2}, "--set algorithm.clip_high=0.2: that is its value in run a"),
+    ],
+)
+def test_pairs_that_cannot_be(step: int, steps: int, changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        pairs.pair_of(run_of(tmp_path), step, steps, changes)
+    assert line in str(error.value)
+
+
+def test_pairs_have_names_of_their_own(tmp_path: Path) -> None:
+    run, runs = run_of(tmp_path), open_storage(str(tmp_path)) / "runs"
+    assert pairs.pair_names(runs, run, 10) == ("a-at-10-1.control", "a-at-10-1.changed")
+    (tmp_path / "runs" / "a-at-10-1.changed").mkdir()
+    assert pairs.pair_names(runs, run, 10) == ("a-at-10-2.control", "a-at-10-2.changed")
+
+
+def test_answers_are_paired_question_by_question(tmp_path: Path) -> None:
+    """Of four questions two flip to right and one to wrong: differences 1, 1, -1, 0 with deviation sqrt(11 / 12)."""
+    control, changed = (open_storage(str(tmp_path / name)) for name in ("control", "changed"))
+    evaluated(control, 10, [True] * 4)  # before the branches
+    evaluated(changed, 10, [True] * 4)
+    evaluated(control, 12, [False, False, True, True])
+    evaluated(changed, 12, [True, True, False, True])
+    evaluated(control, 14, [True] * 4)  # of one branch alone
+    (row,) = pairs.paired_evaluations(control, changed, 10)
+    assert (row.what, row.step, row.questions, row.better, row.worse) == ("held_out", 12, 4, 2, 1)
+    assert (row.control, row.changed, row.difference.value) == (0.5, 0.75, 0.25)
+    assert row.difference.half_width == pytest.approx(3.182446305 * math.sqrt(11 / 12) / 2, rel=1e-8)
+
+
+def test_scores_of_training_are_paired_prompt_by_prompt(tmp_path: Path) -> None:
+    """Scores are 0, 0.25 of one prompt and 0.5, 0.75 of the other; in the branch one of them is higher by 1."""
+    control, changed = (open_storage(str(tmp_path / name)) for name in ("control", "changed"))
+    for number in (5, 6):
+        keep(control, number)
+        keep(changed, number, with_score(number, 0, 1.0))
+    (row,) = pairs.paired_prompts(control, changed, range(5, 8))
+    assert (row.what, row.step, row.questions, row.better, row.worse) == ("training prompts", 7, 4, 2, 0)
+    assert (row.control, row.changed, row.difference.value) == (0.375, 0.625, 0.25)
+    assert pairs.paired_prompts(control, open_storage(str(tmp_path / "none")), range(5, 8)) == []
+
+
+def test_words_of_the_commands() -> None:
+    assert running.split_step("a@30") == ("a", 30)
+    assert running.split_step("me@work/runs/a@3") == ("me@work/runs/a", 3)
+    for which in ("a", "a@", "a@best"):
+        with pytest.raises(ConfigError, match=r"expected RUN@STEP, such as a@30"):
+            running.split_step(which)
+    words = ["algorithm.clip_high=0.28", "train.actor_lr={0: 1e-4, 40: 1e-5}"]
+    assert running.changed_settings(words) == {
+        "algorithm.clip_high": 0.28,
+        "train.actor_lr": {0: ANY, 40: ANY},
+    }
+    with pytest.raises(ConfigError, match=r"--set algorithm.clip_high: expected SETTING=VALUE"):
+        running.changed_settings(["algorithm.clip_high"])
+    with pytest.raises(ConfigError, match=r"unknown option --algorithm.clip-hi; nearest: --algorithm.clip-high"):
+        running.changed_settings(["algorithm.clip-hi=3"])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "give --set SETTING=VALUE, or --space FILE"),
+        (["--set", "seed=1", "--space", "x.py"], "give --set SETTING=VALUE, or --space FILE"),
+        (["--set", "seed=1", "--trials", "3"], "unexpected argument '--trials'"),
+        (["--space", "x.py", "--seeds", "3"], "branches go on from one state, with its seed"),
+        (["--space", "x.py", "--scheduler", "pbt"], "branches go on from one state, with its seed"),
+        (["--space", "x.py", "--train.actor-lr", "1"], "--train.actor-lr: branches have the settings of the run"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whatif.main(["a@10", "--steps", "5", *words]) == 1
+    assert line in capsys.readouterr().err
+
+
+def test_trials_of_a_branched_sweep_end_where_the_control_can_be_compared(tmp_path: Path) -> None:
+    run = run_of(tmp_path, eval__every=4)
+    control, _ = pairs.pair_of(run, 10, 6, {})
+    tree = branched_sweep.trials_tree(control, "b")
+    assert (tree["name"], tree["train"]["steps"], tree["checkpoint"]["init_state"]) == ("b", 16, "all")
+    with pytest.raises(ConfigError, match=r"trials end at step 15: branch to a multiple of eval.every \(4\)"):
+        branched_sweep.trials_tree(pairs.pair_of(run, 10, 5, {})[0], "b")
+    assert branched_sweep.trials_tree(pairs.pair_of(run, 20, 10, {})[0], "b")["train"]["steps"] == 30
+
+
+def test_each_trial_is_compared_with_the_control(tmp_path: Path) -> None:
+    run, runs = run_of(tmp_path), open_storage(str(tmp_path)) / "sweeps" / "s" / "runs"
+    control, branch = open_storage(str(tmp_path / "control")), pairs.pair_of(run, 10, 2, {})[0]
+    evaluated(control, 12, [False, True])
+    for name, right in (("trial_00000", [True, True]), ("trial_00001", [False, True])):
+        evaluated(runs / name, 12, right)
+        evaluated(runs / name, 11, [True, True])  # before the last step
+        (runs / name / "run.json").write_text("{}")
+    (runs / "trial_00002" / "run.json").write_text("{}")  # it failed before it was evaluated
+    (runs / "notes" / "mine").write_text("")  # no run
+    first, second, third = branched_sweep.trials_text(runs, control, branch).split("\n\ntrial_")
+    assert first.startswith("trial_00000 beside the control\n\n") and "+0.5 ± 6.4" in first
+    assert second.startswith("00001 beside the control\n\n") and "+0 ± 0" in second
+    assert third == "00002 beside the control\n\nnothing kept"
+
+
+def test_a_space_varies_what_can_change_within_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "space.py"
+    file.write_text("def space():\n    return {'train.actor_lr': 1e-4}\n")
+    branched_sweep.check_space(str(file), {})
+    file.write_text("def space():\n    return {'algorithm.advantage': 'grpo'}\n")
+    with pytest.raises(ConfigError, match=r"--space .*: algorithm.advantage cannot change within a run"):
+        branched_sweep.check_space(str(file), {})

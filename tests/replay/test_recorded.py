@@ -1,0 +1,116 @@
+"""Which checkpoint a replay starts from, with which settings, and whose runs are taken."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from replay_cases import run_of
+from test_run_folder import put, settings
+
+from rlx.config.errors import ConfigError
+from rlx.replay import branches, recorded, verifying
+from rlx.replay.recorded import RecordedRun
+from rlx.tracking.services import mlflow
+
+
+@pytest.mark.parametrize(("step", "start"), [(1, None), (10, None), (11, 10), (20, 10), (21, 20), (30, 20)])
+def test_a_replay_starts_from_the_newest_checkpoint_before(step: int, start: int | None, tmp_path: Path) -> None:
+    branch = branches.branch_to(run_of(tmp_path), step)
+    assert (branch.start.step if branch.start else None) == start
+    assert branch.steps == range(start + 1 if start else 0, step + 1)
+    tree = branch.tree()
+    address = f"{tmp_path}/runs/a/step_{start:06d}" if start else None
+    assert tree["checkpoint"]["init_from"] == address
+    assert tree["checkpoint"]["init_state"] == ("all" if start else "weights")
+
+
+@pytest.mark.parametrize("step", [0, 31])
+def test_there_must_be_such_a_step(step: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--step {step}: run a has steps 1 to 30"):
+        branches.branch_to(run_of(tmp_path), step)
+
+
+def test_settings_that_a_resume_changed_hold_from_the_resume_on(tmp_path: Path) -> None:
+    """The run went on from step 10 with another learning rate, which the checkpoint of step 20 has."""
+    run_of(tmp_path, steps=(10,), train__actor_lr=1e-3)
+    run = run_of(tmp_path, steps=(20,), train__actor_lr=2e-3)
+    rates = [run.settings_of(step, trust=True)["train"]["actor_lr"] for step in (1, 10, 11, 20, 21)]
+    assert rates == [1e-3, 1e-3, 2e-3, 2e-3, 2e-3]
+
+
+@pytest.mark.parametrize(
+    ("address", "storage"),
+    [
+        ("/data/runs/a", "/data"),
+        ("/data/sweeps/s/runs/trial_00001.2", "/data"),
+        ("s3://bucket/runs/runs/a?region=eu", "s3://bucket/runs?region=eu"),
+        ("s3://bucket/x/sweeps/s/runs/trial_00000", "s3://bucket/x"),
+    ],
+)
+def test_the_storage_of_a_run_follows_from_its_address(address: str, storage: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    assert RecordedRun(address, run.folder, run.newest, ()).storage == storage
+
+
+def test_code_and_models_of_somebody_else_are_taken_on_trust_alone(tmp_path: Path) -> None:
+    run_of(tmp_path, reward__functions={"their_code:score": 1.0})
+    (tmp_path / "runs" / "a" / "signature").write_text("0:0")
+    put(tmp_path / "runs" / "a", 20, signature="0:0", train__steps=30, reward__functions={"their_code:score": 1.0})
+    run = RecordedRun.read("a", str(tmp_path))
+    assert run.settings_of(10)  # this checkpoint is signed
+    for step in (11, 21):
+        with pytest.raises(ConfigError, match=r"did not write run 'a', .*their_code:score"):
+            run.settings_of(step)
+    assert run.settings_of(11, given={"reward.functions": {}}) == run.settings_of(11, trust=True)
+
+
+def test_a_run_without_records_cannot_be_compared(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "elsewhere", tracking__backends=("tensorboard",))
+    with pytest.raises(ConfigError, match="was not recorded in MLflow"):
+        recorded.logged_metrics(run)
+    run = run_of(tmp_path, "waiting")
+    (tmp_path / "runs" / "waiting" / "run.json").write_text(json.dumps({"key": "k"}))
+    with pytest.raises(ConfigError, match=r"still wait in .*outbox: resume it first"):
+        recorded.logged_metrics(run)
+
+
+def test_everything_that_was_logged_is_read_by_step(tmp_path: Path) -> None:
+    uri = mlflow.default_uri(tmp_path)
+    client = mlflow.client(uri)
+    run_id = client.create_run("0").info.run_id
+    for step, value in ((1, 0.1), (2, 1 / 3), (2, 7.0)):  # a step that was logged twice keeps its first values
+        client.log_metric(run_id, "policy/loss", value, step=step)
+    client.log_metric(run_id, "eval/reward", 2.0, step=2)
+    assert recorded.metrics_of(uri, run_id) == {1: {"policy/loss": 0.1}, 2: {"policy/loss": 1 / 3, "eval/reward": 2.0}}
+    with pytest.raises(ConfigError, match=f"MLflow at {uri}: "):
+        recorded.metrics_of(uri, "no-such-run")
+
+
+def test_steps_near_a_checkpoint_can_be_done_again(tmp_path: Path) -> None:
+    run, logged = run_of(tmp_path), range(31)
+    assert verifying.replayable(run, logged, 3) == [1, 2, 3, 11, 12, 13, 21, 22, 23]
+    assert verifying.replayable(run, range(13), 3) == [1, 2, 3, 11, 12]
+    steps = verifying.replayable(run, logged, 3)
+    drawn = verifying.drawn_steps(steps, 4, seed=1)
+    assert drawn == sorted(set(drawn)) == verifying.drawn_steps(steps, 4, seed=1) and set(drawn) <= set(steps)
+    assert len(drawn) == 4 and verifying.drawn_steps([5], 3, seed=1) == [5]
+    with pytest.raises(ConfigError, match="no step that was logged can be done again"):
+        verifying.drawn_steps([], 3, seed=1)
+
+
+def test_settings_of_an_older_checkpoint_are_compared_with_the_newest(tmp_path: Path) -> None:
+    assert verifying.facts_of_settings(run_of(tmp_path)).agrees
+    changed = settings(name="a", train__steps=60, algorithm__clip_high=0.3)
+    (tmp_path / "runs" / "a" / "config.yaml").write_text(yaml.safe_dump(changed))
+    fact = verifying.facts_of_settings(RecordedRun.read("a", str(tmp_path)))
+    assert (fact.recorded, fact.here) == ("not signed by this user", "checkpoints differ in algorithm.clip_high")
+    assert fact.agrees is False
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    assert verifying.facts_of_checkpoints(run).agrees
+    (tmp_path / "runs" / "a" / "step_000020" / "rank_00000.safetensors").write_text("y")
+    fact = verifying.facts_of_checkpoints(run)
+    assert fact.agrees is False and "step_000020" in fact.here and "checksum differs" in fact.here

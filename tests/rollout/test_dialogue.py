@@ -1,0 +1,144 @@
+"""Tokens of conversations over the chat templates of real model families, as TRL's package has them.
+
+What the policy draws is extended by what the environment says. The tokens are exactly those of the whole conversation
+rendered at once, or, where a template changes earlier turns, a new context begins, which is that.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from episode_cases import CHATML, byte_tokenizer
+
+from rlx.config.errors import ConfigError
+from rlx.environments.calculator import Calculator
+from rlx.environments.tools import schemas
+from rlx.rollout.episodes.dialogue import Dialogue, Written
+from rlx.types import Utterance
+
+_FOUND = importlib.util.find_spec("trl")
+TEMPLATES = Path(_FOUND.submodule_search_locations[0] if _FOUND and _FOUND.submodule_search_locations else "") / (
+    "chat_templates"
+)
+needs_templates = pytest.mark.skipif(_FOUND is None, reason="TRL, which has the templates, is not installed")
+_IM = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
+_DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")  # noqa: RUF001
+SPECIAL = {
+    "qwen2_5": _IM,
+    "qwen3": _IM,
+    "qwen3_instruct_2507": _IM,
+    "qwen3_5_think": _IM,
+    "lfm2": _IM,
+    "llama3_1": ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+    "gemma3": ("<end_of_turn>", "<bos>", "<start_of_turn>"),
+    "deepseek_r1_distill": _DEEPSEEK,
+    "phi3_5": ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>"),
+    "glm4moe": ("<|user|>", "[gMASK]", "<sop>", "<|assistant|>", "<|system|>", "<|observation|>"),
+}
+"""special tokens of each family; the first ends a turn"""
+PLAIN, THOUGHT = "I look.\n\nHm", "<think>\nso\n</think>\n\nIt is 4"
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
+TEXTS = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))] if _FOUND else []
+
+
+def tokenizer_of(family: str) -> Any:
+    """A tokenizer of bytes and of 300 frequent pieces, with the family's special tokens and its template."""
+    special = SPECIAL[family]
+    made = byte_tokenizer((TEMPLATES / f"{family}.jinja").read_text(), special, TEXTS)
+    made.bos_token = special[1] if "begin" in special[1] or special[1] in ("<bos>", "[gMASK]") else None
+    return made
+
+
+def conversed(
+    tokenizer: Any, turns: list[str], role: str, *, extends: bool = False, tools: bool = False
+) -> tuple[list[int], list[bool], list[int]]:
+    """The tokens that the policy reads last, whether each turn began a new context, and the whole rendered at once."""
+    described = schemas(Calculator) if tools else ()
+    dialogue = Dialogue(tokenizer, described, extends=extends)
+    history: list[Utterance] = [{"role": "user", "content": "What is 2 + 2?"}]
+    written: Written = dialogue.opening(history)
+    ids, begun = list(written.token_ids), []
+    for number, text in enumerate(turns):
+        drawn = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        said: list[Utterance] = [{"role": role, "name": "calculate", "content": f"value {number}\n"}]
+        history.append({"role": "assistant", "content": dialogue.said(drawn)})
+        written = dialogue.continuation(written.text, history, drawn, True, said)
+        begun.append(written.is_new_context)
+        ids = list(written.token_ids) if written.is_new_context else [*ids, *drawn, *written.token_ids]
+        history += said
+    given = {"tools": described} if tools else {}
+    chat = [dict(message) for message in history]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **given)
+    return ids, begun, tokenizer(text, add_special_tokens=False).input_ids
+
+
+@needs_templates
+@pytest.mark.parametrize(
+    ("family", "role", "turns", "begun"),
+    [
+        ("qwen2_5", "user", [PLAIN, THOUGHT, "done"], [False, False, False]),
+        ("qwen2_5", "tool", [CALL, PLAIN + CALL, "done"], [False, False, False]),
+        ("qwen3", "tool", [CALL, THOUGHT + CALL, "done"], [False, False, False]),
+        ("qwen3", "user", [PLAIN, THOUGHT, "done"], [False, True, False]),  # thoughts go when the user speaks again
+        ("qwen3_instruct_2507", "tool", [CALL, PLAIN, "done"], [False, False, False]),
+        ("qwen3_5_think", "user", ["so\n</think>\n\nI look."] * 2, [True, True]),
+        ("lfm2", "tool", [PLAIN, PLAIN], [False, False]),
+        ("llama3_1", "user", [PLAIN, THOUGHT, "done"], [False, False, False]),
+        ("llama3_1", "tool", [PLAIN, '{"name": "calculate", "parameters": {}}'], [False, False]),
+        ("gemma3", "user", [PLAIN, THOUGHT, "done"], [False, False, False]),
+        ("deepseek_r1_distill", "user", ["so\n</think>\n\nI look."] * 2, [True, True]),
+        ("phi3_5", "user", [PLAIN, THOUGHT], [False, False]),
+        ("glm4moe", "user", ["\n<think>so</think>\nIt is"] * 2, [True, True]),
+    ],
+)
+def test_tokens_are_those_of_the_whole_conversation(
+    family: str, role: str, turns: list[str], begun: list[bool]
+) -> None:
+    ids, found, whole = conversed(tokenizer_of(family), turns, role, tools=role == "tool")
+    assert (found, ids) == (begun, whole)
+
+
+@needs_templates
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_r1_distill"])
+def test_history_can_be_extended_instead_thoughts_and_all(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    ids, begun, whole = conversed(tokenizer, ["<think>\nhm\n</think>\n\nA", "B"], "user", extends=True)
+    assert begun == [False, False] and ids != whole
+    assert "hm\n</think>\n\nA" in tokenizer.decode(ids) and "hm" not in tokenizer.decode(whole)
+
+
+def test_a_turn_that_was_cut_is_ended_as_the_template_ends_turns() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    dialogue = Dialogue(tokenizer)
+    history: list[Utterance] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+    said: list[Utterance] = [{"role": "user", "content": "d"}]
+    read = dialogue.opening(history[:1]).text
+    cut = dialogue.continuation(read, history, tokenizer("bc").input_ids, False, said)
+    assert tokenizer.decode(cut.token_ids) == "<|end|>\n<|user|>d<|end|>\n<|assistant|>"
+    whole = dialogue.continuation(read, history, [*tokenizer("bc").input_ids, 0], True, said)
+    assert tokenizer.decode(whole.token_ids) == "\n<|user|>d<|end|>\n<|assistant|>"
+
+
+def test_a_system_message_is_before_the_first() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    dialogue = Dialogue(tokenizer, system_prompt="Be brief.")
+    assert dialogue.opening([{"role": "user", "content": "a"}]).text.startswith("<|system|>Be brief.<|end|>\n<|user|>a")
+    own: list[Utterance] = [{"role": "system", "content": "x"}, {"role": "user", "content": "a"}]
+    assert dialogue.opening(own).text.startswith("<|system|>x<|end|>\n<|user|>a")
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reason"),
+    [
+        (None, False, "has no chat template"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", True, "does not show tools"),
+        ("{{ raise_exception('no roles') }}", False, "does not take turns: no roles"),
+        ("{{ messages[0].content }}", False, "does not take turns: it leaves out what the assistant says"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(template: str | None, tools: bool, reason: str) -> None:
+    tokenizer = byte_tokenizer(template or "")
+    with pytest.raises(ConfigError, match=reason) as raised:
+        Dialogue(tokenizer, schemas(Calculator) if tools else ())
+    assert "\n" not in str(raised.value)

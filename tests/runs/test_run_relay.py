@@ -1,0 +1,42 @@
+"""Services that one process writes to, and the actor through which all others do."""
+
+from pathlib import Path
+
+import pytest
+
+from rlx.runs import relay
+from rlx.storage.filesystem import Storage
+from rlx.tracking.base import Reach, RunStatus
+from rlx.tracking.services.mlflow import MLflowService
+from rlx.tracking.services.tensorboard import TensorBoardService, events
+from rlx.tracking.tracker import OutboxTracker
+
+
+def test_all_processes_of_a_run_write_through_one_actor(ray_cluster: None, tmp_path: Path) -> None:
+    board, server = TensorBoardService(tmp_path / "tb"), MLflowService("http://127.0.0.1:9")
+    far = relay.reachable([board, server])
+    assert far[1] is server and (far[0].name, far[0].reach) == ("tensorboard", Reach.ANYWHERE)
+    assert relay.from_driver([board, server], far) == far
+    folder = Storage.local(tmp_path / "run")
+    driver, rank_0 = (OutboxTracker([far[0]], folder, writer) for writer in ("driver", "rank_0"))
+    driver.open("rlx", "one", params={}, tags={"rlx.kind": "run"})
+    for step in range(3):
+        rank_0.log({"reward/mean": step / 8}, step)
+        driver.log_text("events.txt", f"step {step}")
+    assert rank_0.close(60) == 0
+    driver.end(RunStatus.FINISHED)
+    assert driver.close(60) == 0
+    (file,) = (tmp_path / "tb" / "one").glob("events*")
+    values = [(event.step, each) for event in events(file) for each in event.summary.value]
+    assert [step for step, each in values if each.tag == "reward/mean"] == [0, 1, 2]
+    assert sum(each.tag == "events.txt/text_summary" for _, each in values) == 3
+
+
+def test_the_actor_gets_the_variables_of_wandb_from_the_driver(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    from rlx.tracking.services.wandb import WandbService
+
+    (far,) = relay.reachable([WandbService(tmp_path)])
+    assert far.browse_command() == f"wandb sync {tmp_path}/wandb/offline-run-*"  # as the actor answers

@@ -1,0 +1,88 @@
+"""What a sweep's budget pays for, and what a plan says before it starts."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sweep_cases import Run, log_sweep, sweep, trial
+
+from rlx.config.errors import ConfigError
+from rlx.sweeps import plans
+from rlx.sweeps.records import SweepPlan
+from rlx.tracking.services import mlflow
+
+SPACE = "from ray import tune\ndef space():\n    return {'train.actor_lr': tune.choice([1e-4, 2e-4, 3e-4])}\n"
+GPU = {"use_gpu": True, "resources_per_worker": {"CPU": 1, "GPU": 1}}
+
+
+@pytest.fixture
+def plan(tmp_path: Path, empty_database: Path) -> SweepPlan:
+    """Four settings on three seeds, of 20 steps with 4 x 2 answers of at most 10 tokens: 240 steps, 19200 tokens."""
+    shutil.copy(empty_database, tmp_path)
+    (tmp_path / "space.py").write_text(SPACE)
+    tree = {
+        "storage": str(tmp_path),
+        "train": {"steps": 20, "prompts_per_step": 4, "samples_per_prompt": 2},
+        "rollout": {"max_tokens": 10},
+    }
+    return SweepPlan("s", tree, str(tmp_path / "space.py"), trials=4, seeds=3)
+
+
+def with_budget(plan: SweepPlan, budget: str, **more: Any) -> SweepPlan:
+    return plans.check_sweep(replace(plan, budget=budget, **more))
+
+
+def test_a_plan_costs_what_its_runs_cost_at_most(plan: SweepPlan) -> None:
+    assert plans.planned_cost(plan) == (240, 19200, 0)
+    assert plans.planned_cost(replace(plan, max_seeds=5)).steps == 400
+
+
+def test_as_many_settings_are_tried_as_the_budget_pays_for(plan: SweepPlan) -> None:
+    assert [with_budget(plan, text).trials for text in ("120steps", "200steps", "15ktokens", "9000steps")] == [
+        2,
+        3,
+        3,
+        4,
+    ]
+    assert with_budget(plan, "240steps", search="grid").trials == 3
+    with pytest.raises(ConfigError, match=r"^--budget 120steps pays for 2 settings, the grid has 3$"):
+        with_budget(plan, "120steps", search="grid")
+    with pytest.raises(ConfigError, match=r"^--budget in gpu-h: runs use no GPU; give steps or tokens$"):
+        with_budget(plan, "8gpu-h")
+
+
+def test_gpu_hours_need_a_run_that_has_told_how_long_a_step_takes(plan: SweepPlan) -> None:
+    with_gpus = replace(plan, tree=plan.tree | {"scaling": GPU})
+    gpus = with_gpus.resources.total()["GPU"]
+    with pytest.raises(ConfigError, match=r"no run of this model has told yet how long a step takes$"):
+        with_budget(with_gpus, "8gpu-h")
+    assert math.isnan(plans.planned_cost(with_gpus).gpu_seconds)
+    own = {f"{section}.{key}": value for section in ("train", "rollout") for key, value in plan.tree[section].items()}
+    log_sweep(plan.tracking_uri, "before", [Run(own, {0: 0.1, 4: 0.5})], [])  # two seconds a step
+    assert plans.planned_cost(with_gpus).gpu_seconds == 240 * 2 * gpus
+    assert with_budget(with_gpus, f"{round(3 * 60 * 2 * gpus)}gpu-s").trials == 3
+
+
+def test_a_plan_says_what_it_costs_and_shows(plan: SweepPlan) -> None:
+    cost, shows, more = plans.prospects(with_budget(plan, "9000steps"))
+    assert cost == "at most 240 steps, 19,200 tokens of a budget of 9000steps"
+    assert shows.startswith("3 seeds and 256 questions show differences of 0.088 in four of five sweeps (an assumption")
+    assert "5 seeds: " in more
+    assert len(plans.prospects(replace(plan, metric="eval/reward"))) == 1  # of which nothing is known
+
+
+def test_a_plan_knows_how_settings_of_the_newest_sweep_differed(plan: SweepPlan, tmp_path: Path) -> None:
+    run = log_sweep(plan.tracking_uri, "before", [Run({}, {0: 0.1})], [])
+    content = {"metric": "eval/accuracy", "spread_of_differences": {"seed": 1e-6, "question": 0.0, "rest": 0.01}}
+    (tmp_path / "evidence.json").write_text(json.dumps(content))
+    mlflow.log_files(plan.tracking_uri, run, [tmp_path / "evidence.json"], "analysis")
+    assert "(as settings of the newest sweep differ)" in plans.prospects(plan)[1]
+
+
+def test_the_end_says_what_was_spent(plan: SweepPlan) -> None:
+    line = plans.cost_line(plan, sweep(trial(0, {"train.actor_lr": 1.0}, {12: 0.5})))
+    assert line == "spent 12 steps, 1,200 tokens; planned at most 240 steps, 19,200 tokens: 5% of its steps"

@@ -1,0 +1,366 @@
+"""What Tune's callback shows and records of trials, without a cluster: real trials of Tune and real files."""
+
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.tune import TuneError
+from ray.tune.experiment import Trial
+
+from rlx.config.errors import ConfigError
+from rlx.config.sections.records import BackendName
+from rlx.storage.filesystem import Storage
+from rlx.sweeps import callback
+from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
+from rlx.sweeps.schedulers.schedule import Schedule
+from rlx.tracking.base import Reach, RunStatus
+from rlx.tracking.tracker import OutboxTracker
+
+METRIC = "eval/score"
+STEPS = 8  # an evaluation every 4
+DIED = "Traceback\nray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\nmore of it"
+
+
+@dataclass
+class Service:
+    """A tracking service in this process: what runs were told, by their names. It is its runs' writer as well."""
+
+    tags: dict[str, dict[str, str]] = field(default_factory=dict)
+    ends: dict[str, list[RunStatus]] = field(default_factory=dict)
+    run: str = ""
+    name: BackendName = "mlflow"
+    reach = Reach.ANYWHERE
+    title = address = "a service"
+
+    def make_run(self, key: str, experiment: str, name: str, **more: Any) -> str:
+        return name
+
+    def reopen_run(self, run_id: str, at: int) -> bool:
+        return True
+
+    def writer(self, run_id: str) -> "Service":
+        return Service(self.tags, self.ends, run_id)
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        self.tags.setdefault(self.run, {}).update(tags)
+
+    def end(self, status: RunStatus, at: int) -> None:
+        self.ends.setdefault(self.run, []).append(RunStatus(status))
+
+    def is_refusal(self, error: Exception) -> bool:
+        return True
+
+    def cause(self, error: Exception) -> str:
+        return str(error)
+
+
+class Sweep:
+    """A sweep of two trials, as Tune's controller would drive its callback."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.service = Storage.local(folder), Service()
+        self.records = TrialRecords(self.folder)
+        schedule = Schedule(STEPS, 4, {})
+        self.log = TrialLog([self.service], self.folder, self.records, schedule, METRIC)  # type: ignore[list-item]
+        self.helpers = Helpers()
+        plan = SweepPlan("s", {"train": {"steps": STEPS}}, "space.py")
+        self.callback = SweepCallback(plan, self.log, self.helpers)
+        self.trials = [self._trial(number) for number in range(2)]
+        self.open_run(self.folder, "s")
+
+    def _trial(self, number: int) -> Trial:
+        name = f"trial_{number:05d}"
+        self.records.write(name, TrialRecord(settings={"train.actor_lr": 1e-3}))
+        self.open_run(self.folder / "runs" / name, name)
+        return Trial("t", config={"train.actor_lr": 1e-3}, stub=True, trial_name_creator=lambda trial: name)
+
+    def open_run(self, folder: Storage, name: str) -> None:
+        """As its own process does."""
+        (folder / "run.json").write_text("{}") if folder.path != self.folder.path else None
+        tracker = OutboxTracker([self.service], folder, "rank_0")  # type: ignore[list-item]
+        tracker.open("rlx", name, params={}, tags={})
+        tracker.close(5)
+
+    def start(self, *numbers: int) -> None:
+        for number in numbers:
+            self.trials[number].set_status(Trial.RUNNING)
+            self.callback.on_trial_start(1, self.trials, self.trials[number])
+
+    def report(self, number: int, step: int, score: float, **more: float) -> None:
+        result = {"step": step, METRIC: score, "time/eval": 0.1, **more}
+        self.trials[number].update_last_result(result)
+        self.callback.on_trial_result(1, self.trials, self.trials[number], result)
+
+    def complete(self, number: int) -> None:
+        self.trials[number].set_status(Trial.TERMINATED)
+        self.callback.on_trial_complete(1, self.trials, self.trials[number])
+
+    def fail(self, number: int, *errors: str) -> None:
+        """Each error ended the trial once; without one, its process was killed."""
+        for error in errors or [DIED]:
+            self.trials[number].handle_error(TuneError(error))
+        self.trials[number].set_status(Trial.ERROR)
+        self.callback.on_trial_error(1, self.trials, self.trials[number])
+
+    def end(self) -> None:
+        self.callback.on_experiment_end(self.trials)
+
+    def record(self, number: int) -> TrialRecord:
+        """As a resume reads it: from the file."""
+        self.log.flush()
+        return TrialRecords(self.folder).read(f"trial_{number:05d}")
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
+    monkeypatch.setattr(callback, "request_resources", lambda bundles: None)  # there is no cluster
+    monkeypatch.setattr(SweepCallback, "interrupted", False)
+    monkeypatch.setattr(Trial, "local_path", str(tmp_path))  # instead of a folder in Ray's session
+    before = signal.getsignal(signal.SIGINT)
+    yield Sweep(tmp_path)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str]]:
+    """What whoever watches is told: trial, metrics, state."""
+    calls: list[tuple[str, dict[str, Any], str]] = []
+    watch = staticmethod(lambda trial, settings, metrics, state: calls.append((trial, dict(metrics), str(state))))
+    monkeypatch.setattr(SweepCallback, "watch", watch)
+    return calls
+
+
+def test_only_evaluations_that_training_changed_are_recorded(sweep: Sweep) -> None:
+    sweep.start(0)
+    sweep.report(0, 4, 0.25)
+    sweep.report(0, 6, 0.9)  # between evaluations, as a best checkpoint of another period would have it
+    sweep.callback.on_trial_result(1, sweep.trials, sweep.trials[0], {"step": 8, METRIC: 0.9})  # its evaluation is old
+    assert sweep.record(0).reports == [(4, 0.25)]
+
+
+def test_a_step_that_is_done_again_replaces_what_followed_it(sweep: Sweep) -> None:
+    sweep.start(0)
+    sweep.report(0, 4, 0.25)
+    sweep.report(0, 8, 0.5)
+    sweep.report(0, 4, 0.75)  # it went on from a checkpoint of step 0
+    assert sweep.record(0).reports == [(4, 0.75)]
+
+
+def test_a_report_has_the_settings_that_a_scheduler_has_just_given(sweep: Sweep) -> None:
+    sweep.start(0)
+    sweep.trials[0].set_config({"train.actor_lr": 5e-4})
+    sweep.report(0, 4, 0.25)
+    assert sweep.record(0).settings == {"train.actor_lr": 5e-4}
+
+
+@pytest.mark.parametrize(("step", "state"), [(8, TrialState.FINISHED), (4, TrialState.STOPPED)])
+def test_a_trial_that_ends_before_its_last_step_was_stopped(
+    step: int, state: TrialState, sweep: Sweep, seen: list[tuple[str, dict[str, Any], str]]
+) -> None:
+    sweep.start(0)
+    sweep.report(0, step, 0.5)
+    sweep.complete(0)
+    assert (sweep.record(0).state, sweep.record(0).message) == (state, "")
+    tags = {"trial_00000": {"rlx.stopped": "4"}} if step == 4 else {}
+    assert sweep.service.tags == tags
+    metrics = {"step": step, METRIC: 0.5, "time/eval": 0.1}
+    assert [(trial, told) for trial, _, told in seen] == [
+        ("trial_00000", "running"),
+        ("trial_00000", "running"),
+        ("trial_00000", state.value),
+    ]
+    assert [metrics.items() <= told.items() for _, told, _ in seen] == [False, True, True]
+
+
+def test_the_first_end_of_a_trial_is_the_one_that_is_kept(sweep: Sweep) -> None:
+    sweep.start(0)
+    sweep.report(0, 8, 0.5)
+    sweep.complete(0)
+    sweep.log.end_trial(sweep.trials[0], TrialState.FAILED, "its node is gone")
+    assert (sweep.record(0).state, sweep.record(0).message) == (TrialState.FINISHED, "")
+
+
+def test_a_trial_that_fails_is_shown_and_its_run_ends_at_once(
+    sweep: Sweep, seen: list[tuple[str, dict[str, Any], str]]
+) -> None:
+    sweep.start(0, 1)
+    sweep.fail(0)
+    assert (sweep.record(0).state, sweep.record(0).message) == (TrialState.FAILED, "its process was killed")
+    assert sweep.service.ends == {"trial_00000": [RunStatus.FAILED]}
+    assert seen[-1][::2] == ("trial_00000", "failed")
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        (["Traceback\n  File x\nrlx.runs.train_run.RunError: the loss is NaN at step 3"], "the loss is NaN at step 3"),
+        (["Traceback\nValueError: rlx.runs: odd"], "ValueError: rlx.runs: odd"),
+        ([DIED], "its process was killed"),
+        (["A worker process has died\nrlx.runs.train_run.RunError: a worker was lost"], "a worker was lost"),
+        ([f"ValueError: {'x' * 600}"], f"ValueError: {'x' * 488}"),
+        ([""], "its process was killed"),
+        ([DIED, "Traceback\nrlx.config.errors.ConfigError: no step 4"], "no step 4"),  # of a trial that was tried again
+        (["Traceback\nValueError: odd", DIED], "its process was killed"),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_line(errors: list[str], message: str, sweep: Sweep) -> None:
+    sweep.start(0)
+    sweep.fail(0, *errors)
+    assert sweep.record(0).message == message
+
+
+Drive = Callable[[Sweep], None]
+
+
+def both_finish(sweep: Sweep) -> None:
+    sweep.start(0, 1)
+    for number in (0, 1):
+        sweep.report(number, 8, 0.5)
+        sweep.complete(number)
+
+
+def one_fails(sweep: Sweep) -> None:
+    both_finish(sweep)
+    sweep.fail(1)
+
+
+def both_fail(sweep: Sweep) -> None:
+    sweep.start(0, 1)
+    sweep.fail(0)
+    sweep.fail(1)
+
+
+def one_is_interrupted(sweep: Sweep) -> None:
+    sweep.start(0, 1)
+    sweep.report(0, 8, 0.5)
+    sweep.complete(0)
+
+
+def one_waits(sweep: Sweep) -> None:
+    one_is_interrupted(sweep)
+    del sweep.callback.statuses["trial_00001"]
+    sweep.trials[1].set_status(Trial.PENDING)
+
+
+FINISHED, FAILED, KILLED = RunStatus.FINISHED, RunStatus.FAILED, RunStatus.KILLED
+
+
+@pytest.mark.parametrize(
+    ("drive", "ends", "interrupted"),
+    [
+        (both_finish, {"trial_00000": FINISHED, "trial_00001": FINISHED, "s": FINISHED}, False),
+        (one_fails, {"trial_00000": FINISHED, "trial_00001": FAILED, "s": FINISHED}, False),
+        (both_fail, {"trial_00000": FAILED, "trial_00001": FAILED, "s": FAILED}, False),
+        (one_is_interrupted, {"trial_00000": FINISHED, "trial_00001": KILLED, "s": KILLED}, True),
+        (one_waits, {"trial_00000": FINISHED, "s": KILLED}, True),
+    ],
+)
+def test_runs_end_with_the_status_of_their_trials(
+    drive: Drive, ends: dict[str, RunStatus], interrupted: bool, sweep: Sweep
+) -> None:
+    for number in (0, 1):
+        sweep.trials[number].set_status(Trial.TERMINATED)
+    drive(sweep)
+    sweep.end()
+    assert {name: statuses[-1] for name, statuses in sweep.service.ends.items()} == ends
+    assert SweepCallback.interrupted is interrupted
+
+
+def test_the_newest_run_of_a_trial_is_the_one_that_ends(sweep: Sweep) -> None:
+    newest = sweep.folder / "runs" / "trial_00000.2"
+    sweep.open_run(newest, "trial_00000.2")
+    sweep.start(0)
+    sweep.fail(0)
+    sweep.log.flush()
+    assert sweep.service.ends == {"trial_00000.2": [RunStatus.FAILED]}
+
+
+def test_a_trial_whose_process_never_made_a_run_ends_none(sweep: Sweep) -> None:
+    (sweep.folder / "runs" / "trial_00001" / "run.json").delete()
+    sweep.start(1)
+    sweep.fail(1)
+    sweep.log.flush()
+    assert sweep.service.ends == {}
+
+
+@pytest.mark.parametrize("fails", ["watch", "records"])
+def test_a_sweep_goes_on_when_showing_or_recording_fails(
+    fails: str, sweep: Sweep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no(*args: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(
+        *(SweepCallback, "watch", staticmethod(no)) if fails == "watch" else (sweep.records, "write", no)
+    )
+    sweep.start(0)
+    sweep.report(0, 4, 0.25)
+    assert set(caplog.messages) == {"the sweep goes on: OSError: no space left"}
+
+
+def test_a_copy_refuses_to_run_and_records_nothing(sweep: Sweep) -> None:
+    copy: SweepCallback = pickle.loads(pickle.dumps(sweep.callback))  # as Tuner.restore has it
+    name = sweep.folder.name
+    with pytest.raises(ConfigError) as raised:
+        copy.setup()
+    assert str(raised.value) == (
+        f"Tuner.restore reads the results of sweep {name!r} alone: rlx.resume_tuner({name!r}).fit() or "
+        f"rlx sweep --resume {name} continues it"
+    )
+    sweep.callback.setup()  # the original does not refuse
+    copy.on_trial_error(1, sweep.trials, sweep.trials[0])
+    copy.log.end_sweep(RunStatus.KILLED)
+    copy.log.flush()
+    assert sweep.service.ends == {}
+    assert (copy.steps, copy.log.metric, copy.log.schedule) == (STEPS, METRIC, sweep.log.schedule)
+
+
+class Rooms:
+    """Counts how often it was asked, and by how many open trials."""
+
+    def __init__(self, is_due: bool) -> None:
+        self.is_due, self.asked = is_due, list[int]()
+
+    def trials(self, open_trials: int) -> int:
+        self.asked.append(open_trials)
+        return 1
+
+
+@pytest.mark.parametrize(("is_due", "asked"), [(True, [1]), (False, [])])
+def test_the_room_is_asked_for_the_trials_that_are_not_over(is_due: bool, asked: list[int], sweep: Sweep) -> None:
+    sweep.helpers.room = rooms = Rooms(is_due)
+    sweep.start(0)
+    sweep.trials[1].set_status(Trial.ERROR)
+    sweep.callback.on_step_begin(1, sweep.trials)
+    assert rooms.asked == asked
+
+
+def test_an_interrupt_is_told_of_before_tune_ends_its_trials_and_ctrl_c_is_as_before_in_the_end(
+    sweep: Sweep, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, calls = signal.getsignal(signal.SIGINT), list[tuple[int, int]]()
+    signal.signal(signal.SIGINT, lambda number, frame: calls.append((number, len(caplog.messages))))  # Tune's
+    sweep.callback.on_step_begin(0, sweep.trials)
+    sweep.callback.on_step_begin(1, sweep.trials)  # which installs no second handler
+    signal.raise_signal(signal.SIGINT)
+    said = "interrupted: ending the trials, which takes some seconds; interrupt again to end at once"
+    assert (calls, caplog.messages) == ([(signal.SIGINT, 1)], [said])
+    sweep.helpers.end()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_mailbox_ends_with_the_sweep_and_the_autoscaler_is_asked_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed, asked = list[str](), list[Any]()
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(callback, "request_resources", lambda bundles: asked.append(bundles))
+    Helpers("mailbox").end()
+    Helpers().end()
+    assert (killed, asked) == (["mailbox"], [[], []])

@@ -1,0 +1,206 @@
+"""A recorded sweep as a resume finds it, and the Tuner that runs it once; no trial runs here."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import tune
+
+from rlx.config.errors import ConfigError
+from rlx.config.sweep import OF_THE_MACHINE
+from rlx.storage.filesystem import Storage
+from rlx.storage.signatures import SIGNATURE, Signer
+from rlx.sweeps import plans, trainable, tuner
+from rlx.sweeps.callback import SweepCallback
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
+from rlx.sweeps.tuner import SweepTuner
+
+SPACE = "SPACE = {}\n"
+TREE: dict[str, Any] = {"train": {"steps": 3}, "data": {"source": "/gone/sums.jsonl"}, "model": {"path": "org/model"}}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    """A storage with the sweep s, which this user has recorded."""
+    made = Storage.local(tmp_path)
+    record(made, SweepPlan("s", TREE, str(tmp_path / "mine.py")))
+    return made
+
+
+def record(storage: Storage, plan: SweepPlan) -> None:
+    folder, content = storage / "sweeps" / plan.name, asdict(plan)
+    (folder / "sweep.json").write_text(json.dumps(content))
+    (folder / "space.py").write_text(SPACE)
+    (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": SPACE}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a resume may change
+
+
+def test_a_sweep_goes_on_with_the_addresses_of_today(storage: Storage) -> None:
+    now = plans.continued_sweep(storage, "s", {"ray_address": "auto", "data.source": "/here/sums.jsonl"})
+    assert (now.config.ray_address, now.config.data.source) == ("auto", "/here/sums.jsonl")
+    assert (now.name, now.config.train.steps, now.config.model.path) == ("s", 3, "org/model")
+    assert Path(now.space).read_text() == SPACE
+    assert Path(now.space).name == "mine.py"  # errors and MLflow name the file as its author did
+    saved = json.loads((storage / "sweeps" / "s" / "sweep.json").read_text())
+    assert saved["tree"] == TREE  # the record is what it was
+
+
+def test_without_addresses_of_today_it_has_those_of_before(storage: Storage) -> None:
+    assert plans.continued_sweep(storage, "s", {}).config.data.source == "/gone/sums.jsonl"
+
+
+def test_a_setting_of_the_experiment_cannot_change(storage: Storage) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plans.continued_sweep(storage, "s", {"train.steps": 4, "ray_address": "auto", "seed": 2})
+    assert str(raised.value) == (
+        f"seed cannot change when a sweep is resumed; only {', '.join(OF_THE_MACHINE)} can"  # the first of them
+    )
+
+
+def test_a_file_of_another_name_is_other_data(storage: Storage) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.source is /gone/sums\.jsonl in "):
+        plans.continued_sweep(storage, "s", {"data.source": "/here/products.jsonl"})
+
+
+def test_a_sweep_that_is_not_there_has_its_nearest_name(storage: Storage) -> None:
+    record(storage, SweepPlan("rates", TREE, "mine.py"))
+    with pytest.raises(ConfigError, match=r"no sweep rate in .*rates"):
+        plans.continued_sweep(storage, "rate", {})
+
+
+def test_the_plan_of_another_sweep_is_damaged(storage: Storage) -> None:
+    for name in ("sweep.json", "space.py", SIGNATURE):
+        content = (storage / "sweeps" / "s" / name).read_text()
+        (storage / "sweeps" / "copied" / name).write_text(content)
+    with pytest.raises(ConfigError, match=r"^sweep .*/copied is damaged: it is not what rlx wrote$"):
+        plans.continued_sweep(storage, "copied", {})
+
+
+def test_code_of_somebody_else_does_not_run_until_it_is_trusted(storage: Storage) -> None:
+    (storage / "sweeps" / "s" / "space.py").write_text("SPACE = {1: 2}\n")
+    with pytest.raises(ConfigError, match=r"^this user did not write sweep 's'.*--trust runs them$"):
+        plans.continued_sweep(storage, "s", {})
+    assert Path(plans.continued_sweep(storage, "s", {}, trust=True).space).read_text() == "SPACE = {1: 2}\n"
+    assert plans.continued_sweep(storage, "s", {}).name == "s"  # from then on it is this user's
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failed trials
+
+
+@pytest.mark.parametrize(
+    ("from_scratch", "has_run", "expected"),
+    [
+        (False, True, {"reports": [(4, 0.5)], "attempts": 1}),
+        (True, True, {"reports": [], "attempts": 2}),  # a run of its own, beside the one that failed
+        (True, False, {"reports": [], "attempts": 1}),  # it failed before it had a run
+    ],
+)
+def test_failed_trials_are_open_again_and_no_others(
+    from_scratch: bool, has_run: bool, expected: dict[str, Any], storage: Storage
+) -> None:
+    folder, settings = storage / "sweeps" / "s", {"train.actor_lr": 1e-3}
+    records = TrialRecords(folder)
+    stopped = TrialRecord(settings=settings, state=TrialState.STOPPED, reports=[(4, 0.25)])
+    failed = TrialRecord(settings=settings, state=TrialState.FAILED, reports=[(4, 0.5)], message="out of memory")
+    records.write("trial_00000", stopped)
+    records.write("trial_00001", failed)
+    records.flush()
+    run = folder / "runs" / "trial_00001"
+    if has_run:
+        (run / "run.json").write_text("{}")
+        (run / trainable._FAILURE).write_text("out of memory")
+    plan = plans.saved_sweep(storage, "s")
+    assert plans.restart_failed(plan, storage, from_scratch=from_scratch) == ["trial_00001"]
+    found = TrialRecords(folder).all()
+    assert found["trial_00000"] == stopped
+    assert found["trial_00001"] == TrialRecord(settings=settings, **expected)
+    assert not (run / trainable._FAILURE).exists()
+    assert plans.restart_failed(plan, storage) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The Tuner
+
+PENDING = "TUNE_MAX_PENDING_TRIALS_PG"
+
+
+def made_tuner(tmp_path: Path, **options: Any) -> SweepTuner:
+    run_config = tune.RunConfig(name="tune", storage_path=str(tmp_path))
+    return SweepTuner(SweepPlan("s", TREE, "space.py", **options), lambda config: None, run_config=run_config)
+
+
+@pytest.mark.parametrize(("trials", "most"), [(4, "200"), (90, "270")])  # of 3 seeds
+def test_tune_may_start_all_trials_while_it_runs_and_the_variable_is_as_before(
+    trials: int, most: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[str | None]()
+    monkeypatch.setattr(tune.Tuner, "fit", lambda self: seen.append(os.environ.get(PENDING)))
+    monkeypatch.delenv(PENDING, raising=False)
+    made_tuner(tmp_path, trials=trials, seeds=3).fit()
+    assert (seen, PENDING in os.environ) == ([most], False)
+    monkeypatch.setenv(PENDING, "7")
+    made_tuner(tmp_path, trials=trials, seeds=3).fit()
+    assert (seen, os.environ[PENDING]) == ([most, most], "7")
+
+
+def test_a_tuner_runs_once_and_gives_its_claim_back_also_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back = list[str]()
+
+    def fail(self: tune.Tuner) -> None:
+        given_back.append("runs")
+        raise RuntimeError("the cluster is gone")
+
+    monkeypatch.setattr(tune.Tuner, "fit", fail)
+    monkeypatch.delenv(PENDING, raising=False)
+    made = made_tuner(tmp_path)
+    made.held.callback(given_back.append, "given back")
+    with pytest.raises(RuntimeError, match="the cluster is gone"):
+        made.fit()
+    assert (given_back, PENDING in os.environ) == (["runs", "given back"], False)
+    with pytest.raises(ConfigError) as raised:
+        made.fit()
+    assert str(raised.value) == "a Tuner runs once: rlx.resume_tuner('s') makes one for what is left of the sweep"
+    assert given_back == ["runs", "given back"]
+
+
+def test_failures_are_one_line_each() -> None:
+    results = {
+        "trial_00000": TrialRecord(settings={}, state=TrialState.FINISHED),
+        "trial_00001": TrialRecord(settings={}, state=TrialState.FAILED, message="out of memory"),
+        "trial_00002": TrialRecord(settings={}, state=TrialState.STOPPED),
+    }
+    assert tuner.failures(results) == ["trial_00001: out of memory"]
+
+
+@pytest.mark.parametrize(
+    ("states", "interrupted", "is_whole"),
+    [
+        ([TrialState.FINISHED, TrialState.FAILED], False, True),
+        ([TrialState.FINISHED, TrialState.STOPPED], True, False),
+        ([TrialState.FINISHED, TrialState.OPEN], False, False),  # the signal came while no trial ran
+        ([TrialState.FINISHED], False, False),  # one of two has not begun
+    ],
+)
+def test_a_sweep_that_is_not_over_was_interrupted(
+    states: list[TrialState], interrupted: bool, is_whole: bool, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, folder = SweepPlan("s", TREE, "space.py", trials=2), storage / "sweeps" / "s"
+    monkeypatch.setattr(SweepCallback, "interrupted", interrupted)
+    records = TrialRecords(folder)
+    for number, state in enumerate(states):
+        records.write(f"trial_{number:05d}", TrialRecord(settings={}, state=state))
+    records.flush()
+    if is_whole:
+        assert [each.state for each in tuner._results(plan, folder).values()] == states
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            tuner._results(plan, folder)
