@@ -102,6 +102,12 @@ def ray_cluster(s3_server: str) -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def free_cluster(ray_cluster: None) -> None:
+    """The session's cluster without what a run of another module has left for the next."""
+    KEPT.close()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with tied embeddings that has learnt the form of an answer and little else."""

@@ -7,4 +7,12 @@ record.
 Left out: what a step does (rlx.training), and how a run is started (rlx.runs). The run that is replayed is only read.
 
 May import: what rlx.runs may import, and rlx.runs and rlx.analysis.
+
+Example:
+    from rlx.replay import branches, recorded
+
+    run = recorded.RecordedRun.read("try1", "storage")
+    logged = recorded.logged_metrics(run)[37]
+    branch = branches.branch_to(run, 37)
+    print(f"step 37 had reward {logged['reward/mean']}; done again from {branch.origin}, it takes {branch.steps}")
 """

@@ -20,6 +20,7 @@ from conftest import History, mlflow_history
 from ray.cluster_utils import Cluster
 
 from rlx.config.experiment import EXPERIMENT_FILE
+from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import plans
@@ -119,6 +120,14 @@ class Driver:
         return self.output.read_text()
 
 
+def announce_end(node: Any, address: str, seconds: int) -> None:
+    """Tells Ray, as a cloud's autoscaler does, that a node will be taken away."""
+    ray_command = [str(Path(sys.executable).parent / "ray"), "drain-node", "--address", address]
+    reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    when = ["--node-id", node.node_id, "--deadline-remaining-seconds", str(seconds)]
+    subprocess.run([*ray_command, *reason, *when], check=True, capture_output=True)
+
+
 def space_file(folder: Path, count: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rates = [1e-4 * (i + 1) for i in range(count)]
@@ -204,3 +213,29 @@ def test_a_sweep_goes_on_on_another_cluster_and_uses_a_node_that_joins_late(
     assert_complete(driver, storage, "s", trials=3)
     plan = plans.saved_sweep(storage, "s")
     assert json.dumps(plan.tree)  # it can be resumed again from the storage alone
+
+
+def test_a_step_gets_a_checkpoint_when_the_node_is_about_to_be_taken_away(
+    machines: Any, bucket: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.2")
+    nodes, driver, storage = machines(), tmp_path / "driver", open_storage(bucket)
+    nodes.add(num_cpus=1, resources={"engines": 1})
+    leaving = nodes.add(num_cpus=1, resources={"workers": 1})
+    words = {
+        "storage": bucket,
+        "model.path": tiny_model,
+        "space": space_file(tmp_path / "elsewhere", 1),
+        "search": "grid",
+        "name": "s",
+    }
+    without = SMALL | {"checkpoint.every": 0, "train.steps": 10 * STEPS}
+    sweep = Driver(driver, nodes.address, **words, **without, **SEATS)
+    sweep.wait_for(f"trial_00000 running  step 2/{10 * STEPS}")
+    announce_end(leaving, nodes.address, seconds=15)
+    nodes.add(num_cpus=1, resources={"workers": 1})
+    shown = sweep.ends_well()
+    assert shown.count("trial_00000 running  step 0/") == 1  # it went on from the checkpoint
+    run = storage / "sweeps" / "s" / "runs" / "trial_00000"
+    steps = [each.step for each in checkpoint_catalog.complete_checkpoints(run)]
+    assert len(steps) == 2 and 2 < steps[0] < steps[1] == 10 * STEPS

@@ -109,24 +109,24 @@ def test_the_rungs_are_those_of_ray_but_for_the_last_step(steps: int, every: int
     assert schedule.rungs == sorted(step for step, _ in bracket._rungs if step < steps)
 
 
-def test_without_a_scheduler_all_trials_do_all_steps(ray_cluster: None, tmp_path: Path) -> None:
+def test_without_a_scheduler_all_trials_do_all_steps(free_cluster: None, tmp_path: Path) -> None:
     assert steps(run("none", [0.1, 0.2], sweep(8, 2), tmp_path)) == [8, 8]
 
 
-def test_asha_stops_who_is_below_the_median_of_a_rung(ray_cluster: None, tmp_path: Path) -> None:
+def test_asha_stops_who_is_below_the_median_of_a_rung(free_cluster: None, tmp_path: Path) -> None:
     """Rungs are 2, 4 and 8. G is at the median 0.4 of the others' at 2, and below their 0.6 at 4."""
     reports = run("asha", [0.5, 0.3, 0.6, 0.1, 0.2, 0.7, 0.4, 0.0], sweep(8, 2), tmp_path)
     assert steps(reports) == [8, 2, 8, 2, 2, 8, 4, 2]
 
 
-def test_median_stops_who_is_below_the_median_of_three_others(ray_cluster: None, tmp_path: Path) -> None:
+def test_median_stops_who_is_below_the_median_of_three_others(free_cluster: None, tmp_path: Path) -> None:
     reports = run("median", [0.5, 0.7, 0.1, 0.2, 0.9], sweep(8, 2), tmp_path)
     assert steps(reports) == [8, 8, 8, 2, 8]
     assert [report["starts"] for report in reports] == [1] * 5  # nobody waits until there are three others
 
 
 def test_hyperband_brings_all_trials_to_an_end(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first bracket has four trials that are let alone; the second compares four at 4 and keeps the better half."""
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "8")
@@ -135,7 +135,7 @@ def test_hyperband_brings_all_trials_to_an_end(
 
 
 def test_trials_are_judged_at_evaluations_alone(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 is no step of an evaluation here."""
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "8")
@@ -145,7 +145,7 @@ def test_trials_are_judged_at_evaluations_alone(
 
 
 def test_a_race_stops_a_setting_and_adds_seeds_to_those_that_are_left(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two are equal and one is far behind: it stops at 2 with both seeds, the others get a third, trials 6 and 8."""
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "9")
@@ -161,7 +161,7 @@ def test_a_race_stops_a_setting_and_adds_seeds_to_those_that_are_left(
 
 
 def test_the_worse_goes_on_from_the_better_with_other_settings(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 4, A has no checkpoint to hand over yet, as nobody was worse; at 8 it has."""
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
@@ -171,7 +171,7 @@ def test_the_worse_goes_on_from_the_better_with_other_settings(
 
 
 def test_after_a_resume_the_next_change_is_due_when_it_would_have_been(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both go on at 5; there are evaluations at 8, where A has no checkpoint to hand over, and at 12."""
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
@@ -180,7 +180,7 @@ def test_after_a_resume_the_next_change_is_due_when_it_would_have_been(
 
 
 def test_nobody_goes_on_from_another_after_the_last_step(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUNE_MAX_PENDING_TRIALS_PG", "2")
     better, worse = run("pbt", [0.9, 0.1], sweep(8, 4), tmp_path)

@@ -5,10 +5,10 @@
 Example:
     from rlx.analysis.loading import load_sweep
     from rlx.analysis.page import sections
-    from rlx.analysis.statistics import group_trials
+    from rlx.analysis.report import comparisons, evidence_of
 
-    uri = "sqlite:///storage/mlflow.db"
+    uri, metric = "sqlite:///storage/mlflow.db", "eval/accuracy"
     sweep = load_sweep(uri, "rlx")
-    compared = {"settings": group_trials(sweep)}
-    page = sections.render(sweep, compared, "", uri, "eval/accuracy", "max")
+    compared = comparisons(sweep, metric, "max")
+    page = sections.render(sweep, compared, evidence_of(compared, uri, metric, "max"), "", uri, metric, "max")
 """
