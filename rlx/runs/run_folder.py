@@ -44,6 +44,8 @@ POWERFUL = (
     "eval.source",
     "eval.sets",
     "rollout.engine_options",
+    "environment.name",
+    "environment.params",
     "rollout.sampling_options",
     "reward.functions",
     "reward.answer_pattern",
@@ -358,9 +360,11 @@ def powers(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_built_in(key: str, value: Any) -> bool:
-    """Whether the value of such a setting is a part of rlx: rewards by their names, or generated prompts."""
+    """Whether the value of such a setting is a part of rlx: rewards and environments by names, or generated prompts."""
     if key == "reward.functions":
         return all(name in SCORERS for name in value)
+    if key == "environment.name":
+        return ":" not in value
     return key == "data.source" and value.startswith(GENERATED)
 
 

@@ -28,6 +28,9 @@ from rlx.tracking import metrics
 from rlx.tracking.services import mlflow
 
 ONLY_WHEN_ASKED_FOR = {
+    "tokens/policy_per_episode",
+    "tokens/environment_per_episode",
+    "time/environment",
     "reward/running_mean",
     "reward/running_std",
     "reward/code_limited",
@@ -45,7 +48,7 @@ ONLY_WHEN_ASKED_FOR = {
     "policy/dual_clip_fraction",
     "policy/left_out_fraction",
 }
-GROUPS_ASKED_FOR = ("curriculum/", "eval/SET/", "schedule/")
+GROUPS_ASKED_FOR = ("curriculum/", "episode/", "eval/SET/", "schedule/")
 
 
 @pytest.fixture(scope="module")

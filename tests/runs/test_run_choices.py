@@ -252,7 +252,6 @@ def adapted(nothing_left: NothingLeft, many_rewards: Callable[..., RunConfig]) -
     return train(many_rewards("adapted"))
 
 
-@pytest.mark.slow  # engines and workers of their own; the default suite trains, saves and exports adapters
 def test_engines_agree_after_adapters_were_sent(adapted: Done) -> None:
     assert all(0 < last(adapted, "mismatch/max_abs", step) <= 1e-4 for step in (1, 2))
     assert abs(last(adapted, "kl/ref", 1)) <= 1e-9
@@ -312,5 +311,6 @@ def test_a_score_that_is_missing_ends_the_run_and_names_its_prompt(
         train(many_rewards("spoilt"))
 
 
-def test_nothing_is_left_of_these_runs(adapted: Done, steady: Done, remax: Done, nothing_left: NothingLeft) -> None:
+def test_nothing_is_left_of_these_runs(resumed: Done, nothing_left: NothingLeft) -> None:
+    KEPT.close()
     nothing_left(5)

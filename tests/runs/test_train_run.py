@@ -46,7 +46,7 @@ def test_the_configs_are_rays_with_the_values_of_rlx(tiny_model: Path, tmp_path:
         "scaling__max_preemption_failures": 2, "scaling__placement_strategy": "SPREAD",
         "scaling__accelerator_type": "H200",
     }  # fmt: skip
-    config = small(tiny_model, tmp_path, "configs", **given)
+    config = small(tiny_model, tmp_path, "configs", scaling__use_gpu=True, **given)
     prepared = preflight.PreparedRun(config, str(tiny_model), plan_resources(config))
     made = train_run.make_trainer(prepared, Storage.local(tmp_path / "runs" / "configs"), Box(None, "box"))
     scaling, run = made.scaling_config, made.run_config

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import sqlite3
@@ -237,7 +238,7 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(server: Ser
     ("kind", "cause"),
     [
         ("500", "too many 500 error responses"),
-        ("reset", "connection "),
+        ("reset", "connection |remote end closed"),  # by the moment at which it breaks
         pytest.param("hang", "timed out", marks=pytest.mark.slow),  # waits for it several times
     ],
 )
@@ -248,7 +249,7 @@ def test_training_waits_for_no_broken_server(kind: s3.Kind, cause: str, proxy: s
     started = time.monotonic()
     log_steps(tracker, *range(25))
     assert time.monotonic() - started < AT_ONCE_S
-    assert f"takes no records ({cause}" in messages.next()
+    assert re.search(rf"takes no records \(({cause})", messages.next())
     started = time.monotonic()
     tracker.flush()
     assert time.monotonic() - started < 10 * AT_ONCE_S

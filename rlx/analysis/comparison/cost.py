@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from rlx.analysis.loading import Sweep
 from rlx.analysis.style import as_text
 from rlx.config.errors import ConfigError
+
+if TYPE_CHECKING:  # slow to import, and the options of a sweep are read at once
+    from rlx.analysis.loading import Sweep
 
 _UNITS = {"steps": 1.0, "tokens": 1.0, "gpu-s": 1.0, "gpu-min": 60.0, "gpu-h": 3600.0}
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
