@@ -55,8 +55,9 @@ def cluster() -> Iterator[int]:
     """A Ray cluster; the number of its GPUs."""
     connection.quiet_environment()
     os.environ.update(connection.OWN_CLUSTER_ENVIRONMENT)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers do not find this folder
-    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with pytest.MonkeyPatch.context() as patch:  # Ray's workers find this module, and those that it imports
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield int(ray.cluster_resources().get("GPU", 0))
     ray.shutdown()
 
