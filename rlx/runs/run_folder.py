@@ -363,9 +363,7 @@ def _is_built_in(key: str, value: Any) -> bool:
     """Whether the value of such a setting is a part of rlx: rewards and environments by names, or generated prompts."""
     if key == "reward.functions":
         return all(name in SCORERS for name in value)
-    if key == "environment.name":
-        return ":" not in value
-    return key == "data.source" and value.startswith(GENERATED)
+    return (key == "environment.name" and ":" not in value) or (key == "data.source" and value.startswith(GENERATED))
 
 
 def refuse_powers(name: str, folder: Storage, saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

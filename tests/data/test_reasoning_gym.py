@@ -63,12 +63,12 @@ def test_the_datasets_own_scorer_judges() -> None:
     assert max(check([GivenAnswer(str(int(row["answer"]) + 1), row["answer"], row["entry"]) for row in rows])) < 1.0
 
 
-@pytest.mark.parametrize("garbage", ["", "seven", "nan", "((((", "\x00", "7" * 5000, "__import__('os')"])
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "time_intervals"])
-def test_a_scorer_gives_garbage_no_full_score_and_never_raises(name: str, garbage: str) -> None:
+def test_a_scorer_gives_garbage_no_full_score_and_never_raises(name: str) -> None:
+    garbage = ("", "seven", "nan", "((((", "\x00", "7" * 5000, "__import__('os')")
     check = answer_checker(DataConfig(source=f"reasoning_gym:{name}"), seed=0, size=2)
-    (score,) = check([GivenAnswer(garbage, "", 1)])
-    assert 0.0 <= score < 1.0
+    scores = check([GivenAnswer(text, "", 1) for text in garbage])
+    assert len(scores) == len(garbage) and all(0.0 <= score < 1.0 for score in scores)
 
 
 def test_an_entry_that_is_not_there_is_an_error_and_no_wrong_answer() -> None:

@@ -191,7 +191,7 @@ def test_a_connection_that_breaks_by_itself_is_named(pair: Pair, monkeypatch: py
 
     assert pair.push() == {}
     failed = pair.push(damage=lambda: ray.get([engine.__ray_call__.remote(fail) for engine in pair.engines]))
-    assert sorted(failed) == [0, 1]
+    assert sorted(failed) == [0, 1], failed
     for index, words in failed.items():
         assert words.startswith(f"sending weight version {pair.version}: engine {index}")
         assert words.endswith("broken off")

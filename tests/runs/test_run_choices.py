@@ -252,12 +252,14 @@ def adapted(nothing_left: NothingLeft, many_rewards: Callable[..., RunConfig]) -
     return train(many_rewards("adapted"))
 
 
+@pytest.mark.slow  # engines and workers of their own
 def test_engines_agree_after_adapters_were_sent(adapted: Done) -> None:
     assert all(0 < last(adapted, "mismatch/max_abs", step) <= 1e-4 for step in (1, 2))
     assert abs(last(adapted, "kl/ref", 1)) <= 1e-9
     assert last(adapted, "kl/ref", 2) > 1e-6  # the adapters have moved, and the policy without them has not
 
 
+@pytest.mark.slow  # engines and workers of their own
 def test_only_adapters_are_kept_in_checkpoints(adapted: Done) -> None:
     found = checkpoint_catalog.read_checkpoint(open_storage(f"{adapted.result.folder}/step_000002"))
     with checkpoint_files.CheckpointReader(found.files) as parts:
@@ -268,6 +270,7 @@ def test_only_adapters_are_kept_in_checkpoints(adapted: Done) -> None:
     assert not any(name.startswith("critic") for name in names)
 
 
+@pytest.mark.slow  # engines and workers of their own
 def test_each_reward_is_reported_and_their_sum_is_the_reward(adapted: Done) -> None:
     for step in (1, 2):
         parts = {name: last(adapted, f"reward/{name}", step) for name in WEIGHTS}
@@ -277,20 +280,24 @@ def test_each_reward_is_reported_and_their_sum_is_the_reward(adapted: Done) -> N
     assert last(adapted, "task/accuracy", 1) <= last(adapted, "reward/task", 1) + 1e-9
 
 
+@pytest.mark.slow  # engines and workers of their own
 def test_a_server_that_fails_at_first_is_asked_again(adapted: Done, server: Faulty) -> None:
     assert server.asked > 4
 
 
+@pytest.mark.slow  # engines and workers of their own
 def test_prompts_are_drawn_until_groups_vary(adapted: Done) -> None:
     assert last(adapted, "groups/generated", 1) in (8, 16)
     assert 0 < last(adapted, "groups/varied_fraction", 1) <= 1
     assert "value/loss" not in adapted.history and last(adapted, "kl/loss", 2) > 0
 
 
+@pytest.mark.slow  # engines and workers of their own
 def test_answers_are_learnt_beside_the_reward(adapted: Done) -> None:
     assert last(adapted, "ptx/loss", 2) < last(adapted, "ptx/loss", 1)
 
 
+@pytest.mark.slow  # engines and workers of their own
 def test_the_doctor_finds_a_sound_setup_sound(
     adapted: Done, many_rewards: Callable[..., RunConfig], storage: Path
 ) -> None:
@@ -303,6 +310,7 @@ def test_the_doctor_finds_a_sound_setup_sound(
     assert sorted(storage.rglob("*")) == before  # it leaves no run
 
 
+@pytest.mark.slow  # engines and workers of their own
 def test_a_score_that_is_missing_ends_the_run_and_names_its_prompt(
     adapted: Done, many_rewards: Callable[..., RunConfig], server: Faulty
 ) -> None:

@@ -50,7 +50,7 @@ def test_the_configs_are_rays_with_the_values_of_rlx(tiny_model: Path, tmp_path:
     prepared = preflight.PreparedRun(config, str(tiny_model), plan_resources(config))
     made = train_run.make_trainer(prepared, Storage.local(tmp_path / "runs" / "configs"), Box(None, "box"))
     scaling, run = made.scaling_config, made.run_config
-    assert (scaling.num_workers, scaling.use_gpu, scaling.placement_strategy) == (2, False, "SPREAD")
+    assert (scaling.num_workers, scaling.use_gpu, scaling.placement_strategy) == (2, True, "SPREAD")
     assert (scaling.label_selector, scaling.accelerator_type) == ({"market": "!spot"}, "H200")
     assert scaling.resources_per_worker["CPU"] == 0.5 and 0 < scaling.resources_per_worker["memory"] <= 2**24
     assert (run.name, run.storage_path) == ("configs", str(tmp_path / "runs"))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -70,7 +71,7 @@ def run(
     race = scheduler.race if isinstance(scheduler, RaceScheduler) else None
     options = TrialOptions(len(listed), seeds, replays=name in REPLAYING, pausing=name in PAUSING, race=race)
     trials = TrialSource(ListSearch(listed), {}, TrialRecords(open_storage(str(folder))), options)
-    results = tune.Tuner(
+    tuner = tune.Tuner(
         trainable(),
         tune_config=tune.TuneConfig(
             metric=DEFAULT_METRIC,
@@ -83,7 +84,10 @@ def run(
             trial_dirname_creator=trials.name_of,
         ),
         run_config=tune.RunConfig(name="tune", storage_path=str(folder), verbose=0),
-    ).fit()
+    )
+    on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
+    results = tuner.fit()
+    signal.signal(signal.SIGINT, on_interrupt)
     assert not results.errors
     return [result.metrics for result in sorted(results, key=lambda result: Path(result.path).name)]
 
