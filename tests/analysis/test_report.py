@@ -1,9 +1,11 @@
 """A sweep's analysis from a real MLflow database: files, the page, the best setting run again, the command line."""
 
+import functools
 import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ SCRIPT = ROOT / "experiments" / "analyze.py"
 LR, KIND = "train.actor_lr", "algorithm.advantage"
 ALWAYS = {"analysis.html", "evidence.json", "trials.csv", "settings.md", "settings.png"}
 TRIALS = ["Any metric", "Best so far"]
+Written = Callable[[str], Path]
 FIGURES = ["Intervals", "Learning curves", "Cost and result", *TRIALS, "Parallel coordinates", "Slices"]
 
 
@@ -64,6 +67,19 @@ def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
 
 
 @pytest.fixture(scope="module")
+def written(uri: str, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Gives the folder with the report of a sweep, which is written once."""
+
+    @functools.cache
+    def write(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        report.write_report(loading.load_sweep(uri, "rlx", name), folder, uri)
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="module")
 def script() -> Any:
     """experiments/analyze.py, which belongs to no package."""
     spec = importlib.util.spec_from_file_location("analyze", SCRIPT)
@@ -83,28 +99,26 @@ def headings(html: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
-def test_writes_files_and_stores_them_with_the_sweep(uri: str, tmp_path: Path, name: str) -> None:
-    loaded = loading.load_sweep(uri, "rlx", name)
-    paths = report.write_report(loaded, tmp_path, uri)
+def test_writes_files_and_stores_them_with_the_sweep(uri: str, written: Written, name: str) -> None:
+    loaded, folder = loading.load_sweep(uri, "rlx", name), written(name)
     recipe = set() if name in ("failed", "running") else {"best.yaml"}
-    assert {path.name for path in paths} == {path.name for path in tmp_path.iterdir()} == ALWAYS | recipe
+    assert {path.name for path in folder.iterdir()} == ALWAYS | recipe
     stored = mlflow.artifact_names(uri, loaded.run_id, "analysis")
     assert {Path(file).name for file in stored} == ALWAYS | recipe
-    assert len(pd.read_csv(tmp_path / "trials.csv")) == len(loaded.trials)
+    assert len(pd.read_csv(folder / "trials.csv")) == len(loaded.trials)
     run, settings = mlflow.get_run(uri, loaded.run_id), report.comparisons(loaded)["settings"]
     luck = "On fresh seeds, expect 0.81 ± 0.13. " if name == "lr" else ""
     text = f"{summary_sentence(settings)} {luck}analysis/analysis.html has the rest."
     assert run.tags["mlflow.note.content"] == text
     expected = {"best/eval/accuracy/expected": pytest.approx(0.81)} if name == "lr" else {}
     assert run.metrics == ({"best/eval/accuracy": settings[0].mean} | expected if recipe else {})
-    height, width, _ = matplotlib.image.imread(tmp_path / "settings.png").shape
+    height, width, _ = matplotlib.image.imread(folder / "settings.png").shape
     assert (height, width) >= (700, 1500)
 
 
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
-def test_the_page_opens_offline_and_each_figure_has_data(uri: str, tmp_path: Path, name: str) -> None:
-    report.write_report(loading.load_sweep(uri, "rlx", name), tmp_path, uri)
-    html = (tmp_path / "analysis.html").read_text()
+def test_the_page_opens_offline_and_each_figure_has_data(written: Written, name: str) -> None:
+    html = (written(name) / "analysis.html").read_text()
     assert html.count(get_plotlyjs()) == 1
     without_plotly = html.replace(get_plotlyjs(), "")
     links = re.findall(r'<a href="(.*?)"', without_plotly)
@@ -117,9 +131,8 @@ def test_the_page_opens_offline_and_each_figure_has_data(uri: str, tmp_path: Pat
     assert len(drawn) > 0 or name == "failed"
 
 
-def test_the_page_shows_the_options_and_the_result(uri: str, tmp_path: Path) -> None:
-    report.write_report(loading.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
-    html = (tmp_path / "analysis.html").read_text()
+def test_the_page_shows_the_options_and_the_result(written: Written) -> None:
+    html = (written("lr") / "analysis.html").read_text()
     assert "actor_lr 0.0003, advantage grpo is ahead of actor_lr 0.0001, advantage gae by 0.21; not shown to be" in html
     assert "An interval that reaches beyond the values that eval/accuracy can have says that 2 runs are too few" in html
     assert "search random, scheduler none, seeds 2, trials 6, steps 4" in html
@@ -138,9 +151,8 @@ def test_the_page_shows_the_options_and_the_result(uri: str, tmp_path: Path) -> 
     assert "why?" not in html  # the best was not asked that
 
 
-def test_the_page_has_the_curves_of_every_logged_metric(uri: str, tmp_path: Path) -> None:
-    report.write_report(loading.load_sweep(uri, "rlx", "running"), tmp_path, uri)
-    html = (tmp_path / "analysis.html").read_text()
+def test_the_page_has_the_curves_of_every_logged_metric(written: Written) -> None:
+    html = (written("running") / "analysis.html").read_text()
     (data,) = re.findall(r'<script type="application/json">(.*?)</script>', html)
     metrics = {each["name"]: each["curves"] for each in json.loads(data)["metrics"]}
     assert metrics["eval/accuracy"] == [{"steps": 0, "values": [0.1, 0.3]}]
@@ -148,9 +160,8 @@ def test_the_page_has_the_curves_of_every_logged_metric(uri: str, tmp_path: Path
     assert re.findall(r"<option>(.*?)</option>", html) == list(metrics)
 
 
-def test_twelve_settings_have_their_importance(uri: str, tmp_path: Path) -> None:
-    report.write_report(loading.load_sweep(uri, "rlx", "wide"), tmp_path, uri)
-    html = (tmp_path / "analysis.html").read_text()
+def test_twelve_settings_have_their_importance(written: Written) -> None:
+    html = (written("wide") / "analysis.html").read_text()
     assert '"text":["100%"]' in html
     assert "Not given: MLflow has no prompt that both answered." in html
 
@@ -209,9 +220,8 @@ def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> 
 # The best setting
 
 
-def test_the_best_setting_gives_the_same_config_again(uri: str, tmp_path: Path) -> None:
-    report.write_report(loading.load_sweep(uri, "rlx", "lr"), tmp_path, uri)
-    tree = read_yaml(tmp_path / "best.yaml")
+def test_the_best_setting_gives_the_same_config_again(written: Written) -> None:
+    tree = read_yaml(written("lr") / "best.yaml")
     again, ran = flatten(from_tree(with_experiment(tree))), flatten(config("any", GRPO))
     assert {key for key in ran if again[key] != ran[key]} == {"name", "storage"}  # the seed was varied
     assert tree["train"][LR.removeprefix("train.")] == 3e-4
