@@ -164,7 +164,6 @@ def test_a_sweep_over_three_nodes_loses_the_node_of_a_trial(
     space = space_file(tmp_path / "elsewhere", 2)
     words = {
         "storage": bucket,
-        "config": EXPERIMENT_FILE,
         "model.path": tiny_model,
         "space": space,
         "search": "grid",
@@ -188,7 +187,6 @@ def test_a_sweep_goes_on_on_another_cluster_and_uses_a_node_that_joins_late(
     space = space_file(tmp_path / "elsewhere", 3)
     words = {
         "storage": bucket,
-        "config": EXPERIMENT_FILE,
         "model.path": tiny_model,
         "space": space,
         "search": "grid",
