@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlx.cluster import machine
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.reward import RewardConfig
@@ -177,7 +178,10 @@ def test_a_server_that_is_down_is_refused_at_once() -> None:
         ),
     ],
 )
-def test_a_reward_server_that_is_down_is_refused_before_anything_starts(reward: dict[str, Any], setting: str) -> None:
+def test_a_reward_server_that_is_down_is_refused_before_anything_starts(
+    reward: dict[str, Any], setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_has_joined", lambda: False)  # other tests of this process may have
     with pytest.raises(ConfigError, match=rf"^{re.escape(setting)}: no server answers there \(.*refused"):
         preflight.check_quickly(from_tree({"reward": reward}))
     preflight.check_quickly(from_tree({"reward": reward}), has_prompts=True)  # of a trial: it has its retries
