@@ -309,8 +309,8 @@ def tracking_lines(plan: SweepPlan, storage: Storage) -> list[str]:
 def write_analysis(plan: SweepPlan, storage: Storage) -> None:
     """Writes the analysis of a sweep and prints its table."""
     from rlx.analysis import loading, report, tables
+    from rlx.analysis.comparison import cost
     from rlx.storage.addresses import local_folder
-    from rlx.sweeps import plans
     from rlx.tracking import outbox
 
     try:
@@ -321,7 +321,8 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
         folder = local_folder(plan.config.storage) / "analysis" / plan.name
         paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(plans.cost_line(plan, sweep))
+        if spent := cost.cost_line(sweep):
+            print(spent)
         print(tables.format_table(tables.settings_table(sweep, plan.metric, plan.mode), width))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own errors

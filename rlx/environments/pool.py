@@ -166,11 +166,11 @@ class EnvironmentPool:
         record = self._records.pop(key)
         self._loads[record.host] -= 1
         try:
-            same = not again or await self._is_repeatable(key, record)
+            failed, same = await self._had_again(key, record) if again else (None, True)
             await self._called(record.host, "close", key)
         except HostLost:
             return True
-        return same
+        return same or failed is not None  # one that cannot be repeated at all is no proof
 
     async def forget(self) -> None:
         """Ends what an earlier process of this owner has left; waits for no host that is starting."""
@@ -217,21 +217,21 @@ class EnvironmentPool:
             HostLost: see `Host.call`.
         """
         life = self._lives[record.host]
-        replies = await self._called(record.host, "repeat", key, record.beginning, record.actions)
-        if failed := next((reply for reply in replies if reply.failure), None):
+        failed, same = await self._had_again(key, record)
+        if failed:
             raise EnvironmentFailed(f"{self._noted(record, life, failed)}, when its actions were repeated")
-        if [reply.observation for reply in replies] != record.observations:
-            self.failures.add("unrepeatable", "it answers the same actions differently when they are repeated")
+        if not same:
             raise EnvironmentFailed("it answers differently when its actions are repeated")
         record.life, record.is_whole = life, True
 
-    async def _is_repeatable(self, key: str, record: _Record) -> bool:
-        """Whether an episode that has ended comes out the same; true if it cannot be repeated at all."""
+    async def _had_again(self, key: str, record: _Record) -> tuple[Reply | None, bool]:
+        """Repeats the actions of an episode; returns the first reply that failed, and whether all are as before."""
         replies = await self._called(record.host, "repeat", key, record.beginning, record.actions)
-        same = [reply.observation for reply in replies] == record.observations or any(each.failure for each in replies)
-        if not same:
+        failed = next((reply for reply in replies if reply.failure), None)
+        same = [reply.observation for reply in replies] == record.observations
+        if not (same or failed):
             self.failures.add("unrepeatable", "it answers the same actions differently when they are repeated")
-        return same
+        return failed, same
 
     async def _called(self, host: int, method: str, *args: Any) -> Any:
         async with self._room[host]:

@@ -17,13 +17,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rlx.analysis.comparison import cost
 from rlx.analysis.comparison.cost import Amount, Cost, run_cost
 from rlx.analysis.comparison.evidence import known_spread
 from rlx.analysis.comparison.outcomes import Judged
 from rlx.analysis.comparison.power import ASSUMED, options
 from rlx.analysis.comparison.wording import plan_lines
-from rlx.analysis.loading import Sweep
 from rlx.cluster.resources import cluster_nodes
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import over_experiment
@@ -137,11 +135,6 @@ def prospects(plan: SweepPlan) -> list[str]:
         return lines  # what is assumed is of shares of right answers
     plans = options(spread or ASSUMED, plan.seeds, own[0] if own else evaluation.num_prompts)
     return [*lines, *plan_lines(plans, assumed=spread is None)]
-
-
-def cost_line(plan: SweepPlan, sweep: Sweep) -> str:
-    """Returns what a sweep has cost, of what was planned."""
-    return cost.spent_line(cost.spent(sweep, plan.resources.total().get("GPU", 0.0)), planned_cost(plan))
 
 
 def _with_metric(plan: SweepPlan) -> SweepPlan:

@@ -137,6 +137,12 @@ def space_file(folder: Path, count: int) -> Path:
     return file
 
 
+def begun(driver: Path, nodes: Machines, bucket: str, model: Path, space: Path, **changes: Any) -> Driver:
+    """A sweep called s over all of a space, which has begun on a cluster."""
+    words = {"storage": bucket, "model.path": model, "space": space, "search": "grid", "name": "s"}
+    return Driver(driver, nodes.address, **words, **(SMALL | changes), **SEATS)
+
+
 def histories(driver: Path, storage: Storage, name: str) -> dict[str, History]:
     """What MLflow's database in the driver's folder holds of each trial."""
     runs = storage / "sweeps" / name / "runs"
@@ -162,14 +168,7 @@ def test_a_sweep_over_three_nodes_loses_the_node_of_a_trial(
     lost = nodes.add(num_cpus=1, resources={"engines": 1})  # the trial's process is beside its engine
     nodes.add(num_cpus=1, resources={"workers": 1})
     space = space_file(tmp_path / "elsewhere", 2)
-    words = {
-        "storage": bucket,
-        "model.path": tiny_model,
-        "space": space,
-        "search": "grid",
-        "name": "s",
-    }
-    sweep = Driver(driver, nodes.address, **words, **SMALL, **SEATS)
+    sweep = begun(driver, nodes, bucket, tiny_model, space)
     sweep.wait_for("on 3 nodes")
     sweep.wait_for(f"trial_00000 running  step 6/{STEPS}")
     nodes.cluster.remove_node(lost, allow_graceful=False)
@@ -185,14 +184,7 @@ def test_a_sweep_goes_on_on_another_cluster_and_uses_a_node_that_joins_late(
     first, driver, storage = machines(), tmp_path / "driver", open_storage(bucket)
     first.add(num_cpus=1, resources={"engines": 1, "workers": 1})
     space = space_file(tmp_path / "elsewhere", 3)
-    words = {
-        "storage": bucket,
-        "model.path": tiny_model,
-        "space": space,
-        "search": "grid",
-        "name": "s",
-    }
-    killed = Driver(driver, first.address, **words, **SMALL, **SEATS)
+    killed = begun(driver, first, bucket, tiny_model, space)
     killed.wait_for(f"trial_00000 running  step 6/{STEPS}")
     killed.process.kill()
     first.cluster.shutdown()
@@ -220,15 +212,8 @@ def test_a_step_gets_a_checkpoint_when_the_node_is_about_to_be_taken_away(
     nodes, driver, storage = machines(), tmp_path / "driver", open_storage(bucket)
     nodes.add(num_cpus=1, resources={"engines": 1})
     leaving = nodes.add(num_cpus=1, resources={"workers": 1})
-    words = {
-        "storage": bucket,
-        "model.path": tiny_model,
-        "space": space_file(tmp_path / "elsewhere", 1),
-        "search": "grid",
-        "name": "s",
-    }
-    without = SMALL | {"checkpoint.every": 0, "train.steps": 10 * STEPS}
-    sweep = Driver(driver, nodes.address, **words, **without, **SEATS)
+    long = {"checkpoint.every": 0, "train.steps": 10 * STEPS}
+    sweep = begun(driver, nodes, bucket, tiny_model, space_file(tmp_path / "elsewhere", 1), **long)
     sweep.wait_for(f"trial_00000 running  step 2/{10 * STEPS}")
     announce_end(leaving, nodes.address, seconds=15)
     nodes.add(num_cpus=1, resources={"workers": 1})

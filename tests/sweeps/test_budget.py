@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sweep_cases import Run, log_sweep, sweep, trial
 
+from rlx.analysis.comparison.cost import cost_line
 from rlx.config.errors import ConfigError
 from rlx.sweeps import plans
 from rlx.sweeps.records import SweepPlan
@@ -83,6 +84,8 @@ def test_a_plan_knows_how_settings_of_the_newest_sweep_differed(plan: SweepPlan,
     assert "(as settings of the newest sweep differ)" in plans.prospects(plan)[1]
 
 
-def test_the_end_says_what_was_spent(plan: SweepPlan) -> None:
-    line = plans.cost_line(plan, sweep(trial(0, {"train.actor_lr": 1.0}, {12: 0.5})))
+def test_the_end_says_what_was_spent_of_what_was_planned_at_the_start(plan: SweepPlan) -> None:
+    ended = sweep(trial(0, {"train.actor_lr": 1.0}, {12: 0.5}))
+    assert cost_line(ended) == ""  # of a sweep of before nothing was recorded
+    line = cost_line(replace(ended, planned=plans.planned_cost(plan)._asdict() | {"gpus": 0.0}))
     assert line == "spent 12 steps, 1,200 tokens; planned at most 240 steps, 19,200 tokens: 5% of its steps"

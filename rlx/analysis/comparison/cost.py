@@ -97,6 +97,14 @@ def spent(sweep: Sweep, gpus: float) -> Cost:
     return Cost(steps, _sum(tokens), gpus * _sum(seconds))
 
 
+def cost_line(sweep: Sweep) -> str:
+    """What a sweep has cost, of what was planned when it began; empty if its record does not say that."""
+    if not sweep.planned:
+        return ""
+    planned = Cost(**{key: value for key, value in sweep.planned.items() if key != "gpus"})
+    return spent_line(spent(sweep, sweep.planned["gpus"]), planned)
+
+
 def spent_line(spent: Cost, planned: Cost) -> str:
     """What was spent, of what was planned."""
     share = f"{spent.steps / planned.steps:.0%} of its steps" if planned.steps else "nothing"

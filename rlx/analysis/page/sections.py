@@ -58,9 +58,8 @@ def render(
         "varied": ", ".join(sweep.varied) or "nothing",
         "ranked by": f"{metric}, {order}: {metrics.meaning(metric)}",
     }
-    if sweep.planned:
-        figures_of = {key: value for key, value in sweep.planned.items() if key != "gpus"}
-        facts["cost"] = cost.spent_line(cost.spent(sweep, sweep.planned["gpus"]), cost.Cost(**figures_of))
+    if spent := cost.cost_line(sweep):
+        facts["cost"] = spent
     sections = [
         _ranking(settings, sweep, metric),
         *comparison_sections.paired(settings, evidence),
