@@ -6,6 +6,7 @@ Left out: what fits on which nodes (`rlx.cluster.resources`).
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from rlx.sweeps.records import SweepPlan
 _LOG = logging.getLogger("rlx")
 _MOST_ASKED = 200  # trials for which an autoscaler is asked at once
 _COUNT_NODES_S = 5.0  # between two looks at the nodes of the cluster
+_MOMENT_S = 1.0  # for which Tune's loop waits for a copy of the models
 
 
 def total_trials(plan: SweepPlan) -> int:
@@ -62,7 +64,7 @@ class NeededModel(NamedTuple):
 class Room:
     """How many trials of a sweep may run at once, as nodes come and go; asks an autoscaler for the nodes of the others.
 
-    New nodes get the models.
+    New nodes get the models, and count once they have them.
     """
 
     def __init__(self, plan: SweepPlan, models: Sequence[NeededModel]) -> None:
@@ -70,6 +72,7 @@ class Room:
         self._counted: list[Node] = []
         self._is_joined = not connection.is_own_cluster()
         self._count, self._nodes, self._until = 1, set[str](), 0.0  # until then, of `time.monotonic()`, nothing changes
+        self._copying: threading.Thread | None = None
 
     @property
     def is_due(self) -> bool:
@@ -80,18 +83,26 @@ class Room:
         """Returns how many may run at once; `open_trials`: those that are not over."""
         if self.is_due:
             self._until = time.monotonic() + _COUNT_NODES_S
-            if (found := cluster_nodes()) != self._counted:  # counting takes a second for hundreds of nodes and trials
+            found = cluster_nodes()
+            # Counting takes a second for hundreds of nodes and trials.
+            if found != self._counted and self._all_have_models():
                 self._count, self._counted = concurrency(self._plan, found), found
             if self._is_joined:
                 ask_for(self._plan.resources, min(open_trials, self._plan.max_concurrent or open_trials, _MOST_ASKED))
-            self.look()
         return self._count
 
-    def look(self) -> None:
-        """Brings the models to nodes that are new."""
-        found = set(nodes.other_nodes())
-        if not found - self._nodes or all([_bring(model) for model in self._models]):
-            self._nodes = found
+    def _all_have_models(self) -> bool:
+        """Begins to bring the models to new nodes, in a thread: Tune's loop, which asks, waits for a moment only."""
+        if new := set(nodes.other_nodes()) - self._nodes:
+            if not (self._copying and self._copying.is_alive()):
+                self._copying = threading.Thread(target=self._bring_to, args=(new,), daemon=True)
+                self._copying.start()
+            self._copying.join(_MOMENT_S)
+        return not new - self._nodes
+
+    def _bring_to(self, new: set[str]) -> None:
+        if all([_bring(model) for model in self._models]):
+            self._nodes |= new
 
 
 def _bring(model: NeededModel) -> bool:

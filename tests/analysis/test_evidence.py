@@ -22,7 +22,7 @@ from rlx.analysis.comparison.pairs import pair_seeds, seed_table
 from rlx.analysis.comparison.pareto import front
 from rlx.analysis.comparison.power import ASSUMED, options
 from rlx.analysis.comparison.rungs import rung_standings
-from rlx.analysis.comparison.wording import plan_lines, sweep_verdict
+from rlx.analysis.comparison.wording import gap_sentence, plan_lines, sweep_verdict
 from rlx.analysis.statistics import group_trials
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
@@ -152,6 +152,17 @@ def test_the_verdict_says_what_is_certain_and_what_to_expect(uri: str) -> None:
     assert sweep_verdict(groups, sure, DEFAULT_METRIC).startswith(
         "actor_lr 0.0001 wins with eval/accuracy 0.688: actor_lr 0.0002,"
     )
+
+
+def test_with_one_seed_nothing_is_said_of_settings(uri: str) -> None:
+    groups = [replace(group, ended=group.ended[:1]) for group in loaded(uri)[1]]
+    found = weigh(uri, groups, DEFAULT_METRIC, "max")
+    sure = replace(found, gaps=[replace(gap, chance=0.001) for gap in found.gaps])
+    text = sweep_verdict(groups, sure, DEFAULT_METRIC)
+    assert text.startswith("In eval/accuracy, the run of actor_lr 0.0001 is ahead of that of actor_lr 0.0002 by 0.")
+    assert "paired by 1 seed and 4 questions). With one seed that speaks of these two runs, not of their" in text
+    assert "wins" not in text and "fresh seeds" not in text
+    assert "speaks of these two runs" in gap_sentence(sure.gaps[1])
 
 
 def test_numbers_are_kept_for_other_programs(uri: str) -> None:

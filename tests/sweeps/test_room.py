@@ -1,5 +1,7 @@
 """How many trials run at once as nodes come and go, and what an autoscaler is asked for."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ class Changing:
 
     def __init__(self) -> None:
         self.count, self.asked, self.brought = 1, list[int](), list[str]()
-        self.refuses = False
+        self.refuses, self.has_copied = False, threading.Event()
+        self.has_copied.set()
 
     def nodes(self) -> list[Node]:
         return [Node(ONE)] * self.count
@@ -34,6 +37,7 @@ class Changing:
     def bring(self, path: str, setting: str) -> None:
         if self.refuses:
             raise ConfigError(f"{setting} {path}: the node is gone")
+        assert self.has_copied.wait(60)
         self.brought.append(path)
 
 
@@ -87,3 +91,18 @@ def test_new_nodes_get_the_models_and_are_tried_again_if_that_failed(cluster: Ch
     made.trials(8)
     made.trials(8)
     assert cluster.brought == ["m"]
+
+
+def test_a_sweep_does_not_wait_for_a_long_copy_and_the_node_counts_after_it(
+    cluster: Changing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "_MOMENT_S", 0.01)
+    made = room_of(tmp_path)
+    cluster.count = 3
+    cluster.has_copied.clear()
+    assert [made.trials(8), made.trials(8), cluster.brought] == [1, 1, []]
+    cluster.has_copied.set()
+    while not cluster.brought:  # once: there is one copy at a time
+        time.sleep(0.01)
+    monkeypatch.setattr(room, "_MOMENT_S", 60.0)
+    assert [made.trials(8), cluster.brought] == [3, ["m"]]

@@ -34,7 +34,7 @@ def gap_sentence(pair: PairedGap) -> str:
             f"{pair.first.label} and {pair.second.label} differ by {as_text(pair.gap.value)} on one seed: no interval."
         )
     verdict = "more than chance" if pair.is_shown else "which may be chance"
-    return f"{pair.first.label} against {pair.second.label}: {interval_text(pair)}, {verdict}."
+    return f"{pair.first.label} against {pair.second.label}: {interval_text(pair)}, {verdict}.{_one_run(pair)}"
 
 
 def interval_text(pair: PairedGap) -> str:
@@ -72,6 +72,8 @@ def _cost(option: Option) -> str:
 
 def _first_two(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
     best, gap = nearest.first, interval_text(nearest)
+    if one_run := _one_run(nearest):
+        return f"In {metric}, the run of {best.label} is ahead of that of {nearest.second.label} by {gap}.{one_run}"
     if not evidence.rivals:
         wins = f"{best.label} wins with {metric} {as_text(best.mean)}"
         return f"{wins}: {nearest.second.label}, the next, is behind by {gap}."
@@ -83,6 +85,11 @@ def _first_two(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
     if len(names) > _MOST_NAMED:
         return f"{behind} {len(names)} others of {compared} settings may be as good."
     return f"{behind} As good may be: {'; '.join(names)}."
+
+
+def _one_run(pair: PairedGap) -> str:
+    """What an interval over questions alone leaves open."""
+    return " With one seed that speaks of these two runs, not of their settings; use --seeds 3." * (pair.seeds == 1)
 
 
 def _luck(evidence: Evidence) -> list[str]:

@@ -37,7 +37,9 @@ def paired(settings: Sequence[Group], evidence: Evidence) -> list[PageSection]:
         "more than it is; the chances take that into account."
     )
     if by_question:
-        note += " The intervals speak of other seeds and of other questions of the same kind."
+        is_one_run = max(gap.seeds for gap in gaps) == 1
+        of = "these runs, not of their settings," if is_one_run else "other seeds"
+        note += f" The intervals speak of {of} and of other questions of the same kind."
     figure = comparison_figures.paired_gaps(gaps, _ranks(settings))
     return [PageSection("Paired with the best", note, figure, table=gap_table(gaps)), *_chance(gaps)]
 
