@@ -26,6 +26,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "guess_number": "rlx.environments.guess_number:GuessNumber",
     "treasure": "rlx.environments.treasure:Treasure",
     "code": "rlx.environments.code_task:CodeTask",
+    "gymnasium": "rlx.environments.gymnasium_text:GymnasiumText",
 }
 """the environments that ship, by name; any other is named module:Class"""
 _OF_EPISODES = ("reset", "step", "score", "close")
