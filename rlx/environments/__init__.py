@@ -1,8 +1,8 @@
 """Environments: what a policy talks to over several turns, where they run, and those that ship.
 
 `base` says what a class needs to be one, and has the table of names; `tools` makes a dialogue of a class whose methods
-are tools; `host` has the instances of one process, `pool` the processes as a rank uses them. Left out: turns of the
-policy, and tokens (rlx.rollout.episodes).
+are tools, `agents` one of an agent that asks an OpenAI-compatible address; `host` has the instances of one process,
+`pool` the processes as a rank uses them. Left out: turns of the policy, and tokens (rlx.rollout.episodes).
 
 Imports rlx.config and rlx.types, and for programs of the policy rlx.rewards.sandbox. Only `pool` needs Ray.
 

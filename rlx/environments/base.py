@@ -23,10 +23,10 @@ Answered: TypeAlias = "tuple[Said, float, bool]"
 ENVIRONMENTS: Mapping[str, str] = {
     "calculator": "rlx.environments.calculator:Calculator",
     "python": "rlx.environments.python_tool:PythonTool",
-    "guess_number": "rlx.environments.guess_number:GuessNumber",
-    "treasure": "rlx.environments.treasure:Treasure",
+    "guess_number": "rlx.environments.games.guess_number:GuessNumber",
+    "treasure": "rlx.environments.games.treasure:Treasure",
     "code": "rlx.environments.code_task:CodeTask",
-    "gymnasium": "rlx.environments.gymnasium_text:GymnasiumText",
+    "gymnasium": "rlx.environments.games.gymnasium_text:GymnasiumText",
 }
 """the environments that ship, by name; any other is named module:Class"""
 _OF_EPISODES = ("reset", "step", "score", "close")
@@ -51,7 +51,8 @@ class DialogueEnvironment(Protocol):
     def step(self, action: str) -> Answered | Awaitable[Answered]:
         """Answers a turn of the policy, its text without special tokens.
 
-        A parameter `seed`, if there is one, is given a number that follows from run, step, prompt, sample and turn.
+        A parameter `seed`, if there is one, is given a number that follows from run, step, prompt, sample and turn; a
+        parameter `version` that of the policy's weights.
         """
         ...
 

@@ -31,6 +31,7 @@ class Action:
 
     text: str
     seed: int
+    version: int = 0  # of the weights that drew it
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ class EnvironmentHost:
         if isinstance(live, ToolDialogue):
             return await live.step(action.text)
         step = live.step
-        given = {"seed": action.seed} if "seed" in inspect.signature(step).parameters else {}
+        known, parameters = {"seed": action.seed, "version": action.version}, inspect.signature(step).parameters
+        given = {name: value for name, value in known.items() if name in parameters}
         said, reward, done = await self._called(step, action.text, **given)
         final = await score_of(live, action.text, self._called) if done else 0.0
         return Observation(messages_of(said), finite(reward) + final, bool(done))

@@ -139,13 +139,13 @@ class EnvironmentPool:
         record = self._records[key] = _Record(host, self._lives[host], Beginning(row, seed))
         return await self._attempted(key, record, "start", record.beginning)
 
-    async def step(self, key: str, action: str, seed: int) -> Observation:
-        """The environment's answer to a turn.
+    async def step(self, key: str, action: str, seed: int, version: int = 0) -> Observation:
+        """The environment's answer to a turn; `version`: that of the weights that drew it.
 
         Raises:
             EnvironmentFailed: there is none, also after retries.
         """
-        key, made = self.owner + key, Action(action, seed)
+        key, made = self.owner + key, Action(action, seed, version)
         record = self._records[key]
         observation = await self._attempted(key, record, "step", made)
         record.actions.append(made)

@@ -11,10 +11,10 @@ from rlx.config.errors import ConfigError
 from rlx.environments.base import ENVIRONMENTS, load_environment, messages_of
 from rlx.environments.calculator import Calculator, number_in, number_text, value_of
 from rlx.environments.code_task import CodeTask
-from rlx.environments.guess_number import GuessNumber
+from rlx.environments.games.guess_number import GuessNumber
+from rlx.environments.games.treasure import Treasure
 from rlx.environments.python_tool import PythonTool
 from rlx.environments.tools import calls_in, schemas
-from rlx.environments.treasure import Treasure
 from rlx.types import TaskRow
 
 WEAK = "limits"  # the walls of this machine do not matter here

@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.rollout import EnvironmentConfig
-from rlx.environments.gymnasium_text import GymnasiumText
+from rlx.environments.games.gymnasium_text import GymnasiumText
 from rlx.environments.trial import try_environment
 from rlx.types import Prompt, TaskRow
 

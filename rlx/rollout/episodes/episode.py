@@ -81,18 +81,13 @@ class OpenEpisode:
     is_done: bool = False  # the environment has ended it
     is_over: bool = False
     engine: int | None = None  # that has drawn the last turn, and may still have its prefix
-    _drawn: tuple[Output, int] | None = None  # a turn that the environment has not answered, and its version
-
-    @property
-    def awaits_environment(self) -> bool:
-        """Whether the environment has to answer a turn."""
-        return self._drawn is not None
+    drawn: tuple[Output, int] | None = None  # a turn that the environment has not answered, and its version
 
     @property
     def action(self) -> str:
         """What the policy has said in its last turn."""
-        assert self._drawn
-        return self.dialogue.said(self._drawn[0].token_ids)
+        assert self.drawn
+        return self.dialogue.said(self.drawn[0].token_ids)
 
     @property
     def tokens_left(self) -> int:
@@ -127,16 +122,16 @@ class OpenEpisode:
 
     def add_drawn(self, output: Output, version: int) -> None:
         """Takes a turn of the policy."""
-        self._drawn = output, version
+        self.drawn = output, version
         self.messages.append({"role": "assistant", "content": self.action})
         if self.failure:
             self.add_observation(Observation(done=True))
 
     def add_observation(self, observation: Observation) -> None:
         """Takes the environment's answer to the last turn; the episode is over if it ends there or has no room."""
-        assert self._drawn
-        (output, version), start = self._drawn, len(self.token_ids)
-        self._drawn = None
+        assert self.drawn
+        (output, version), start = self.drawn, len(self.token_ids)
+        self.drawn = None
         self._keep(output)
         turn = Turn(start, len(self.token_ids), version, observation, len(self.contexts))
         self.turns.append(turn)
@@ -154,7 +149,7 @@ class OpenEpisode:
     def fail(self, failure: str) -> None:
         """Ends the episode after the last turn, because the environment gives no answer to it, or no score."""
         self.failure = failure
-        if self.awaits_environment:
+        if self.drawn:
             self.add_observation(Observation(done=True))
 
     def completion(self) -> Completion:

@@ -46,8 +46,8 @@ class Environments(Protocol):
         """Begins an episode; returns its first messages; raises EnvironmentFailed."""
         ...
 
-    async def step(self, key: str, action: str, seed: int) -> Observation:
-        """The answer to a turn; raises EnvironmentFailed."""
+    async def step(self, key: str, action: str, seed: int, version: int) -> Observation:
+        """The answer to a turn that weights of this version drew; raises EnvironmentFailed."""
         ...
 
     async def finish(self, key: str, answer: str) -> Observation:
@@ -139,8 +139,8 @@ class Player:
             if episode.start is None:
                 await self._start(episode)
             while not episode.is_over:
-                if episode.awaits_environment:
-                    await self._observe(episode)
+                if episode.drawn:
+                    await self._observe(episode, episode.drawn[1])
                 else:
                     drawn = await self.draw(episode.request(), episode.engine)
                     episode.engine = drawn.engine
@@ -159,10 +159,11 @@ class Player:
         else:
             episode.begin(start)
 
-    async def _observe(self, episode: OpenEpisode) -> None:
+    async def _observe(self, episode: OpenEpisode, version: int) -> None:
         action, seed = episode.action, episode.seeds.of_answer(len(episode.turns))
         try:
-            episode.add_observation(await self.environments.step(episode.key, action, seed))
+            answered = await self.environments.step(episode.key, action, seed, version)
+            episode.add_observation(answered)
             if episode.is_over and not episode.is_done:
                 episode.final_reward = (await self.environments.finish(episode.key, action)).reward
         except EnvironmentFailed as error:

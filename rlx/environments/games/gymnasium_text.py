@@ -12,9 +12,7 @@ from typing import Any
 
 from rlx.types import TaskRow
 
-_MARKED = re.compile(
-    r"(?:\x1b\[[\d;]+m)+(.*?)(?:\x1b\[0m)+", re.DOTALL
-)  # codes of a terminal
+_MARKED = re.compile(r"(?:\x1b\[[\d;]+m)+(.*?)(?:\x1b\[0m)+", re.DOTALL)  # codes of a terminal
 _WORD = re.compile(r"[\w-]+")
 
 

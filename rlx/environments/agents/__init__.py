@@ -1,0 +1,18 @@
+"""Agents that other people wrote as environments: they ask an OpenAI-compatible address, and the policy answers.
+
+`loop.AgentLoop` is the class to derive from; `endpoint` is the address that one episode has,
+`wire` what travels there. It may import what
+rlx.environments may, and aiohttp. Left out: the policy's tokens, log-probabilities and masks, which are those of any
+episode (rlx.rollout.episodes).
+
+    class Solver(AgentLoop):
+        async def play(self, row, seed, base_url, api_key):
+            client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+            messages = [{"role": "user", "content": row.question}]
+            said = await client.chat.completions.create(model="policy", messages=messages)
+            return float(said.choices[0].message.content == row.answer)
+"""
+
+from rlx.environments.agents.loop import AgentLoop
+
+__all__ = ["AgentLoop"]

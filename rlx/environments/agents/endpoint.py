@@ -1,0 +1,106 @@
+"""The OpenAI-compatible address of one episode: a server on loopback that asks whoever knows its key.
+
+It has one conversation: each request repeats what was said before, to the letter, and goes on. Left out: who answers
+(loop), and sampling, which is the run's: temperature and the like in a request are not followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from rlx.environments.agents.wire import MODEL, RefusedRequest, error_reply, messages_in, read_body, reply, stream
+from rlx.types import Utterance
+
+_LARGEST = 16 << 20  # bytes of a request
+
+
+class Endpoint:
+    """One episode's server. Its methods belong to the event loop on which it was opened."""
+
+    def __init__(self) -> None:
+        self.api_key, self.base_url = secrets.token_urlsafe(24), ""
+        self._said: list[Utterance] = []  # in the conversation, the policy's last answer included
+        self._asked = asyncio.Queue[tuple[Utterance, ...]]()
+        self._answer: asyncio.Future[tuple[str, int]] | None = None  # what the newest request waits for
+        self._runner: web.AppRunner | None = None
+
+    @classmethod
+    async def open(cls) -> Endpoint:
+        """Starts a server on a free port."""
+        made, app = cls(), web.Application(client_max_size=_LARGEST, middlewares=[_explained])
+        app.router.add_post("/v1/chat/completions", made._complete)
+        app.router.add_get("/v1/models", made._models)
+        made._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await made._runner.setup()
+        site = web.TCPSite(made._runner, "127.0.0.1", 0)
+        await site.start()
+        made.base_url = f"http://127.0.0.1:{made._runner.addresses[0][1]}/v1"
+        return made
+
+    async def asked(self) -> tuple[Utterance, ...]:
+        """The messages that the next request adds to the conversation."""
+        return await self._asked.get()
+
+    def answer(self, text: str, version: int) -> None:
+        """Answers the request that waits; `version` is that of the policy's weights."""
+        assert self._answer is not None
+        self._said.append({"role": "assistant", "content": text})
+        self._answer.set_result((text, version))
+
+    async def close(self) -> None:
+        """Ends the server; a request that waits fails."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._check_key(request)
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlx"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self._check_key(request)
+        body = await read_body(request)
+        text, version = await asyncio.shield(self._awaited(messages_in(body)))
+        return await stream(request, text, version) if body.get("stream") else web.json_response(reply(text, version))
+
+    def _awaited(self, messages: Sequence[Utterance]) -> asyncio.Future[tuple[str, int]]:
+        """The answer to a conversation; a client that repeats its request waits for the same one.
+
+        Raises:
+            RefusedRequest: it does not go on from what was said before.
+        """
+        known, is_open = len(self._said), self._answer is not None and not self._answer.done()
+        if list(messages[:known]) != self._said or (is_open and len(messages) != known):
+            raise RefusedRequest(
+                "an episode is one conversation: each request repeats all messages so far, the answers of the policy "
+                "included, and adds to them; one is answered before the next"
+            )
+        if not is_open:
+            if len(messages) == known:
+                raise RefusedRequest("a request adds a message to the conversation")
+            self._answer = asyncio.get_running_loop().create_future()
+            self._asked.put_nowait(tuple(messages[known:]))
+            self._said = list(messages)
+        assert self._answer is not None
+        return self._answer
+
+    def _check_key(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), self.api_key.encode()):
+            raise web.HTTPUnauthorized
+
+
+@web.middleware
+async def _explained(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Errors as OpenAI's clients read them."""
+    try:
+        answered: web.StreamResponse = await handler(request)
+        return answered
+    except RefusedRequest as error:
+        return error_reply(str(error), 400)
+    except web.HTTPUnauthorized:
+        return error_reply("this is not the key of the episode", 401)

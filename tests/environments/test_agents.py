@@ -1,0 +1,247 @@
+"""Agents that ask an OpenAI-compatible address: one conversation is one episode, token by token."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from episode_cases import CHATML, byte_tokenizer, pool_of, saying
+
+from rlx.environments.agents import AgentLoop
+from rlx.environments.agents.endpoint import Endpoint
+from rlx.environments.agents.wire import RefusedRequest, messages_in
+from rlx.environments.pool import EnvironmentPool
+from rlx.rollout.base import Request
+from rlx.rollout.episodes.dialogue import Dialogue
+from rlx.rollout.episodes.episode import EpisodeLimits
+from rlx.rollout.episodes.player import Draw, Player
+from rlx.rollout.fake_engine import FakeEngines
+from rlx.types import EnvironmentFailed, Prompt, Sampling, TaskRow
+
+ROW = TaskRow("question", "answer")
+HERE = "test_agents:"
+Messages = list[dict[str, Any]]
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+class Patient(AgentLoop):
+    """Asks until it hears the answer; the reward is less for each question."""
+
+    async def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: Messages = [{"role": "system", "content": f"seed {seed}"}, user(row.question)]
+            for asked in range(9):
+                said = await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+                text = said.choices[0].message.content
+                if text == row.answer:
+                    return 1.0 - 0.1 * asked
+                messages += [{"role": "assistant", "content": text}, user(f"not {text} ({said.system_fingerprint})")]
+        return 0.0
+
+
+class Blocking(AgentLoop):
+    """The same on a thread, as a stream."""
+
+    def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            assert [model.id for model in client.models.list()] == ["policy"]
+            stream = client.chat.completions.create(model="policy", messages=[user(row.question)], stream=True)
+            parts = [part.choices[0].delta.content or "" for part in stream]
+        return float("".join(parts) == row.answer)
+
+
+class Silent(AgentLoop):
+    async def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:
+        return 1.0
+
+
+class Forgetful(AgentLoop):
+    """Asks something new each time, as if it had said nothing."""
+
+    async def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for text in "ab":
+                await client.chat.completions.create(model="policy", messages=[user(text)])
+        return 1.0
+
+
+class Waiting(AgentLoop):
+    """Is cancelled when its episode ends."""
+
+    ended = 0
+
+    async def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:
+        try:
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+                await client.chat.completions.create(model="policy", messages=[user("a")])
+        finally:
+            Waiting.ended += 1
+        return 0.0
+
+
+def conversation(pool: EnvironmentPool, *actions: str, again: bool = False) -> tuple[list[Any], bool]:
+    """What an episode says, its rewards, and whether it comes out the same once more."""
+
+    async def played() -> tuple[list[Any], bool]:
+        said: list[Any] = [(await pool.start("1", ROW, 7)).messages]
+        try:
+            for number, action in enumerate(actions):
+                answered = await pool.step("1", action, number, 40 + number)
+                said.append(answered.reward if answered.done else answered.messages)
+        except EnvironmentFailed as error:
+            said.append(str(error))
+        return said, await pool.close("1", again)
+
+    return asyncio.run(played())
+
+
+def test_requests_are_observations_and_answers_are_turns() -> None:
+    said, is_repeatable = conversation(pool_of(f"{HERE}Patient"), "no", "answer", again=True)
+    opening = ({"role": "system", "content": "seed 7"}, user("question"))
+    assert said == [opening, (user("not no (weights-40)"),), 0.9]
+    assert is_repeatable
+
+
+def test_an_agent_may_block_a_thread_and_read_a_stream() -> None:
+    assert conversation(pool_of(f"{HERE}Blocking"), "answer")[0] == [(user("question"),), 1.0]
+    assert conversation(pool_of(f"{HERE}Blocking"), "no")[0] == [(user("question"),), 0.0]
+
+
+def test_an_agent_that_does_not_go_on_from_its_conversation_fails_and_is_told() -> None:
+    pool = pool_of(f"{HERE}Forgetful", retries=0)
+    said, _ = conversation(pool, "x")
+    assert "an episode is one conversation: each request repeats all messages so far" in said[1]
+    assert pool.failures["raised"] == 1
+
+
+def test_an_agent_that_asks_nothing_is_named() -> None:
+    async def started() -> None:
+        await pool_of(f"{HERE}Silent", retries=0).start("1", ROW, 7)
+
+    with pytest.raises(EnvironmentFailed, match=r"Silent\.play returned before its first request"):
+        asyncio.run(started())
+
+
+def test_an_episode_that_is_cut_ends_its_agent() -> None:
+    before = Waiting.ended
+    assert conversation(pool_of(f"{HERE}Waiting"))[0] == [(user("a"),)]
+    assert Waiting.ended == before + 1
+
+
+def test_an_agent_without_play_is_told_so() -> None:
+    async def started() -> None:
+        await pool_of("rlx.environments.agents:AgentLoop", retries=0).start("1", ROW, 7)
+
+    with pytest.raises(EnvironmentFailed, match="AgentLoop has no play"):
+        asyncio.run(started())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The endpoint by itself
+
+
+def served(use: Callable[[Endpoint, aiohttp.ClientSession], Coroutine[Any, Any, Any]]) -> Any:
+    async def used() -> Any:
+        endpoint = await Endpoint.open()
+        key = {"Authorization": f"Bearer {endpoint.api_key}"}
+        try:
+            async with aiohttp.ClientSession(endpoint.base_url + "/", headers=key) as session:
+                return await use(endpoint, session)
+        finally:
+            await endpoint.close()
+
+    return asyncio.run(used())
+
+
+def test_nobody_is_served_without_the_key() -> None:
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        asked = [
+            session.post("chat/completions", json={"messages": [user("a")]}, headers={"Authorization": "Bearer x"}),
+            session.get("models", headers={"Authorization": ""}),
+        ]
+        return [(await each).status for each in asked] + [endpoint._asked.empty()]
+
+    assert served(use) == [401, 401, True]
+
+
+def test_a_request_that_is_repeated_gets_the_same_answer() -> None:
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        async def ask() -> str:
+            answered = await session.post("chat/completions", json={"messages": [user("a")]})
+            return str((await answered.json())["choices"][0]["message"]["content"])
+
+        first = asyncio.ensure_future(ask())
+        messages = await endpoint.asked()
+        second = asyncio.ensure_future(ask())
+        await asyncio.sleep(0.2)
+        first.cancel()  # the client has lost its connection, and asks again
+        await asyncio.sleep(0.2)
+        endpoint.answer("b", 1)
+        return messages, await second, endpoint._asked.empty()
+
+    assert served(use) == ((user("a"),), "b", True)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({}, "messages: expected a list"),
+        ({"messages": []}, "messages: expected a list"),
+        ({"messages": ["a"]}, "each has a role and a content of text"),
+        ({"messages": [{"role": "user"}]}, "each has a role and a content of text"),
+        ({"messages": [user([{"type": "image_url"}])]}, "each has a role and a content of text"),
+        ({"messages": [user("a")], "n": 2}, "n: an episode has one answer"),
+        ({"messages": [user("a")], "tools": [{}]}, "tools: not served"),
+        ([], "the body is a JSON object"),
+    ],
+)
+def test_what_cannot_be_served_is_explained(body: Any, problem: str) -> None:
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        answered = await session.post("chat/completions", json=body)
+        return answered.status, (await answered.json())["error"]["message"]
+
+    status, message = served(use)
+    assert status == 400 and problem in message
+
+
+def test_a_body_that_is_no_json_is_refused() -> None:
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> int:
+        return (await session.post("chat/completions", data=b"\xff{")).status
+
+    assert served(use) == 400
+
+
+def test_parts_of_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert messages_in({"messages": [user(parts)]}) == [user("ab")]
+    with pytest.raises(RefusedRequest):
+        messages_in({"messages": [user([*parts, 3])]})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With a policy
+
+
+def test_a_conversation_is_one_episode_whose_tokens_are_never_rendered_again() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    turns = {1: "no", 2: "answer"}
+
+    def turn(request: Request) -> str:
+        return turns[tokenizer.decode(request.prompt).count("<|assistant|>")]
+
+    def play(draw: Draw) -> Player:
+        return Player(draw, pool_of(f"{HERE}Patient"), Dialogue(tokenizer), EpisodeLimits(max_turns=4), run_seed=5)
+
+    engines = FakeEngines(saying(tokenizer, turn), seed=5, play=play)
+    engines.push(3)
+    sampling = Sampling(1.0, 1.0, -1, 200, (0,))
+    done = engines.finish(engines.begin([Prompt(7, (1, 2), "x", "answer")], [sampling] * 2, 3), 3)
+    text = "no<|end|>\n<|user|>not no (weights-3)<|end|>\n<|assistant|>answer<|end|>"
+    assert [tokenizer.decode(each.token_ids) for each in done] == [text] * 2
+    assert [each.episode.score for each in done if each.episode] == [0.9] * 2
+    assert done[0].num_drawn == 2 + 1 + 6 + 1 and done[0].finished
