@@ -170,6 +170,7 @@ def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options
     from rlx.storage import claims
     from rlx.storage.addresses import open_storage
     from rlx.sweeps.plans import check_sweep, create_sweep
+    from rlx.sweeps.records import refuse_existing
     from rlx.sweeps.tuner import make_tuner
 
     _check_options(options)
@@ -178,6 +179,7 @@ def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options
     storage = open_storage(config.storage)
     with ExitStack() as stack:
         claim = stack.enter_context(claims.take_new(storage / "sweeps", tree.pop("name", None), "sweep", "sweep"))
+        refuse_existing(claim.folder)
         plan = _plan(claim.folder.name, tree, space, config.storage, options)
         prepared = preflight.prepare(check_sweep(plan).config)
         connection.connect(prepared.config, prepared.resources)

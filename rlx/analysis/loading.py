@@ -59,8 +59,12 @@ class Trial:
     end_ms: int | None = None  # of the last attempt, since the epoch; None while it is running
 
     def curve(self, metric: str) -> pd.Series[float]:
-        """A metric by step, without the steps that have no value."""
-        return self.history[metric].dropna()
+        """A metric by step, without steps that have no value, and up to the one at which a scheduler stopped it.
+
+        A step that was begun when the decision fell may have been logged, too; nobody was compared by it.
+        """
+        curve = self.history[metric].dropna()
+        return curve if self.stopped_at is None else curve[curve.index <= self.stopped_at]
 
     @property
     def was_stopped(self) -> bool:

@@ -36,8 +36,8 @@ def check(config: RunConfig) -> int:
         from rlx.runs import launch
 
         progress.status("a few steps at learning rate 0")
-        connection.connect(config, prepared.resources)
-        verdicts = launch.examine(prepared)
+        connection.connect(config, prepared.resources, progress.message)
+        verdicts = launch.examine(prepared, notify=progress.message)
     for line in verdicts:
         print(f"{'passed' if line.passed else 'FAILED'}  {line.what}: {line.figure:.3g} ({line.demand})")
     failed = sum(not line.passed for line in verdicts)

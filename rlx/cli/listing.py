@@ -18,6 +18,7 @@ from pyarrow import fs
 from rich import box
 from rich.table import Table
 
+from rlx.cli.options import storage_words
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
@@ -148,7 +149,7 @@ def commands(run: StoredRun, storage: str) -> list[str]:
         storage: the storage of a run that is known by its name, as a person writes it.
     """
     by_name = "/" not in run.label
-    options = ["--storage", storage] if by_name and storage != RunConfig().storage else []
+    options = storage_words(storage) if by_name else []
     lines = []
     if by_name and run.config:
         # A run that has done all its steps continues if it is given more.

@@ -6,6 +6,7 @@ Left out: the options that one command has besides the settings. Imports neither
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -65,6 +66,12 @@ def end_on_signals() -> None:
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, interrupt)
+
+
+def storage_words(storage: str) -> list[str]:
+    """The option that a printed command needs to find what lies elsewhere than in the default storage."""
+    default = RunConfig().storage
+    return [] if storage in (default, os.path.abspath(default)) else ["--storage", storage]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlx.cli.options import add_help, add_settings, end_on_signals, exit_code, parse
+from rlx.cli.options import add_help, add_settings, end_on_signals, exit_code, parse, storage_words
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
@@ -217,11 +217,13 @@ def _run(plan: SweepPlan, storage: Storage, is_resume: bool, watch: Watch) -> di
     try:
         return tuner.run_sweep(plan, storage, resume=is_resume, watch=watch)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(way_on(plan.name)) from None
+        raise KeyboardInterrupt(way_on(plan.name, plan.config.storage)) from None
 
 
-def way_on(name: str) -> str:
-    return f"rlx sweep --resume {shlex.quote(name)} continues the sweep"
+def way_on(name: str, storage: str) -> str:
+    """How a sweep is continued."""
+    command = shlex.join(["rlx", "sweep", "--resume", name, *storage_words(storage)])
+    return f"{command} continues the sweep"
 
 
 @contextmanager
@@ -234,6 +236,7 @@ def claimed_plan(
 
     if args.resume is None:
         with claims.take_new(storage / "sweeps", tree.get("name"), "sweep", "sweep") as claim:
+            records.refuse_existing(claim.folder)
             yield checked_plan(new_plan(args, tree, claim.folder.name)), []
     else:
         folder = records.find_sweep(storage, args.resume or None)
@@ -248,7 +251,7 @@ def connect_cluster(prepared: PreparedRun, name: str, notify: Notify) -> None:
 
     connection.connect(prepared.config, prepared.resources, notify)
     end_on_signals()  # again: Ray has installed a handler of its own
-    end_with_ray(way_on(name), notify)
+    end_with_ray(way_on(name, prepared.config.storage), notify)
 
 
 def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> SweepPlan:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser
+from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser, storage_words
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import DEFAULT_EXPERIMENT, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
@@ -134,10 +134,15 @@ def resume(name: str, given: Mapping[str, Any], *, trust: bool = False) -> int:
     with run_folder.saved_run(name, storage, given, trust=trust) as (config, folder):
         if last := run_folder.finished_metrics(folder, config.train.steps):
             print(f"run {name} is finished: {config.train.steps} steps, {console.metrics_line(last)}")
-            print(f"rlx train --resume {shlex.quote(name)} --train.steps {2 * config.train.steps} goes on with it")
+            print(f"{resume_command(name, storage, '--train.steps', str(2 * config.train.steps))} goes on with it")
             _send_pending(config.tracking, config.storage, folder)
             return 0
         return train(config, folder, resume=True)
+
+
+def resume_command(name: str, storage: str, *more: str) -> str:
+    """The command line that continues a run."""
+    return shlex.join(["rlx", "train", "--resume", name, *more, *storage_words(storage)])
 
 
 def _send_pending(tracking: TrackingConfig, storage: str, folder: Storage) -> None:
@@ -157,7 +162,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 
     started, first = time.monotonic(), dict[str, Any]()
     end_on_signals()
-    way_on = f"rlx train --resume {shlex.quote(folder.name)} continues the run from its newest checkpoint"
+    way_on = f"{resume_command(folder.name, config.storage)} continues the run from its newest checkpoint"
     with _telling(way_on, folder), console.RunProgress(config.train.steps) as progress:
 
         def on_report(metrics: dict[str, Any], checkpoint: str | None) -> None:
@@ -175,6 +180,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
         from rlx.cluster import connection  # slow to import: what is wrong has been said by now
         from rlx.cluster.watch import end_with_ray
         from rlx.runs import launch
+        from rlx.tracking import outbox
 
         connection.connect(config, prepared.resources, progress.message)
         end_on_signals()  # again: Ray has installed a handler of its own
@@ -182,7 +188,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
         result = launch.run(prepared, folder, resume=resume, on_report=on_report, notify=progress.message)
     print(summary(prepared.name, first, result.metrics, time.monotonic() - started))
     for service in prepared.tracking:
-        print(f"curves: {service.browse_command()}")
+        print(f"curves: {service.browse_command()}\nat: {service.run_page(outbox.run_id(folder, service.name))}")
     return 0
 
 

@@ -9,6 +9,8 @@ import logging
 import os
 import socket
 import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -87,6 +89,8 @@ def start_cluster(**options: Any) -> None:
     dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
     ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **dashboard, **options)
     note_own_cluster()
+    with suppress(OSError):  # Ray writes it for everybody to read, or somebody else has it
+        Path("~/.ray/auth_token").expanduser().chmod(0o600)
 
 
 def quiet_environment() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from rlx.types import Checker, GivenAnswer
 if TYPE_CHECKING:
     import ray.data
 
+_LOG = logging.getLogger("rlx")
 _OWN = ("seed", "size")  # parameters that follow from other settings
 _GENERATING = ("data.source", "eval.sets")
 _SECONDS, _BATCH_SECONDS = 5.0, 5.0  # of computing: for one answer; for the slow ones of a batch
@@ -85,6 +87,8 @@ class ReasoningGymSource:
                 scores = process.call((seed, size, [(answer.given, answer.entry) for answer in answers]))
             except ChildError as error:
                 raise RuntimeError(f"data.source {data.source}: its scorer {error}") from None
+            if given_up := scores.count(None):
+                _LOG.warning("%s gave up on %d of %d answers: they score 0", data.source, given_up, len(scores))
             return [score if score and 0 < score <= 1 else 0.0 for score in scores]  # others are forged
 
         return check

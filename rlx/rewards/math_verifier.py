@@ -7,6 +7,7 @@ A policy may write 9^9^9^9, whose computation never ends and takes all memory in
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 
 from rlx.rewards.child import ChildError, ChildProcess, map_limited
 
+_LOG = logging.getLogger("rlx")
 _THOUSANDS_SPACE = re.compile(r"(?<=\d)(?: |\\,|\\ |\{,\})(?=\d{3}(?!\d))")  # separates thousands in LaTeX
 _DELIMITED = re.compile(r"\$|\\[(\[]|\\boxed")  # LaTeX that marks where it begins
 _PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
@@ -45,10 +47,12 @@ class MathVerifier:
         unique = list(dict.fromkeys(pairs))
         shares = [unique[i::_CHILDREN] for i in range(_CHILDREN)]
         with ThreadPoolExecutor(_CHILDREN) as pool:
-            equal = dict[AnswerPair, bool]()
+            equal = dict[AnswerPair, bool | None]()
             for share, verdicts in zip(shares, pool.map(_ask, self._children, shares), strict=True):
                 equal |= zip(share, verdicts, strict=True)
-        return [equal[pair] for pair in pairs]
+        if given_up := sum(verdict is None for verdict in equal.values()):
+            _LOG.warning("math_verify gave up on %d of %d answers: they count as wrong", given_up, len(unique))
+        return [bool(equal[pair]) for pair in pairs]
 
     def close(self) -> None:
         """Ends the child processes."""
@@ -56,17 +60,15 @@ class MathVerifier:
             child.close()
 
 
-def _ask(child: ChildProcess, pairs: list[AnswerPair]) -> list[bool]:
+def _ask(child: ChildProcess, pairs: list[AnswerPair]) -> list[bool | None]:
     try:
         return list(child.call(pairs)) if pairs else []
     except ChildError as error:
         raise RuntimeError(f"reward math_verify: its process {error}; is math-verify installed?") from None
 
 
-def _comparer(seconds: float, batch_seconds: float) -> Callable[[list[AnswerPair]], list[bool]]:
+def _comparer(seconds: float, batch_seconds: float) -> Callable[[list[AnswerPair]], list[bool | None]]:
     """Runs in the child process."""
-    import logging
-
     from math_verify import parse, verify  # type: ignore[import-untyped]  # takes seconds to import
 
     logging.disable()  # math-verify warns that it has no timeouts
@@ -81,4 +83,9 @@ def _comparer(seconds: float, batch_seconds: float) -> Callable[[list[AnswerPair
         return bool(verify(parsed(expected), parsed(answer), timeout_seconds=None))
 
     are_equal((r"$\frac{1}{2}$", "0.5"))  # what is imported only now counts for no answer
-    return lambda pairs: [bool(equal) for equal in map_limited(are_equal, pairs, seconds, batch_seconds)]
+
+    def compared(pairs: list[AnswerPair]) -> list[bool | None]:
+        verdicts = map_limited(are_equal, pairs, seconds, batch_seconds)
+        return [None if verdict is None else bool(verdict) for verdict in verdicts]
+
+    return compared

@@ -169,7 +169,7 @@ def verdicts(figures: Mapping[str, float], dtype: str, has_reference: bool) -> l
         at_most("weights moved at learning rate 0", "moved", 0.0),
         at_most("engine against trainer, mean difference of logprobs", "gap", mismatch),
         at_most("the same after a sync of changed weights", "sync_gap", mismatch),
-        Verdict("the same without the sync", stale, "more than twice that", stale > 2 * figures["sync_gap"]),
+        Verdict("the same without the sync", stale, "more than twice the line above", stale > 2 * figures["sync_gap"]),
     ]
     if has_reference:
         lines.insert(2, at_most("KL to the reference at the start, per token", "kl", rounding))

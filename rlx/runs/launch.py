@@ -185,11 +185,14 @@ def _pruned(result: ray.train.Result) -> ray.train.Result:
     return replace(result, best_checkpoints=kept)
 
 
-def examine(prepared: PreparedRun, processes: RunProcesses | None = None) -> list[Verdict]:
+def examine(
+    prepared: PreparedRun, processes: RunProcesses | None = None, notify: Notify = lambda message: None
+) -> list[Verdict]:
     """Runs a few steps that change nothing. No run folder and no MLflow record remain.
 
     Args:
         processes: as for `run`.
+        notify: called with what is being started.
 
     Returns:
         The doctor's verdicts on the config, one for each property that it measures.
@@ -207,7 +210,7 @@ def examine(prepared: PreparedRun, processes: RunProcesses | None = None) -> lis
         folder = open_storage(f"{temporary}/check")
         tree = doctor.with_no_learning(config).model_dump()
         job = WorkerSpec(tree, prepared.model_path, folder, tracking=None, examine=True)
-        figures = leased.run(prepared, job, _ignore, lambda message: None)
+        figures = leased.run(prepared, job, _ignore, notify)
     return doctor.verdicts(figures, config.model.dtype, config.resolved_reference != "none")
 
 

@@ -127,8 +127,8 @@ def find(runs: Storage, name: str) -> Storage:
     Raises:
         ConfigError: there is no run of that name; the text has the nearest name.
     """
-    if not exists(runs / name):
-        raise ConfigError(f"no run {name!r} in {runs.path}{nearest(name, runs.names())}")
+    if "/" in name or len(name) > 128 or not exists(runs / name):
+        raise ConfigError(f"no run {name[:128]!r} in {runs.path}{nearest(name, runs.names())}")
     return runs / name
 
 

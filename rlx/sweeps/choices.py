@@ -16,7 +16,8 @@ from typing import Any
 from rlx.analysis.comparison.cost import Amount
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.run import is_setting, setting_keys
-from rlx.config.sweep import DEFAULT_ALPHA, SchedulerName
+from rlx.config.sections.reward import CORRECTNESS
+from rlx.config.sweep import DEFAULT_ALPHA, DEFAULT_METRIC, SchedulerName
 from rlx.sweeps.records import SweepPlan
 from rlx.tracking.metrics import evaluated
 
@@ -76,15 +77,15 @@ def _check_race(plan: SweepPlan) -> None:
 
 
 def _tell_idle(plan: SweepPlan) -> None:
-    """Warns of a scheduler that has nothing to decide."""
+    """Warns of a scheduler that has nothing to decide, or little."""
     first, steps = plan.config.eval.every_of(plan.metric), plan.config.train.steps
-    if plan.scheduler != "none" and not 0 < first < steps:
-        _LOG.warning(
-            "warning: --scheduler %s has nothing to decide: trials are evaluated before the first and after the last "
-            "step only; give --eval.every less than the %d steps",
-            plan.scheduler,
-            steps,
-        )
+    if plan.scheduler == "none" or 0 < first <= steps / 2:
+        return
+    if 0 < first < steps:
+        problem = f"trials are first compared at step {first} of {steps}, so that it can spare only the steps after it"
+    else:
+        problem = "it has nothing to decide: trials are evaluated before the first and after the last step only"
+    _LOG.warning("warning: --scheduler %s: %s; give a smaller --eval.every", plan.scheduler, problem)
 
 
 def _check_metric(plan: SweepPlan) -> None:
@@ -95,6 +96,14 @@ def _check_metric(plan: SweepPlan) -> None:
         raise ConfigError(
             f"--metric {plan.metric}: trials are compared by what every evaluation measures: {', '.join(choices)}"
             + nearest(plan.metric, choices)
+        )
+    rewarded = {name for name, weight in plan.config.reward.functions.items() if weight}
+    is_judged = plan.metric != DEFAULT_METRIC or plan.config.environment.name or rewarded & {*CORRECTNESS}
+    if not is_judged:
+        _LOG.warning(
+            "warning: trials are compared by right answers (%s), which reward.functions does not reward: "
+            "--metric eval/reward compares them by what it does",
+            plan.metric,
         )
 
 

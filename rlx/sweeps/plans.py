@@ -44,6 +44,7 @@ from rlx.sweeps.records import (
     TrialState,
     find_sweep,
     read_plan,
+    refuse_existing,
 )
 from rlx.sweeps.room import concurrency, total_trials
 from rlx.sweeps.schedulers.schedule import Schedule
@@ -201,8 +202,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
         ConfigError: its name is taken, it cannot be run, or MLflow does not answer.
     """
     folder, plan = storage / "sweeps" / plan.name, check_sweep(plan)
-    if (folder / PLAN_FILE).exists():
-        raise ConfigError(f"sweep {plan.name!r} exists in {folder.path}: --resume {plan.name} continues it")
+    refuse_existing(folder)
     for service in plan.tracking:
         service.check()
     _create_mlflow_run(plan, folder)

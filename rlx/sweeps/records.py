@@ -104,6 +104,12 @@ def find_sweep(storage: Storage, name: str | None) -> Storage:
     return sweeps / (name or newest)
 
 
+def refuse_existing(folder: Storage) -> None:
+    """Raises ConfigError if the folder holds a sweep already."""
+    if (folder / PLAN_FILE).exists():
+        raise ConfigError(f"sweep {folder.name!r} exists in {folder.path}: --resume {folder.name} continues it")
+
+
 class TrialRecord(BaseModel):
     """What is kept of a trial."""
 

@@ -179,7 +179,8 @@ class RunProgress:
         line = f"step {step}/{self.steps}  {metrics_line(metrics)}{self._time_left(step)}"
         if "time/eval" in metrics or not self.console.is_terminal:
             self.message(line + (f"  saved {checkpoint.rpartition('/')[2]}" if checkpoint else ""))
-        if self.console.is_terminal:
+            self._live.update(Text(""))  # on a terminal, the line is there once
+        else:
             self.status(line)
 
     def _time_left(self, step: int) -> str:

@@ -139,7 +139,7 @@ def test_resuming_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--storage", str(tmp_path), "--resume", "mine"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "run mine is finished: 2 steps, held-out 0.250",
-        "rlx train --resume mine --train.steps 4 goes on with it",
+        f"rlx train --resume mine --train.steps 4 --storage {tmp_path} goes on with it",
     ]
     assert finished_metrics(folder, steps=2) is not None and finished_metrics(folder, steps=3) is None
 

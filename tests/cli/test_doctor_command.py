@@ -39,8 +39,8 @@ def test_each_check_is_a_line_and_one_that_failed_is_the_exit_code(
 ) -> None:
     connected = list[Any]()
     monkeypatch.setattr(preflight, "prepare", lambda config, notify: SimpleNamespace(resources="plan"))
-    monkeypatch.setattr(connection, "connect", lambda config, plan: connected.append(plan))
-    monkeypatch.setattr(launch, "examine", lambda prepared: verdicts)
+    monkeypatch.setattr(connection, "connect", lambda config, plan, notify: connected.append(plan))
+    monkeypatch.setattr(launch, "examine", lambda prepared, notify: verdicts)
     assert doctor.check(RunConfig()) == code
     assert capsys.readouterr().out.splitlines()[-len(lines) :] == lines
     assert connected == ["plan"]

@@ -92,6 +92,34 @@ def test_a_scheduler_that_has_nothing_to_decide_is_told_of(
     check_choices(plan := SweepPlan("s", tree, str(tmp_path / "space.py"), scheduler=scheduler))
     assert (plan.scheduler != "none" and not schedule_of(plan, {}).rungs) == is_told
     assert caplog.messages == is_told * [
-        f"warning: --scheduler {scheduler} has nothing to decide: trials are evaluated before the first and after the "
-        "last step only; give --eval.every less than the 4 steps"
+        f"warning: --scheduler {scheduler}: it has nothing to decide: trials are evaluated before the first and after "
+        "the last step only; give a smaller --eval.every"
     ]
+
+
+def test_a_scheduler_that_can_spare_little_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "space.py").write_text(FILES["space.py"])
+    for every in (3, 2):
+        tree = {"train": {"steps": 4}, "eval": {"every": every}}
+        check_choices(SweepPlan("s", tree, str(tmp_path / "space.py"), scheduler="asha"))
+    assert caplog.messages == [
+        "warning: --scheduler asha: trials are first compared at step 3 of 4, so that it can spare only the steps "
+        "after it; give a smaller --eval.every"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reward", "metric", "is_told"),
+    [
+        ({"length_target": 8, "functions": {"length": 1.0}}, "eval/accuracy", True),
+        ({"length_target": 8, "functions": {"length": 1.0}}, "eval/reward", False),
+        ({"length_target": 8, "functions": {"length": 1.0, "task": 0.0}}, "eval/accuracy", True),
+        ({"length_target": 8, "functions": {"length": 0.1, "task": 1.0}}, "eval/accuracy", False),
+    ],
+)
+def test_a_metric_of_what_is_not_rewarded_is_told_of(
+    reward: dict[str, Any], metric: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "space.py").write_text(FILES["space.py"])
+    check_choices(SweepPlan("s", {"reward": reward}, str(tmp_path / "space.py"), metric=metric))
+    assert is_told == any("--metric eval/reward compares them" in message for message in caplog.messages)

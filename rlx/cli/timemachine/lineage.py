@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlx.cli import listing
-from rlx.cli.options import exit_code
+from rlx.cli.options import exit_code, storage_words
 from rlx.cli.timemachine import running
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
@@ -94,7 +94,7 @@ def write_files(out: Path, plan: SweepPlan, found: Mapping[str, dict[str, Any]],
 
 def rerun_commands(out: Path, plan: SweepPlan, storage: str) -> list[str]:
     """The command lines that run both on fresh seeds and compare them."""
-    place = [] if storage == RunConfig().storage else ["--storage", storage]
+    place = storage_words(storage)
     metric = ["--metric", plan.metric, "--mode", plan.mode]
     names = {name: f"{plan.name}-{name}" for name in ("schedule", "constant")}
     seeds = ["--trials", "1", "--seeds", str(_SEEDS), "--seed", str(_FRESH)]
