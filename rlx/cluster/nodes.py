@@ -12,6 +12,8 @@ import io
 import os
 import tarfile
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +46,59 @@ def bring_folder(path: str, setting: str) -> None:
         ConfigError: a node does not have the folder, and it is too large to be copied or cannot be written there.
     """
     folder = Path(path)
-    missing = [node for node in other_nodes() if not _on(node, _has, path)] if folder.is_dir() else []
+    missing = _lacking(other_nodes(), _has, path) if folder.is_dir() else []
     if not missing:
         return
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if size > _LARGEST_COPY:
+    if (size := _size(folder)) > _LARGEST_COPY:
         lacking = f"{_title(missing[0])} does not have it"
         raise ConfigError(f"{setting} {path}: {lacking}, and {size >> 20} MiB are too many to be copied")
     content = ray.put(_packed(folder))
-    for node in missing:
+    copies = [_on(node, _unpack, content, path) for node in missing]
+    for node, copy in zip(missing, copies, strict=True):
         try:
-            _on(node, _unpack, content, path)
+            _result(node, copy)
         except ray.exceptions.RayTaskError as error:
             raise ConfigError(f"{setting} {path}: it cannot be copied to {_title(node)}: {error.cause}") from None
 
 
+class FolderStore:
+    """An actor on the driver's node that gives others its folders; each is read once somebody asks for it."""
+
+    def __init__(self) -> None:
+        self._contents: dict[str, Any] = {}  # references to packed folders by their paths
+
+    def content(self, path: str) -> Any:
+        """A reference to a packed folder."""
+        if path not in self._contents:
+            self._contents[path] = ray.put(_packed(Path(path)))
+        return self._contents[path]
+
+
+@dataclass(frozen=True)
+class FolderCopies:
+    """Model folders of the driver's node, for a process that starts on a node which has joined since."""
+
+    paths: tuple[str, ...]
+    store: Any  # actor handle of a `FolderStore`
+
+    @classmethod
+    def of(cls, paths: Iterable[str]) -> FolderCopies:
+        """Those of this node's folders that may be copied; names on the hub are left to the nodes."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        store = ray.remote(FolderStore).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here).remote()
+        folders = [Path(path) for path in dict.fromkeys(paths) if Path(path).is_dir()]
+        return cls(tuple(str(folder) for folder in folders if _size(folder) <= _LARGEST_COPY), store)
+
+    def bring_here(self) -> None:
+        """Writes the folders that this node lacks."""
+        for path in self.paths:
+            if not _has(path):
+                _unpack(ray.get(ray.get(self.store.content.remote(path))), path)
+
+
 def check_path(path: str, setting: str) -> None:
     """Raises ConfigError, naming a node, if a file or folder of this node is not at the same path on all others."""
-    missing = [node for node in other_nodes() if not _on(node, os.path.exists, path)] if os.path.exists(path) else []
+    missing = _lacking(other_nodes(), os.path.exists, path) if os.path.exists(path) else []
     if missing:
         raise ConfigError(
             f"{setting} {path}: {_title(missing[0])} does not have it. Trials with prompts of their own read them on "
@@ -73,17 +110,32 @@ def _title(node: str) -> str:
     return next(f"node {each['NodeManagerAddress']}" for each in ray.nodes() if each["NodeID"] == node)
 
 
+def _lacking(asked: Sequence[str], has: Callable[[str], bool], path: str) -> list[str]:
+    """The nodes that say they do not have a path; all are asked at once."""
+    answers = [_on(node, has, path) for node in asked]
+    return [node for node, answer in zip(asked, answers, strict=True) if not _result(node, answer)]
+
+
 def _on(node: str, function: Any, *args: Any) -> Any:
-    """Calls a function on a node; returns True if the node is lost meanwhile, because then it needs nothing."""
+    """Calls a function on a node; does not wait."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(function).options(num_cpus=0, scheduling_strategy=there).remote(*args)
+
+
+def _result(node: str, call: Any) -> Any:
+    """What a call on a node returns; True if the node is lost meanwhile, because then it needs nothing."""
     try:
-        return ray.get(ray.remote(function).options(num_cpus=0, scheduling_strategy=there).remote(*args))
+        return ray.get(call)
     except ray.exceptions.RayTaskError:
         raise
     except ray.exceptions.RayError:
         if node in other_nodes():
             raise
         return True
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _has(path: str) -> bool:

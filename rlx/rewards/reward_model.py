@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -176,6 +176,7 @@ class RewardModel:
         system: str | None = None,
         trust_remote_code: bool = False,
         on_gpu: bool = False,
+        bring: Callable[[], None] | None = None,
     ) -> None:
         """Loads the classifier.
 
@@ -183,10 +184,13 @@ class RewardModel:
             model: Hugging Face folder or name.
             batch_tokens: maximum number of tokens of one forward pass, padding included.
             system: system message of the chats that are scored.
+            bring: called first: brings the model's folder to this node.
 
         Raises:
             ConfigError: see `load_classifier`.
         """
+        if bring:
+            bring()
         self._classifier = load_classifier(model, trust_remote_code=trust_remote_code)
         self._batch_tokens, self._system = batch_tokens, system
         if on_gpu:
@@ -213,7 +217,7 @@ def start_reward_models(
     Args:
         model: Hugging Face folder or name.
         resources: resources of each actor, as Ray names them.
-        options: batch_tokens, system and trust_remote_code, see `RewardModel`.
+        options: batch_tokens, system, trust_remote_code and bring, see `RewardModel`.
     """
     on_gpu = resources.get("GPU", 0) > 0
     common = dict(

@@ -7,7 +7,7 @@ engine_pool.py sends them requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class EngineSpec:
     resources: dict[str, float]  # that it takes of its bundle, as Ray names them
     adapter: dict[str, Any] | None = None  # peft's description of its adapters; None: it is sent whole models
     kind: str = "vllm"  # a key of ENGINES
+    bring: Callable[[], None] | None = None  # called first in its process: brings the model's folder to the node
 
     @property
     def environment(self) -> dict[str, str]:
@@ -83,5 +84,5 @@ def _start(spec: EngineSpec, environment: dict[str, str], **options: Any) -> Any
             runtime_env={"env_vars": environment},
             **options,
         )
-        .remote(spec.model, spec.args, spec.adapter)
+        .remote(spec.model, spec.args, spec.adapter, spec.bring)
     )

@@ -70,7 +70,11 @@ class VLLMEngine:
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, model: str, options: dict[str, Any], adapter: dict[str, Any] | None = None
+        self,
+        model: str,
+        options: dict[str, Any],
+        adapter: dict[str, Any] | None = None,
+        bring: Callable[[], None] | None = None,
     ) -> None:
         """Starts the engine; returns when it can take weights.
 
@@ -78,7 +82,10 @@ class VLLMEngine:
             model: Hugging Face folder or name.
             options: vLLM's engine arguments that depend on the run.
             adapter: peft's description of the adapters that updates bring; None: they bring the whole model.
+            bring: called first: brings the model's folder to this node.
         """
+        if bring:
+            await asyncio.to_thread(bring)
         self.version: int | None = None  # None: the engine holds no complete weights of a step
         self._update: WeightUpdate | None = None
         self._process = uuid.uuid4().hex

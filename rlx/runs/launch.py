@@ -20,7 +20,8 @@ import ray
 import ray.train
 import yaml
 
-from rlx.cluster import nodes
+from rlx.cluster import connection, nodes
+from rlx.cluster.nodes import FolderCopies
 from rlx.config.errors import one_line
 from rlx.config.sections.base import flatten
 from rlx.data.sources import FILES, find_source
@@ -105,7 +106,7 @@ def run(
     config, notify = prepared.config, notify or _log
     _check(prepared, folder, resume, parent)
     if parent is None:  # the driver of a sweep has done that
-        bring_folders(prepared)
+        prepared = replace(prepared, copies=bring_folders(prepared))
     # Kept here: an actor ends with its last handle. The driver of a sweep has done that for its trials.
     tracking = prepared.tracking if parent else relay.reachable(prepared.tracking)
     if not parent:
@@ -133,7 +134,7 @@ def _job(
     """Returns what the workers are told of a run, without the processes that it has."""
     tree, until, opens = prepared.config.model_dump(), prepared.until, prepared.opens
     job = WorkerSpec(tree, prepared.model_path, folder, tracking, signature, waits=waits)
-    return replace(job, until=until, opens=opens)
+    return replace(job, until=until, opens=opens, copies=prepared.copies)
 
 
 def input_files(prepared: PreparedRun) -> dict[str, list[Storage]]:
@@ -165,17 +166,17 @@ def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent 
             service.check()
 
 
-def bring_folders(prepared: PreparedRun) -> None:
-    """Copies the models that only this node has to the other nodes.
+def bring_folders(prepared: PreparedRun) -> FolderCopies | None:
+    """Copies the models that only this node has to the other nodes; returns what later nodes need of them.
 
     Raises:
         ConfigError: one of them is too large.
     """
-    nodes.bring_folder(prepared.model_path, "model.path")
     others = companions(prepared.config.model) | {"reward.model": prepared.config.reward.model}
-    for setting, path in others.items():
-        if path:
-            nodes.bring_folder(path, setting)
+    models = {"model.path": prepared.model_path} | {setting: path for setting, path in others.items() if path}
+    for setting, path in models.items():
+        nodes.bring_folder(path, setting)
+    return None if connection.is_own_cluster() else FolderCopies.of(models.values())
 
 
 def _pruned(result: ray.train.Result) -> ray.train.Result:

@@ -59,6 +59,7 @@ from rlx.tracking.tracker import check_packages, services_of
 from rlx.types import Prompt
 
 if TYPE_CHECKING:
+    from rlx.cluster.nodes import FolderCopies
     from rlx.models.tiny import Progress
 
 _LOG = logging.getLogger("rlx")
@@ -80,6 +81,7 @@ class PreparedRun:
     resources: ResourcePlan
     tables: Mapping[str, Any] | None = None  # prompts as Ray datasets; None: `launch.run` makes them
     tracking_services: Sequence[TrackingService] | None = None  # None: those that the config names
+    copies: FolderCopies | None = None  # of its models, for nodes that join later
     until: int | None = None  # the step with which the run ends for now; None: with train.steps
     opens: bool = False  # of the prompts of that step, keep the shares of the gradient
 

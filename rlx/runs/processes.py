@@ -230,7 +230,8 @@ def engine_spec_of(prepared: PreparedRun) -> EngineSpec:
     """Returns the specification of a prepared run's engines."""
     config = prepared.config
     longest, bundle = config.data.max_prompt_tokens, prepared.resources.engines[0]
-    return engine_spec(config.rollout, config.model, longest, prepared.model_path, bundle)
+    spec = engine_spec(config.rollout, config.model, longest, prepared.model_path, bundle)
+    return replace(spec, bring=prepared.copies.bring_here if prepared.copies else None)
 
 
 def _start_reward_models(prepared: PreparedRun, placement: Any) -> list[Any]:
@@ -245,6 +246,7 @@ def _start_reward_models(prepared: PreparedRun, placement: Any) -> list[Any]:
         group=placement,
         bundles=needed.indices.reward_models,
         trust_remote_code=prepared.config.model.trust_remote_code,
+        bring=prepared.copies.bring_here if prepared.copies else None,
     )
 
 

@@ -158,6 +158,8 @@ def whole_or_pointer(checkpoint: ray.train.Checkpoint, is_whole: bool) -> Iterat
 
 def run_job(spec: WorkerSpec, box: Box, number: int, train_folder: Storage) -> None:
     """Trains, or examines with the doctor, as the job says; every rank calls it."""
+    if spec.copies:
+        spec.copies.bring_here()
     inputs = inputs_of(Job(spec, box, number, train_folder))
     inputs.reporter.notify(Phase("models"))
     trainer, collector, checkpointer = setup.build(inputs)

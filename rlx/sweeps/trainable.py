@@ -21,6 +21,7 @@ from ray import tune
 from ray.tune.result import TRAINING_ITERATION
 
 from rlx.cluster import connection, nodes
+from rlx.cluster.nodes import FolderCopies
 from rlx.cluster.resources import ResourcePlan
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, with_overrides
@@ -73,6 +74,7 @@ class SharedInputs:
     known: Mapping[str, TrialRecord] = field(default_factory=dict)  # of trials before a resume, by name
     model_path: str | None = None  # the model's folder or name; None if it differs from trial to trial
     tables: Mapping[str, Any] | None = None  # the prompts; None if they differ
+    copies: FolderCopies | None = None  # of the models, for nodes that join later
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,10 +245,12 @@ def run_trial(
     folder = runs / attempt.name
     if message := failure_of(folder):
         raise RunError(message)
+    if shared.copies:
+        shared.copies.bring_here()
     overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
     config = from_tree(with_overrides(plan.tree, overrides))
     prepared = preflight.prepare(config, tables=shared.tables, model_path=shared.model_path)
-    prepared = replace(prepared, tracking_services=shared.tracking)
+    prepared = replace(prepared, tracking_services=shared.tracking, copies=shared.copies)
     if shared.model_path is None:
         nodes.bring_folder(prepared.model_path, "model.path")
     parent = Parent(sweep if attempt.is_first else runs / attempt.trial, _tags(plan.name, attempt), shared.signer)

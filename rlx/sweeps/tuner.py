@@ -17,7 +17,8 @@ from ray import tune
 from ray.tune.search.sample import Categorical
 
 from rlx.analysis.loading import RACE_FILE
-from rlx.cluster import nodes
+from rlx.cluster import connection, nodes
+from rlx.cluster.nodes import FolderCopies
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections.base import flatten
@@ -209,9 +210,10 @@ def shared_inputs(plan: SweepPlan, space: Space, models: Sequence[NeededModel]) 
     Args:
         models: those of `models_of`, which every node gets.
     """
-    common = SharedInputs(relay.reachable(plan.tracking), start_mailbox(), Signer.new())
     for model in models:
         nodes.bring_folder(*model)
+    copies = None if connection.is_own_cluster() else FolderCopies.of(each.path for each in models)
+    common = SharedInputs(relay.reachable(plan.tracking), start_mailbox(), Signer.new(), copies=copies)
     if any(key.startswith("model.") for key in space):
         return common
     path = models[0].path

@@ -1,5 +1,7 @@
 """What nodes lack: files that a trial reads are refused, models are copied."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def make(has: bool) -> None:
         monkeypatch.setattr(nodes, "other_nodes", lambda: ["b"])
         monkeypatch.setattr(nodes, "_on", lambda node, function, *args: has)
+        monkeypatch.setattr(nodes, "_result", lambda node, answer: answer)
         monkeypatch.setattr(nodes, "_title", lambda node: f"node 10.0.0.2 ({node})")
 
     return make
@@ -54,10 +57,13 @@ class Disks:
     def place(self, node: str, path: str) -> Path:
         return self.home / node / Path(path).relative_to("/")
 
-    def on(self, node: str, function: Any, *args: Any) -> Any:
-        if node == self.refuses and function is nodes._unpack:
-            raise ray.exceptions.RayTaskError("unpack", "", PermissionError("read-only"))
-        return function(*args[:-1], str(self.place(node, args[-1])))
+    def on(self, node: str, function: Any, *args: Any) -> Callable[[], Any]:
+        def call() -> Any:
+            if node == self.refuses and function is nodes._unpack:
+                raise ray.exceptions.RayTaskError("unpack", "", PermissionError("read-only"))
+            return function(*args[:-1], str(self.place(node, args[-1])))
+
+        return call
 
 
 @pytest.fixture
@@ -65,6 +71,7 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disks:
     made = Disks(tmp_path / "nodes", "b", "c")
     monkeypatch.setattr(nodes, "other_nodes", lambda: list(made.names))
     monkeypatch.setattr(nodes, "_on", made.on)
+    monkeypatch.setattr(nodes, "_result", lambda node, call: call())
     monkeypatch.setattr(nodes, "_title", lambda node: f"node {node}")
     monkeypatch.setattr(ray, "put", lambda content: content)
     return made
@@ -132,3 +139,35 @@ def test_a_folder_that_is_something_else_is_an_error_and_stays(model: Path, tmp_
         nodes._unpack(nodes._packed(model), str(there))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "there"]
     assert [path.name for path in there.iterdir()] == ["mine"]
+
+
+def test_an_actor_that_starts_where_the_model_is_not_has_it_nevertheless(
+    model: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reader:
+        """An actor that reads a model when it starts."""
+
+        def __init__(self, model: Path, bring: Callable[[], None]) -> None:
+            bring()
+            self.found = (model / "parts" / "weights").read_bytes()
+
+        def read(self) -> bytes:
+            return self.found
+
+        def end(self) -> None:
+            os._exit(1)
+
+    copies = nodes.FolderCopies.of([str(model), str(model), "org/model"])
+    assert copies.paths == (str(model),)
+    copy = model.with_name("copy")
+    monkeypatch.setattr(nodes, "_LARGEST_COPY", 16)
+    assert nodes.FolderCopies.of([str(model)]).paths == ()
+    reader = ray.remote(Reader).options(num_cpus=0, max_restarts=1, max_task_retries=1)
+    # One disk is that of all nodes here: the store reads the folder, which is then away when the actor starts.
+    ray.get(copies.store.content.remote(str(model)))
+    model.rename(copy)
+    actor = reader.remote(model, copies.bring_here)
+    assert ray.get(actor.read.remote()) == bytes(range(256)) and model.is_dir()
+    shutil.rmtree(model)
+    actor.end.remote()  # it is restarted
+    assert ray.get(actor.read.remote()) == bytes(range(256)) and model.is_dir()
