@@ -30,7 +30,8 @@ _OTHER_GPUS = ("/dev/kfd", "/dev/dxg", "/dev/accel")
 
 def address_of(ray_address: str | None) -> str | None:
     """Returns the address of the Ray cluster to join; None: one is started in this process."""
-    return ray_address or os.environ.get("RAY_ADDRESS") or None
+    address = ray_address or os.environ.get("RAY_ADDRESS") or None
+    return None if address == "local" else address
 
 
 def check_place(needed: ResourcePlan, ray_address: str | None) -> None:
@@ -123,7 +124,7 @@ def _check_answer(address: str) -> None:
     elif address == "auto":
         if not _runs_ray():
             raise ConfigError("ray_address auto: no Ray cluster is on this machine; `ray start` makes one")
-    elif address != "local" and not (mark and _has_client(scheme)):
+    elif not (mark and _has_client(scheme)):
         raise ConfigError(f"ray_address {address}: expected auto, HOST:PORT or ray://HOST:PORT")
 
 

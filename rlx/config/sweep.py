@@ -9,7 +9,11 @@ import pydantic
 
 DEFAULT_METRIC = "eval/accuracy"
 """metric that ranks checkpoints, runs and trials when nothing else is chosen"""
-OF_THE_MACHINE = ("storage", "ray_address", "tracking.uri", "wait_for_resources", "data.source", "model.path")
+OF_THE_MACHINE = (
+    *("storage", "ray_address", "tracking.uri", "wait_for_resources"),
+    *("data.source", "data.ptx_source", "eval.source"),
+    *("model.path", "model.critic_path", "model.reference_path", "reward.model"),
+)
 """settings that may differ where a sweep is resumed: a file may lie elsewhere there, but has the same name"""
 DEFAULT_ALPHA = 0.05
 """the chance that a race takes of dropping the best setting"""

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlx.cluster.connection import is_own_cluster
 from rlx.cluster.nodes import other_nodes
+from rlx.config.errors import one_line
 from rlx.config.sections.records import BackendName
 from rlx.tracking.base import Reach, RunStatus, TrackingService
 
@@ -42,7 +43,7 @@ def from_driver(services: Sequence[TrackingService], reachable: Sequence[Trackin
 def start_relay(service: TrackingService) -> RelayedService:
     """Returns a service whose calls an actor on this node makes; it ends with the last copy of the service."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(_Relay).options(num_cpus=0, max_concurrency=_AT_ONCE, scheduling_strategy=here)
+    actor = ray.remote(_Relay).options(num_cpus=0, max_concurrency=_AT_ONCE, max_restarts=-1, scheduling_strategy=here)
     own = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     return RelayedService(actor.remote(service, own), service.name, service.title, service.address)
 
@@ -105,10 +106,16 @@ class RelayedService:
         return RelayedRun(self.actor, run_id)
 
     def is_refusal(self, error: Exception) -> bool:
-        return bool(self._call("is_refusal", error))
+        try:
+            return bool(self._call("is_refusal", error))
+        except ray.exceptions.RayError:  # the actor is being restarted: nobody has refused anything
+            return False
 
     def cause(self, error: Exception) -> str:
-        return str(self._call("cause", error))
+        try:
+            return str(self._call("cause", error))
+        except ray.exceptions.RayError:
+            return one_line(error)
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         return _answer(self.actor.call.remote(method, *args, **options))

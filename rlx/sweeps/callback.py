@@ -182,12 +182,11 @@ class TrialLog:
         self.tracking, self.of_trials = tracking, tracking if of_trials is None else of_trials
         self.folder, self.records = folder, records
         self.schedule, self.metric = schedule, metric
-        self._thread = ThreadPoolExecutor(1, "trial-log")
+        self._thread, self._patience_s = ThreadPoolExecutor(1, "trial-log"), _PATIENCE_S
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_thread"} | dict.fromkeys(
-            ("tracking", "of_trials"), ()
-        )
+        kept = {key: value for key, value in vars(self).items() if not key.startswith("_")}
+        return kept | dict.fromkeys(("tracking", "of_trials"), ())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -237,7 +236,8 @@ class TrialLog:
         if run_folder.exists(run):
             tracker = OutboxTracker(tracking, run, writer)
             what(tracker)
-            tracker.close(_PATIENCE_S)
+            if tracker.close(self._patience_s):  # the service does not answer: the others need not wait, too
+                self._patience_s = 0.0
 
 
 def _confirm_interrupts() -> None:

@@ -138,7 +138,7 @@ class TrialRecords:
 
     def __init__(self, sweep: Storage) -> None:
         self.sweep, self.folder = sweep, sweep / "trials"
-        self._written: dict[str, TrialRecord] = {}  # by this process, the newest of each trial
+        self._written: dict[str, TrialRecord] = {}  # read or written, the newest of each trial
         self._waiting: dict[str, TrialRecord] = {}  # for the thread
         self._lock, self._thread = threading.Lock(), ThreadPoolExecutor(1, "trial-records")
 
@@ -158,7 +158,8 @@ class TrialRecords:
             return self._written[name]
         file = self.folder / f"{name}.json"
         try:
-            return TrialRecord.model_validate_json(retry(file.read_text, f"reading {file.path}"))
+            found = TrialRecord.model_validate_json(retry(file.read_text, f"reading {file.path}"))
+            return self._written.setdefault(name, found)
         except ValueError:  # pydantic's errors are among them, and bytes that are not text
             raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
 

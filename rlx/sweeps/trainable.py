@@ -217,6 +217,9 @@ def trial_resources(needed: ResourcePlan, most: int | None) -> tune.PlacementGro
     if most or not bundles:  # Tune takes no empty group
         here = ray.get_runtime_context().get_node_id()
         memory = next(node["Resources"]["memory"] for node in ray.nodes() if node["NodeID"] == here)
+        memory -= (most or 0) * needed.total().get("memory", 0.0)  # which the trials ask for themselves
+        if memory <= 0:
+            raise ConfigError(f"{most} trials at once ask for more memory than this node has: let them ask for less")
         bundles.append({"memory": memory // (most + 0.5) if most else 1.0})
         selectors.append({_NODE_ID: here})
     return tune.PlacementGroupFactory([{}, *bundles], strategy=needed.strategy, bundle_label_selector=selectors)
@@ -245,16 +248,9 @@ def run_trial(
     folder = runs / attempt.name
     if message := failure_of(folder):
         raise RunError(message)
-    if shared.copies:
-        shared.copies.bring_here()
-    overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
-    config = from_tree(with_overrides(plan.tree, overrides))
-    prepared = preflight.prepare(config, tables=shared.tables, model_path=shared.model_path)
-    prepared = replace(prepared, tracking_services=shared.tracking, copies=shared.copies)
-    if shared.model_path is None:
-        nodes.bring_folder(prepared.model_path, "model.path")
     parent = Parent(sweep if attempt.is_first else runs / attempt.trial, _tags(plan.name, attempt), shared.signer)
     try:
+        prepared = _prepared(plan, settings, attempt, shared)
         launch.run(
             prepared, folder, resume=exists(folder), parent=parent, on_report=on_report, processes=processes, waits=True
         )
@@ -264,6 +260,24 @@ def run_trial(
         if not isinstance(error, RunLostError):
             write(folder / _FAILURE, str(error))  # Tune tries a trial again: its process may have been lost
         raise
+
+
+def _prepared(
+    plan: SweepPlan, settings: Mapping[str, Any], attempt: Attempt, shared: SharedInputs
+) -> preflight.PreparedRun:
+    """Returns the run of an attempt.
+
+    Raises:
+        ConfigError: its settings do not go together.
+    """
+    if shared.copies:
+        shared.copies.bring_here()
+    overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
+    config = from_tree(with_overrides(plan.tree, overrides))
+    prepared = preflight.prepare(config, tables=shared.tables, model_path=shared.model_path)
+    if shared.model_path is None:
+        nodes.bring_folder(prepared.model_path, "model.path")
+    return replace(prepared, tracking_services=shared.tracking, copies=shared.copies)
 
 
 def failure_of(folder: Storage) -> str | None:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from ray import tune
-from ray.tune.search.sample import Categorical
 
 from rlx.analysis.loading import RACE_FILE
 from rlx.cluster import connection, nodes
@@ -22,6 +21,7 @@ from rlx.cluster.nodes import FolderCopies
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections.base import flatten
+from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.runs import launch, preflight, relay, run_folder
 from rlx.runs.mailbox import start_mailbox
 from rlx.runs.run_folder import saved_config
@@ -214,15 +214,22 @@ def shared_inputs(plan: SweepPlan, space: Space, models: Sequence[NeededModel]) 
         nodes.bring_folder(*model)
     copies = None if connection.is_own_cluster() else FolderCopies.of(each.path for each in models)
     common = SharedInputs(relay.reachable(plan.tracking), start_mailbox(), Signer.new(), copies=copies)
-    if any(key.startswith("model.") for key in space):
-        return common
-    path = models[0].path
-    if any(key.startswith(("data.", "eval.")) for key in space):
-        for setting, given in (("data.source", plan.config.data.source), ("eval.source", plan.config.eval.source)):
-            for address in _choices(space, setting, given):
-                nodes.check_path(address or "", setting)
-        return replace(common, model_path=path)
-    return replace(common, model_path=path, tables=preflight.prompt_tables(plan.config, path))
+    path = None if any(key.startswith("model.") for key in space) else models[0].path
+    if path and not any(key.startswith(("data.", "eval.")) for key in space):
+        return replace(common, model_path=path, tables=preflight.prompt_tables(plan.config, path))
+    for setting, address in _prompts_of(plan.config.data, plan.config.eval, space):
+        nodes.check_path(address, setting)
+    return replace(common, model_path=path)
+
+
+def _prompts_of(data: DataConfig, judged: EvalConfig, space: Space) -> Iterator[tuple[str, str]]:
+    """Gives the addresses of prompts that trials may read, with the settings that name them."""
+    single = {"data.source": data.source, "data.ptx_source": data.ptx_source, "eval.source": judged.source}
+    for setting, default in single.items():
+        yield from ((setting, str(address)) for address in _choices(space, setting, default) if address)
+    for each in data.sources:
+        yield from (("data.sources", address) for address in (each.source, each.held_out) if address)
+    yield from (("eval.sets", each.source) for each in judged.sets if each.source)
 
 
 def models_of(plan: SweepPlan, space: Space) -> list[NeededModel]:
@@ -238,8 +245,7 @@ def models_of(plan: SweepPlan, space: Space) -> list[NeededModel]:
 
 def _choices(space: Space, key: str, default: str | None) -> list[Any]:
     """Returns the values of a setting that trials may have."""
-    varied = space.get(key, default)
-    return list(varied.categories) if isinstance(varied, Categorical) else [varied]
+    return extremes(space[key]) if key in space else [default]
 
 
 def _trial_source(

@@ -38,6 +38,8 @@ TRACKING_SERVICES: dict[BackendName, Callable[[TrackingConfig, Path], TrackingSe
     "wandb": lambda tracking, folder: WandbService(folder),
 }
 """makes the service of each name in `tracking.backends`; its files, if it has any, are in a folder of this machine"""
+_OF_A_JOB = "working_dir_files"
+"""the folder of Ray in which the working folders of jobs are"""
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """what a service needs to be installed, by its name, which is also that of pip's extra"""
 
@@ -47,7 +49,15 @@ def services_of(tracking: TrackingConfig, folder: Path) -> tuple[TrackingService
 
     Args:
         folder: for the files of services that are files.
+
+    Raises:
+        ConfigError: it is the working folder of a Ray job, which goes with the cluster.
     """
+    if _OF_A_JOB in folder.parts and (tracking.uri is None or set(tracking.backends) != {"mlflow"}):
+        raise ConfigError(
+            f"tracking.uri: records would be in {folder}, the working folder of this job, which goes with the cluster: "
+            "give the address of an MLflow server, or a --storage that is a folder of all nodes"
+        )
     return tuple(TRACKING_SERVICES[name](tracking, folder) for name in tracking.backends)
 
 

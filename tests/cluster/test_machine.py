@@ -70,4 +70,4 @@ def test_an_address_of_no_kind_is_refused(address: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "_has_joined", lambda: False)
     with pytest.raises(ConfigError, match=rf"^ray_address {address}: expected auto, HOST:PORT or ray://HOST:PORT$"):
         machine.check_place(PLAN, address)
-    machine.check_place(PLAN, "local")
+    assert machine.address_of("local") is None

@@ -1,6 +1,5 @@
 """What nodes lack: files that a trial reads are refused, models are copied."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -154,9 +153,6 @@ def test_an_actor_that_starts_where_the_model_is_not_has_it_nevertheless(
         def read(self) -> bytes:
             return self.found
 
-        def end(self) -> None:
-            os._exit(1)
-
     copies = nodes.FolderCopies.of([str(model), str(model), "org/model"])
     assert copies.paths == (str(model),)
     copy = model.with_name("copy")
@@ -169,5 +165,5 @@ def test_an_actor_that_starts_where_the_model_is_not_has_it_nevertheless(
     actor = reader.remote(model, copies.bring_here)
     assert ray.get(actor.read.remote()) == bytes(range(256)) and model.is_dir()
     shutil.rmtree(model)
-    actor.end.remote()  # it is restarted
+    ray.kill(actor, no_restart=False)
     assert ray.get(actor.read.remote()) == bytes(range(256)) and model.is_dir()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import ray
 
 from rlx.runs import relay
 from rlx.storage.filesystem import Storage
@@ -40,3 +41,22 @@ def test_the_actor_gets_the_variables_of_wandb_from_the_driver(
 
     (far,) = relay.reachable([WandbService(tmp_path)])
     assert far.browse_command() == f"wandb sync {tmp_path}/wandb/offline-run-*"  # as the actor answers
+
+
+def test_an_actor_that_dies_comes_back_and_refuses_nothing(ray_cluster: None, tmp_path: Path) -> None:
+    far = relay.start_relay(TensorBoardService(tmp_path / "tb"))
+    folder = Storage.local(tmp_path / "run")
+    driver = OutboxTracker([far], folder, "driver")
+    driver.open("rlx", "one", params={}, tags={})
+    driver.log({"reward/mean": 0.5}, 0)
+    assert driver.close(60) == 0
+    ray.kill(far.actor, no_restart=False)
+    again = OutboxTracker([far], folder, "driver")
+    for step in (1, 2):
+        again.log({"reward/mean": 0.5}, step)
+    assert again.close(60) == 0
+    found = [event for file in (tmp_path / "tb" / "one").glob("events*") for event in events(file)]
+    steps = [event.step for event in found for each in event.summary.value if each.tag == "reward/mean"]
+    assert sorted(steps) == [0, 1, 2]
+    ray.kill(far.actor)
+    assert not far.is_refusal(OSError("disk full")) and "disk full" in far.cause(OSError("disk full"))

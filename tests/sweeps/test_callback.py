@@ -2,6 +2,7 @@
 
 import pickle
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -364,3 +365,25 @@ def test_the_mailbox_ends_with_the_sweep_and_the_autoscaler_is_asked_for_nothing
     Helpers("mailbox").end()
     Helpers().end()
     assert (killed, asked) == (["mailbox"], [[], []])
+
+
+def test_a_service_that_is_away_is_waited_for_once(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 500 trials each would else wait at the end of a sweep."""
+
+    def away(*_: Any) -> None:
+        raise ConnectionError("it is away")
+
+    monkeypatch.setattr(callback, "_PATIENCE_S", 2.0)
+    sweep.log._patience_s = 2.0
+    monkeypatch.setattr(Service, "end", away)
+    monkeypatch.setattr(Service, "is_refusal", lambda self, error: False)
+    sweep.start(0, 1)
+    sweep.complete(0)
+    sweep.complete(1)
+    started = time.monotonic()
+    sweep.end()
+    assert time.monotonic() - started < 3.9  # one of three waits
+    kept = [
+        folder / "outbox" for folder in (sweep.folder, *(sweep.folder / "runs" / str(each) for each in sweep.trials))
+    ]
+    assert all(each.exists() for each in kept)  # for the next resume

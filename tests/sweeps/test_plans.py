@@ -204,3 +204,33 @@ def test_a_sweep_that_is_not_over_was_interrupted(
     else:
         with pytest.raises(KeyboardInterrupt):
             tuner._results(plan, folder)
+
+
+def test_models_that_a_space_names_are_needed_by_name_or_folder(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    plan = SweepPlan("s", TREE, "space.py")
+    for varied in (tune.grid_search([str(each) for each in folders]), tune.choice([str(each) for each in folders])):
+        needed = tuner.models_of(plan, {"model.path": varied})
+        assert [(each.path, each.setting) for each in needed] == [(str(each), "model.path") for each in folders]
+
+
+def test_prompts_that_trials_read_are_looked_for_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(tuner.nodes, "check_path", lambda path, setting: asked.append((setting, path)))
+    monkeypatch.setattr(tuner, "start_mailbox", lambda: None)
+    monkeypatch.setattr(tuner.relay, "reachable", lambda services: [])
+    monkeypatch.setattr(tuner.connection, "is_own_cluster", lambda: True)
+    sets = [{"name": "mine", "source": "judged.jsonl"}]
+    sources = [{"source": "one.jsonl"}, {"source": "two.jsonl", "held_out": "held.jsonl"}]
+    plan = SweepPlan("s", {"data": {"sources": sources}, "eval": {"sets": sets}}, "space.py")
+    shared = tuner.shared_inputs(plan, {"model.lora_rank": tune.choice([8, 16])}, [])
+    assert shared.model_path is shared.tables is None
+    named = [path for _, path in asked if not path.startswith("reasoning_gym:")]  # which is no path
+    assert named == ["one.jsonl", "two.jsonl", "held.jsonl", "judged.jsonl"]
+    asked.clear()
+    space = {"model.lora_rank": 8, "data.source": tune.grid_search(["a.jsonl", "b.jsonl"])}
+    tuner.shared_inputs(SweepPlan("s", {}, "space.py"), space, [])
+    assert asked == [("data.source", "a.jsonl"), ("data.source", "b.jsonl")]

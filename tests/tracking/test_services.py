@@ -250,3 +250,12 @@ def test_backends_name_services_and_missing_packages(tmp_path: Path, monkeypatch
     for wrong in ([], ["mlflow", "mlflow"], ["mlfow"]):
         with pytest.raises(ConfigError, match=r"tracking\.backends"):
             from_tree({"tracking": {"backends": wrong}})
+
+
+def test_records_in_the_working_folder_of_a_job_are_refused(tmp_path: Path) -> None:
+    job = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1" / "storage"
+    local, server = (from_tree({"tracking": {"uri": uri}}).tracking for uri in (None, "http://mlflow:5000"))
+    with pytest.raises(ConfigError, match=r"^tracking.uri: records would be in .*_ray_pkg_1/storage, the work"):
+        services_of(local, job)
+    assert [service.name for service in services_of(server, job)] == ["mlflow"]
+    assert not job.exists()
