@@ -15,7 +15,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.experiment import DEFAULT_EXPERIMENT, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections.data import DataConfig
+from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.records import TrackingConfig
 from rlx.config.sections.rollout import RolloutConfig
@@ -176,7 +176,9 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
         with run_folder.keeping_details(folder):
             prepared = preflight.prepare(config, progress.warm_start)
         ready = prepared.config
-        progress.message(in_short(ready.model, ready.data, ready.rollout, ready.train, ready.resolved_critic))
+        progress.message(
+            in_short(ready.model, ready.data, ready.rollout, ready.train, ready.eval, ready.resolved_critic)
+        )
         from rlx.cluster import connection  # slow to import: what is wrong has been said by now
         from rlx.cluster.watch import end_with_ray
         from rlx.runs import launch
@@ -192,12 +194,19 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
     return 0
 
 
-def in_short(model: ModelConfig, data: DataConfig, rollout: RolloutConfig, train: TrainConfig, critic: str) -> str:
+def in_short(
+    model: ModelConfig,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    train: TrainConfig,
+    evaluation: EvalConfig,
+    critic: str,
+) -> str:
     """Returns one line with what is to be trained, and with the settings whose defaults depend on the model."""
     rates = f"learning rate {train.actor_lr:g}" + (f", critic {train.critic_lr:g}" if critic != "none" else "")
     return (
         f"{model.path} in {model.dtype}; prompts of {data.source}, at most {data.max_prompt_tokens} tokens; responses "
-        f"of at most {rollout.max_tokens}; {rates}"
+        f"of at most {rollout.max_tokens}; {rates}; judged by {evaluation.num_prompts} held-out prompts"
     )
 
 

@@ -158,3 +158,20 @@ def evaluated(evaluation: EvalConfig, data: DataConfig, *, averaged: bool) -> li
     names = [*plain, *(name.replace("eval/", "eval/ema/") for name in plain if averaged)]
     names += [f"{name}/{label}" for label in data.labels for name in ("eval/accuracy", "eval/reward")]
     return names + [name for each in evaluation.sets for name in each.metrics]
+
+
+def page() -> str:
+    """All metrics with their meanings, as docs/metrics.md has them."""
+    rows = "".join(f"| `{name}` | {text.replace('|', chr(92) + '|')} |\n" for name, text in METRICS.items())
+    return f"""# Metrics
+
+What each name in MLflow, TensorBoard and W&B means. `NAME` stands for a reward function, `SOURCE` for one of
+`data.sources`, `SET` for one of `eval.sets`. `python -m rlx.tracking.metrics` writes this page.
+
+| metric | meaning |
+|---|---|
+{rows}"""
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -106,13 +106,15 @@ def test_commands_without_options_train_as_they_did_before(capsys: pytest.Captur
 def test_a_run_says_in_a_line_what_it_has_settled() -> None:
     def line(**given: Any) -> str:
         config = built(model__path="org/name", data__source="hf:a/b", data__params={}, **given)
-        return train.in_short(config.model, config.data, config.rollout, config.train, config.resolved_critic)
+        sections = config.model, config.data, config.rollout, config.train, config.eval
+        return train.in_short(*sections, config.resolved_critic)
 
     settled = (
         "org/name in float32; prompts of hf:a/b, at most 1024 tokens; responses of at most 1024; learning rate 1e-06"
     )
-    assert line() == f"{settled}, critic 1e-05"
-    assert line(algorithm__advantage="grpo") == settled
+    judged = "judged by 256 held-out prompts"
+    assert line() == f"{settled}, critic 1e-05; {judged}"
+    assert line(algorithm__advantage="grpo") == f"{settled}; {judged}"
 
 
 def test_given_settings_override_the_default_experiment(tmp_path: Path) -> None:

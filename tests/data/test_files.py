@@ -86,6 +86,16 @@ def test_integers_that_pandas_made_floats_are_integers_again(tmp_path: Path) -> 
     assert [row["answer"] for row in found] == ["42", "7"]
 
 
+def test_a_small_file_that_unpacks_to_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "bomb.parquet"
+    pd.DataFrame({"question": ["q" * 4000] * 5000, "answer": ["a"] * 5000}).to_parquet(file)
+    assert file.stat().st_size < 100_000
+    monkeypatch.setattr(parsers, "_TABLE_BYTES", 1 << 20)
+    part = Part("bomb.parquet", str(file))
+    with pa.OSFile(str(file)) as opened, pytest.raises(ValueError, match=r"bomb\.parquet: 5000 rows unpack to 19 MiB"):
+        list(parsers.parse_parquet(opened, part, Columns()))
+
+
 GOOD = '{"question": "q", "answer": "a"}\n'
 
 

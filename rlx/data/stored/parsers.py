@@ -21,6 +21,7 @@ from rlx.config.errors import one_line
 from rlx.data.stored.columns import SCHEMA, ColumnError, Columns, Row
 
 _TABLE_ROWS = 16_384  # of the tables in which rows are handed on
+_TABLE_BYTES = 1 << 30  # of such a table: a small file may hold much that is repeated
 _NEXT_BYTES = 65_536  # read at a time to find the end of a line
 
 
@@ -128,6 +129,8 @@ def parse_parquet(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator
     wanted = columns.roots(content.schema_arrow.names)
     groups = list(range(*part.slice_of(content.num_row_groups)))
     for batch in content.iter_batches(_TABLE_ROWS, row_groups=groups, columns=wanted, use_threads=False):
+        if batch.nbytes > _TABLE_BYTES:
+            raise ValueError(f"{part.name}: {len(batch)} rows unpack to {batch.nbytes >> 20} MiB")
         yield from table_rows(pa.Table.from_batches([batch]), columns)
 
 
