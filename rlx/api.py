@@ -57,10 +57,11 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     return from_tree(with_experiment(with_overrides(tree, overrides or {})), str(path or "overrides"))
 
 
-def train(config: RunConfig, *, on_report: OnReport | None = None) -> TrainResult:
+def train(config: RunConfig, *, on_report: OnReport | None = None, quiet: bool = False) -> TrainResult:
     """Trains to the last step; the run gets a name if the config has none.
 
     Args:
+        quiet: print neither the steps nor what is being started.
         on_report: called after each step with its metrics, and with the path of a checkpoint if one became complete
             since the step before.
 
@@ -71,7 +72,7 @@ def train(config: RunConfig, *, on_report: OnReport | None = None) -> TrainResul
     from rlx.runs import run_folder
 
     with run_folder.new_run(config) as (config, folder):
-        return _run(config, folder, resume=False, on_report=on_report)
+        return _run(config, folder, resume=False, on_report=on_report, quiet=quiet)
 
 
 def resume(
@@ -81,6 +82,7 @@ def resume(
     overrides: Mapping[str, Any] | None = None,
     trust: bool = False,
     on_report: OnReport | None = None,
+    quiet: bool = False,
 ) -> TrainResult:
     """Continues a run from its newest checkpoint to its last step; a finished run gives its result at once.
 
@@ -88,6 +90,8 @@ def resume(
         storage: the address where the run is kept; None: the default of the setting `storage`.
         overrides: settings for the rest of the run by dotted key, such as a larger `train.steps`.
         trust: take all of the run's settings, whoever wrote them.
+        on_report: as for `train`.
+        quiet: as for `train`.
 
     Raises:
         ConfigError: no such run, a setting that a run cannot change once it has begun, or settings of another person
@@ -100,16 +104,27 @@ def resume(
     with run_folder.saved_run(name, storage, overrides or {}, trust=trust) as (config, folder):
         if metrics := run_folder.finished_metrics(folder, config.train.steps):
             return _result(config.storage, name, metrics)
-        return _run(config, folder, resume=True, on_report=on_report)
+        return _run(config, folder, resume=True, on_report=on_report, quiet=quiet)
 
 
-def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnReport | None) -> TrainResult:
+def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnReport | None, quiet: bool) -> TrainResult:
     from rlx.cluster import connection
     from rlx.runs import launch, preflight
+    from rlx.tracking import console
 
-    prepared = preflight.prepare(config)
-    connection.connect(config, prepared.resources)
-    result = launch.run(prepared, folder, resume=resume, on_report=on_report)
+    with ExitStack() as stack:
+        shown = None if quiet else stack.enter_context(console.RunProgress(config.train.steps))
+
+        def on_step(metrics: dict[str, Any], checkpoint: str | None) -> None:
+            if shown:
+                shown.step(metrics, checkpoint)
+            if on_report:
+                on_report(metrics, checkpoint)
+
+        notify = shown.message if shown else None
+        prepared = preflight.prepare(config, shown.warm_start if shown else None)
+        connection.connect(config, prepared.resources, notify)
+        result = launch.run(prepared, folder, resume=resume, on_report=on_step, notify=notify)
     return _result(config.storage, result.name, result.metrics, result.train)
 
 
