@@ -112,7 +112,7 @@ def wait_for(call: Any, actor: str, deadline: float) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise CallFailedError(actor, error.cause) from None
     except ray.exceptions.RayError as error:
-        raise ActorDiedError(f"{actor} died: {_cause_of_death(error)}") from None
+        raise ActorDiedError(f"{actor} died: {cause_of_death(error)}") from None
 
 
 def get_result(call: Any, engine: int, deadline: float) -> Any:
@@ -138,7 +138,7 @@ def get_result(call: Any, engine: int, deadline: float) -> Any:
         raise EngineLostError(str(error)) from None
 
 
-def _cause_of_death(error: ray.exceptions.RayError) -> str:
+def cause_of_death(error: ray.exceptions.RayError) -> str:
     """One line of Ray's report. For an actor that did not start it is a traceback, with the cause in its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if "unavailable" in lines[0]:  # the actor was killed: Ray reports its connection only

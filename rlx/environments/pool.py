@@ -8,6 +8,7 @@ Left out: turns of the policy (rlx.rollout.episodes).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,13 @@ from typing import Any, Protocol
 
 import ray
 
+from rlx.actors import cause_of_death, is_dead
 from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
 from rlx.types import EnvironmentFailed, Notify, Observation, TaskRow
 
 _MARGIN_S = 10.0
 """a host that has not answered so long after a call's time limit does not run its event loop: it is replaced"""
+_LOOK_S = 0.2
 _START_S = 120.0
 """longest wait for a host whose process starts"""
 
@@ -43,6 +46,10 @@ class Host(Protocol):
         """Has the process ended and started anew."""
         ...
 
+    async def is_up(self) -> bool:
+        """Waits while the process starts; false if it does not."""
+        ...
+
 
 class LocalHost:
     """A host in this process, for tests and for training without Ray."""
@@ -58,12 +65,17 @@ class LocalHost:
         """Forgets all episodes; threads that do not end stay."""
         self._host = EnvironmentHost(self._settings)
 
+    async def is_up(self) -> bool:
+        """See `Host.is_up`."""
+        return True
+
 
 class ActorHost:
     """A host in a Ray actor."""
 
     def __init__(self, actor: Any, timeout_s: float) -> None:
         self._actor, self._timeout_s, self._has_answered = actor, timeout_s, False
+        self._is_dead = False
 
     async def call(self, method: str, *args: Any) -> Any:
         """See `Host.call`. The first call waits until the process is up."""
@@ -74,16 +86,29 @@ class ActorHost:
             returned = await asyncio.wait_for(future, patience_s)
         except TimeoutError:
             raise HostLost(f"its process has not answered for {patience_s:.0f} s") from None
-        except ray.exceptions.RayActorError:
-            self._has_answered = False
-            raise HostLost("its process ended") from None
+        except ray.exceptions.RayActorError as error:
+            self._has_answered, self._is_dead = False, True
+            raise HostLost(cause_of_death(error)) from None
         self._has_answered = True
         return returned
 
     def replace(self) -> None:
-        """See `Host.replace`."""
+        """See `Host.replace`. Ray starts a process that has died by itself."""
         self._has_answered = False
-        ray.kill(self._actor, no_restart=False)
+        if not self._is_dead:
+            ray.kill(self._actor, no_restart=False)
+
+    async def is_up(self) -> bool:
+        """See `Host.is_up`. Calls of an actor that is being started fail at once."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline and not await asyncio.to_thread(is_dead, self._actor):
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(self._actor.forget.remote("no owner").future()), _START_S)
+                self._has_answered, self._is_dead = True, False
+                return True
+            except (ray.exceptions.RayActorError, TimeoutError):
+                await asyncio.sleep(_LOOK_S)
+        return False
 
 
 class FailureCounts(Counter[str]):
@@ -192,6 +217,8 @@ class EnvironmentPool:
             except HostLost as lost:
                 failure = str(lost)
                 self._replace(record.host, life, failure)
+                if not await self.hosts[record.host].is_up():
+                    break
                 continue
             if reply.observation is not None:
                 record.life, record.is_whole = life, True

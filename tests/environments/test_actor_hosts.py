@@ -31,7 +31,7 @@ class Bad:
 
 @pytest.fixture
 def actors(ray_cluster: None) -> Iterator[list[Any]]:
-    settings = HostSettings("test_actor_hosts:Bad", {}, timeout_s=1.0, concurrency=4, memory_mb=1024)
+    settings = HostSettings("tests.environments.test_actor_hosts:Bad", {}, timeout_s=1.0, concurrency=4, memory_mb=1024)
     started = start_hosts(settings, [{"num_cpus": 0}, {"num_cpus": 0}])
     yield started
     for actor in started:
@@ -43,7 +43,7 @@ def test_episodes_survive_what_happens_to_the_processes(actors: list[Any], monke
     monkeypatch.setattr("rlx.environments.pool._MARGIN_S", 2.0)
     told: list[str] = []
     hosts = [ActorHost(actor, timeout_s=1.0) for actor in actors]
-    pool = EnvironmentPool(hosts, "run/0/", retries=1, concurrency=4, notify=told.append)
+    pool = EnvironmentPool(hosts, "run/0/", retries=3, concurrency=4, notify=told.append)  # a host is killed four times
 
     async def played(key: str, actions: list[str]) -> list[str]:
         texts = [(await pool.start(key, ROW, 3)).text]
