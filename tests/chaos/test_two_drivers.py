@@ -137,6 +137,15 @@ def assert_refused(answers: Answers, what: str) -> None:
     assert refusal.startswith(f"error: {what} is ") and refusal.count("\n") == 1
 
 
+def assert_resumed_once(answers: Answers) -> None:
+    """One of two did the third step; the other was refused, or came when it was done."""
+    if [code for code, _ in answers] == [0, 0]:
+        late = [text for _, text in answers if text.startswith("run same is finished: 3 steps")]
+        assert len(late) == 1, answers
+    else:
+        assert_refused(answers, "run 'same'")
+
+
 def trained_runs(records: Path) -> list[str]:
     """The names of MLflow's runs of training, in alphabetical order."""
     client = mlflow.client(mlflow.default_uri(records))
@@ -154,7 +163,7 @@ def test_one_of_two_has_the_name_of_a_run(
         run = open_storage(storage) / "runs" / "same"
         assert_steps(at, run)
         go_on = ["--resume", "same", "--storage", storage, "--train.steps", "3"]
-        assert_refused(pair.both("train", go_on), "run 'same'")
+        assert_resumed_once(pair.both("train", go_on))
         assert_steps(at, run, 3)
         assert trained_runs(at) == ["same"]
 
