@@ -21,6 +21,7 @@ TARGETS: dict[str, tuple[str, float | None, float | None]] = {
     "sync time / copy time": ("<=", 3.0, 1.5),
     "step with k = 1 / max(rollout, update)": ("<=", 1.25, 1.10),
     "step with k = 1 / step with k = 0": ("<=", 0.75, 0.70),
+    "episodes / single turns": (">=", 0.80, 0.80),
     "update memory / bare loop memory": ("<=", 1.10, 1.10),
     "update tokens/s per rank, 2 / 1 ranks": (">=", None, 0.90),
     "update tokens/s per rank, 4 / 2 ranks": (">=", None, 0.90),
