@@ -43,6 +43,7 @@ torch.set_num_threads(1)  # two pools of spinning threads on two cores would be 
 
 WITH_RAY = (
     "cli/test_cli.py",
+    "cluster/test_nodes.py",
     "data/test_blocks.py",
     "data/test_files.py",
     "data/test_hub.py",
