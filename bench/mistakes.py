@@ -129,6 +129,7 @@ MISTAKES = [
     Mistake("a space that raises", "sweep --space raising.py", "the space's import of ray.tune"),
     Mistake("a space with a typing error", "sweep --space misspelt.py"),
     Mistake("prompts of a sweep with other columns", "sweep --data.source fragen.csv --data.params {}"),
+    Mistake("a new sweep with a taken name", "sweep --name spent"),
     Mistake("resume of no sweep", "sweep --resume nosuch"),
     Mistake("the checkpoints of nothing", "checkpoints nope"),
     Mistake("the export of nothing", "export nope"),
@@ -168,6 +169,7 @@ FILES: dict[str, str | bytes] = {
     "misspelt.py": f'{_SPACE}return {{"train.actor_rl": tune.loguniform(1e-5, 1e-3)}}\n',
     "storage/runs/done/config.yaml": "name: done\n",
     "storage/runs/done/run.json": '{"mlflow_run": null, "key": "k"}',
+    "storage/sweeps/spent/sweep.json": "{}",
     "storage/runs/done/result.json": '{"step": 40, "eval/accuracy": 0.5}',
 }
 """what each fresh folder has"""
