@@ -48,7 +48,6 @@ SETTINGS: dict[str, Any] = {
     "train.prompts_per_step": 64,
     "train.samples_per_prompt": 4,
     "rollout.max_num_seqs": 256,
-    "reward.functions": {"environment": 1},
 }
 
 
@@ -80,7 +79,8 @@ def of_turns(config: RunConfig, turns: int, wait: float) -> RunConfig:
     environment = {"name": name, "params": {"turns": turns, "seconds": wait}, "max_turns": turns, "turn_tokens": _TURN}
     environment |= {"concurrency": 256, "history": "extend"}
     rollout = {"max_tokens": 1024, "min_tokens": _TURN}
-    return changed(config, {f"environment.{key}": value for key, value in environment.items()}, rollout)
+    settings: dict[str, Any] = {f"environment.{key}": value for key, value in environment.items()}
+    return changed(config, settings | {"reward.functions": {"environment": 1}}, rollout)
 
 
 def of_one_turn(config: RunConfig, length: int) -> RunConfig:

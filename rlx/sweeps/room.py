@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
@@ -73,6 +73,9 @@ class Room:
         self._is_joined = not connection.is_own_cluster()
         self._count, self._nodes, self._until = 1, set[str](), 0.0  # until then, of `time.monotonic()`, nothing changes
         self._copying: threading.Thread | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_copying": None}  # Tune copies what its callbacks and searches refer to
 
     @property
     def is_due(self) -> bool:

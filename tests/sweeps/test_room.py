@@ -1,5 +1,6 @@
 """How many trials run at once as nodes come and go, and what an autoscaler is asked for."""
 
+import copy
 import threading
 import time
 from pathlib import Path
@@ -106,3 +107,4 @@ def test_a_sweep_does_not_wait_for_a_long_copy_and_the_node_counts_after_it(
         time.sleep(0.01)
     monkeypatch.setattr(room, "_MOMENT_S", 60.0)
     assert [made.trials(8), cluster.brought] == [3, ["m"]]
+    assert copy.deepcopy(made).trials(8) == 3  # Tune makes such copies
