@@ -144,7 +144,7 @@ def _has(path: str) -> bool:
 
 def _packed(folder: Path) -> bytes:
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
+    with tarfile.open(fileobj=content, mode="w", dereference=True) as archive:
         for file in sorted(each for each in folder.rglob("*") if each.is_file()):
             archive.add(file, str(file.relative_to(folder)))
     return content.getvalue()

@@ -100,7 +100,7 @@ class EnvironmentHost:
         live = self._live.pop(key, None)
         close = getattr(getattr(live, "environment", live), "close", None)
         if close is not None:
-            with contextlib.suppress(Exception):  # it is over, whatever it says
+            with contextlib.suppress(Exception, asyncio.CancelledError):  # it is over, whatever it says
                 await asyncio.wait_for(self._called(close), self.settings.timeout_s)
 
     async def forget(self, owner: str) -> None:
@@ -115,6 +115,8 @@ class EnvironmentHost:
             task.cancel()
             await asyncio.sleep(0)
             return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_stuck=True)
+        if task.cancelled():  # by the environment itself
+            return Reply(failure="raised CancelledError")
         error = task.exception()
         if error is not None:
             return Reply(failure=f"raised {type(error).__name__}: {one_line(error, 300)}")
@@ -147,23 +149,26 @@ class EnvironmentHost:
 
     async def _called(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a method returns: on the event loop if it is `async`, else on a thread."""
-        if inspect.iscoroutinefunction(method):
-            return await method(*args, **kwargs)
-        call = functools.partial(_on_thread, method, *args, **kwargs)
-        returned = await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        return await returned if inspect.isawaitable(returned) else returned
+        try:
+            if inspect.iscoroutinefunction(method):
+                return await method(*args, **kwargs)
+            call = functools.partial(_on_thread, method, *args, **kwargs)
+            returned = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return await returned if inspect.isawaitable(returned) else returned
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
+            raise RuntimeError(repr(error)) from None
 
 
 def _on_thread(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a method returns. A future takes no StopIteration: its call would seem to hang.
 
     Raises:
-        RuntimeError: the method raised StopIteration.
+        RuntimeError: the method raised StopIteration, or would end the process.
     """
     try:
         return method(*args, **kwargs)
-    except StopIteration:
-        raise RuntimeError("StopIteration") from None
+    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(repr(error)) from None
 
 
 def limit_memory(size: int) -> None:

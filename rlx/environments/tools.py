@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.environments.base import tool_methods
+from rlx.environments.base import messages_of, tool_methods
 from rlx.types import Observation
 
 _MARKED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -116,7 +116,7 @@ class ToolDialogue:
         if not calls:
             return Observation(reward=await score_of(self.environment, action, self._called), done=True)
         made = [(call, *await self._made(call)) for call in calls]
-        messages = tuple({"role": "tool", "name": call.name, "content": content} for call, content, _ in made)
+        messages = messages_of([{"role": "tool", "name": call.name, "content": content} for call, content, _ in made])
         return Observation(messages, calls=len(calls), call_errors=sum(not is_good for *_, is_good in made))
 
     async def _made(self, call: Call) -> tuple[str, bool]:

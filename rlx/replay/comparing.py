@@ -6,6 +6,7 @@ Values are equal if they are the same to the last bit; a gap may be allowed, for
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from rlx.storage import checkpoint_catalog
 from rlx.storage.checkpoint_manifest import FileRecord
 from rlx.storage.filesystem import Storage
 from rlx.tracking.metrics import MEASURED
+
+_SECONDS = re.compile(r'"seconds": [^,}]+')  # in an episode as JSON
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,9 @@ def different_columns(run: Storage, again: Storage, step: int) -> tuple[str, ...
     found = found.filter(pc.is_in(found["group"], pc.unique(kept["group"])))
     if len(found) != len(kept):
         return ("group",)
-    names = dict.fromkeys([*kept.column_names, *found.column_names])
+    # A file has the rewards of its own rows alone: those of prompts that were not kept are empty here.
+    empty = {name for name in found.column_names if found[name].null_count == len(found)}
+    names = dict.fromkeys([*kept.column_names, *(name for name in found.column_names if name not in empty)])
     return tuple(name for name in names if _values(kept, name) != _values(found, name))
 
 
@@ -125,8 +130,13 @@ def step_completions(run: Storage, step: int) -> pa.Table | None:
 
 
 def _values(table: pa.Table, name: str) -> list[str] | None:
-    """The values of a column as texts, by which nan is equal to itself and no bit is lost."""
-    return [repr(value) for value in table[name].to_pylist()] if name in table.column_names else None
+    """The values of a column as texts, by which nan is equal to itself and no bit is lost.
+
+    How long an environment took is left out.
+    """
+    if name not in table.column_names:
+        return None
+    return [_SECONDS.sub("", repr(value)) if name == "episode" else repr(value) for value in table[name].to_pylist()]
 
 
 def same_weights(run: RecordedRun, again: Storage, step: int) -> bool | None:

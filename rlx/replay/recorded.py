@@ -97,16 +97,19 @@ class RecordedRun:
         return tree
 
 
-def logged_metrics(run: RecordedRun, uri: str | None = None) -> StepMetrics:
+def logged_metrics(run: RecordedRun, uri: str | None = None, *, trust: bool = False) -> StepMetrics:
     """Everything that a run has logged.
 
     Args:
         uri: the MLflow store; None: the one that the run reported to.
+        trust: ask there, whoever wrote the address: the user's own key for MLflow goes with the question.
 
     Raises:
         ConfigError: the run was not recorded in MLflow, or MLflow does not have it.
     """
     tracking = from_tree(dict(run.newest)).tracking
+    if not (uri or trust or signatures.is_own_folder(run.folder, dict(run.newest))):
+        run_folder.refuse_powers(run.name, run.folder, {"tracking": {"uri": tracking.uri}}, {})
     if "mlflow" not in tracking.backends:
         raise ConfigError(f"run {run.name} was not recorded in MLflow (tracking.backends): nothing to compare with")
     run_id = outbox.run_id(run.folder)

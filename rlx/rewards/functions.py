@@ -18,7 +18,7 @@ from rlx.rewards.sandbox.reward import code
 from rlx.types import Checker, GivenAnswer, MarkedScores, Response
 
 RewardFunction = Callable[[Sequence[Response], RewardConfig], list[float] | MarkedScores]
-_THOUSANDS_SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # "1,2" is not 12
+_WITH_COMMAS = re.compile(r"[-+]?[1-9]\d*(,\d{3})+(\.\d*)?([eE][-+]?\d+)?")  # "1,2" is not 12, nor 0,123 123
 
 
 # --- the answer in a completion, and its comparison with the expected one
@@ -49,8 +49,11 @@ def numeric(answer: str, expected: str) -> float:
 
 
 def _number(text: str) -> Decimal | None:
+    text = text.strip()
+    if _WITH_COMMAS.fullmatch(text):
+        text = text.replace(",", "")
     try:
-        number = Decimal(_THOUSANDS_SEPARATOR.sub("", text))
+        number = Decimal("" if "_" in text else text)  # Python's own reading takes 1_000
     except InvalidOperation:
         return None
     return number if number.is_finite() else None

@@ -29,6 +29,10 @@ MAX_ANSWER_BYTES = 2 << 20
 """checked before it is parsed: JSON of so many bytes may take fifty times as much memory"""
 
 
+class RefusedError(RewardError):
+    """The server refuses the request, and would refuse it again."""
+
+
 class TransientError(Exception):
     """An attempt failed, and another one may succeed."""
 
@@ -90,7 +94,8 @@ class JsonServer:
             read: raises TransientError for an answer of no use.
 
         Raises:
-            RewardError: the server refuses the request, or every attempt fails.
+            RefusedError: the server refuses the request.
+            RewardError: every attempt fails.
         """
         body = json.dumps(request).encode()
         for attempt in range(1, self.retries + 2):
@@ -98,8 +103,8 @@ class JsonServer:
                 return read(self.content(*self._post(body)))
             except TransientError as error:
                 failure = self._error(str(error), attempt)
-            except RewardError as error:
-                raise self._error(str(error), attempt) from None
+            except RefusedError as error:
+                raise RefusedError(str(self._error(str(error), attempt))) from None
             if attempt <= self.retries:
                 time.sleep(self.first_wait_s * 2 ** (attempt - 1))
         raise failure
@@ -113,12 +118,12 @@ class JsonServer:
 
         Raises:
             TransientError: there is none, or the server is busy or broken.
-            RewardError: the server refuses the request.
+            RefusedError: the server refuses the request.
         """
         if status != http.client.OK:
             text = body[:10_000].decode(errors="replace").replace(self.key or "\0", "***")  # a server may quote the key
             phrase = http.client.responses.get(status, "")
-            kind = TransientError if status == http.client.TOO_MANY_REQUESTS or status >= 500 else RewardError
+            kind = TransientError if status == http.client.TOO_MANY_REQUESTS or status >= 500 else RefusedError
             raise kind(f"answered {status} {phrase}: {' '.join(text.split())[:200]}".rstrip(": "))
         try:
             return json.loads(body)

@@ -41,6 +41,7 @@ POWERFUL = (
     "data.sources",
     "data.ptx_source",
     "data.expected_pattern",
+    "data.params",
     "eval.source",
     "eval.sets",
     "rollout.engine_options",
@@ -51,14 +52,8 @@ POWERFUL = (
     "reward.answer_pattern",
     "reward.format_pattern",
     "reward.model",
-    "reward.url",
-    "reward.url_key_env",
-    "reward.judge_url",
-    "reward.judge_url_key_env",
-    "reward.judge_model",
-    "reward.judge_rubric",
-    "reward.judge_pattern",
-    "reward.sandbox",
+    *("reward.url", "reward.url_key_env", "reward.judge_url", "reward.judge_url_key_env", "reward.judge_model"),
+    *("reward.judge_rubric", "reward.judge_pattern", "reward.sandbox"),
     "tracking.uri",
     "tracking.backends",
     "ray_address",
@@ -363,6 +358,8 @@ def _is_built_in(key: str, value: Any) -> bool:
     """Whether the value of such a setting is a part of rlx: rewards and environments by names, or generated prompts."""
     if key == "reward.functions":
         return all(name in SCORERS for name in value)
+    if key == "data.params":  # a text may be the path of a file
+        return all(isinstance(each, int | float | None) for each in value.values())
     return (key == "environment.name" and ":" not in value) or (key == "data.source" and value.startswith(GENERATED))
 
 

@@ -18,5 +18,5 @@ Example:
 
     run = open_storage("storage/runs/try1", create=False)
     for step in reader.kept_steps(run):
-        print(step.kind, step.number, [row.score for row in reader.read(run, step)])
+        print(step.kind, step.number, [row.score for row in reader.completions(reader.read(run, step))])
 """

@@ -61,8 +61,8 @@ def spread(steps: Sequence[KeptStep], count: int) -> list[KeptStep]:
     chosen = []
     for kind in Kind:
         own = [step for step in steps if step.kind == kind]
-        places = range(len(own)) if len(own) <= count else [i * (len(own) - 1) // (count - 1) for i in range(count)]
-        chosen += [own[place] for place in places]
+        gaps = max(1, count - 1)
+        chosen += own if len(own) <= count else [own[i * (len(own) - 1) // gaps] for i in range(count)]
     return sorted(chosen, key=lambda step: (step.number, step.kind))
 
 

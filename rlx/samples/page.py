@@ -12,28 +12,11 @@ from typing import Any
 
 import jinja2
 
-from rlx.samples import choosing, reader
-from rlx.samples.choosing import PageLimits, ShownStep
+from rlx.samples.choosing import ShownStep
 from rlx.samples.reader import KeptCompletion
-from rlx.storage.filesystem import Storage
 
 _NAMES = {"training": "training", "held_out": "held-out"}
-_SMALL = PageLimits(steps=3, completions=300, tokens=30_000)
 _TOKEN_VALUES = ("mismatch", "logprobs", "ratios", "advantages")
-
-
-def small_page(name: str, run: Storage) -> str | None:
-    """A page of a run's first, middle and last steps and evaluations of about a megabyte; None: nothing was kept.
-
-    Raises:
-        ConfigError, StorageError: a file cannot be read.
-    """
-    steps = reader.kept_steps(run)
-    if not steps:
-        return None
-    shown = choosing.shown([(name, run, steps)], _SMALL)
-    where = {"all of them": f"{run.path}/completions", "to read them": f"rlx samples {name} --html FILE"}
-    return completions_page(f"Completions of run {name}", shown, where)
 
 
 def completions_page(title: str, steps: Sequence[ShownStep], facts: Mapping[str, str] | None = None) -> str:

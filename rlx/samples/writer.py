@@ -155,7 +155,6 @@ def discard_after(run: Storage, step: int, notify: Notify) -> None:
                     retry((folder / name).delete, f"deleting {name}")
         except StorageError as error:
             notify(f"{folder.name} of steps after {step} are left from before: {error}")
-            return
 
 
 def as_bytes(table: pa.Table) -> bytes:

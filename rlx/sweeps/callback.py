@@ -236,8 +236,8 @@ class TrialLog:
         if run_folder.exists(run):
             tracker = OutboxTracker(tracking, run, writer)
             what(tracker)
-            if tracker.close(self._patience_s):  # the service does not answer: the others need not wait, too
-                self._patience_s = 0.0
+            left = tracker.close(self._patience_s)
+            self._patience_s = 0.0 if left else _PATIENCE_S  # where a service does not answer, one waits for all
 
 
 def _confirm_interrupts() -> None:

@@ -103,9 +103,9 @@ def _results(plan: SweepPlan, folder: Storage) -> dict[str, TrialRecord]:
 
 
 def _send_pending(services: Sequence[TrackingService], folder: Storage) -> None:
-    """Sends the records that trials could not send, until a tracking service takes no more."""
-    for attempt in (folder / "runs").names():
-        if not launch.send_pending(services, folder / "runs" / attempt, _LOG.warning):
+    """Sends the records that the sweep and its trials could not send, until a tracking service takes no more."""
+    for run in [folder, *(folder / "runs" / attempt for attempt in (folder / "runs").names())]:
+        if not launch.send_pending(services, run, _LOG.warning):
             return
 
 

@@ -53,10 +53,11 @@ def services_of(tracking: TrackingConfig, folder: Path) -> tuple[TrackingService
     Raises:
         ConfigError: it is the working folder of a Ray job, which goes with the cluster.
     """
-    if _OF_A_JOB in folder.parts and (tracking.uri is None or set(tracking.backends) != {"mlflow"}):
+    keeps_files = (tracking.uri is None and "mlflow" in tracking.backends) or "tensorboard" in tracking.backends
+    if _OF_A_JOB in folder.parts and keeps_files:
         raise ConfigError(
             f"tracking.uri: records would be in {folder}, the working folder of this job, which goes with the cluster: "
-            "give the address of an MLflow server, or a --storage that is a folder of all nodes"
+            "give the address of an MLflow server, without tensorboard, or a --storage that is a folder of all nodes"
         )
     return tuple(TRACKING_SERVICES[name](tracking, folder) for name in tracking.backends)
 

@@ -78,7 +78,7 @@ def test_ctrl_c_ends_a_run_cleanly(tiny_model: Path, tmp_path: Path, script: Sta
     assert run.process.wait(40) == 130, run.output.read_text()
     assert_all_end(run, 5)
     assert run.output.read_text().endswith(
-        "interrupted: rlx train --resume stopped continues the run from its newest checkpoint\n"
+        f"interrupted: rlx train --resume stopped --storage {tmp_path} continues the run from its newest checkpoint\n"
     )
     assert newest(tmp_path, "stopped") == last_step(run)
     assert status(tmp_path, run_folder.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
@@ -133,7 +133,8 @@ def test_ctrl_c_ends_a_sweep_that_can_go_on(tiny_model: Path, tmp_path: Path, sc
     sweep.wait_for("interrupted: ending the trials", 5)
     assert sweep.process.wait(30) == 130, sweep.output.read_text()
     assert_all_end(sweep, 5)
-    assert sweep.output.read_text().endswith("interrupted: rlx sweep --resume stopped continues the sweep\n")
+    way_on = f"rlx sweep --resume stopped --storage {tmp_path} continues the sweep"
+    assert sweep.output.read_text().endswith(f"interrupted: {way_on}\n")
     client = mlflow.client(mlflow.default_uri(tmp_path))
     runs = client.search_runs([client.get_experiment_by_name("rlx").experiment_id])
     assert {run.info.status for run in runs} == {"KILLED"}

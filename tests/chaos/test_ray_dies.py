@@ -27,7 +27,7 @@ def test_a_run_whose_cluster_dies_says_how_to_go_on(name: str, tiny_model: Path,
     kill_child(run, name)
     assert run.process.wait(30) == 1, run.output.read_text()
     said = run.output.read_text().splitlines()[-1]
-    way_on = "rlx train --resume hurt continues the run from its newest checkpoint"
+    way_on = f"rlx train --resume hurt --storage {tmp_path} continues the run from its newest checkpoint"
     assert said == f"error: Ray's {name} died; {way_on}"
     assert_all_end(run, KILLED_S)
     resumed = script("ppo.py", "--storage", str(tmp_path), "--resume", "hurt", "--train.steps", "6")
@@ -40,5 +40,5 @@ def test_a_sweep_whose_cluster_dies_says_how_to_go_on(tiny_model: Path, tmp_path
     kill_child(sweep, "gcs_server")
     assert sweep.process.wait(30) == 1, sweep.output.read_text()
     said = sweep.output.read_text().splitlines()[-1]
-    assert said == "error: Ray's gcs_server died; rlx sweep --resume hurt continues the sweep"
+    assert said == f"error: Ray's gcs_server died; rlx sweep --resume hurt --storage {tmp_path} continues the sweep"
     assert_all_end(sweep, KILLED_S)

@@ -162,7 +162,9 @@ def test_a_sweep_goes_on_where_its_files_lie_elsewhere(tmp_path: Path, monkeypat
         sweep.claimed_plan(args, storage, tree, given),
     ):
         pass
-    with pytest.raises(ConfigError, match=r"only --storage, --ray-address, .*--data\.source, --model\.path, --trust"):
+    with pytest.raises(
+        ConfigError, match=r"only --storage, --ray-address, .*--data\.source, .*--model\.path, .*--trust"
+    ):
         sweep._check_options(sweep.argument_parser(), *sweep_options("--resume", "--train.steps", "5"))
 
 

@@ -1,6 +1,7 @@
 """Agents that ask an OpenAI-compatible address: one conversation is one episode, token by token."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -55,6 +56,13 @@ class Blocking(AgentLoop):
         return float("".join(parts) == row.answer)
 
 
+class Blocks(Blocking):
+    """Asks with a blocking client where it should not."""
+
+    async def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:  # type: ignore[override]
+        return Blocking.play(self, row, seed, base_url, api_key)
+
+
 class Silent(AgentLoop):
     async def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:
         return 1.0
@@ -68,6 +76,35 @@ class Forgetful(AgentLoop):
             for text in "ab":
                 await client.chat.completions.create(model="policy", messages=[user(text)])
         return 1.0
+
+
+class Bad(AgentLoop):
+    """Does what its argument says after its first answer."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    async def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.chat.completions.create(model="policy", messages=[user("a")])
+        return misbehaved(self.what)
+
+
+class BadOnThread(Bad):
+    def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:  # type: ignore[override]
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="policy", messages=[user("a")])
+        return misbehaved(self.what)
+
+
+def misbehaved(what: str) -> float:
+    if what == "exit":
+        sys.exit(3)
+    if what == "cancel":
+        raise asyncio.CancelledError
+    if what == "stop":
+        next(iter([]))
+    raise KeyError(what)
 
 
 class Waiting(AgentLoop):
@@ -133,6 +170,33 @@ def test_an_episode_that_is_cut_ends_its_agent() -> None:
     assert Waiting.ended == before + 1
 
 
+@pytest.mark.parametrize("name", ["Bad", "BadOnThread"])
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("exit", "SystemExit"), ("cancel", "Cancelled"), ("stop", "StopIteration"), ("raise", "KeyError: 'raise'")],
+)
+def test_whatever_an_agent_does_ends_its_own_episode_alone(name: str, what: str, reason: str) -> None:
+    pool = pool_of(f"{HERE}{name}", retries=0, params={"what": what})
+    said, _ = conversation(pool, "x")
+    assert "raised " in said[1] and reason in said[1]
+
+
+def test_an_agent_that_blocks_its_own_loop_holds_nobody_up() -> None:
+    said, _ = conversation(pool_of(f"{HERE}Blocks"), "answer")
+    assert said == [(user("question"),), 1.0]
+
+
+def test_cut_episodes_leave_no_task_behind() -> None:
+    async def played() -> int:
+        pool = pool_of(f"{HERE}Waiting")
+        for number in range(5):
+            await pool.start(str(number), ROW, 7)
+            await pool.close(str(number))
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(played()) == 1
+
+
 def test_an_agent_without_play_is_told_so() -> None:
     async def started() -> None:
         await pool_of("rlx.environments.agents:AgentLoop", retries=0).start("1", ROW, 7)
@@ -185,6 +249,20 @@ def test_a_request_that_is_repeated_gets_the_same_answer() -> None:
         return messages, await second, endpoint._asked.empty()
 
     assert served(use) == ((user("a"),), "b", True)
+
+
+def test_a_request_whose_answer_was_lost_gets_it_again_and_halves_of_characters_are_replaced() -> None:
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        said = []
+        for _ in range(2):
+            asked = asyncio.ensure_future(session.post("chat/completions", json={"messages": [user("\ud800")]}))
+            if not said:
+                messages = await endpoint.asked()
+                endpoint.answer("b", 1)
+            said.append((await (await asked).json())["choices"][0]["message"]["content"])
+        return messages, said, endpoint._asked.empty()
+
+    assert served(use) == ((user("?"),), ["b", "b"], True)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,18 @@ def test_a_run_without_records_cannot_be_compared(tmp_path: Path) -> None:
         recorded.logged_metrics(run)
 
 
+def test_the_store_that_somebody_else_names_is_not_asked_unless_trusted(tmp_path: Path) -> None:
+    """The question would carry the user's own key for MLflow, or make a database wherever the address says."""
+    evil = tmp_path / "evil.db"
+    run = run_of(tmp_path, "strange", tracking__uri=f"sqlite:///{evil}")
+    folder = tmp_path / "runs" / "strange"
+    (folder / "signature").write_text("0:0")
+    (folder / "run.json").write_text(json.dumps({"key": "k", "mlflow_run": "0" * 32}))
+    with pytest.raises(ConfigError, match=r"did not write run 'strange', .*tracking\.uri"):
+        recorded.logged_metrics(run)
+    assert not evil.exists()
+
+
 def test_everything_that_was_logged_is_read_by_step(tmp_path: Path) -> None:
     uri = mlflow.default_uri(tmp_path)
     client = mlflow.client(uri)

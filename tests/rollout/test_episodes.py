@@ -13,7 +13,7 @@ from rlx.rollout.episodes.episode import EpisodeLimits
 from rlx.rollout.episodes.player import Draw, Player
 from rlx.rollout.fake_engine import FakeEngines
 from rlx.training.experience import build_batch
-from rlx.types import Completion, Episode, Prompt, Sampling, ScoredCompletion
+from rlx.types import Completion, Episode, Prompt, Sampling, ScoredCompletion, TaskRow
 
 SAMPLING = Sampling(1.0, 1.0, -1, 200, (0,))
 PROMPTS = [Prompt(7, (1, 2), "x", "answer"), Prompt(8, (1, 3), "y", "answer")]
@@ -159,3 +159,33 @@ def test_an_episode_is_read_back_from_its_text() -> None:
 def test_first_messages_that_are_too_long_are_refused() -> None:
     with pytest.raises(ValueError, match="first messages have 8 tokens"):
         played({1: "stop"}, limits=EpisodeLimits(2, prompt_tokens=7))
+
+
+class Odd:
+    """Says what a template or a tokenizer may not take, at its beginning or in answer to a turn."""
+
+    role = ""
+
+    def reset(self, row: TaskRow, seed: int) -> Any:
+        return {"role": Odd.role or "user", "content": "go"}
+
+    def step(self, action: str) -> tuple[Any, float, bool]:
+        return {"role": "user" if Odd.role else "nobody", "content": "half a character \ud800"}, 0.5, False
+
+
+REFUSING = "{% for message in messages if message.role == 'nobody' %}{{ raise_exception('who?') }}{% endfor %}" + CHATML
+
+
+@pytest.mark.parametrize("role", ["", "nobody"])
+def test_an_episode_whose_words_the_template_refuses_fails_alone(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Odd, "role", role)
+    done, _, _ = played({0: "a", 1: "a", 2: "stop"}, name="test_episodes:Odd", template=REFUSING)
+    for each in done:
+        assert each.episode and "the chat template does not take its messages" in each.episode.failure
+        assert "who?" in each.episode.failure and not each.finished
+
+
+def test_halves_of_characters_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Odd, "role", "user")
+    done, _, tokenizer = played({1: "a", 2: "b", 3: "c", 4: "d"}, name="test_episodes:Odd")
+    assert "half a character ?" in tokenizer.decode(done[0].token_ids) and not done[0].episode.failure  # type: ignore[union-attr]

@@ -168,6 +168,11 @@ URL = {"reward__functions": {"url": 1.0}, "reward__url": "http://evil.example"}
 CODE = {"reward__functions": {"evil:score": 1.0}}
 
 
+def test_parameters_of_generated_prompts_that_may_name_a_file_are_powers() -> None:
+    assert "data.params" in run_folder.powers({"data": {"params": {"data_file": "/etc/passwd"}}})
+    assert "data.params" not in run_folder.powers({"data": {"params": {"min_terms": 3, "allow_negation": True}}})
+
+
 @pytest.mark.parametrize(
     ("changes", "left"),
     [

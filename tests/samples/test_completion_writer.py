@@ -235,8 +235,8 @@ def test_a_folder_that_cannot_be_read_is_said_and_ends_nothing(
     proxy.fail("403")
     said: list[str] = []
     discard_after(run, 3, said.append)
-    (line,) = said
-    assert line.startswith("completions of steps after 3 are left from before: reading ") and "\n" not in line
+    for line, name in zip(said, ("completions", "evaluations"), strict=True):
+        assert line.startswith(f"{name} of steps after 3 are left from before: reading ") and "\n" not in line
     proxy.heal()
     assert reader.kept_steps(run) == []
     assert issubclass(StorageError, ValueError)

@@ -94,7 +94,7 @@ def test_runs_that_lead_in_a_circle_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     run(folder, "trial_00000", 1e-4, 0.1, "trial_00001@8")
     run(folder, "trial_00001", 1e-4, 0.1, "trial_00000@4")
-    with pytest.raises(ConfigError, match=r"trial_00001 is damaged: it went on from step 4, and ended at 8|damaged"):
+    with pytest.raises(ConfigError, match=r"went on from step \d+, and was not evaluated since"):
         lineage.lineage_of(open_storage(str(folder)), "trial_00000", 12, VARIED)
 
 

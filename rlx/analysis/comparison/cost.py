@@ -71,11 +71,12 @@ class Amount(NamedTuple):
             raise ConfigError(f"--budget in {self.unit}: no run of this model has told yet how long a step takes")
         if not each:
             raise ConfigError(f"--budget in {self.unit}: runs use no GPU; give steps or tokens")
-        if self.number < each:
+        count = int(self.number / each + 1e-9)  # 0.3 gpu-h are three times 0.1
+        if not count:
             raise ConfigError(
                 f"--budget {as_text(self.number)} {self.unit}: one setting with its seeds takes {as_text(each)} at most"
             )
-        return int(self.number / each)
+        return count
 
 
 def run_cost(steps: int, answers: int, max_tokens: int, gpus: float, step_seconds: float = math.nan) -> Cost:

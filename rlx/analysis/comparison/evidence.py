@@ -56,7 +56,7 @@ class Evidence:
         The truly best setting is the best or among them in 95 % of sweeps at least: to leave it out, one of the others
         has to seem better by a difference that `chance` is corrected for.
         """
-        return [gap.second for gap in self.gaps if not gap.is_shown]
+        return [gap.second for gap in self.gaps if not (gap.is_shown and gap.gap.value > 0)]
 
 
 def weigh(uri: str, groups: Sequence[Group], metric: str, mode: Mode, against: Sequence[Group] = ()) -> Evidence:
@@ -72,7 +72,10 @@ def weigh(uri: str, groups: Sequence[Group], metric: str, mode: Mode, against: S
     other = between(uri, against[0], against[1], metric, mode) if against else None
     if not whole or whole[0] is not groups[0]:
         return Evidence(gaps, against=other)
-    return Evidence(gaps, corrected_best(values, sign), len(whole), other)
+    winner = corrected_best(values, sign)
+    if winner.setting:  # on the seeds that all have, another one is best
+        return Evidence(gaps, against=other)
+    return Evidence(gaps, winner, len(whole), other)
 
 
 def between(uri: str, first: Group, second: Group, metric: str, mode: Mode) -> PairedGap | None:
@@ -161,8 +164,10 @@ def as_json(evidence: Evidence, metric: str) -> str:
 
 
 def _samples(gap: PairedGap, side: int) -> int:
-    """How many answers to each question the runs have drawn."""
-    outcomes = gap.runs[0][side].outcomes(gap.steps[side])
+    """How many answers to each question make its value, as a share of right ones; 1 for other values."""
+    run = gap.runs[0][side]
+    is_share = run.judged and (run.judged.quantity == "accuracy" or run.judged.quantity.startswith("avg_at_"))
+    outcomes = run.outcomes(gap.steps[side]) if is_share else None
     return outcomes.right.shape[1] if outcomes else 1
 
 

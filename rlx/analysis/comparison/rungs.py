@@ -52,7 +52,7 @@ def _at(groups: Sequence[Group], metric: str, mode: Mode, step: int, last: int) 
             float(row.mean()),
             deficit.value,
             deficit.half_width,
-            step < last and all(trial.last_step <= step for trial in group.trials),
+            step < last and all((trial.stopped_at or trial.last_step) <= step for trial in group.trials),
         )
         for group, row, deficit in zip(reached, values, found, strict=True)
     ]

@@ -40,8 +40,9 @@ def corrected_best(values: Table, sign: float = 1.0) -> Winner:
     count, means = values.shape[1], values.mean(axis=1)
     best = int(np.argmax(sign * means))
     others = (values.sum(axis=1, keepdims=True) - values) / (count - 1)  # the mean over the other seeds
-    chosen = np.argmax(sign * others, axis=0)
-    judged = values[chosen, np.arange(count)]
+    rated = sign * np.round(others, 12)
+    tied = rated == rated.max(axis=0)  # of several that are equally good, no order may choose one
+    judged = (values * tied).sum(axis=0) / tied.sum(axis=0)
     error = max(float(judged.std(ddof=1)), float(values[best].std(ddof=1))) / math.sqrt(count)
     half_width = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * error
     return Winner(best, float(means[best]), Estimate(float(judged.mean()), half_width))

@@ -78,6 +78,8 @@ def _first_two(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
         wins = f"{best.label} wins with {metric} {as_text(best.mean)}"
         return f"{wins}: {nearest.second.label}, the next, is behind by {gap}."
     shown = "" if nearest.is_shown else ", which may be chance"
+    if nearest.is_shown and nearest.gap.value < 0:  # the other ended earlier, and was ahead there
+        shown = f" where both were evaluated last, at step {nearest.step}: it was behind there"
     names, compared = [group.label for group in evidence.rivals], len(evidence.gaps) + 1
     behind = f"{best.label} is ahead of {nearest.second.label} by {gap}{shown}."
     if names == [nearest.second.label]:

@@ -32,7 +32,7 @@ def sweep_branches(args: argparse.Namespace, others: Sequence[str]) -> int:
     options = sweep_options(args.space, others)
     which, step = running.split_step(args.run)
     run = recorded.RecordedRun.read(which, args.storage)
-    logged = recorded.logged_metrics(run, args.tracking_uri)
+    logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     control, _ = pairs.pair_of(run, step, args.steps, {}, trust=args.trust)
     storage = open_storage(run.storage)
     name = pairs.pair_names(storage / "runs", run, step)[0]

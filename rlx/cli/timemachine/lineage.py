@@ -53,9 +53,15 @@ def write_lineage(args: argparse.Namespace) -> int:
         raise ConfigError(f"sweep {plan.name} had --scheduler {plan.scheduler}: only settings of pbt change")
     folder, varied = storage / "sweeps" / plan.name, list(load_space(plan.space, plan.tree))
     records = TrialRecords(folder).all()
-    ended = {name: record for name, record in records.items() if record.reports}
-    lineages = {name: lineage.lineage_of(folder, name, record.step, varied) for name, record in ended.items()}
     winner = args.trial or lineage.best_trial(plan, records)
+    lineages: dict[str, list[Stretch]] = {}
+    for name, record in records.items():
+        try:
+            if record.reports:
+                lineages[name] = lineage.lineage_of(folder, name, record.step, varied)
+        except ConfigError:  # it took a checkpoint over and was not evaluated since
+            if name == winner:
+                raise
     if winner not in lineages:
         raise ConfigError(f"--trial {winner}: sweep {plan.name} has {', '.join(lineages)}")
     constant, which = lineage.constant_settings(plan, records, lineages, winner)

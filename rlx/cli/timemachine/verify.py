@@ -51,7 +51,7 @@ def verify_record(args: argparse.Namespace) -> int:
     from rlx.replay import branches, recorded, verifying
 
     run = recorded.RecordedRun.read(args.run, args.storage)
-    logged = recorded.logged_metrics(run, args.tracking_uri)
+    logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     seed = random.randrange(10**6) if args.seed is None else args.seed
     known = verifying.replayable(run, logged, args.within or max(10, run.every))
     steps = verifying.drawn_steps(known, args.steps, seed)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlx.cli.options import exit_code
 from rlx.cli.timemachine import pairing, running
 from rlx.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +46,7 @@ def what_if(args: argparse.Namespace, changes: dict[str, Any]) -> int:
 
     which, step = running.split_step(args.run)
     run = recorded.RecordedRun.read(which, args.storage)
-    logged = recorded.logged_metrics(run, args.tracking_uri)
+    logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     control, changed = pairs.pair_of(run, step, args.steps, changes, trust=args.trust)
     names = pairs.pair_names(open_storage(run.storage) / "runs", run, step)
     with running.processes() as shared:

@@ -8,22 +8,27 @@ returns, the episode has ended with what it returned. Left out: the server (endp
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from inspect import isawaitable
 from typing import Any
 
 from rlx.environments.agents.endpoint import Endpoint
 from rlx.environments.base import Answered, Said
 from rlx.types import TaskRow
 
+_END_S = 1.0  # for which an agent is waited for that was cancelled
+
 
 class AgentLoop:
     """Derive from it and write `play`; the class is then an environment, named module:Class."""
 
+    _agent: AgentThread
+    _endpoint: Endpoint
+
     def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float | Awaitable[float]:
-        """Plays an episode and returns its reward. It may be `async`; else it has a thread.
+        """Plays an episode and returns its reward. It may be `async`; it has a thread of its own.
 
         Args:
             row: the prompt that the episode is of.
@@ -40,11 +45,7 @@ class AgentLoop:
             ValueError: it returned without one.
         """
         self._endpoint = await Endpoint.open()
-        arguments = row, seed, self._endpoint.base_url, self._endpoint.api_key
-        if inspect.iscoroutinefunction(self.play):
-            self._playing: asyncio.Future[Any] = asyncio.ensure_future(self.play(*arguments))
-        else:
-            self._playing = _on_daemon_thread(lambda: self.play(*arguments))
+        self._agent = AgentThread(self.play, (row, seed, self._endpoint.base_url, self._endpoint.api_key))
         try:
             said, _, is_over = await self._next()
             if is_over:
@@ -61,36 +62,55 @@ class AgentLoop:
 
     async def close(self) -> None:
         """Ends the server, and with it an agent that waits for an answer."""
-        self._playing.cancel()
+        self._agent.cancel()
         await self._endpoint.close()
+        await asyncio.wait({self._agent.result}, timeout=_END_S)
 
     async def _next(self) -> Answered:
         asked = asyncio.ensure_future(self._endpoint.asked())
         try:
-            await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, self._agent.result}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             asked.cancel()
-        if self._playing.done():
-            return (), float(self._playing.result()), True
+        if self._agent.result.done():
+            return (), float(self._agent.result.result()), True
         return asked.result(), 0.0, False
 
 
-def _on_daemon_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
-    """The result of a call on a thread that nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
+class AgentThread:
+    """A thread that plays an episode, with an event loop of its own if `play` is `async`.
 
-    def set_unless_over(setting: Callable[[Any], None], value: Any) -> None:
-        if not result.done():
-            setting(value)
+    So an agent that blocks its loop holds nobody up, and one that ends its process ends its episode alone. Nobody waits
+    for the thread when the process ends.
+    """
 
-    def run() -> None:
+    def __init__(self, play: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Starts it. Whatever `play` raises is in `result`, of the loop that runs here."""
+        self._home = asyncio.get_running_loop()
+        self.result: asyncio.Future[Any] = self._home.create_future()
+        self.result.add_done_callback(lambda result: result.exception())  # an episode that was cut asks for no result
+        self._task: asyncio.Task[Any] | None = None
+        threading.Thread(target=self._run, args=(play, arguments), daemon=True, name="agent").start()
+
+    def cancel(self) -> None:
+        """Cancels an `async` play."""
+        if self._task:
+            with suppress(RuntimeError):  # its loop has ended
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    def _run(self, play: Callable[..., Any], arguments: Sequence[Any]) -> None:
         try:
-            value, setting = call(), result.set_result
-        except BaseException as error:
-            value, setting = error, result.set_exception
+            value = play(*arguments)
+            value, setting = asyncio.run(self._awaited(value)) if isawaitable(value) else value, self.result.set_result
+        except Exception as error:
+            value, setting = error, self.result.set_exception
+        except BaseException as error:  # SystemExit and the like would end the loop that gets them
+            value, setting = RuntimeError(repr(error)), self.result.set_exception
+        if isinstance(value, StopIteration):  # which no future takes
+            value = RuntimeError(repr(value))
         with suppress(RuntimeError):  # the loop is closed, nobody waits
-            loop.call_soon_threadsafe(set_unless_over, setting, value)
+            self._home.call_soon_threadsafe(setting, value)
 
-    threading.Thread(target=run, daemon=True, name="agent").start()
-    return result
+    async def _awaited(self, value: Awaitable[Any]) -> Any:
+        self._task = asyncio.current_task()
+        return await value

@@ -29,7 +29,7 @@ async def read_body(request: web.Request) -> Mapping[str, Any]:
     """
     try:
         body = await request.json()
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, LookupError):  # the last for an unknown character set
         body = None
     if not isinstance(body, dict):
         raise RefusedRequest("the body is a JSON object")
@@ -60,7 +60,7 @@ def _message(given: Any) -> Utterance:
         content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
     if not (isinstance(role, str) and isinstance(content, str)):
         raise RefusedRequest("messages: each has a role and a content of text")
-    return {"role": role, "content": content}
+    return {"role": role, "content": content.encode("utf-8", "replace").decode()}
 
 
 def error_reply(message: str, status: int) -> web.Response:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlx.config.sections.reward import RewardConfig
 from rlx.rewards.custom import RewardError
-from rlx.rewards.json_server import JsonServer, TransientError
+from rlx.rewards.json_server import JsonServer, RefusedError, TransientError
 from rlx.rewards.judge.cache import ReplyCache, key_of
 from rlx.rewards.judge.rubric import Rubric, ranks, shuffled
 from rlx.types import MarkedScores, Prompt, Response
@@ -118,8 +118,8 @@ class Judge:
         if reply is None:
             try:
                 reply = self.server.ask(request, reply_in)
-            except RewardError:
-                if self.config.on_timeout == "fail":
+            except RewardError as error:
+                if isinstance(error, RefusedError) or self.config.on_timeout == "fail":
                     raise
                 return None
             self.cache.add(key, reply)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx.config.errors import ConfigError, one_line
-from rlx.types import Utterance
+from rlx.types import EnvironmentFailed, Utterance
 
 _MARK = "\u2042rlx\u2042"
 """stands for what the policy has said where only the text after it is looked at"""
@@ -58,7 +58,7 @@ class Dialogue:
             )
 
     def opening(self, messages: Sequence[Utterance]) -> Written:
-        """The first messages, up to where the policy begins."""
+        """The first messages, up to where the policy begins; raises EnvironmentFailed as `continuation`."""
         text = self._text(messages, ask=True)
         return Written(text, self._ids(text), is_new_context=True)
 
@@ -77,6 +77,9 @@ class Dialogue:
             drawn: the tokens of that one.
             is_stopped: whether their last is a stop token, with which the policy has ended its turn.
             said: what the environment answers.
+
+        Raises:
+            EnvironmentFailed: the chat template or the tokenizer does not take that.
         """
         whole, known = self._text([*history, *said], ask=True), read + history[-1]["content"]
         if not (self.extends or _squeezed(whole).startswith(_squeezed(known))):
@@ -100,11 +103,17 @@ class Dialogue:
         if self.system_prompt and chat[0]["role"] not in ("system", "developer"):
             chat = [{"role": "system", "content": self.system_prompt}, *chat]
         tools = {"tools": list(self.tools)} if self.tools else {}
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=ask, **tools, **self.template_args
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=ask, **tools, **self.template_args
+                )
             )
-        )
+        except Exception as error:  # of a program, the template, on texts of others
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise EnvironmentFailed(
+                f"the chat template does not take its messages ({roles}): {one_line(error, 200)}"
+            ) from None
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)

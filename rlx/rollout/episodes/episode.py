@@ -148,7 +148,7 @@ class OpenEpisode:
 
     def fail(self, failure: str) -> None:
         """Ends the episode after the last turn, because the environment gives no answer to it, or no score."""
-        self.failure = failure
+        self.failure, self.is_over = failure, True
         if self.drawn:
             self.add_observation(Observation(done=True))
 

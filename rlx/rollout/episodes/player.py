@@ -153,11 +153,9 @@ class Player:
 
     async def _start(self, episode: OpenEpisode) -> None:
         try:
-            start = await self.environments.start(episode.key, episode.seeds.row, episode.seeds.of_start)
+            episode.begin(await self.environments.start(episode.key, episode.seeds.row, episode.seeds.of_start))
         except EnvironmentFailed as error:
             episode.begin_without_environment(str(error))
-        else:
-            episode.begin(start)
 
     async def _observe(self, episode: OpenEpisode, version: int) -> None:
         action, seed = episode.action, episode.seeds.of_answer(len(episode.turns))

@@ -54,7 +54,9 @@ def lineage_of(sweep: Storage, trial: str, steps: int, varied: Sequence[str]) ->
         if not is_branch:
             return stretches
         if start >= end or len(stretches) > steps:
-            raise ConfigError(f"{sweep.path}/runs/{run} is damaged: it went on from step {start}, and ended at {end}")
+            raise ConfigError(
+                f"{sweep.path}/runs/{run} went on from step {start}, and was not evaluated since (last at {end})"
+            )
         run, end = donor, start
 
 

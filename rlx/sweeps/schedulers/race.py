@@ -115,8 +115,9 @@ class Race:
             }
             if not all(self._is_lost(number, look.step) for numbers in missing.values() for number in numbers):
                 return
-            self.live = [setting for setting in self.live if not missing[setting]]
-            self._compare(look, trials)
+            if whole := [setting for setting in self.live if not missing[setting]]:  # else nobody is worse off
+                self.live = whole
+                self._compare(look, trials)
             self._taken += 1
 
     def _has(self, number: int, step: int) -> bool:
