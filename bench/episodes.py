@@ -18,7 +18,7 @@ import table
 import workload
 
 from rlx.cli.options import exit_code
-from rlx.config.loading import with_overrides
+from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 
 _TURN = 16
@@ -48,6 +48,7 @@ SETTINGS: dict[str, Any] = {
     "train.prompts_per_step": 64,
     "train.samples_per_prompt": 4,
     "rollout.max_num_seqs": 256,
+    "algorithm.rollout_correction": "tis",  # which min_tokens needs
 }
 
 
@@ -92,7 +93,7 @@ def changed(config: RunConfig, settings: Mapping[str, Any], rollout: Mapping[str
     """A config with other settings."""
     tree = config.model_dump(mode="json", exclude_unset=True)
     more = {f"rollout.{key}": value for key, value in rollout.items()}
-    return RunConfig.model_validate(with_overrides(tree, {**settings, **more}))
+    return from_tree(with_overrides(tree, {**settings, **more}))
 
 
 def compared(
