@@ -14,17 +14,18 @@ from typing import Annotated, Any
 import pydantic
 
 _SECRET = re.compile(  # names of options
-    r"passw|passphrase|secret|credential|signature|bearer|authorization|session_?id|token$"
-    r"|(access|account|api|auth|master|private|shared|subscription)[_-]?key"
-    r"|(^|[^a-z])(auth|code|creds?|jwt|keys?|pass|pw|pwd|sas|session|sig|tok|token)($|[^a-z])",
+    r"passw|passcode|passphrase|secret|credential|signature|bearer|authorization|cookie|oauth|hmac|session_?id|token$|(access|auth)_?tokens"
+    r"|(access|account|api|app|auth|license|master|private|shared|subscription|user)[_-]?key"
+    r"|^code$|(^|[^a-z])(auth|creds?|jwt|key|otp|pass|psw|pw|pwd|sas|session|sid|sig|tok|token)($|[^a-z])",
     re.IGNORECASE,
 )
-_OPTION = re.compile(r"[?&;#]\s*([^?&;#=]+)=?([^?&;#]*)")
+_OPTION = re.compile(r"[?&;#,]\s*([^?&;#,=]+)=?([^?&;#,]*)")
 _PASSWORD = re.compile(r"(?<!/)//[^@/]*:(?!\d+/)[^@]*@")  # it may have "/" in it; after a port, that begins a path
 _USER = re.compile(r"([\w+.-]*):?(?<!/)//([^/?#@]*)(:[^@]*)?@")
 _DATABASE = re.compile(r"sql|oracle", re.IGNORECASE)  # a lone user of theirs is a name, of other servers a token
 _ISSUED = re.compile(  # how keys of services begin
-    r"(AKIA|ASIA)[A-Z0-9]{16}|(?<![A-Za-z0-9])(sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-)[A-Za-z0-9]{20}"
+    r"(AKIA|ASIA)[A-Z0-9]{16}|(?<![A-Za-z0-9])((sk-|hf_|gh[opsu]_|github_pat_|xox[abp]-)[A-Za-z0-9]{20}|dapi[0-9a-f]{32}"
+    r"|(sk-(or-v1|ant|proj|svcacct)-|gsk_|xai-|glpat-|nvapi-|r8_|npm_|dop_v1_|lsv2_[a-z]{2}_|AIza|SG\.)[\w.-]{20})"
 )
 _LONG = re.compile(r"[A-Za-z0-9]{20,}")
 _DRAWN = 0.4  # share of neighbours of different kinds (small, capital, digit): of drawn characters 0.6, of words 0.2
@@ -52,15 +53,17 @@ def holds_secret(address: str) -> bool:
     """Whether an address has a password or token before its host, an option that is named like a secret or has an "@",
     or what looks like a key anywhere.
 
-    Text that is no address holds none. `postgresql://USER@host/db` holds none: it names a user.
+    Text that is no address holds none but what services issue. `postgresql://USER@host/db` holds none: it names a user.
     """
     text = re.sub(r"[\t\r\n]", "", address).replace("\\", "/")
     for _ in range(_LAYERS):
         text = urllib.parse.unquote(text)
+    if _ISSUED.search(text):
+        return True
     if "//" not in text:
         return False
     return (
-        bool(_PASSWORD.search(text) or _ISSUED.search(text))
+        bool(_PASSWORD.search(text))
         or any(_is_secret_user(*user.groups()) for user in _USER.finditer(text))
         or any(_names_secret(name) or "@" in value for name, value in _OPTION.findall(text))
         or any(map(_is_drawn, _LONG.findall(text)))

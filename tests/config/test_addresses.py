@@ -127,3 +127,36 @@ def test_each_setting_says_where_a_secret_belongs() -> None:
     ):
         with pytest.raises(ConfigError, match=place):
             from_tree(SETTINGS[setting]("http://u:SENTINEL@h/"))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "sk-or-v1-" + "0a" * 16, "sk-ant-api03-" + "aB3-" * 6, "dop_v1_" + "0f" * 32, "lsv2_pt_" + "0f" * 16,
+        "dapi" + "0f" * 16,
+        "glpat-" + "a-B_3" * 4, "SG." + "aB3_-" * 6, "AIza" + "aB3_-" * 7, "nvapi-" + "aB3_-" * 8, "gsk_" + "aB3d" * 13,
+    ],
+)  # fmt: skip
+def test_keys_as_services_issue_them_are_secrets_anywhere(key: str) -> None:
+    assert holds_secret(f"https://host/{key}/x") and holds_secret(f"hf:org/name?{key}")
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["userkey", "appkey", "license_key", "passcode", "psw", "oauth", "access_tokens", "hmac", "otp", "sid", "cookie"],
+)
+def test_more_names_of_secrets(option: str) -> None:
+    assert holds_secret(f"http://host/p?{option}=x") and holds_secret(f"http://host/p?a=b,{option}=x")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://b/p?sort_keys=1",
+        "s3://b/p?num_keys=2",
+        "http://h/p?code_version=1",
+        "/data/sk-learn-experiments-of-2024/x",
+    ],
+)
+def test_what_only_looks_alike_is_none(address: str) -> None:
+    assert not holds_secret(address)
