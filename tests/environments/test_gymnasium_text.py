@@ -64,11 +64,17 @@ class Parrot(gymnasium.Env[str, str]):
         return "bca", float(action == "abc"), False, self.turns == 3, {}
 
 
-@pytest.fixture
+class Pictures(Parrot):
+    observation_space = spaces.Box(0, 255, (64, 64, 3))  # type: ignore[assignment]
+    action_space = spaces.Discrete(2)  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
 def parrot() -> Iterator[str]:
     gymnasium.register("Parrot-v0", lambda **_: Parrot())
+    gymnasium.register("Pictures-v0", lambda **_: Pictures())
     yield "Parrot-v0"
-    del gymnasium.registry["Parrot-v0"]
+    del gymnasium.registry["Parrot-v0"], gymnasium.registry["Pictures-v0"]
 
 
 def test_text_is_an_action_if_it_is_in_the_space(parrot: str) -> None:
@@ -85,6 +91,8 @@ def test_text_is_an_action_if_it_is_in_the_space(parrot: str) -> None:
         ({"id": "Pendulum-v1"}, "Pendulum-v1: its actions are Box.*neither text nor a choice"),
         ({"id": "os:Nope-v1"}, "os:Nope-v1 names a module"),
         ({"id": "FrozenLake-v1", "options": {"slip": 1}}, "FrozenLake-v1: .*slip"),
+        ({"id": "Pictures-v0"}, "Pictures-v0: its states are Box.*too many numbers to be read"),
+        ({"id": 3}, "3: "),
         ({"id": "FrozenLake-v1", "actions": ["left"]}, "FrozenLake-v1: actions need 4 different names"),
         ({"id": "FrozenLake-v1", "actions": ["go left", "b", "c", "d"]}, "of one word each"),
     ],

@@ -42,12 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_lineage(args: argparse.Namespace) -> int:
     """Prints the lineage, writes the configs, and says how to compare them."""
     from rlx.storage.addresses import local_folder, open_storage
-    from rlx.sweeps import plans
-    from rlx.sweeps.records import TrialRecords
+    from rlx.sweeps.records import TrialRecords, find_sweep
+
+    storage = open_storage(args.storage, create=False)
+    find_sweep(storage, args.sweep)
+    from rlx.sweeps import plans  # takes seconds to import
     from rlx.sweeps.schedulers import lineage
     from rlx.sweeps.space import load_space
 
-    storage = open_storage(args.storage, create=False)
     plan = plans.saved_sweep(storage, args.sweep, trust=args.trust)
     if plan.scheduler != "pbt":
         raise ConfigError(f"sweep {plan.name} had --scheduler {plan.scheduler}: only settings of pbt change")

@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def replay(args: argparse.Namespace) -> int:
     """Replays a step, and says whether the record holds; returns 1 if it does not."""
+    running.check_run(args.run, args.storage)
     from rlx.replay import branches, comparing, recorded
 
     run = recorded.RecordedRun.read(args.run, args.storage)

@@ -118,6 +118,13 @@ def here(args: argparse.Namespace) -> dict[str, Any]:
     return {"ray_address": args.ray_address} if args.ray_address else {}
 
 
+def check_run(which: str, storage: str) -> None:
+    """Raises ConfigError if there is no such run; called before what does steps, which takes seconds to import."""
+    from rlx.runs import run_folder
+
+    run_folder.locate(which, storage)
+
+
 def moved(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of this machine, and where here is what the run names elsewhere.
 

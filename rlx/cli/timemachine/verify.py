@@ -48,6 +48,7 @@ def _count(text: str) -> int:
 
 def verify_record(args: argparse.Namespace) -> int:
     """Prints what agrees, step by step, and the verdict; returns 1 if the record does not hold."""
+    running.check_run(args.run, args.storage)
     from rlx.replay import branches, recorded, verifying
 
     run = recorded.RecordedRun.read(args.run, args.storage)

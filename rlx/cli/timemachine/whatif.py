@@ -41,10 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def what_if(args: argparse.Namespace, changes: dict[str, Any]) -> int:
     """Runs both branches and compares them; returns 1 if the control is not the run."""
+    which, step = running.split_step(args.run)
+    running.check_run(which, args.storage)
     from rlx.replay import pairs, recorded
     from rlx.storage.addresses import open_storage
 
-    which, step = running.split_step(args.run)
     run = recorded.RecordedRun.read(which, args.storage)
     logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     control, changed = pairs.pair_of(run, step, args.steps, changes, trust=args.trust)

@@ -6,6 +6,7 @@ are text or have names. Left out: images, and actions that are several numbers.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from rlx.types import TaskRow
 
 _MARKED = re.compile(r"(?:\x1b\[[\d;]+m)+(.*?)(?:\x1b\[0m)+", re.DOTALL)  # codes of a terminal
+_MOST = 64  # numbers of a state that is printed
 _WORD = re.compile(r"[\w-]+")
 
 
@@ -30,9 +32,14 @@ class GymnasiumText:
             options: further arguments of the environment, e.g. {is_slippery: false}.
 
         Raises:
-            ValueError: Gymnasium is missing, or the environment is unknown or has other actions.
+            ValueError: Gymnasium is missing, or the environment is unknown, or is of pictures or other actions.
         """
-        self._environment = _made(id, dict(options or {}))
+        self._environment = _made(str(id), dict(options or {}))
+        if (
+            self._environment.render_mode != "ansi"
+            and math.prod(self._environment.observation_space.shape or ()) > _MOST
+        ):
+            raise ValueError(f"{id}: its states are {self._environment.observation_space}, too many numbers to be read")
         space = self._environment.action_space
         self._first = int(getattr(space, "start", 0))
         self._names = _names(id, space, actions)
@@ -94,7 +101,7 @@ def _names(id: str, space: Any, given: Sequence[str]) -> list[str]:
     if not isinstance(space, spaces.Discrete):
         raise ValueError(f"{id}: its actions are {space}, neither text nor a choice")
     first, count = int(space.start), int(space.n)
-    names = [name.lower() for name in given] or [str(first + index) for index in range(count)]
+    names = [str(name).lower() for name in given] or [str(first + index) for index in range(count)]
     if len(set(names)) != count or not all(_WORD.fullmatch(name) for name in names):
         raise ValueError(f"{id}: actions need {count} different names of one word each, not {list(given)}")
     return names
