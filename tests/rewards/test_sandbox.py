@@ -474,6 +474,7 @@ def test_all_of_it_through_the_scorers() -> None:
     assert set(settings.reported) == set(scores.by_function)
 
 
+@pytest.mark.slow  # ten seconds of programs that never end
 def test_many_slow_programs_get_less_time() -> None:
     """Only a few are given all of their time, and an honest quick one at the end is still right."""
     rows = [response(f"while True: {i}", PAIRS) for i in range(8)] + [response(SUM, PAIRS)]

@@ -56,6 +56,7 @@ def test_a_resumed_run_trains_on_what_was_drawn_before(ahead: Done, tiny_model: 
     assert comparable(resumed.history, range(STEPS + 1)) == comparable(ahead.history, range(STEPS + 1))
 
 
+@pytest.mark.slow  # two runs; the resume before it has the queue, and test_loop the last step
 def test_the_last_step_may_have_nothing_but_what_was_drawn_before(tiny_model: Path, storage: Path) -> None:
     config = small(tiny_model, storage, "longer", train__steps=3, checkpoint__every=2, **AHEAD)
     resumed = stopped_and_resumed(config, after=1)
@@ -82,7 +83,7 @@ def test_ratios_can_be_to_the_policy_that_drew(tiny_model: Path, storage: Path) 
 ALONE = {"algorithm__advantage": "grpo", "algorithm__kl_coef": 0.0, "model__reference": "none"}
 
 
-@pytest.mark.parametrize("way", [{}, ALONE], ids=["with a critic", "alone"])
+@pytest.mark.parametrize("way", [{}, pytest.param(ALONE, marks=pytest.mark.slow)], ids=["with a critic", "alone"])
 def test_scoring_part_by_part_changes_nothing_but_rounding(
     tiny_model: Path, storage: Path, way: dict[str, Any]
 ) -> None:

@@ -199,7 +199,17 @@ def test_where_ctrl_c_is_ignored_a_taken_claim_ends_the_process_as_sigterm(
     assert came == [signal.SIGTERM]
 
 
-def test_it_is_renewed_and_notices_when_it_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def plain_interrupts() -> Iterator[None]:
+    """Ctrl-C is a KeyboardInterrupt, whatever tests of other libraries have left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_it_is_renewed_and_notices_when_it_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_interrupts: None
+) -> None:
     monkeypatch.setattr(claims, "_BEAT_S", 0.05)
     with pytest.raises(KeyboardInterrupt), claims.take(Storage.local(tmp_path / "run"), "run 'run'"):
         file = tmp_path / "run" / "owner-1.json"

@@ -5,11 +5,17 @@
 rlx.environments may, and aiohttp. Left out: the policy's tokens, log-probabilities and masks, which are those of any
 episode (rlx.rollout.episodes).
 
+Example:
+    import openai
+
+    from rlx.environments.agents import AgentLoop
+
+
     class Solver(AgentLoop):
-        async def play(self, row, seed, base_url, api_key):
-            client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        def play(self, row, seed, base_url, api_key):
+            client = openai.OpenAI(base_url=base_url, api_key=api_key)
             messages = [{"role": "user", "content": row.question}]
-            said = await client.chat.completions.create(model="policy", messages=messages)
+            said = client.chat.completions.create(model="policy", messages=messages)
             return float(said.choices[0].message.content == row.answer)
 """
 
