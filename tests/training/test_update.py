@@ -620,7 +620,7 @@ def by_autograd(run: trainer.Trainer, batch: Experience, path: str) -> dict[int,
 SHARED: list[dict[str, Any]] = [{}, {"algorithm.advantage": "grpo", "algorithm.kl_placement": "loss"}]
 
 
-@pytest.mark.parametrize("way", SHARED[:1] + [pytest.param(SHARED[1], marks=pytest.mark.slow)], ids=["gae", "grpo"])
+@pytest.mark.parametrize("way", [*SHARED[:1], pytest.param(SHARED[1], marks=pytest.mark.slow)], ids=["gae", "grpo"])
 def test_the_shares_of_prompts_in_the_gradient(way: dict[str, Any], on_ranks: OnRanks, tiny_model: Path) -> None:
     """They are those of autograd, add up to 1, are the same on two ranks, and change nothing of the update."""
     ((opened, plain),) = on_ranks(1, shares_and_update, str(tiny_model), way)
