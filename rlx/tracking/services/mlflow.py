@@ -377,9 +377,9 @@ def _make_tables(uri: str) -> None:
 
 
 def shorten_requests() -> None:
-    """From now on, each request of this process to a tracking server is made once and waits at most 10 s."""
-    for name, value in _ONE_SHORT_ATTEMPT.items():
-        os.environ.setdefault(name, value)
+    """From now on, requests of this process are made once, wait at most 10 s, and fail without MLflow's own traceback."""
+    os.environ.update(_ONE_SHORT_ATTEMPT | dict(os.environ))
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def is_refusal(error: Exception) -> bool:
