@@ -356,12 +356,12 @@ def register(uri: str, run_id: str, folder: Path, name: str) -> str:
 
 def client(uri: str) -> Any:
     """The MLflow client of a tracking store, with its log messages silenced. For this module and for tests."""
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.update({"GIT_PYTHON_REFRESH": "quiet", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"} | os.environ)
     from mlflow import MlflowClient
 
+    # Of a locked database MLflow logs a traceback as an error.
     for name in ("mlflow", "mlflow.store.db.utils", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.CRITICAL if "db" in name else logging.ERROR)
     _make_tables(uri)
     return MlflowClient(tracking_uri=uri)
 
@@ -377,9 +377,9 @@ def _make_tables(uri: str) -> None:
 
 
 def shorten_requests() -> None:
-    """From now on, requests of this process are made once, wait at most 10 s, and fail without MLflow's own traceback."""
-    os.environ.update(_ONE_SHORT_ATTEMPT | dict(os.environ))
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    """From now on, each request of this process to a tracking server is made once and waits at most 10 s."""
+    for name, value in _ONE_SHORT_ATTEMPT.items():
+        os.environ.setdefault(name, value)
 
 
 def is_refusal(error: Exception) -> bool:
