@@ -79,7 +79,7 @@ def of_turns(config: RunConfig, turns: int, wait: float) -> RunConfig:
     name = "bench.episodes:Waits"
     environment = {"name": name, "params": {"turns": turns, "seconds": wait}, "max_turns": turns, "turn_tokens": _TURN}
     environment |= {"concurrency": 256, "history": "extend"}
-    rollout = {"max_tokens": 1024, "min_tokens": _TURN}
+    rollout = {"max_tokens": 384, "min_tokens": _TURN}
     settings: dict[str, Any] = {f"environment.{key}": value for key, value in environment.items()}
     return changed(config, settings | {"reward.functions": {"environment": 1}}, rollout)
 
