@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlx.cluster.connection import is_own_cluster
 from rlx.config.errors import ConfigError
 
 _LARGEST_COPY = 512 * 2**20  # bytes
@@ -59,6 +60,20 @@ def bring_folder(path: str, setting: str) -> None:
             _result(node, copy)
         except ray.exceptions.RayTaskError as error:
             raise ConfigError(f"{setting} {path}: it cannot be copied to {_title(node)}: {error.cause}") from None
+
+
+def bring_models(models: Sequence[tuple[str, str]]) -> FolderCopies | None:
+    """Brings model folders, each given with its setting, to the nodes that lack them, see `bring_folder`.
+
+    Returns:
+        What nodes that join later need of them; None on a cluster of this process, which none can join.
+
+    Raises:
+        ConfigError: see `bring_folder`.
+    """
+    for path, setting in models:
+        bring_folder(path, setting)
+    return None if is_own_cluster() else FolderCopies.of(path for path, _ in models)
 
 
 class FolderStore:

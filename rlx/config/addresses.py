@@ -14,11 +14,13 @@ from typing import Annotated, Any
 import pydantic
 
 _SECRET = re.compile(  # names of options
-    r"passw|passcode|passphrase|secret|credential|signature|bearer|authorization|cookie|oauth|hmac|session_?id|token$|(access|auth)_?tokens"
+    r"passw|passcode|passphrase|secret|credential|signature|bearer|authorization|cookie|oauth|hmac|session_?id"
+    r"|token$|(access|auth)_?tokens"
     r"|(access|account|api|app|auth|license|master|private|shared|subscription|user)[_-]?key"
-    r"|^code$|(^|[^a-z])(auth|creds?|jwt|key|otp|pass|psw|pw|pwd|sas|session|sid|sig|tok|token)($|[^a-z])",
+    r"|(^|[^a-z])(auth|code|creds?|jwt|keys?|otp|pass|psw|pw|pwd|sas|session|sid|sig|tok|token)($|[^a-z])",
     re.IGNORECASE,
 )
+_HARMLESS = re.compile(r"ssl.*|sort_keys|num_keys|code_version")  # sslkey is the path of a file
 _OPTION = re.compile(r"[?&;#,]\s*([^?&;#,=]+)=?([^?&;#,]*)")
 _PASSWORD = re.compile(r"(?<!/)//[^@/]*:(?!\d+/)[^@]*@")  # it may have "/" in it; after a port, that begins a path
 _USER = re.compile(r"([\w+.-]*):?(?<!/)//([^/?#@]*)(:[^@]*)?@")
@@ -92,7 +94,7 @@ def _is_secret_user(scheme: str, user: str, rest: str | None) -> bool:
 
 
 def _names_secret(option: str) -> bool:
-    return bool(_SECRET.search(option)) and not option.startswith("ssl")  # sslkey is the path of a file
+    return bool(_SECRET.search(option)) and not _HARMLESS.fullmatch(option)
 
 
 def _is_drawn(text: str) -> bool:

@@ -132,9 +132,9 @@ def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
             raise TypeError("a message has a role and a content")
         if not isinstance(message.get("content"), str):
             raise TypeError(f"the content of a message is text, not {type(message.get('content')).__name__}")
-    return tuple({key: _sendable(value) for key, value in message.items()} for message in given)
+    return tuple({key: sendable(value) for key, value in message.items()} for message in given)
 
 
-def _sendable(value: Any) -> Any:
+def sendable(value: Any) -> Any:
     """A text without halves of characters, which JSON can make and no tokenizer takes."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

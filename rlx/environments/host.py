@@ -163,12 +163,12 @@ def _on_thread(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a method returns. A future takes no StopIteration: its call would seem to hang.
 
     Raises:
-        RuntimeError: the method raised StopIteration, or would end the process.
+        RuntimeError: the method raised StopIteration.
     """
     try:
         return method(*args, **kwargs)
-    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(repr(error)) from None
+    except StopIteration:
+        raise RuntimeError("StopIteration") from None
 
 
 def limit_memory(size: int) -> None:

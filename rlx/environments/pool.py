@@ -103,7 +103,7 @@ class ActorHost:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline and not await asyncio.to_thread(is_dead, self._actor):
             try:
-                await asyncio.wait_for(asyncio.wrap_future(self._actor.forget.remote("no owner").future()), _START_S)
+                await asyncio.wait_for(asyncio.wrap_future(self._actor.__ray_ready__.remote().future()), _START_S)
                 self._has_answered, self._is_dead = True, False
                 return True
             except (ray.exceptions.RayActorError, TimeoutError):

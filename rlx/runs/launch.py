@@ -20,7 +20,7 @@ import ray
 import ray.train
 import yaml
 
-from rlx.cluster import connection, nodes
+from rlx.cluster import nodes
 from rlx.cluster.nodes import FolderCopies
 from rlx.config.errors import one_line
 from rlx.config.sections.base import flatten
@@ -173,10 +173,8 @@ def bring_folders(prepared: PreparedRun) -> FolderCopies | None:
         ConfigError: one of them is too large.
     """
     others = companions(prepared.config.model) | {"reward.model": prepared.config.reward.model}
-    models = {"model.path": prepared.model_path} | {setting: path for setting, path in others.items() if path}
-    for setting, path in models.items():
-        nodes.bring_folder(path, setting)
-    return None if connection.is_own_cluster() else FolderCopies.of(models.values())
+    models = [(path, setting) for setting, path in others.items() if path]
+    return nodes.bring_models([(prepared.model_path, "model.path"), *models])
 
 
 def _pruned(result: ray.train.Result) -> ray.train.Result:

@@ -8,7 +8,7 @@ Left out: the run's folder and records (`launch`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -231,7 +231,12 @@ def engine_spec_of(prepared: PreparedRun) -> EngineSpec:
     config = prepared.config
     longest, bundle = config.data.max_prompt_tokens, prepared.resources.engines[0]
     spec = engine_spec(config.rollout, config.model, longest, prepared.model_path, bundle)
-    return replace(spec, bring=prepared.copies.bring_here if prepared.copies else None)
+    return replace(spec, bring=_bring(prepared))
+
+
+def _bring(prepared: PreparedRun) -> Callable[[], None] | None:
+    """What a process calls first that loads the run's models."""
+    return prepared.copies.bring_here if prepared.copies else None
 
 
 def _start_reward_models(prepared: PreparedRun, placement: Any) -> list[Any]:
@@ -246,7 +251,7 @@ def _start_reward_models(prepared: PreparedRun, placement: Any) -> list[Any]:
         group=placement,
         bundles=needed.indices.reward_models,
         trust_remote_code=prepared.config.model.trust_remote_code,
-        bring=prepared.copies.bring_here if prepared.copies else None,
+        bring=_bring(prepared),
     )
 
 

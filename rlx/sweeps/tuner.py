@@ -16,8 +16,7 @@ from typing import Any
 from ray import tune
 
 from rlx.analysis.loading import RACE_FILE
-from rlx.cluster import connection, nodes
-from rlx.cluster.nodes import FolderCopies
+from rlx.cluster import nodes
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections.base import flatten
@@ -210,9 +209,7 @@ def shared_inputs(plan: SweepPlan, space: Space, models: Sequence[NeededModel]) 
     Args:
         models: those of `models_of`, which every node gets.
     """
-    for model in models:
-        nodes.bring_folder(*model)
-    copies = None if connection.is_own_cluster() else FolderCopies.of(each.path for each in models)
+    copies = nodes.bring_models(models)
     common = SharedInputs(relay.reachable(plan.tracking), start_mailbox(), Signer.new(), copies=copies)
     path = None if any(key.startswith("model.") for key in space) else models[0].path
     if path and not any(key.startswith(("data.", "eval.")) for key in space):

@@ -133,7 +133,7 @@ def test_a_system_message_is_before_the_first() -> None:
     [
         (None, False, "has no chat template"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", True, "does not show tools"),
-        ("{{ raise_exception('no roles') }}", False, "does not take turns: .*: no roles"),
+        ("{{ raise_exception('no roles') }}", False, "does not take turns: no roles"),
         ("{{ messages[0].content }}", False, "does not take turns: it leaves out what the assistant says"),
     ],
 )

@@ -222,7 +222,7 @@ def test_prompts_that_trials_read_are_looked_for_on_all_nodes(monkeypatch: pytes
     monkeypatch.setattr(tuner.nodes, "check_path", lambda path, setting: asked.append((setting, path)))
     monkeypatch.setattr(tuner, "start_mailbox", lambda: None)
     monkeypatch.setattr(tuner.relay, "reachable", lambda services: [])
-    monkeypatch.setattr(tuner.connection, "is_own_cluster", lambda: True)
+    monkeypatch.setattr(tuner.nodes, "is_own_cluster", lambda: True)
     sets = [{"name": "mine", "source": "judged.jsonl"}]
     sources = [{"source": "one.jsonl"}, {"source": "two.jsonl", "held_out": "held.jsonl"}]
     plan = SweepPlan("s", {"data": {"sources": sources}, "eval": {"sets": sets}}, "space.py")

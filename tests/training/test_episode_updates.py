@@ -207,8 +207,13 @@ def test_an_update_on_episodes_does_not_depend_on_micro_batches(on_one_rank: lis
 def test_an_update_on_episodes_does_not_depend_on_the_number_of_ranks(
     ranks: int, on_ranks: OnRanks, on_one_rank: list[dict[str, Tensor]], tiny_model: Path
 ) -> None:
-    # The gradient of a second pass is taken at weights that differ by rounding, after a step that is far too large.
-    rtol = 3e-5 if ranks == 4 else 1e-5
     for results in on_ranks(ranks, each_way, str(tiny_model)):
         for number, (found, expected) in enumerate(zip(results, on_one_rank, strict=True)):
-            torch.testing.assert_close(found, expected, atol=3e-6, rtol=rtol, msg=lambda m, n=number: f"way {n}: {m}")
+            assert found.keys() == expected.keys()
+            for name, value in found.items():
+                # A second pass measures weights that differ by rounding, after a step that is far too large.
+                is_of_second_pass = ranks == 4 and number >= 6 and "/" in name
+                rtol = 3e-5 if is_of_second_pass else 1e-5
+                torch.testing.assert_close(
+                    value, expected[name], atol=3e-6, rtol=rtol, msg=lambda m, n=f"way {number}, {name}": f"{n}: {m}"
+                )

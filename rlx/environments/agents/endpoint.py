@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -18,6 +18,7 @@ from rlx.environments.agents.wire import MODEL, RefusedRequest, error_reply, mes
 from rlx.types import Utterance
 
 _LARGEST = 16 << 20  # bytes of a request
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
@@ -36,9 +37,10 @@ class Endpoint:
         for name in ("no_proxy", "NO_PROXY"):
             if "127.0.0.1" not in os.environ.get(name, ""):
                 os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
-        made, app = cls(), web.Application(client_max_size=_LARGEST, middlewares=[_explained])
-        app.router.add_post("/v1/chat/completions", made._complete)
-        app.router.add_get("/v1/models", made._models)
+        made = cls()
+        app = web.Application(client_max_size=_LARGEST)
+        app.router.add_post("/v1/chat/completions", partial(made._served, made._complete))
+        app.router.add_get("/v1/models", partial(made._served, made._models))
         made._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await made._runner.setup()
         site = web.TCPSite(made._runner, "127.0.0.1", 0)
@@ -64,11 +66,9 @@ class Endpoint:
             await self._runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._check_key(request)
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlx"}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        self._check_key(request)
         body = await read_body(request)
         text, version = await asyncio.shield(self._awaited(messages_in(body)))
         return await stream(request, text, version) if body.get("stream") else web.json_response(reply(text, version))
@@ -96,19 +96,12 @@ class Endpoint:
         assert self._answer is not None
         return self._answer
 
-    def _check_key(self, request: web.Request) -> None:
+    async def _served(self, handler: Handler, request: web.Request) -> web.StreamResponse:
+        """Serves whoever knows the key; errors are as OpenAI's clients read them."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), self.api_key.encode()):
-            raise web.HTTPUnauthorized
-
-
-@web.middleware
-async def _explained(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Errors as OpenAI's clients read them."""
-    try:
-        answered: web.StreamResponse = await handler(request)
-        return answered
-    except RefusedRequest as error:
-        return error_reply(str(error), 400)
-    except web.HTTPUnauthorized:
-        return error_reply("this is not the key of the episode", 401)
+        try:
+            if not secrets.compare_digest(given.encode(), self.api_key.encode()):
+                raise RefusedRequest("this is not the key of the episode", status=401)
+            return await handler(request)
+        except RefusedRequest as error:
+            return error_reply(error)

@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from inspect import isawaitable
 from typing import Any
 
@@ -101,15 +102,13 @@ class AgentThread:
     def _run(self, play: Callable[..., Any], arguments: Sequence[Any]) -> None:
         try:
             value = play(*arguments)
-            value, setting = asyncio.run(self._awaited(value)) if isawaitable(value) else value, self.result.set_result
-        except Exception as error:
-            value, setting = error, self.result.set_exception
-        except BaseException as error:  # SystemExit and the like would end the loop that gets them
-            value, setting = RuntimeError(repr(error)), self.result.set_exception
-        if isinstance(value, StopIteration):  # which no future takes
-            value = RuntimeError(repr(value))
+            value = asyncio.run(self._awaited(value)) if isawaitable(value) else value
+            settle = partial(self.result.set_result, value)
+        except BaseException as error:  # SystemExit would end the loop that gets it, and no future takes StopIteration
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            settle = partial(self.result.set_exception, error if is_plain else RuntimeError(repr(error)))
         with suppress(RuntimeError):  # the loop is closed, nobody waits
-            self._home.call_soon_threadsafe(setting, value)
+            self._home.call_soon_threadsafe(settle)
 
     async def _awaited(self, value: Awaitable[Any]) -> Any:
         self._task = asyncio.current_task()

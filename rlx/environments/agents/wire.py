@@ -11,14 +11,18 @@ from typing import Any
 
 from aiohttp import web
 
+from rlx.environments.base import sendable
 from rlx.types import Utterance
 
 MODEL = "policy"
-_UNSERVED = {"tools": "describe tools in the messages", "functions": "describe tools in the messages"}
 
 
 class RefusedRequest(Exception):
     """A request that cannot be served; the text says why."""
+
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status  # of HTTP
 
 
 async def read_body(request: web.Request) -> Mapping[str, Any]:
@@ -35,9 +39,9 @@ async def read_body(request: web.Request) -> Mapping[str, Any]:
         raise RefusedRequest("the body is a JSON object")
     if body.get("n") not in (None, 1):
         raise RefusedRequest("n: an episode has one answer to each request")
-    for name, hint in _UNSERVED.items():
+    for name in ("tools", "functions"):
         if body.get(name):
-            raise RefusedRequest(f"{name}: not served; {hint}")
+            raise RefusedRequest(f"{name}: not served; describe tools in the messages")
     return body
 
 
@@ -60,12 +64,13 @@ def _message(given: Any) -> Utterance:
         content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
     if not (isinstance(role, str) and isinstance(content, str)):
         raise RefusedRequest("messages: each has a role and a content of text")
-    return {"role": role, "content": content.encode("utf-8", "replace").decode()}
+    return {"role": role, "content": sendable(content)}
 
 
-def error_reply(message: str, status: int) -> web.Response:
+def error_reply(error: RefusedRequest) -> web.Response:
     """An error as OpenAI's clients read it."""
-    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
+    content = {"error": {"message": str(error), "type": "invalid_request_error"}}
+    return web.json_response(content, status=error.status)
 
 
 def reply(text: str, version: int) -> dict[str, Any]:

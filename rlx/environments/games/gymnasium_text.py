@@ -35,12 +35,9 @@ class GymnasiumText:
             ValueError: Gymnasium is missing, or the environment is unknown, or is of pictures or other actions.
         """
         self._environment = _made(str(id), dict(options or {}))
-        if (
-            self._environment.render_mode != "ansi"
-            and math.prod(self._environment.observation_space.shape or ()) > _MOST
-        ):
-            raise ValueError(f"{id}: its states are {self._environment.observation_space}, too many numbers to be read")
-        space = self._environment.action_space
+        space, states = self._environment.action_space, self._environment.observation_space
+        if self._environment.render_mode != "ansi" and math.prod(states.shape or ()) > _MOST:
+            raise ValueError(f"{id}: its states are {states}, too many numbers to be read")
         self._first = int(getattr(space, "start", 0))
         self._names = _names(id, space, actions)
         said = f" Say one of {', '.join(self._names)}." if self._names else ""

@@ -8,7 +8,8 @@ whole. White space that a template trims is no change. Left out: who speaks when
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +60,9 @@ class Dialogue:
 
     def opening(self, messages: Sequence[Utterance]) -> Written:
         """The first messages, up to where the policy begins; raises EnvironmentFailed as `continuation`."""
-        text = self._text(messages, ask=True)
-        return Written(text, self._ids(text), is_new_context=True)
+        with _refusals(messages):
+            text = self._text(messages, ask=True)
+            return Written(text, self._ids(text), is_new_context=True)
 
     def said(self, drawn: Sequence[int]) -> str:
         """What the policy has said with these tokens, without special tokens."""
@@ -81,6 +83,12 @@ class Dialogue:
         Raises:
             EnvironmentFailed: the chat template or the tokenizer does not take that.
         """
+        with _refusals(said):
+            return self._continuation(read, history, drawn, is_stopped, said)
+
+    def _continuation(
+        self, read: str, history: Sequence[Utterance], drawn: Sequence[int], is_stopped: bool, said: Sequence[Utterance]
+    ) -> Written:
         whole, known = self._text([*history, *said], ask=True), read + history[-1]["content"]
         if not (self.extends or _squeezed(whole).startswith(_squeezed(known))):
             return Written(whole, self._ids(whole), is_new_context=True)
@@ -103,17 +111,11 @@ class Dialogue:
         if self.system_prompt and chat[0]["role"] not in ("system", "developer"):
             chat = [{"role": "system", "content": self.system_prompt}, *chat]
         tools = {"tools": list(self.tools)} if self.tools else {}
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=ask, **tools, **self.template_args
-                )
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=ask, **tools, **self.template_args
             )
-        except Exception as error:  # of a program, the template, on texts of others
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise EnvironmentFailed(
-                f"the chat template does not take its messages ({roles}): {one_line(error, 200)}"
-            ) from None
+        )
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
@@ -126,6 +128,17 @@ class Dialogue:
 
     def _stop_text(self, token: int) -> str:
         return str(self.tokenizer.decode([token], skip_special_tokens=False)).strip()
+
+
+@contextmanager
+def _refusals(messages: Sequence[Utterance]) -> Iterator[None]:
+    """Makes whatever the template, a program, or the tokenizer raises on an environment's messages its failure."""
+    try:
+        yield
+    except Exception as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        failure = f"the chat template does not take its messages ({roles}): {one_line(error, 200)}"
+        raise EnvironmentFailed(failure) from None
 
 
 def _squeezed(text: str) -> str:

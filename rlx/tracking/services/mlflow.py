@@ -356,11 +356,11 @@ def register(uri: str, run_id: str, folder: Path, name: str) -> str:
 
 def client(uri: str) -> Any:
     """The MLflow client of a tracking store, with its log messages silenced. For this module and for tests."""
-    os.environ.update({"GIT_PYTHON_REFRESH": "quiet", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"} | os.environ)
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     from mlflow import MlflowClient
 
-    # Of a locked database MLflow logs a traceback as an error.
-    for name in ("mlflow", "mlflow.store.db.utils", "alembic"):
+    for name in ("mlflow", "mlflow.store.db.utils", "alembic"):  # the second logs tracebacks of a locked database
         logging.getLogger(name).setLevel(logging.CRITICAL if "db" in name else logging.ERROR)
     _make_tables(uri)
     return MlflowClient(tracking_uri=uri)
