@@ -6,12 +6,14 @@ The reward is 1 for an answer that is the expected number. Left out: functions a
 from __future__ import annotations
 
 import ast
+import json
 import operator
+import random
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from rlx.types import TaskRow
+from rlx.types import TaskRow, Utterance
 
 _LONGEST = 200
 _LARGEST_POWER, _LARGEST_BITS = 64, 4096
@@ -27,16 +29,25 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Fraction, Fraction], Fraction]] = {
 class Calculator:
     """Answers a question of arithmetic with the help of a calculator."""
 
-    def __init__(self, answer: str = "last") -> None:
-        """`answer`: "last": the last number in what the policy says counts; "whole": all of it has to be the number."""
+    def __init__(self, answer: str = "last", examples: int = 0) -> None:
+        """Chooses what counts as an answer, and what is shown first.
+
+        Args:
+            answer: "last": the last number in what the policy says counts; "whole": all of it has to be the number.
+            examples: sums that are asked, computed with the tool and answered before the question, for a model that
+                would not call it by itself.
+        """
         if answer not in ("last", "whole"):
             raise ValueError(f"answer is {answer!r}: expected last or whole")
-        self._whole, self._expected = answer == "whole", ""
+        if examples < 0:
+            raise ValueError(f"examples is {examples}: expected 0 or more")
+        self._whole, self._examples, self._expected = answer == "whole", examples, ""
 
-    def reset(self, row: TaskRow, seed: int) -> str:
-        """Begins with the question."""
-        self._expected = row.answer
-        return row.question
+    def reset(self, row: TaskRow, seed: int) -> list[Utterance]:
+        """Begins with the examples, of numbers that the seed draws, and the question."""
+        self._expected, drawn = row.answer, random.Random(seed)
+        shown = [message for _ in range(self._examples) for message in example(drawn)]
+        return [*shown, {"role": "user", "content": row.question}]
 
     def calculate(self, expression: str) -> str:
         """Computes the value of an arithmetic expression.
@@ -50,6 +61,19 @@ class Calculator:
         """1 if the policy's answer is the expected number, else 0."""
         expected, given = number_in(self._expected, whole=False), number_in(answer, whole=self._whole)
         return float(given is not None and given == expected)
+
+
+def example(drawn: random.Random) -> list[Utterance]:
+    """A sum of three numbers with three digits that is asked, computed with the tool and answered."""
+    numbers = [drawn.randint(100, 999) for _ in range(3)]
+    expression, total = " + ".join(map(str, numbers)), str(sum(numbers))
+    call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
+    return [
+        {"role": "user", "content": f"What is {expression}?"},
+        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+        {"role": "tool", "name": "calculate", "content": total},
+        {"role": "assistant", "content": total},
+    ]
 
 
 def value_of(expression: str) -> Fraction:

@@ -146,8 +146,19 @@ def test_the_calculator_computes_nothing_else(expression: str) -> None:
 def test_the_calculator_scores_the_last_number_or_all_that_is_said(answer: str, whole: float, last: float) -> None:
     for kind, expected in (("whole", whole), ("last", last)):
         calculator = Calculator(kind)
-        assert calculator.reset(TaskRow("How many?", "1200"), 0) == "How many?"
+        assert calculator.reset(TaskRow("How many?", "1200"), 0) == [{"role": "user", "content": "How many?"}]
         assert calculator.score(answer) == expected
+
+
+def test_the_calculator_shows_examples_of_its_use_that_the_seed_draws() -> None:
+    row, shown = TaskRow("How many?", "3"), Calculator(examples=2)
+    said = shown.reset(row, 7)
+    assert [each["role"] for each in said] == ["user", "assistant", "tool", "assistant"] * 2 + ["user"]
+    for asked, called, returned, answered in (said[:4], said[4:8]):
+        (call,) = calls_in(called["content"])
+        assert shown.calculate(**call.arguments) == returned["content"] == answered["content"]
+        assert call.arguments["expression"] in asked["content"]
+    assert shown.reset(row, 7) == said != shown.reset(row, 8)
 
 
 def halving(largest: int, seed: int) -> tuple[float, int]:
@@ -284,6 +295,8 @@ def test_what_has_no_exact_value_is_an_error_of_its_kind(expression: str, error:
 def test_environments_refuse_arguments_of_which_nothing_can_be_made() -> None:
     with pytest.raises(ValueError, match="'first': expected last or whole"):
         Calculator("first")
+    with pytest.raises(ValueError, match="examples is -1"):
+        Calculator(examples=-1)
     with pytest.raises(ValueError, match="at least 1"):
         GuessNumber(0)
     with pytest.raises(ValueError, match="at least 2 rooms"):
