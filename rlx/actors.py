@@ -1,13 +1,21 @@
-"""One call of a Ray actor with a deadline, and the errors that it can raise.
+"""Calls of a Ray actor with a deadline, one or many at a time, and the errors that they can raise.
 
-`wait_for` is for any actor. `get_result` is for engines: its errors say what the caller may do next. Left out: that
-decision, and repeating calls.
+`wait_for` is for any actor. `get_result` is for engines: its errors say what the caller may do next. `BulkCalls` makes
+many small calls at the same time, whose results come as they are there. Left out: repeating calls.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
+import pickle
 import time
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -126,8 +134,15 @@ def get_result(call: Any, engine: int, deadline: float) -> Any:
         EngineLostError: the engine died or failed; the text has the cause.
         PromptRefusedError: the engine refused the request.
     """
-    try:
+    with engine_errors(engine):
         return wait_for(call, f"engine {engine}", deadline)
+
+
+@contextmanager
+def engine_errors(engine: int) -> Iterator[None]:
+    """Makes the errors of a call those of an engine, see `get_result`."""
+    try:
+        yield
     except CallTimeoutError:
         raise EngineTimeoutError.of(engine) from None
     except CallFailedError as error:
@@ -144,3 +159,163 @@ def cause_of_death(error: ray.exceptions.RayError) -> str:
     if "unavailable" in lines[0]:  # the actor was killed: Ray reports its connection only
         return "its process ended"
     return f"{lines[0]} {lines[-1] if lines[1:] else ''}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class BulkCall:
+    """One of many calls that travel together."""
+
+    number: int
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BulkResult:
+    """What became of a call."""
+
+    number: int
+    returned: Any = None
+    error: Exception | None = None
+
+
+@dataclass
+class _Caller:
+    """What an actor keeps for one caller."""
+
+    results: list[BulkResult] = field(default_factory=list)  # that it has not fetched
+    has_results: asyncio.Event = field(default_factory=asyncio.Event)
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class BulkActor:
+    """An async actor that takes many calls of its `async` methods in one, and returns results as they are there."""
+
+    @cached_property
+    def _process(self) -> str:
+        return uuid.uuid4().hex
+
+    @cached_property
+    def _callers(self) -> dict[str, _Caller]:
+        return {}
+
+    async def begin(self, caller: str, calls: Sequence[BulkCall]) -> str:
+        """Begins calls; returns the name of this process, which `ended` is asked with."""
+        kept = self._callers.setdefault(caller, _Caller())
+        for call in calls:
+            task = asyncio.create_task(self._made(call, kept))
+            kept.running.add(task)
+            task.add_done_callback(kept.running.discard)
+        return self._process
+
+    async def ended(self, caller: str, process: str) -> list[BulkResult]:
+        """The results that have come since it was last asked; waits for one.
+
+        Raises:
+            LookupError: the calls were made of an earlier process of the actor.
+        """
+        if process != self._process:
+            raise LookupError("it was started again")
+        kept = self._callers[caller]
+        await kept.has_results.wait()
+        kept.has_results.clear()
+        results, kept.results = kept.results, []
+        return results
+
+    async def _made(self, call: BulkCall, kept: _Caller) -> None:
+        try:
+            result = BulkResult(call.number, await getattr(self, call.method)(*call.args))
+        except Exception as error:
+            result = BulkResult(call.number, error=_picklable(error))
+        kept.results.append(result)
+        kept.has_results.set()
+
+
+def _picklable(error: Exception) -> Exception:
+    """An error, or its text if it cannot travel."""
+    try:
+        pickle.dumps(error)
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class BulkCalls:
+    """Calls of one `BulkActor`, on one event loop.
+
+    A call of an actor costs milliseconds on both sides. Here, calls that are made while others are on their way travel
+    together, and so do their results; none waits for another one to end.
+    """
+
+    def __init__(self, actor: Any, name: str) -> None:
+        """`name`: how errors name the actor."""
+        self._actor, self._name = actor, name
+        self._caller = uuid.uuid4().hex  # another one after a failure, whose results nobody waits for
+        self._numbers = itertools.count()
+        self._unsent: list[BulkCall] = []
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._sending: asyncio.Task[None] | None = None
+        self._receiving: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """What a method of the actor returns.
+
+        Raises:
+            CallTimeoutError: the actor did not answer in time.
+            CallFailedError: the method raised an error.
+            ActorDiedError: the process of the actor ended, or could not start.
+        """
+        call = BulkCall(next(self._numbers), method, args)
+        future = self._open[call.number] = asyncio.get_running_loop().create_future()
+        self._unsent.append(call)
+        if not _is_running(self._sending):
+            self._sending = asyncio.create_task(self._exchanging(self._send(self._caller)))
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise CallTimeoutError(f"{self._name} did not answer in time") from None
+        finally:
+            self._open.pop(call.number, None)
+
+    async def _send(self, caller: str) -> None:
+        while self._unsent and caller == self._caller:
+            calls, self._unsent = self._unsent, []
+            process = await asyncio.wrap_future(self._actor.begin.remote(caller, calls).future())
+            if caller == self._caller and not _is_running(self._receiving):
+                self._receiving = asyncio.create_task(self._exchanging(self._receive(caller, process)))
+
+    async def _receive(self, caller: str, process: str) -> None:
+        while self._open and caller == self._caller:
+            for result in await asyncio.wrap_future(self._actor.ended.remote(caller, process).future()):
+                future = self._open.pop(result.number, None)
+                if future is None or future.done():  # its caller waits no more
+                    continue
+                if result.error is None:
+                    future.set_result(result.returned)
+                else:
+                    future.set_exception(CallFailedError(self._name, result.error))
+
+    async def _exchanging(self, exchange: Coroutine[Any, Any, None]) -> None:
+        """Runs an exchange with the actor; where it fails, all open calls do."""
+        caller, reason = self._caller, "its calls were given up"  # with the event loop
+        try:
+            await exchange
+            reason = ""
+        except ray.exceptions.RayTaskError as error:
+            reason = str(error.cause)
+        except ray.exceptions.RayError as error:
+            reason = cause_of_death(error)
+        finally:
+            if reason and caller == self._caller:
+                self._fail(ActorDiedError(f"{self._name} died: {reason}"))
+
+    def _fail(self, error: CallError) -> None:
+        self._caller, self._sending, self._receiving = uuid.uuid4().hex, None, None
+        futures, self._open, self._unsent = list(self._open.values()), {}, []
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+
+
+def _is_running(task: asyncio.Task[None] | None) -> bool:
+    return task is not None and not task.done()

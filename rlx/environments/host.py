@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlx.actors import BulkActor
 from rlx.config.errors import one_line
 from rlx.environments.base import has_steps, load_environment, messages_of
 from rlx.environments.tools import ToolDialogue, finite, score_of
@@ -62,7 +63,7 @@ class HostSettings:
     memory_mb: int | None = None  # that the process may use beyond what it starts with
 
 
-class EnvironmentHost:
+class EnvironmentHost(BulkActor):
     """Live episodes by key. Its methods are those of an async actor; they raise nothing that an environment raises."""
 
     def __init__(self, settings: HostSettings) -> None:

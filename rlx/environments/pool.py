@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import ray
 
-from rlx.actors import cause_of_death, is_dead
+from rlx.actors import ActorDiedError, BulkCalls, CallTimeoutError, is_dead
 from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
 from rlx.types import EnvironmentFailed, Notify, Observation, TaskRow
 
@@ -75,20 +75,19 @@ class ActorHost:
 
     def __init__(self, actor: Any, timeout_s: float) -> None:
         self._actor, self._timeout_s, self._has_answered = actor, timeout_s, False
-        self._is_dead = False
+        self._calls, self._is_dead = BulkCalls(actor, "its host"), False
 
     async def call(self, method: str, *args: Any) -> Any:
         """See `Host.call`. The first call waits until the process is up."""
         repeated = len(args[2]) if method == "repeat" else 0
         patience_s = self._timeout_s * (1 + repeated) + (_MARGIN_S if self._has_answered else _START_S)
         try:
-            future = asyncio.wrap_future(getattr(self._actor, method).remote(*args).future())
-            returned = await asyncio.wait_for(future, patience_s)
-        except TimeoutError:
+            returned = await self._calls.call(method, *args, timeout_s=patience_s)
+        except CallTimeoutError:
             raise HostLost(f"its process has not answered for {patience_s:.0f} s") from None
-        except ray.exceptions.RayActorError as error:
+        except ActorDiedError as error:
             self._has_answered, self._is_dead = False, True
-            raise HostLost(cause_of_death(error)) from None
+            raise HostLost(str(error)) from None
         self._has_answered = True
         return returned
 

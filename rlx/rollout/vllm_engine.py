@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from rlx.actors import BulkActor
 from rlx.rollout.base import Output, Request
 from rlx.rollout.engine_metrics import EngineMetrics
 from rlx.rollout.engine_thread import EngineThread, Report
@@ -62,7 +63,7 @@ class WeightUpdate:
     incoming: Incoming | None  # how the workers fetch it; None: it arrives in `buckets`
 
 
-class VLLMEngine:
+class VLLMEngine(BulkActor):
     """An async Ray actor around one vLLM engine; see `Engine`.
 
     If the engine fails, the process ends, so that Ray starts it again: with the weights of the model folder, which have

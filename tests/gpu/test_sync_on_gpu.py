@@ -54,7 +54,7 @@ PROMPTS = [Prompt(i, tuple(range(100 + i, 164 + i)), "question", "answer") for i
 def cluster() -> Iterator[int]:
     """A Ray cluster; the number of its GPUs."""
     connection.quiet_environment()
-    os.environ.update(connection.OWN_CLUSTER_ENVIRONMENT)
+    os.environ.update(connection.OWN_CLUSTER_ENVIRONMENT | {"NCCL_NVLS_ENABLE": "0"})  # no multicast on lent machines
     with pytest.MonkeyPatch.context() as patch:  # Ray's workers find this module, and those that it imports
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

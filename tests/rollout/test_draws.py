@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlx.actors import EngineLostError, EngineTimeoutError, PromptRefusedError
+from rlx.actors import ActorDiedError, CallFailedError, CallTimeoutError, PromptRefusedError
 from rlx.rollout.base import Output, Request
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.episodes import draws as module
@@ -21,13 +21,10 @@ OUTPUT = Output((3,), (-1.0,), True)
 
 
 class Call:
-    """A call of an actor, which the test answers."""
+    """A call of an engine, which the test answers."""
 
     def __init__(self, version: int) -> None:
         self.version, self.answer = version, Future[Any]()
-
-    def future(self) -> Future[Any]:
-        return self.answer
 
 
 class Generate:
@@ -35,7 +32,7 @@ class Generate:
         self.calls: list[Call] = []
         self._on_call = on_call
 
-    def remote(self, requests: list[Request], version: int) -> Call:
+    def begin(self, requests: list[Request], version: int) -> Call:
         assert requests == [REQUEST]
         self.calls.append(Call(version))
         self._on_call(self.calls[-1])
@@ -55,24 +52,32 @@ def good(call: Call) -> None:
 
 
 def lost(call: Call) -> None:
-    call.answer.set_exception(EngineLostError("engine died"))
+    call.answer.set_exception(ActorDiedError("engine died"))
 
 
 def open_(call: Call) -> None:
     """Stays unanswered until the test answers it."""
 
 
+class Calls:
+    """The calls of an engine, without Ray."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine, self.name = engine, name
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        call = getattr(self.engine, method).begin(*args)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(call.answer), timeout_s)
+        except TimeoutError:
+            raise CallTimeoutError(self.name) from None
+
+
 @pytest.fixture(autouse=True)
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The engines whose processes were ended; results are read without Ray."""
+    """The engines whose processes were ended; they are called without Ray."""
     ended: list[Any] = []
-
-    def result(call: Call, engine: int, deadline: float) -> Any:
-        if not call.answer.done():
-            raise EngineTimeoutError.of(engine)
-        return call.answer.result()
-
-    monkeypatch.setattr(module, "get_result", result)
+    monkeypatch.setattr(module, "BulkCalls", Calls)
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: ended.append(actor))
     return ended
 
@@ -151,7 +156,7 @@ def test_an_engine_that_hangs_is_ended_whatever_it_was_asked_with(killed: list[A
 
 
 def test_a_refused_turn_is_told_and_no_engine_is_lost() -> None:
-    draws = drawing(Engine(lambda call: call.answer.set_exception(PromptRefusedError("too long"))))
+    draws = drawing(Engine(lambda call: call.answer.set_exception(CallFailedError("engine 0", ValueError("too long")))))
     with pytest.raises(PromptRefusedError, match="too long"):
         asyncio.run(draws(REQUEST, None))
     assert draws.pool.lost == {} and asyncio.run(draws(REQUEST, None)).engine == 0

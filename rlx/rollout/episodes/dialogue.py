@@ -89,9 +89,11 @@ class Dialogue:
     def _continuation(
         self, read: str, history: Sequence[Utterance], drawn: Sequence[int], is_stopped: bool, said: Sequence[Utterance]
     ) -> Written:
-        whole, known = self._text([*history, *said], ask=True), read + history[-1]["content"]
-        if not (self.extends or _squeezed(whole).startswith(_squeezed(known))):
-            return Written(whole, self._ids(whole), is_new_context=True)
+        known = read + history[-1]["content"]
+        if not self.extends:
+            whole = self._text([*history, *said], ask=True)
+            if not _squeezed(whole).startswith(_squeezed(known)):
+                return Written(whole, self._ids(whole), is_new_context=True)
         opening = history[: next(i for i, each in enumerate(history) if each["role"] == "assistant")]
         tail = self._after_policy(opening, said)
         end, after = (self._stop_text(drawn[-1]) if is_stopped else ""), tail.lstrip()

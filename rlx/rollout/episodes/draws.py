@@ -1,4 +1,4 @@
-"""Episodes with the engines of a rank's pool: each turn is a call of its own, so that none waits for another.
+"""Episodes with the engines of a rank's pool: turns travel together, and none waits for another to be drawn.
 
 An episode stays with its engine, which may have its prefix in the cache. Left out: single completions, which are asked
 for by the hundred (rlx.rollout.engine_pool).
@@ -7,11 +7,10 @@ for by the hundred (rlx.rollout.engine_pool).
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlx.actors import EngineLostError, EngineTimeoutError, get_result
+from rlx.actors import BulkCalls, EngineLostError, EngineTimeoutError, engine_errors
 from rlx.rollout.base import PendingRollout, Request
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.episodes.player import Drawn, NoEngineError, Player
@@ -30,6 +29,10 @@ class EngineDraws:
     version: int = 0  # of the weights that the engines hold
     _is_open: bool = field(default=True, init=False)
     _running: dict[int, int] = field(default_factory=dict, init=False)  # turns that each engine draws
+    _calls: list[BulkCalls] = field(default_factory=list, init=False)  # of each engine
+
+    def __post_init__(self) -> None:
+        self._calls = [BulkCalls(engine, f"engine {index}") for index, engine in enumerate(self.pool.engines)]
 
     def hold(self) -> None:
         """No turn begins until `release`: the engines get weights."""
@@ -76,12 +79,11 @@ class EngineDraws:
         return least
 
     async def _drawn(self, request: Request, engine: int, version: int) -> Drawn:
-        deadline = time.monotonic() + self.pool.timeout_s
         self._running[engine] = self._running.get(engine, 0) + 1
         try:
-            call = self.pool.engines[engine].generate.remote([request], version)
-            await asyncio.wait([asyncio.wrap_future(call.future())], timeout=self.pool.timeout_s)
-            outputs, seconds = get_result(call, engine, deadline)
+            call = self._calls[engine].call("generate", [request], version, timeout_s=self.pool.timeout_s)
+            with engine_errors(engine):
+                outputs, seconds = await call
         finally:
             self._running[engine] -= 1
         return Drawn(outputs[0], version, engine, seconds)

@@ -1,0 +1,81 @@
+"""A run whose completions are episodes, of which driver, engine and environments are killed at random moments: its
+metrics are, to the last bit, those of a run in which nothing died.
+
+RLX_KILLS sets how many processes are killed (20).
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import KILLED_S, Script, assert_all_end
+from test_exact import KILLS, Place, finish
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+Start = Callable[..., Script]
+
+DRIVER = "driver"
+VICTIMS = (DRIVER, "ray::VLLMEngine", "ray::EnvironmentHost")
+EPISODES = [
+    "--environment.name",
+    "guess_number",
+    "--environment.params",
+    "{largest: 15}",
+    "--environment.max-turns",
+    "3",
+]
+EPISODES += ["--environment.turn-tokens", "8", "--rollout.max-tokens", "96", "--algorithm.advantage", "grpo"]
+
+
+def ended(run: Script, seconds: float) -> bool:
+    """Waits a while; whether the run has ended."""
+    deadline = time.monotonic() + seconds
+    while run.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return run.process.poll() is not None
+
+
+def killed(run: Script, victim: str) -> bool:
+    """Kills a process of the run if there is one of that name."""
+    if victim == DRIVER:
+        run.kill()
+        assert_all_end(run, KILLED_S)
+        return True
+    for process in run.alive():
+        try:
+            if victim in " ".join(process.cmdline()):
+                process.kill()
+                return True
+        except psutil.NoSuchProcess:
+            continue
+    return False
+
+
+def test_episodes_survive_kills_of_driver_engine_and_environments(
+    tmp_path: Path, tiny_model: Path, script: Start
+) -> None:
+    place = Place(str(tmp_path), tmp_path, tiny_model)
+    finish(script("ppo.py", *place.words("whole", 1), *EPISODES))
+    expected, moments = place.history("whole"), random.Random(0)
+    assert max(expected["episode/turns"].values()) > 1
+    kills, lives = Counter[str](), 0
+    while kills.total() < KILLS:
+        name = f"killed-{lives}"
+        lives += 1
+        run = script("ppo.py", *place.words(name, 1), *EPISODES)
+        while kills.total() < KILLS and not ended(run, moments.uniform(5, 30)):
+            victim = moments.choice(VICTIMS)
+            kills[victim] += killed(run, victim)
+            print(f"{kills.total()}/{KILLS}: {victim} of {name}, at step {place.newest(name)} or later", flush=True)
+            if victim == DRIVER:
+                begun = (tmp_path / "runs" / name / "run.json").exists()
+                again = ["--storage", place.address, "--resume", name] if begun else place.words(name, 1) + EPISODES
+                run = script("ppo.py", *again)
+        finish(run)
+        assert place.history(name) == expected, name
+    assert set(kills) == set(VICTIMS)
+    assert_all_end(run, 10)

@@ -1,0 +1,179 @@
+"""Many calls of an actor as few calls of Ray: what travels together, and what fails alone or with all others."""
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import ray
+
+from rlx.actors import ActorDiedError, BulkActor, BulkCalls, CallFailedError, CallTimeoutError
+
+
+class Worker(BulkActor):
+    """Says when it was called, after a while."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def after(self, seconds: float, number: int) -> int:
+        self.asked.append(number)
+        await asyncio.sleep(seconds)
+        return number
+
+    async def refuse(self, text: str) -> None:
+        raise ValueError(text)
+
+    async def fail_with_a_lock(self) -> None:
+        error = RuntimeError("locked")
+        error.lock = asyncio.Lock()  # type: ignore[attr-defined]
+        error.unpicklable = lambda: None  # type: ignore[attr-defined]
+        raise error
+
+
+class Remote:
+    """A method of an actor that runs on the event loop of the test."""
+
+    def __init__(self, method: Any, delay_s: float, made: list[Any]) -> None:
+        self._method, self._delay_s, self._made = method, delay_s, made
+
+    def remote(self, *args: Any) -> "Remote":
+        self._made.append(args)
+        self._future = asyncio.run_coroutine_threadsafe(self._called(*args), asyncio.get_running_loop())
+        return self
+
+    def future(self) -> "Future[Any]":
+        return self._future
+
+    async def _called(self, *args: Any) -> Any:
+        await asyncio.sleep(self._delay_s)
+        return await self._method(*args)
+
+
+class Handle:
+    """The handle of an actor in this process, whose calls take a while; `begun` and `fetched` are its calls."""
+
+    def __init__(self, actor: BulkActor, delay_s: float = 0.005) -> None:
+        self.actor, self._delay_s = actor, delay_s
+        self.begun: list[Any] = []
+        self.fetched: list[Any] = []
+
+    @property
+    def begin(self) -> Remote:
+        return Remote(self.actor.begin, self._delay_s, self.begun)
+
+    @property
+    def ended(self) -> Remote:
+        return Remote(as_ray(self.actor.ended), self._delay_s, self.fetched)
+
+
+def as_ray(method: Any) -> Any:
+    """The method with Ray's kind of error."""
+
+    async def called(*args: Any) -> Any:
+        try:
+            return await method(*args)
+        except LookupError as error:
+            raise ray.exceptions.RayTaskError("ended", "", error).as_instanceof_cause() from None
+
+    return called
+
+
+def test_calls_travel_together_and_none_waits_for_another_to_end() -> None:
+    handle = Handle(Worker())
+    calls, ended = BulkCalls(handle, "worker"), list[int]()
+
+    async def made(seconds: float, number: int) -> None:
+        ended.append(await calls.call("after", seconds, number, timeout_s=5))
+
+    async def run() -> None:
+        slow = asyncio.ensure_future(made(0.3, 0))
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*(made(0.0, number) for number in range(1, 65)))
+        assert not slow.done()
+        await slow
+
+    asyncio.run(run())
+    assert sorted(ended[:-1]) == list(range(1, 65)) and ended[-1] == 0
+    assert [len(batch) for _, batch in handle.begun] == [1, 64]
+    assert len(handle.fetched) <= 4
+
+
+def test_a_call_that_fails_fails_alone() -> None:
+    calls = BulkCalls(Handle(Worker()), "worker")
+
+    async def run() -> list[Any]:
+        made = [
+            calls.call("refuse", "no", timeout_s=5),
+            calls.call("fail_with_a_lock", timeout_s=5),
+            calls.call("after", 0.0, 3, timeout_s=5),
+            calls.call("after", 30.0, 4, timeout_s=0.1),
+        ]
+        return await asyncio.gather(*made, return_exceptions=True)
+
+    refused, locked, good, late = asyncio.run(run())
+    assert isinstance(refused, CallFailedError) and isinstance(refused.cause, ValueError)
+    assert str(refused) == "worker failed: no"
+    assert isinstance(locked, CallFailedError) and str(locked.cause) == "RuntimeError: locked"
+    assert good == 3
+    assert isinstance(late, CallTimeoutError) and str(late) == "worker did not answer in time"
+
+
+def test_calls_of_an_earlier_process_are_lost_and_later_ones_are_not() -> None:
+    handle = Handle(Worker())
+    calls = BulkCalls(handle, "worker")
+
+    async def run() -> None:
+        early = asyncio.ensure_future(calls.call("after", 30.0, 0, timeout_s=5))
+        quick = asyncio.ensure_future(calls.call("after", 0.05, 1, timeout_s=5))
+        await asyncio.sleep(0.02)
+        handle.actor = Worker()  # the next call is that of another process
+        assert await quick == 1
+        with pytest.raises(ActorDiedError, match="worker died: it was started again"):
+            await early
+        assert await calls.call("after", 0.0, 2, timeout_s=5) == 2
+
+    asyncio.run(run())
+
+
+def test_calls_go_on_on_another_event_loop() -> None:
+    calls = BulkCalls(Handle(Worker()), "worker")
+
+    async def given_up() -> None:
+        with pytest.raises(CallTimeoutError):
+            await calls.call("after", 30.0, 0, timeout_s=0.05)
+
+    asyncio.run(given_up())
+    assert asyncio.run(bounded(calls.call("after", 0.0, 1, timeout_s=5))) == 1
+
+
+async def bounded(call: Coroutine[Any, Any, Any]) -> Any:
+    return await asyncio.wait_for(call, 2)
+
+
+def test_calls_of_an_actor_that_dies_fail_and_work_again_when_ray_has_started_it(ray_cluster: None) -> None:
+    class Dying(BulkActor):  # by value: Ray's workers do not find this file
+        async def after(self, seconds: float, number: int) -> int:
+            await asyncio.sleep(seconds)
+            return number
+
+        async def end(self) -> None:
+            os._exit(1)
+
+    actor = ray.remote(Dying).options(num_cpus=0, max_restarts=-1, max_concurrency=100).remote()
+    calls = BulkCalls(actor, "worker")
+
+    async def run() -> None:
+        early = [asyncio.ensure_future(calls.call("after", 60.0, number, timeout_s=60)) for number in range(3)]
+        assert await calls.call("after", 0.0, 7, timeout_s=60) == 7
+        with pytest.raises(ActorDiedError, match="worker died"):
+            await calls.call("end", timeout_s=60)
+        failed = await asyncio.gather(*early, return_exceptions=True)
+        assert all(isinstance(error, ActorDiedError) for error in failed)
+        await asyncio.wrap_future(actor.__ray_ready__.remote().future())
+        assert await calls.call("after", 0.0, 8, timeout_s=60) == 8
+
+    asyncio.run(run())
+    ray.kill(actor)
