@@ -9,11 +9,12 @@ the original one. Its chat template knows no tools; with --tools the folder has 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from rlx.cli.options import CommandParser
 
 TOOL_TEMPLATE = """\
 {%- set given = messages[0].content if messages[0].role == 'system' else '' -%}
@@ -35,7 +36,7 @@ TOOL_TEMPLATE = """\
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the command line, converts the file, and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="where to put the model")
     parser.add_argument("--gguf", type=Path, help="the file to read")
     parser.add_argument("--tools", action="store_true", help="with a chat template that shows tools")

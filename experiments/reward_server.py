@@ -7,7 +7,6 @@ example to start from. Left out: TLS, and scoring several batches at the same ti
 
 from __future__ import annotations
 
-import argparse
 import hmac
 import json
 import os
@@ -19,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any
 
+from rlx.cli.options import CommandParser
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections.reward import RewardConfig
@@ -124,7 +124,7 @@ def _lists(body: bytes) -> dict[str, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the command line, serves until Ctrl-C, and returns the exit code."""
-    parser = argparse.ArgumentParser(description="Serves a reward function to reward.url.", allow_abbrev=False)
+    parser = CommandParser(description="Serves a reward function to reward.url.", allow_abbrev=False)
     parser.add_argument(
         "--function", required=True, metavar="NAME", help="exact_match, numeric, math_verify or module:function"
     )

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC, metric_name
 from rlx.runs import preflight
@@ -21,7 +22,7 @@ from rlx.tracking.services import mlflow
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description="Ranks and plots the settings of a sweep, and stores the files with the sweep in MLflow.",
         allow_abbrev=False,
     )
@@ -40,14 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also compare the values of this setting over all runs",
     )
     parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
-    try:
-        return print_analysis(parser.parse_args(argv))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    args = parser.parse_args(argv)
+    return exit_code(lambda: print_analysis(args))
 
 
 def print_analysis(args: argparse.Namespace) -> int:

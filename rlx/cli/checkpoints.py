@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from collections.abc import Sequence
 
 from rlx.cli import listing
-from rlx.cli.options import exit_code
+from rlx.cli.options import CommandParser, exit_code
 from rlx.config.run import RunConfig
 from rlx.storage.addresses import resolve_address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description="Lists the runs of a storage; with RUN, its checkpoints and how to continue from them.",
         allow_abbrev=False,
     )

@@ -46,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    command = COMMANDS[args.command]
+    command = COMMANDS.get(args.command)
+    if command is None:
+        from rlx.config.errors import nearest  # with pydantic
+
+        hint = nearest(args.command, list(COMMANDS)) or f"; there are {', '.join(COMMANDS)}"
+        parser.exit(2, f"error: there is no command {args.command}{hint}\n")
     sys.argv[0] = f"{parser.prog} {args.command}"  # argparse calls the program by it in --help and errors
     return int(importlib.import_module(command.module).main(args.arguments))
 
@@ -63,6 +68,6 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"rlx {__version__}")
-    parser.add_argument("command", nargs="?", choices=tuple(COMMANDS), metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

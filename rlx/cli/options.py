@@ -37,7 +37,7 @@ def exit_code(command: Callable[[], int]) -> int:
     try:
         return command()
     except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
         way_on = str(error)
@@ -48,6 +48,13 @@ def exit_code(command: Callable[[], int]) -> int:
         received, way_on = signal.SIGTERM, ""
     print(f"interrupted: {way_on}" if way_on else "interrupted", file=sys.stderr)
     return 128 + received
+
+
+def _described(error: Exception) -> str:
+    """An error's text; of a file's, the file and what is wrong with it, without the error's number."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def end_on_signals() -> None:
@@ -78,11 +85,17 @@ def storage_words(storage: str) -> list[str]:
 # Settings as options
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others of rlx are."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Ends the command with exit code 2; the line says what is wrong, and where all options are."""
+        self.exit(2, f"error: {message.removeprefix('argument ')} ({self.prog} --help shows all options)\n")
+
+
 def settings_parser(description: str, usage: str) -> argparse.ArgumentParser:
     """A parser with `--config FILE` and one option per setting; `usage`: its options, as --help shows them."""
-    parser = argparse.ArgumentParser(
-        description=description, usage=f"%(prog)s {usage}", allow_abbrev=False, add_help=False
-    )
+    parser = CommandParser(description=description, usage=f"%(prog)s {usage}", allow_abbrev=False, add_help=False)
     add_help(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it")
     add_settings(parser)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlx.cli import listing
-from rlx.cli.options import exit_code
+from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.runs import run_folder
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description="Shows the completions that a run has kept (tracking.completions), in the terminal or as a page.",
         allow_abbrev=False,
     )

@@ -14,7 +14,7 @@ from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlx.cli.options import add_help, add_settings, end_on_signals, exit_code, parse, storage_words
+from rlx.cli.options import CommandParser, add_help, add_settings, end_on_signals, exit_code, parse, storage_words
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     """The options of `rlx sweep`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description="A sweep of PPO runs; every setting that the search space does not vary can be given too.",
         usage="%(prog)s [--space FILE] [--trials N] [--seeds K] [--search NAME] [--scheduler NAME] [--resume [NAME]] "
         "[--SECTION.SETTING VALUE ...]",

@@ -127,9 +127,8 @@ def read_checkpoint(folder: Storage) -> CheckpointEntry:
             folder, step, CheckpointState.SET_ASIDE, problem="it was damaged, and has been set aside"
         )
     if MANIFEST not in sizes:
-        return CheckpointEntry(
-            folder, step, CheckpointState.UNFINISHED, problem=f"no {MANIFEST}: it was never finished"
-        )
+        problem = f"no {MANIFEST}: it was never finished" if sizes else "there are no files"
+        return CheckpointEntry(folder, step, CheckpointState.UNFINISHED, problem=problem)
     try:
         manifest = Manifest.from_json((folder / MANIFEST).read_text())
         _check_step_and_sizes(manifest, step, sizes)

@@ -17,7 +17,7 @@ def test_an_analysis_makes_no_storage_folder(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--mode", "best"], "argument --mode: invalid choice: 'best'"),
+        (["--mode", "best"], "error: --mode: invalid choice: 'best'"),
         (["--swep", "s"], "unrecognized arguments: --swep s"),
         (["--exp", "rlx"], "unrecognized arguments: --exp rlx"),  # options are written out
     ],
@@ -35,7 +35,7 @@ def test_mistakes_in_the_options_of_an_analysis(
     ("error", "said", "code"),
     [
         (KeyboardInterrupt(), "interrupted\n", 130),
-        (PermissionError(13, "Permission denied", "page"), "error: [Errno 13] Permission denied: 'page'\n", 1),
+        (PermissionError(13, "Permission denied", "page"), "error: page: Permission denied\n", 1),
     ],
 )
 def test_an_analysis_that_cannot_end_says_why_in_a_line(

@@ -142,7 +142,7 @@ def test_the_best_is_by_what_the_run_says(tmp_path: Path) -> None:
         ("a@7", StorageError, "no checkpoint 7 in "),
         ("a@step_000020", StorageError, "no checkpoint step_000020 in "),
         ("{}/runs/b", StorageError, "no complete checkpoint in "),
-        ("{}/runs/a/step_000020", ConfigError, "is not complete: no manifest.json: it was never finished"),
+        ("{}/runs/a/step_000020", ConfigError, "is not complete: there are no files"),
     ],
 )
 def test_what_is_not_there_is_one_line(which: str, kind: type[Exception], said: str, storage: Path) -> None:
@@ -292,7 +292,7 @@ def test_no_run_starts_from_what_is_not_whole(init_state: str, tmp_path: Path) -
     (place / "rank_00000.safetensors").write_text("xx")
     said = f"checkpoint {place.path} is not complete: rank_00000.safetensors has 2 bytes, not 1"
     assert refusal(starting(place.path, init_state)) == said
-    said = f"checkpoint {tmp_path}/step_000006 is not complete: no manifest.json: it was never finished"
+    said = f"checkpoint {tmp_path}/step_000006 is not complete: there are no files"
     assert refusal(starting(tmp_path / "step_000006", init_state)) == said
     assert not (tmp_path / "step_000006").exists()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlx.cli import listing
-from rlx.cli.options import exit_code, storage_words
+from rlx.cli.options import CommandParser, exit_code, storage_words
 from rlx.cli.timemachine import running
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
@@ -24,7 +24,7 @@ _SEEDS, _FRESH = 5, 100  # how many seeds a rerun has, and the first of them: no
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description="Shows how the best trial of a sweep by --scheduler pbt came about, and writes its settings as "
         "schedules, to be run from the start on fresh seeds beside the best constant setting.",
         allow_abbrev=False,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlx.cli import listing
-from rlx.cli.options import end_on_signals, parse, settings_parser
+from rlx.cli.options import CommandParser, end_on_signals, parse, settings_parser
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
 from rlx.tracking import console
@@ -33,7 +33,7 @@ GPU_GAP = 0.05
 
 def parser_of(description: str, usage: str) -> argparse.ArgumentParser:
     """A parser with the options that all of these commands have."""
-    parser = argparse.ArgumentParser(description=description, usage=f"%(prog)s {usage}", allow_abbrev=False)
+    parser = CommandParser(description=description, usage=f"%(prog)s {usage}", allow_abbrev=False)
     parser.add_argument(
         "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
     )
