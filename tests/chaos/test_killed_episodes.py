@@ -15,20 +15,18 @@ import pytest
 from conftest import KILLED_S, Script, assert_all_end
 from test_exact import KILLS, Place, finish
 
+from rlx.runs import run_folder
+from rlx.storage.addresses import open_storage
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 Start = Callable[..., Script]
 
 DRIVER = "driver"
 VICTIMS = (DRIVER, "ray::VLLMEngine", "ray::EnvironmentHost")
-EPISODES = [
-    "--environment.name",
-    "guess_number",
-    "--environment.params",
-    "{largest: 15}",
-    "--environment.max-turns",
-    "3",
-]
-EPISODES += ["--environment.turn-tokens", "8", "--rollout.max-tokens", "96", "--algorithm.advantage", "grpo"]
+SHORT = ["--environment.max-turns", "3", "--environment.turn-tokens", "8", "--rollout.max-tokens", "96"]
+SHORT += ["--algorithm.advantage", "grpo"]
+GAME = ["--environment.name", "guess_number", "--environment.params", "{largest: 15}", *SHORT]
+AGENT = ["--environment.name", "tests.chaos.asker:Asker", *SHORT]
 
 
 def ended(run: Script, seconds: float) -> bool:
@@ -55,25 +53,26 @@ def killed(run: Script, victim: str) -> bool:
     return False
 
 
+@pytest.mark.parametrize(("episodes", "most"), [(GAME, KILLS), (AGENT, KILLS // 3)], ids=["game", "agent"])
 def test_episodes_survive_kills_of_driver_engine_and_environments(
-    tmp_path: Path, tiny_model: Path, script: Start
+    episodes: list[str], most: int, tmp_path: Path, tiny_model: Path, script: Start
 ) -> None:
     place = Place(str(tmp_path), tmp_path, tiny_model)
-    finish(script("ppo.py", *place.words("whole", 1), *EPISODES))
+    finish(script("ppo.py", *place.words("whole", 1), *episodes))
     expected, moments = place.history("whole"), random.Random(0)
-    assert max(expected["episode/turns"].values()) > 1
+    assert max(expected["episode/turns"].values()) > [1.0]
     kills, lives = Counter[str](), 0
-    while kills.total() < KILLS:
+    while kills.total() < most:
         name = f"killed-{lives}"
         lives += 1
-        run = script("ppo.py", *place.words(name, 1), *EPISODES)
-        while kills.total() < KILLS and not ended(run, moments.uniform(5, 30)):
+        run = script("ppo.py", *place.words(name, 1), *episodes)
+        while kills.total() < most and not ended(run, moments.uniform(5, 30)):
             victim = moments.choice(VICTIMS)
             kills[victim] += killed(run, victim)
-            print(f"{kills.total()}/{KILLS}: {victim} of {name}, at step {place.newest(name)} or later", flush=True)
+            print(f"{kills.total()}/{most}: {victim} of {name}, at step {place.newest(name)} or later", flush=True)
             if victim == DRIVER:
-                begun = (tmp_path / "runs" / name / "run.json").exists()
-                again = ["--storage", place.address, "--resume", name] if begun else place.words(name, 1) + EPISODES
+                begun = run_folder.exists(open_storage(place.address) / "runs" / name)
+                again = ["--storage", place.address, "--resume", name] if begun else place.words(name, 1) + episodes
                 run = script("ppo.py", *again)
         finish(run)
         assert place.history(name) == expected, name
