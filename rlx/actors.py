@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import pickle
 import time
 import uuid
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import ray
+from ray import cloudpickle
 
 _CALL_S = 0.5
 """Ray answers at once for an actor that it will not start again"""
@@ -167,7 +167,7 @@ class BulkCall:
 
     number: int
     method: str
-    args: tuple[Any, ...]
+    args: bytes  # packed one by one, so that one that cannot travel fails alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,8 @@ class BulkResult:
     """What became of a call."""
 
     number: int
-    returned: Any = None
-    error: Exception | None = None
+    outcome: bytes  # what it returned, or its error; packed
+    is_error: bool
 
 
 @dataclass
@@ -203,9 +203,7 @@ class BulkActor:
         """Begins calls; returns the name of this process, which `ended` is asked with."""
         kept = self._callers.setdefault(caller, _Caller())
         for call in calls:
-            task = asyncio.create_task(self._made(call, kept))
-            kept.running.add(task)
-            task.add_done_callback(kept.running.discard)
+            kept.running.add(asyncio.create_task(self._made(call, kept)))
         return self._process
 
     async def ended(self, caller: str, process: str) -> list[BulkResult]:
@@ -216,28 +214,35 @@ class BulkActor:
         """
         if process != self._process:
             raise LookupError("it was started again")
-        kept = self._callers[caller]
+        kept = self._callers.setdefault(caller, _Caller())
         await kept.has_results.wait()
         kept.has_results.clear()
         results, kept.results = kept.results, []
+        if not kept.running:
+            del self._callers[caller]
         return results
 
     async def _made(self, call: BulkCall, kept: _Caller) -> None:
         try:
-            result = BulkResult(call.number, await getattr(self, call.method)(*call.args))
+            returned = await getattr(self, call.method)(*cloudpickle.loads(call.args))
+            result = BulkResult(call.number, cloudpickle.dumps(returned), is_error=False)
         except Exception as error:
-            result = BulkResult(call.number, error=_picklable(error))
+            result = BulkResult(call.number, _packed(error), is_error=True)
+        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:  # of the method, not of this task
+            result = BulkResult(call.number, _packed(RuntimeError(repr(error))), is_error=True)
+        kept.running.discard(cast("asyncio.Task[None]", asyncio.current_task()))
         kept.results.append(result)
         kept.has_results.set()
 
 
-def _picklable(error: Exception) -> Exception:
-    """An error, or its text if it cannot travel."""
+def _packed(error: Exception) -> bytes:
+    """An error, or its text if it does not survive a journey."""
     try:
-        pickle.dumps(error)
+        packed = bytes(cloudpickle.dumps(error))
+        cloudpickle.loads(packed)
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
+    return packed
 
 
 class BulkCalls:
@@ -254,6 +259,7 @@ class BulkCalls:
         self._numbers = itertools.count()
         self._unsent: list[BulkCall] = []
         self._open: dict[int, asyncio.Future[Any]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._sending: asyncio.Task[None] | None = None
         self._receiving: asyncio.Task[None] | None = None
 
@@ -262,11 +268,17 @@ class BulkCalls:
 
         Raises:
             CallTimeoutError: the actor did not answer in time.
-            CallFailedError: the method raised an error.
+            CallFailedError: the method raised an error, or its arguments cannot travel.
             ActorDiedError: the process of the actor ended, or could not start.
         """
-        call = BulkCall(next(self._numbers), method, args)
-        future = self._open[call.number] = asyncio.get_running_loop().create_future()
+        try:
+            call = BulkCall(next(self._numbers), method, cloudpickle.dumps(args))
+        except Exception as error:
+            raise CallFailedError(self._name, error) from None
+        if self._loop is not asyncio.get_running_loop():  # the one before was stopped, with what it exchanged
+            self._loop = asyncio.get_running_loop()
+            self._begin_anew()
+        future = self._open[call.number] = self._loop.create_future()
         self._unsent.append(call)
         if not _is_running(self._sending):
             self._sending = asyncio.create_task(self._exchanging(self._send(self._caller)))
@@ -279,7 +291,7 @@ class BulkCalls:
 
     async def _send(self, caller: str) -> None:
         while self._unsent and caller == self._caller:
-            calls, self._unsent = self._unsent, []
+            calls, self._unsent = [call for call in self._unsent if call.number in self._open], []
             process = await asyncio.wrap_future(self._actor.begin.remote(caller, calls).future())
             if caller == self._caller and not _is_running(self._receiving):
                 self._receiving = asyncio.create_task(self._exchanging(self._receive(caller, process)))
@@ -290,10 +302,14 @@ class BulkCalls:
                 future = self._open.pop(result.number, None)
                 if future is None or future.done():  # its caller waits no more
                     continue
-                if result.error is None:
-                    future.set_result(result.returned)
+                try:
+                    outcome, is_error = cloudpickle.loads(result.outcome), result.is_error
+                except Exception as error:
+                    outcome, is_error = error, True
+                if is_error:
+                    future.set_exception(CallFailedError(self._name, outcome))
                 else:
-                    future.set_exception(CallFailedError(self._name, result.error))
+                    future.set_result(outcome)
 
     async def _exchanging(self, exchange: Coroutine[Any, Any, None]) -> None:
         """Runs an exchange with the actor; where it fails, all open calls do."""
@@ -305,16 +321,22 @@ class BulkCalls:
             reason = str(error.cause)
         except ray.exceptions.RayError as error:
             reason = cause_of_death(error)
+        except Exception as error:
+            reason = str(error)
         finally:
             if reason and caller == self._caller:
                 self._fail(ActorDiedError(f"{self._name} died: {reason}"))
 
     def _fail(self, error: CallError) -> None:
-        self._caller, self._sending, self._receiving = uuid.uuid4().hex, None, None
-        futures, self._open, self._unsent = list(self._open.values()), {}, []
-        for future in futures:
+        for future in self._begin_anew():
             if not future.done():
                 future.set_exception(error)
+
+    def _begin_anew(self) -> list[asyncio.Future[Any]]:
+        """Forgets the exchange with the actor; returns what was open."""
+        self._caller, self._sending, self._receiving = uuid.uuid4().hex, None, None
+        futures, self._open, self._unsent = list(self._open.values()), {}, []
+        return futures
 
 
 def _is_running(task: asyncio.Task[None] | None) -> bool:

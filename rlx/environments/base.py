@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -132,7 +133,18 @@ def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
             raise TypeError("a message has a role and a content")
         if not isinstance(message.get("content"), str):
             raise TypeError(f"the content of a message is text, not {type(message.get('content')).__name__}")
-    return tuple({key: sendable(value) for key, value in message.items()} for message in given)
+    return tuple({key: _checked(key, value) for key, value in message.items()} for message in given)
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A field of a message, which checkpoints and pages keep as JSON."""
+    if isinstance(value, str):
+        return sendable(value)
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"the field {key} of a message is not JSON but {type(value).__name__}") from None
+    return value
 
 
 def sendable(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from rlx.actors import BulkActor
 from rlx.config.errors import one_line
 from rlx.environments.base import has_steps, load_environment, messages_of
-from rlx.environments.tools import ToolDialogue, finite, score_of
+from rlx.environments.tools import Called, ToolDialogue, finite, score_of
 from rlx.types import Observation, TaskRow
 
 _MIB = 1 << 20
@@ -85,29 +85,38 @@ class EnvironmentHost(BulkActor):
 
     async def finish(self, key: str, answer: str) -> Reply:
         """The score of an episode that was cut, as a reward; `answer`: the last that the policy said."""
-        return await self._timed(functools.partial(self._finish, key, answer))
+        return await self._timed(functools.partial(_finish, self._live, key, answer, self._called))
 
-    async def repeat(self, key: str, beginning: Beginning, actions: Sequence[Action]) -> list[Reply]:
-        """Begins an episode and repeats its actions; all replies up to the first that failed."""
+    async def repeat(
+        self, key: str, beginning: Beginning, actions: Sequence[Action], answer: str | None = None
+    ) -> list[Reply]:
+        """Begins an episode and repeats its actions; all replies up to the first that failed.
+
+        `answer`: of an episode that was cut; the last reply is then its score.
+        """
         replies = [await self.start(key, beginning)]
         for action in actions:
             if replies[-1].failure:
                 break
             replies.append(await self.step(key, action))
+        if answer is not None and not replies[-1].failure:
+            replies.append(await self.finish(key, answer))
         return replies
 
     async def close(self, key: str) -> None:
         """Ends an episode, if there is one."""
-        live = self._live.pop(key, None)
+        await self._ended(self._live.pop(key, None))
+
+    async def forget(self, owner: str) -> None:
+        """Ends all episodes whose keys begin with that of an owner, which has started anew."""
+        old = [self._live.pop(key) for key in list(self._live) if key.startswith(owner)]
+        await asyncio.gather(*map(self._ended, old))
+
+    async def _ended(self, live: Any) -> None:
         close = getattr(getattr(live, "environment", live), "close", None)
         if close is not None:
             with contextlib.suppress(Exception, asyncio.CancelledError):  # it is over, whatever it says
                 await asyncio.wait_for(self._called(close), self.settings.timeout_s)
-
-    async def forget(self, owner: str) -> None:
-        """Ends all episodes whose keys begin with that of an owner, which has started anew."""
-        for key in [key for key in self._live if key.startswith(owner)]:
-            await self.close(key)
 
     async def _timed(self, call: Callable[[], Awaitable[Observation]]) -> Reply:
         started, task = time.monotonic(), asyncio.ensure_future(call())
@@ -143,12 +152,7 @@ class EnvironmentHost(BulkActor):
         final = await score_of(live, action.text, self._called) if done else 0.0
         return Observation(messages_of(said), finite(reward) + final, bool(done))
 
-    async def _finish(self, key: str, answer: str) -> Observation:
-        live = self._live[key]
-        environment = live.environment if isinstance(live, ToolDialogue) else live
-        return Observation(reward=await score_of(environment, answer, self._called), done=True)
-
-    async def _called(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def _called(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What a method returns: on the event loop if it is `async`, else on a thread."""
         try:
             if inspect.iscoroutinefunction(method):
@@ -160,7 +164,13 @@ class EnvironmentHost(BulkActor):
             raise RuntimeError(repr(error)) from None
 
 
-def _on_thread(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def _finish(live: Mapping[str, Any], key: str, answer: str, called: Called) -> Observation:
+    dialogue = live[key]
+    environment = dialogue.environment if isinstance(dialogue, ToolDialogue) else dialogue
+    return Observation(reward=await score_of(environment, answer, called), done=True)
+
+
+def _on_thread(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """What a method returns. A future takes no StopIteration: its call would seem to hang.
 
     Raises:

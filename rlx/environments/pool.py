@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import ray
@@ -132,7 +132,8 @@ class _Record:
     life: int  # of the host, in which the instance was made
     beginning: Beginning
     actions: list[Action] = field(default_factory=list)
-    observations: list[Observation] = field(default_factory=list)  # of the beginning and of each action
+    observations: list[Observation] = field(default_factory=list)  # of the beginning, each action, and the score
+    answer: str | None = None  # of an episode that was cut and scored
     is_whole: bool = True  # false: the instance has failed, and is not used again
 
 
@@ -182,7 +183,10 @@ class EnvironmentPool:
             EnvironmentFailed: there is none, also after retries.
         """
         key = self.owner + key
-        return await self._attempted(key, self._records[key], "finish", answer)
+        record = self._records[key]
+        observation = await self._attempted(key, record, "finish", answer)
+        record.answer = answer
+        return observation
 
     async def close(self, key: str, again: bool = False) -> bool:
         """Ends an episode; with `again` it is had once more, and false says that it has come out differently."""
@@ -190,8 +194,12 @@ class EnvironmentPool:
         record = self._records.pop(key)
         self._loads[record.host] -= 1
         try:
-            failed, same = await self._had_again(key, record) if again else (None, True)
-            await self._called(record.host, "close", key)
+            async with self._room[record.host]:
+                life = self._lives[record.host]
+                failed, same = await self._had_again(key, record) if again else (None, True)
+                if failed:
+                    self._noted(record, life, failed)
+                await self.hosts[record.host].call("close", key)
         except HostLost:
             return True
         return same or failed is not None  # one that cannot be repeated at all is no proof
@@ -208,24 +216,39 @@ class EnvironmentPool:
         """The observation of a call, repeated on a fresh instance as often as `retries` allows."""
         failure = ""
         for _ in range(self.retries + 1):
-            life = self._lives[record.host]
-            try:
-                if method != "start" and (record.life != life or not record.is_whole):
-                    await self._repeat(key, record)
-                reply: Reply = await self._called(record.host, method, key, *args)
-            except HostLost as lost:
-                failure = str(lost)
-                self._replace(record.host, life, failure)
-                if not await self.hosts[record.host].is_up():
+            async with self._room[record.host]:
+                life = self._lives[record.host]
+                try:
+                    reply = await self._attempt(key, record, method, *args)
+                    if reply.observation is not None:
+                        record.life, record.is_whole = life, True
+                        record.observations.append(reply.observation)
+                        return reply.observation
+                    failure = self._noted(record, life, reply)
+                except HostLost as lost:
+                    failure = str(lost)
+                    self._replace(record.host, life, failure)
+                if self._lives[record.host] != life and not await self.hosts[record.host].is_up():
                     break
-                continue
-            if reply.observation is not None:
-                record.life, record.is_whole = life, True
-                if method != "finish":
-                    record.observations.append(reply.observation)
-                return reply.observation
-            failure = self._noted(record, life, reply)
         raise EnvironmentFailed(failure)
+
+    async def _attempt(self, key: str, record: _Record, method: str, *args: Any) -> Reply:
+        """Makes a call, on an instance that has had all actions before it.
+
+        Raises:
+            EnvironmentFailed: the actions come out differently.
+            HostLost: see `Host.call`.
+        """
+        if method != "start" and (record.life != self._lives[record.host] or not record.is_whole):
+            life = self._lives[record.host]
+            failed, same = await self._had_again(key, record)
+            if failed:
+                return replace(failed, failure=f"{failed.failure}, when its actions were repeated")
+            if not same:
+                raise EnvironmentFailed("it answers differently when its actions are repeated")
+            record.life, record.is_whole = life, True
+        reply: Reply = await self.hosts[record.host].call(method, key, *args)
+        return reply
 
     def _noted(self, record: _Record, life: int, reply: Reply) -> str:
         """Counts a call that failed; a host with a thread that cannot be ended is replaced."""
@@ -235,24 +258,10 @@ class EnvironmentPool:
             self._replace(record.host, life, "")
         return reply.failure
 
-    async def _repeat(self, key: str, record: _Record) -> None:
-        """Has an open episode once more, up to where it is.
-
-        Raises:
-            EnvironmentFailed: it fails, or comes out differently.
-            HostLost: see `Host.call`.
-        """
-        life = self._lives[record.host]
-        failed, same = await self._had_again(key, record)
-        if failed:
-            raise EnvironmentFailed(f"{self._noted(record, life, failed)}, when its actions were repeated")
-        if not same:
-            raise EnvironmentFailed("it answers differently when its actions are repeated")
-        record.life, record.is_whole = life, True
-
     async def _had_again(self, key: str, record: _Record) -> tuple[Reply | None, bool]:
         """Repeats the actions of an episode; returns the first reply that failed, and whether all are as before."""
-        replies = await self._called(record.host, "repeat", key, record.beginning, record.actions)
+        known = (record.beginning, record.actions, record.answer)
+        replies = await self.hosts[record.host].call("repeat", key, *known)
         failed = next((reply for reply in replies if reply.failure), None)
         same = [reply.observation for reply in replies] == record.observations
         if not (same or failed):

@@ -56,9 +56,9 @@ def schemas(found: type[Any]) -> list[dict[str, Any]]:
 
 def calls_in(text: str) -> list[Call]:
     """The calls in a turn of the policy, in their order; a malformed one has a problem. None: it calls no tool."""
-    if "<tool_call>" in text:
-        return [call for body in _MARKED.findall(text) for call in _from_json(body)]
     last = text.rpartition("</think>")[2].strip()
+    if "<tool_call>" in last:
+        return [call for body in _MARKED.findall(last) for call in _from_json(body)]
     if last.startswith(("{", "[{")):
         calls = _from_json(last)
         return [] if any(call.problem for call in calls) else calls  # an answer may be JSON

@@ -259,7 +259,11 @@ class Connections:
         own = config.environment
         hosts = [ActorHost(each, own.timeout_s) for each in spec.environments]
         environments = EnvironmentPool(
-            hosts, owner, retries=own.retries, concurrency=own.concurrency, notify=self.job.notify
+            hosts,
+            owner,
+            retries=own.retries,
+            concurrency=max(1, own.concurrency // mesh.dp_size),  # all ranks share the hosts
+            notify=self.job.notify,
         )
         tokenizer = prompts.load_tokenizer(spec.model_path, config.model.trust_remote_code)
         limits = EpisodeLimits(own.max_turns, own.turn_tokens, config.data.max_prompt_tokens)

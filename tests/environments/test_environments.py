@@ -150,6 +150,12 @@ def test_the_calculator_scores_the_last_number_or_all_that_is_said(answer: str, 
         assert calculator.score(answer) == expected
 
 
+def test_a_call_in_a_thought_is_not_made() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert calls_in(f"<think>perhaps {call}</think>12") == []
+    assert [each.name for each in calls_in(f"<think>a <tool_call></think>{call}")] == ["f"]
+
+
 def test_the_calculator_shows_examples_of_its_use_that_the_seed_draws() -> None:
     row, shown = TaskRow("How many?", "3"), Calculator(examples=2)
     said = shown.reset(row, 7)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from datetime import date
 from typing import Any
 
 import pytest
@@ -70,6 +71,77 @@ class Wrong(Echo):
 
     def step(self, action: str, seed: int) -> Any:
         return {"text": (5, 0.0, False), "reward": ("a", float("nan"), False), "tuple": "a"}[action]
+
+
+class Fragile(Echo):
+    """Fails at the second action in its first instance, and at the beginning in its second."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Fragile.made += 1
+
+    def reset(self, row: TaskRow, seed: int) -> str:
+        if Fragile.made == 2:
+            raise LookupError("not now")
+        return super().reset(row, seed)
+
+    def step(self, action: str, seed: int) -> tuple[str, float, bool]:
+        if action == "b" and Fragile.made == 1:
+            raise LookupError("not yet")
+        return super().step(action, seed)
+
+
+class Moody(Echo):
+    """Scores the same answer differently."""
+
+    scored = 0
+
+    def score(self, answer: str) -> float:
+        Moody.scored += 1
+        return float(Moody.scored)
+
+
+class Field(Echo):
+    def step(self, action: str, seed: int) -> Any:
+        return [{"role": "user", "content": "a", "when": date(2020, 1, 1)}], 0.0, False
+
+
+class Named(Echo):
+    """Has an argument that is called as one of ours."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def reset(self, row: TaskRow, seed: int) -> str:
+        return self.method
+
+
+class Leaving(Echo):
+    """Takes its time to end."""
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.1)
+
+
+class Restarting(LocalHost):
+    """A host whose process takes a while to start: until then its calls fail, as those of an actor do."""
+
+    starts = False
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if self.starts:
+            raise HostLost("it is being started")
+        return await super().call(method, *args)
+
+    def replace(self) -> None:
+        super().replace()
+        self.starts = True
+
+    async def is_up(self) -> bool:
+        await asyncio.sleep(0.05)
+        self.starts = False
+        return True
 
 
 class Closed(Echo):
@@ -181,3 +253,68 @@ def test_episodes_are_closed_once_each() -> None:
     Closed.closed = 0
     said(pool_of(f"{HERE}Closed"), "a")
     assert Closed.closed == 1
+
+
+def test_a_call_that_hung_is_made_again_once_its_host_is_up() -> None:
+    Hanging.hangs = 1
+    host = Restarting(HostSettings(f"{HERE}Hanging", {}, 0.1, 4))
+    pool = EnvironmentPool([host], "owner/", retries=1, concurrency=4, notify=lambda text: None)
+    assert said(pool, "a", "hang") == (["question 7", "a 0", "hang 1"], True)
+
+
+def test_episodes_that_wait_for_room_are_unharmed_when_their_host_is_replaced() -> None:
+    Hanging.hangs = 1
+    host = LocalHost(HostSettings(f"{HERE}Hanging", {}, 0.1, 1))
+    pool = EnvironmentPool([host], "owner/", retries=1, concurrency=1, notify=lambda text: None)
+
+    async def played() -> list[str]:
+        for key in "abc":
+            await pool.start(key, ROW, 7)
+        return [
+            each.text for each in await asyncio.gather(*(pool.step(k, k if k != "a" else "hang", 0) for k in "abc"))
+        ]
+
+    assert asyncio.run(played()) == ["hang 0", "b 0", "c 0"]
+    assert dict(pool.failures) == {"hung": 1}
+
+
+def test_a_repetition_that_fails_is_an_attempt_like_any_other() -> None:
+    Fragile.made = 0
+    assert said(pool_of(f"{HERE}Fragile", retries=2), "a", "b") == (["question 7", "a 0", "b 1"], True)
+
+
+def test_a_score_that_is_another_one_when_it_is_given_again_is_caught() -> None:
+    pool = pool_of(f"{HERE}Moody")
+
+    async def cut() -> bool:
+        await pool.start("1", ROW, 7)
+        await pool.step("1", "a", 0)
+        await pool.finish("1", "a")
+        return await pool.close("1", again=True)
+
+    assert asyncio.run(cut()) is False and pool.failures["unrepeatable"] == 1
+
+
+def test_a_field_that_no_checkpoint_can_keep_fails_the_episode() -> None:
+    texts, _ = said(pool_of(f"{HERE}Field"), "a")
+    assert texts[1] == "failed: raised TypeError: the field when of a message is not JSON but date"
+
+
+def test_an_argument_may_be_called_method() -> None:
+    host = LocalHost(HostSettings(f"{HERE}Named", {"method": "post"}, 5.0, 4))
+    pool = EnvironmentPool([host], "owner/", retries=0, concurrency=4, notify=lambda text: None)
+    assert said(pool, "a")[0] == ["post", "a 0"]
+
+
+def test_what_an_earlier_process_left_is_ended_and_nothing_of_the_new_one() -> None:
+    pool = pool_of(f"{HERE}Leaving")
+
+    async def played() -> list[str]:
+        await pool.start("1", ROW, 7)
+        forgetting = asyncio.ensure_future(pool.forget())
+        await asyncio.sleep(0.02)
+        await pool.start("1", ROW, 8)
+        await forgetting
+        return [(await pool.step("1", "a", 0)).text]
+
+    assert asyncio.run(played()) == ["a 0"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
@@ -10,6 +11,13 @@ import pytest
 import ray
 
 from rlx.actors import ActorDiedError, BulkActor, BulkCalls, CallFailedError, CallTimeoutError
+
+
+class Two(Exception):
+    """Cannot be unpickled: its text is not what it is made of."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
 
 
 class Worker(BulkActor):
@@ -28,9 +36,17 @@ class Worker(BulkActor):
 
     async def fail_with_a_lock(self) -> None:
         error = RuntimeError("locked")
-        error.lock = asyncio.Lock()  # type: ignore[attr-defined]
-        error.unpicklable = lambda: None  # type: ignore[attr-defined]
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
         raise error
+
+    async def fail_with_two(self) -> None:
+        raise Two("a", "b")
+
+    async def give_a_lock(self) -> Any:
+        return threading.Lock()
+
+    async def give_up(self) -> None:
+        raise asyncio.CancelledError
 
 
 class Remote:
@@ -103,22 +119,52 @@ def test_calls_travel_together_and_none_waits_for_another_to_end() -> None:
 
 def test_a_call_that_fails_fails_alone() -> None:
     calls = BulkCalls(Handle(Worker()), "worker")
+    methods = {
+        "refuse": "no",
+        "fail_with_a_lock": "RuntimeError: locked",
+        "fail_with_two": "Two: a and b",
+        "give_a_lock": "cannot pickle '_thread.lock' object",
+        "give_up": "CancelledError()",
+    }
 
     async def run() -> list[Any]:
-        made = [
-            calls.call("refuse", "no", timeout_s=5),
-            calls.call("fail_with_a_lock", timeout_s=5),
-            calls.call("after", 0.0, 3, timeout_s=5),
-            calls.call("after", 30.0, 4, timeout_s=0.1),
-        ]
-        return await asyncio.gather(*made, return_exceptions=True)
+        made = [calls.call(method, *["no"] * (method == "refuse"), timeout_s=5) for method in methods]
+        made += [calls.call("after", 0.0, threading.Lock(), timeout_s=5), calls.call("after", 30.0, 4, timeout_s=0.1)]
+        return await asyncio.gather(*made, calls.call("after", 0.0, 3, timeout_s=5), return_exceptions=True)
 
-    refused, locked, good, late = asyncio.run(run())
-    assert isinstance(refused, CallFailedError) and isinstance(refused.cause, ValueError)
-    assert str(refused) == "worker failed: no"
-    assert isinstance(locked, CallFailedError) and str(locked.cause) == "RuntimeError: locked"
-    assert good == 3
+    *failed, unsent, late, good = asyncio.run(run())
+    assert [str(error) for error in failed] == [f"worker failed: {text}" for text in methods.values()]
+    assert all(isinstance(error, CallFailedError) for error in [*failed, unsent])
+    assert isinstance(failed[0].cause, ValueError)
     assert isinstance(late, CallTimeoutError) and str(late) == "worker did not answer in time"
+    assert good == 3
+
+
+def test_calls_that_were_given_up_are_not_sent_and_callers_that_left_are_forgotten() -> None:
+    worker = Worker()
+    handle = Handle(worker)
+
+    async def run(calls: BulkCalls) -> None:
+        first = asyncio.ensure_future(calls.call("after", 0.02, 1, timeout_s=5))
+        await asyncio.sleep(0.001)  # it is on its way
+        second = asyncio.ensure_future(calls.call("after", 0.0, 2, timeout_s=5))
+        await asyncio.sleep(0)
+        second.cancel()
+        assert await first == 1
+
+    for _ in range(3):
+        asyncio.run(run(BulkCalls(handle, "worker")))
+    assert worker.asked == [1, 1, 1]
+    assert worker._callers == {}
+
+
+def test_calls_go_on_after_their_event_loop_was_stopped() -> None:
+    calls, loop = BulkCalls(Handle(Worker()), "worker"), asyncio.new_event_loop()
+    loop.create_task(calls.call("after", 30.0, 0, timeout_s=60))
+    loop.call_later(0.05, loop.stop)
+    loop.run_forever()
+    assert asyncio.run(bounded(calls.call("after", 0.0, 1, timeout_s=5))) == 1
+    loop.close()
 
 
 def test_calls_of_an_earlier_process_are_lost_and_later_ones_are_not() -> None:

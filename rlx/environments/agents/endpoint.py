@@ -100,7 +100,7 @@ class Endpoint:
         """Serves whoever knows the key; errors are as OpenAI's clients read them."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         try:
-            if not secrets.compare_digest(given.encode(), self.api_key.encode()):
+            if not secrets.compare_digest(given.encode(errors="surrogateescape"), self.api_key.encode()):
                 raise RefusedRequest("this is not the key of the episode", status=401)
             return await handler(request)
         except RefusedRequest as error:
