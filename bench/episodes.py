@@ -48,6 +48,7 @@ SETTINGS: dict[str, Any] = {
     "train.prompts_per_step": 64,
     "train.samples_per_prompt": 4,
     "rollout.max_num_seqs": 256,
+    "rollout.kv_cache_mib": 256,  # all conversations have room: none is read again because another one is there
     "algorithm.rollout_correction": "tis",  # which min_tokens needs
 }
 
@@ -101,19 +102,19 @@ def compared(
 ) -> dict[str, float]:
     """The table."""
     count = config.train.prompts_per_step * config.train.samples_per_prompt
-    rates = [
-        count * workload.median(steps, metric) / workload.median(steps, "time/rollout")
-        for steps, metric in ((episodes, "tokens/policy_per_episode"), (single, "response/length_mean"))
-    ]
+    drawn = workload.median(episodes, "tokens/policy_per_episode"), workload.median(single, "response/length_mean")
+    seconds = [workload.median(steps, "time/rollout") for steps in (episodes, single)]
+    rates = [count * tokens / taken for tokens, taken in zip(drawn, seconds, strict=True)]
     return {
         "episodes, tokens/s": rates[0],
         "single turns, tokens/s": rates[1],
         "episodes / single turns": rates[0] / rates[1],
+        "seconds of single turns / of episodes": seconds[1] / seconds[0],
         "turns of an episode": workload.median(episodes, "episode/turns"),
         "tokens of the policy in an episode": workload.median(episodes, "tokens/policy_per_episode"),
         "tokens of the environment": workload.median(episodes, "tokens/environment_per_episode"),
-        "rollout of episodes, s": workload.median(episodes, "time/rollout"),
-        "rollout of single turns, s": workload.median(single, "time/rollout"),
+        "rollout of episodes, s": seconds[0],
+        "rollout of single turns, s": seconds[1],
     }
 
 
