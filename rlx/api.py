@@ -164,7 +164,9 @@ class SweepOptions(TypedDict, total=False):
     budget: str | None  # as many settings as 500steps, 2Mtokens or 8gpu-h pay for; None: all
 
 
-def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options: Unpack[SweepOptions]) -> tune.Tuner:
+def tuner(
+    config: RunConfig, *, space: Mapping[str, Any] | str | Path | None = None, **options: Unpack[SweepOptions]
+) -> tune.Tuner:
     """A sweep over a search space as Ray's Tuner, ready for `fit`; `config.name` names it.
 
     Joins or starts a Ray cluster if this process has none. The sweep is recorded as `rlx sweep` records it: `rlx sweep
@@ -189,6 +191,8 @@ def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options
     from rlx.sweeps.tuner import make_tuner
 
     _check_options(options)
+    if space is None:
+        raise ConfigError("no space: give domains by dotted key, or a Python file with a function space()")
     sizes = preflight.lengths(config.data, config.rollout, config.model.path)
     tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config) | sizes)
     storage = open_storage(config.storage)
@@ -199,7 +203,7 @@ def tuner(config: RunConfig, *, space: Mapping[str, Any] | str | Path, **options
         prepared = preflight.prepare(check_sweep(plan).config)
         connection.connect(prepared.config, prepared.resources)
         made = make_tuner(create_sweep(plan, storage), storage)
-        made.held = stack.pop_all()
+        made.hold(stack.pop_all())
     return made
 
 
@@ -241,7 +245,7 @@ def resume_tuner(
         connection.connect(prepared.config, prepared.resources)
         plans.reopen_record(plan, folder)
         made = make_tuner(plan, place)
-        made.held = stack.pop_all()
+        made.hold(stack.pop_all())
     return made
 
 

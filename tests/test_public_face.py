@@ -140,6 +140,7 @@ def config_at(storage: Path, **overrides: Any) -> rlx.RunConfig:
         ({"trials": 0}, "trials 0: Input should be greater than 0"),
         ({"max_concurrent": 0}, "max_concurrent 0: Input should be greater than 0"),
         ({"trails": 3}, "no option 'trails'; nearest: trials"),
+        ({"param_space": {}}, "no option 'param_space': it is called space"),
         ({"num_samples": 3}, "no option 'num_samples': it is called trials"),
         ({"callbacks": []}, "no option 'callbacks': MLflow has every number"),
         ({"scheduler": object()}, "scheduler: it takes a name, see `rlx sweep --help`, not a value of object"),

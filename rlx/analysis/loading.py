@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 
-from rlx.config.errors import ConfigError, nearest
+from rlx.config.errors import ConfigError, nearest, printable
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sweep import DEFAULT_METRIC
@@ -39,6 +41,9 @@ WATCHED = (
     "time/eval",
 )
 """the metrics that are always loaded"""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""of a sweep, which a folder of its analysis has, too"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,13 +135,15 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     if parent is None:
         hint = nearest(name or "", [run.name for run in sweep_runs])
         raise ConfigError(f"no sweep {name!r} in experiment {experiment!r}{hint}")
+    if not _NAME.fullmatch(parent.name):
+        raise ConfigError(f"no sweep of rlx has such a name: {printable(parent.name)}")
     attempts = _attempts_by_trial(uri, parent)
     if not attempts:
         raise ConfigError(f"sweep {parent.name!r} has no trials yet")
     loaded = tuple(dict.fromkeys([*WATCHED, *metrics]))
     first_params = attempts[0][0].params
     num_questions = first_params.get("eval.num_prompts")
-    varied = tuple(json.loads(parent.tags.get("rlx.space", "[]")))
+    varied = tuple(map(str, _tag(parent, "rlx.space", [])))
     return Sweep(
         name=parent.name,
         run_id=parent.id,
@@ -146,8 +153,8 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         options=_options(parent, first_params.get("train.steps")),
         num_questions=None if num_questions is None else int(num_questions),
         experiment_id=parent.experiment_id,
-        planned=json.loads(parent.tags.get("rlx.planned", "{}")),
-        rungs=tuple(json.loads(parent.tags.get("rlx.rungs", "[]"))),
+        planned=_tag(parent, "rlx.planned", {}),
+        rungs=tuple(_tag(parent, "rlx.rungs", [])),
     )
 
 
@@ -221,6 +228,23 @@ def _attempts_by_trial(uri: str, parent: TrackedRun) -> list[list[TrackedRun]]:
     return list(runs.values())
 
 
+def _tag(parent: TrackedRun, name: str, empty: Any) -> Any:
+    """What a tag of a sweep says, as JSON of the kind of `empty`, which stands for no tag.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    try:
+        value = json.loads(parent.tags.get(name, json.dumps(empty)))
+        is_right = isinstance(value, type(empty))
+    except (ValueError, RecursionError):
+        value, is_right = empty, False
+    parts = value.values() if isinstance(value, dict) else value if is_right else ()
+    if not is_right or not all(isinstance(part, str | int | float | None) for part in parts):
+        raise ConfigError(f"the record of sweep {parent.name} is damaged: its tag {name}")
+    return value
+
+
 def _options(parent: TrackedRun, steps: str | None) -> dict[str, str]:
     """The options that a sweep was started with; older sweeps have recorded fewer of them."""
     options = {key: parent.params.get(key) for key in ("space", "search", "scheduler", "budget")}
@@ -279,6 +303,7 @@ def _setting(text: str | None) -> Setting:
     """The number that a text stands for, or the text itself."""
     try:
         value = None if text is None else ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else text
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return printable(str(text))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number or text is None else printable(text)

@@ -165,7 +165,6 @@ _OTHER_NAMES = {
     "learning-rate": "train.actor-lr",
     "batch-size": "train.prompts-per-step",
     "num-generations": "train.samples-per-prompt",
-    "epochs": "train.ppo-epochs",
     "num-ppo-epochs": "train.ppo-epochs",
     "max-steps": "train.steps",
     "beta": "algorithm.kl-coef",
@@ -206,7 +205,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
 def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
     if not argument.startswith("--"):
-        raise ConfigError(f"unexpected argument {argument!r}")
+        key, equals, value = argument.lstrip("+").partition("=")
+        hint = f"; here it is --{key} {value}" if equals and is_setting(key.replace("-", "_")) else ""
+        raise ConfigError(f"unexpected argument {argument!r}{hint}")
     name = argument.partition("=")[0]
     # argparse has no public list of a parser's options.
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from rlx.cli import listing
 from rlx.cli.options import CommandParser, exit_code
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, printable
 from rlx.config.run import RunConfig
 from rlx.runs import run_folder
 from rlx.samples import choosing, page, reader
@@ -131,7 +131,7 @@ def completions_table(rows: Sequence[KeptCompletion], width: int | None, charact
 
 def readable(text: str, characters: int | None) -> str:
     r"""Returns a text in one line, with \n for a new line; what controls terminals is shown, not sent to one."""
-    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    shown = printable(text)
     return shown if characters is None or len(shown) <= characters else f"{shown[: characters - 1]}…"
 
 

@@ -63,7 +63,10 @@ def connect(config: RunConfig, needed: ResourcePlan, notify: Notify | None = Non
             _join(address) if address else start_cluster()
         except (ConnectionError, ValueError, RuntimeError) as error:
             what = f"ray_address {address}" if address else f"Ray does not start here, see {ray_folder()}/ray"
-            raise ConfigError(f"{what}: {one_line(error, 500)}") from None
+            token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+            lacks_token = address and token.exists() and "RAY_AUTH_MODE" not in os.environ
+            hint = "; a cluster that asks for a token needs RAY_AUTH_MODE=token" if lacks_token else ""
+            raise ConfigError(f"{what}: {one_line(error, 500)}{hint}") from None
         if address and notify:
             notify(f"joined the Ray cluster at {ray.get_runtime_context().gcs_address}")
     wait_for_room(needed, 0.0 if is_own_cluster() else config.wait_for_resources, notify or _LOG.warning)

@@ -17,7 +17,7 @@ from rlx.cluster.leftovers import ray_folder
 from rlx.cluster.placement import Bundle, Node
 from rlx.cluster.resources import ResourcePlan, lack
 from rlx.config.errors import ConfigError
-from rlx.config.reach import why_closed
+from rlx.config.reach import speaks_http, why_closed
 
 _RAY_BYTES = 32 << 20
 """of logs and sockets of a short run"""
@@ -121,6 +121,11 @@ def _check_answer(address: str) -> None:
         reason = why_closed(found[1].strip("[]"), int(found[2]))
         if reason:
             raise ConfigError(f"ray_address {address}: no Ray cluster answers there ({reason}); `ray start` makes one")
+        if speaks_http(found[1].strip("[]"), int(found[2])):
+            raise ConfigError(
+                f"ray_address {address}: that is a web server, perhaps Ray's dashboard, which `ray job submit` takes; "
+                "give the port of the head here, 6379 unless it was told another one"
+            )
     elif address == "auto":
         if not _runs_ray():
             raise ConfigError("ray_address auto: no Ray cluster is on this machine; `ray start` makes one")

@@ -67,7 +67,7 @@ def holds_secret(address: str) -> bool:
     return (
         bool(_PASSWORD.search(text))
         or any(_is_secret_user(*user.groups()) for user in _USER.finditer(text))
-        or any(_names_secret(name) or "@" in value for name, value in _OPTION.findall(text))
+        or any(names_secret(name) or "@" in value for name, value in _OPTION.findall(text))
         or any(map(_is_drawn, _LONG.findall(text)))
     )
 
@@ -93,7 +93,8 @@ def _is_secret_user(scheme: str, user: str, rest: str | None) -> bool:
     return (rest is not None and is_database) or (rest is None and (":" in user or not is_database))
 
 
-def _names_secret(option: str) -> bool:
+def names_secret(option: str) -> bool:
+    """Whether an option or a variable is called as what holds a secret is."""
     return bool(_SECRET.search(option)) and not _HARMLESS.fullmatch(option)
 
 

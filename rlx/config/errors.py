@@ -21,6 +21,11 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
     return " ".join(str(error).split())[:limit]
 
 
+def printable(text: str) -> str:
+    """A text in one line; what controls terminals is shown, not sent to one."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def nearest(word: str, choices: Sequence[str]) -> str:
     """A hint for a mistyped word: "; nearest: X", or an empty text when no choice is similar."""
     similar = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)

@@ -23,6 +23,7 @@ from rlx.config.run import RunConfig, is_dict, sections, setting_keys, settings
 from rlx.config.sections.data import DEFAULT_SOURCE
 
 _SHOWN_CHARACTERS = 300
+_MOST_VALUES = 100_000
 
 
 def from_tree(tree: dict[str, Any], origin: str = "config") -> RunConfig:
@@ -47,13 +48,29 @@ def parse_yaml(text: str) -> Any:
         ValueError: the text is not valid YAML; the message is one line.
     """
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(f"not valid YAML: {where}{' '.join(f'{error.problem}'.split())}") from None
     except Exception as error:  # PyYAML lets other errors through for a bad tag (!!bool x) or a 13th month
         raise ValueError(f"not valid YAML: {one_line(error)}") from None
+    _check_size(value)
+    return value
+
+
+def _check_size(tree: Any) -> None:
+    """Raises ValueError for more values than any config has: a few lines of aliases can stand for billions."""
+    left, count = [tree], 0
+    while left:
+        value = left.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise ValueError(f"not a config: it has more than {_MOST_VALUES:,} values")
+        if isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            left += value
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

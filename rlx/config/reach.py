@@ -27,6 +27,21 @@ def why_silent(address: str) -> str:
     return why_closed(host, port)
 
 
+_WEB_S = 0.5
+"""in which a web server on this or a near machine answers"""
+
+
+def speaks_http(host: str, port: int) -> bool:
+    """Whether a web server answers at a port at once."""
+    try:
+        with socket.create_connection((host, port), ANSWER_S) as connection:
+            connection.settimeout(_WEB_S)
+            connection.sendall(b"HEAD / HTTP/1.0\r\n\r\n")
+            return connection.recv(5) == b"HTTP/"
+    except OSError:
+        return False
+
+
 def why_closed(host: str, port: int) -> str:
     """Why nobody accepts a connection at a port, in a few words; empty if somebody does."""
     found: list[str] = []

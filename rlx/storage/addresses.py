@@ -16,7 +16,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from rlx.config.addresses import holds_secret
+from rlx.config.addresses import holds_secret, names_secret
 from rlx.config.errors import one_line
 from rlx.config.loading import parse_yaml
 from rlx.config.reach import why_silent
@@ -55,6 +55,7 @@ def resolve_address(address: str) -> str:
     if "://" in address:
         return _without_keys(address)
     profiles = {file.stem: file for folder in reversed(PROFILES) for file in sorted(folder.glob("*.yaml"))}
+    profiles.pop("storage", None)  # the default: a folder that somebody has unpacked may not lead it elsewhere
     if address in profiles:
         return _read_profile(profiles[address])
     similar = difflib.get_close_matches(address, profiles, 1)
@@ -107,6 +108,8 @@ def _read_profile(file: Path) -> str:
 def _expand_variables(text: str) -> str:
     def value(match: re.Match[str]) -> str:
         name, default = match.groups()
+        if names_secret(name):
+            raise StorageError(f"${{{name}}} is called as a secret is: an address shows it to everybody")
         if (expanded := os.environ.get(name) or default) is None:
             raise StorageError(f"set {name} in the environment")
         return expanded

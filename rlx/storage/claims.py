@@ -77,7 +77,9 @@ class Owner:
         return not _exists(self.pid) or unseen_s > _GONE_S
 
     def __str__(self) -> str:
-        return " ".join(f"process {self.pid} of {self.user} on {self.host}".split())
+        is_own = (self.machine, self.pid, self.started) == (_machine(), os.getpid(), _started(os.getpid()))
+        itself = " (this process itself)" if is_own else ""
+        return " ".join(f"process {self.pid} of {self.user} on {self.host}{itself}".split())
 
 
 _OWNER = TypeAdapter(Owner)

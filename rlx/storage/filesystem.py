@@ -188,6 +188,8 @@ def retry(action: Callable[[], T], what: str, wait: Callable[[float], Any] = tim
     for attempt in range(_ATTEMPTS):
         try:
             return action()
+        except (NotADirectoryError, IsADirectoryError) as error:  # which no waiting changes
+            raise StorageError(f"{what} failed: {explain(error)}") from error
         except OSError as error:
             if attempt == _ATTEMPTS - 1:
                 raise StorageError(f"{what} failed {_ATTEMPTS} times: {explain(error)}") from error

@@ -53,7 +53,7 @@ def is_own_folder(folder: Storage, content: Any) -> bool:
     """Whether the signature in a folder is this user's, and of that content."""
     try:
         return is_own(content, (folder / SIGNATURE).read_text())
-    except (OSError, ValueError):  # there is none, or it is no text
+    except (OSError, ValueError, TypeError, RecursionError):  # there is none, it is no text, or no JSON has the content
         return False
 
 

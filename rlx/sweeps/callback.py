@@ -25,7 +25,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState
+from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, resuming
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.trainable import newest_attempt
 from rlx.tracking.base import RunStatus, TrackingService
@@ -94,14 +94,14 @@ class SweepCallback(tune.Callback):
     def __init__(self, plan: SweepPlan, log: TrialLog, helpers: Helpers) -> None:
         self.statuses: dict[str, RunStatus] = {}  # by trial, the status with which its MLflow run is to end
         self.steps, self.log, self.helpers = plan.config.train.steps, log, helpers
+        self.resuming = resuming(plan)
 
     def setup(self, **info: Any) -> None:
         """Raises ConfigError in a Tuner that Ray restored: it knows nothing of the sweep's own records."""
         if self.helpers.is_copy:
-            name = self.log.folder.name
             raise ConfigError(
-                f"Tuner.restore reads the results of sweep {name!r} alone: rlx.resume_tuner({name!r}).fit() or "
-                f"rlx sweep --resume {name} continues it"
+                f"Tuner.restore reads the results of sweep {self.log.folder.name!r} alone: {self.resuming}.fit() "
+                "continues it"
             )
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:

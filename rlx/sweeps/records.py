@@ -5,6 +5,7 @@ A resume reads nothing else. Left out: the runs of the trials, which have folder
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +129,13 @@ class TrialRecord(BaseModel):
     @property
     def step(self) -> int:
         return self.reports[-1][0] if self.reports else 0
+
+
+def resuming(plan: SweepPlan) -> str:
+    """The expression that makes a Tuner for what is left of a sweep."""
+    default = RunConfig().storage
+    elsewhere = plan.config.storage not in (default, os.path.abspath(default))
+    return f"rlx.resume_tuner({plan.name!r}{f', storage={plan.config.storage!r}' if elsewhere else ''})"
 
 
 class TrialRecords:

@@ -38,9 +38,13 @@ class ListSearch(Searcher):
 
 
 def _random(space: Space, count: int, seed: int, points: Points) -> Searcher:
-    """Samples each setting from its domain independently; the same seed gives the same settings in every sweep."""
+    """Samples each setting from its domain independently; the same seed gives the same settings in every sweep.
+
+    Each sample has all values of a `grid_search`; where nothing is sampled, there is one.
+    """
     state = np.random.RandomState(seed)
-    return ListSearch([drawn for _ in range(count) for _, drawn in generate_variants(space, random_state=state)])
+    rounds = count if any(isinstance(domain, Domain) for domain in space.values()) else 1
+    return ListSearch([drawn for _ in range(rounds) for _, drawn in generate_variants(space, random_state=state)])
 
 
 def _grid(space: Space, count: int, seed: int, points: Points) -> Searcher:

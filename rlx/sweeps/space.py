@@ -18,6 +18,7 @@ from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import sections
 from rlx.config.sweep import Mode
 from rlx.sweeps.choices import check_key
 
@@ -76,6 +77,10 @@ def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
 
 
 def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
+    if key in sections() and isinstance(domain, Mapping):
+        raise ConfigError(
+            f"--space {path}: {key}: settings have dotted keys here, such as {key}.{next(iter(domain), '...')}"
+        )
     check_key(key, path)
     if isinstance(domain, Function):
         raise ConfigError(f"--space {path}: {key}: tune.sample_from hides its values: use a range or choices")

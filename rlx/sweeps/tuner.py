@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -30,7 +31,7 @@ from rlx.sweeps import searchers
 from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog, Watch
 from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.plans import record_of, reopen_record, schedule_of
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, resuming
 from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
 from rlx.sweeps.schedulers.by_name import REPLAYING, SCHEDULERS
 from rlx.sweeps.schedulers.race import Race
@@ -124,7 +125,12 @@ class SweepTuner(tune.Tuner):
     def __init__(self, plan: SweepPlan, trainable: Any, **options: Any) -> None:
         super().__init__(trainable, **options)
         self._plan, self._is_used = plan, False
-        self.held = ExitStack()  # is closed when the trials have ended: the claim of the sweep's folder
+        self._held = ExitStack()
+
+    def hold(self, held: ExitStack) -> None:
+        """Takes what is closed when the trials have ended, or nobody has the Tuner any more: the sweep's claim."""
+        self._held = held
+        weakref.finalize(self, held.close)
 
     def fit(self) -> tune.ResultGrid:
         """Runs the trials, and returns when all have ended.
@@ -132,12 +138,11 @@ class SweepTuner(tune.Tuner):
         Raises:
             ConfigError: it was called before.
         """
-        name = self._plan.name
         if self._is_used:
-            raise ConfigError(f"a Tuner runs once: rlx.resume_tuner({name!r}) makes one for what is left of the sweep")
+            raise ConfigError(f"a Tuner runs once: {resuming(self._plan)} makes one for what is left of the sweep")
         self._is_used = True
         most = str(max(200, total_trials(self._plan)))  # `concurrency` is the limit
-        with self.held, _environment(_MOST_PENDING, most):
+        with self._held, _environment(_MOST_PENDING, most):
             return super().fit()
 
 

@@ -182,3 +182,25 @@ def test_a_missing_database_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no MLflow database"):
         loading.sweep_names(f"sqlite:///{tmp_path}/mlflow.db", "rlx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tags", "name"),
+    [({"rlx.space": "5"}, "space"), ({"rlx.planned": "[1]"}, "planned"), ({"rlx.rungs": "{"}, "rungs")],
+)
+def test_a_damaged_record_is_one_line(tags: dict[str, str], name: str, tmp_path: Path, empty_database: Path) -> None:
+    shutil.copy(empty_database, tmp_path)
+    log_sweep(store := mlflow.default_uri(tmp_path), "s", RUNS[:1], VARIED, tags)
+    with pytest.raises(ConfigError, match=rf"the record of sweep s is damaged: its tag rlx\.{name}"):
+        loading.load_sweep(store, "rlx", "s")
+
+
+def test_what_a_stranger_calls_a_sweep_is_no_path_and_controls_no_terminal(
+    tmp_path: Path, empty_database: Path
+) -> None:
+    shutil.copy(empty_database, tmp_path)
+    store = mlflow.default_uri(tmp_path)
+    log_sweep(store, "../../out", RUNS[:1], VARIED)
+    with pytest.raises(ConfigError, match=r"no sweep of rlx has such a name: \.\./\.\./out"):
+        loading.load_sweep(store, "rlx")
+    assert loading._setting("a\x1b[2J") == "a\\x1b[2J"

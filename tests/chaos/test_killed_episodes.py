@@ -26,6 +26,8 @@ VICTIMS = (DRIVER, "ray::VLLMEngine", "ray::EnvironmentHost")
 SHORT = ["--environment.max-turns", "3", "--environment.turn-tokens", "8", "--rollout.max-tokens", "96"]
 SHORT += ["--algorithm.advantage", "grpo"]
 GAME = ["--environment.name", "guess_number", "--environment.params", "{largest: 15}", *SHORT]
+BAD = ["--environment.name", "tests.chaos.bad_world:BadWorld", *SHORT, "--environment.timeout-s", "2"]
+BAD += ["--environment.repeat", "1.0", "--train.steps", "4"]
 AGENT = ["--environment.name", "tests.chaos.asker:Asker", *SHORT]
 
 
@@ -77,4 +79,18 @@ def test_episodes_survive_kills_of_driver_engine_and_environments(
         finish(run)
         assert place.history(name) == expected, name
     assert set(kills) == set(VICTIMS)
+    assert_all_end(run, 10)
+
+
+def test_a_run_goes_on_whatever_its_environments_do(tmp_path: Path, tiny_model: Path, script: Start) -> None:
+    place = Place(str(tmp_path), tmp_path, tiny_model)
+    run = script("ppo.py", *place.words("bad", 1), *BAD)
+    finish(run)
+    history, printed = place.history("bad"), run.output.read_text()
+    assert sorted(history["reward/mean"]) == [1, 2, 3, 4]
+    failed, lied = history["episode/failed_fraction"], history["episode/unrepeatable_fraction"]
+    assert 0.3 < sum(each[0] for each in failed.values()) / len(failed) < 0.9  # three of five kinds
+    assert max(each[0] for each in lied.values()) > 0
+    for told in ("raised LookupError: no such thing", "took longer than 2 s", "answers the same actions differently"):
+        assert printed.count(told) >= 1, told
     assert_all_end(run, 10)

@@ -78,6 +78,7 @@ def assert_nothing_ran(storage: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (["train.steps=5"], "unexpected argument 'train.steps=5'; here it is --train.steps 5"),
         (["--train.step", "4"], "unknown option --train.step; nearest: --train.steps"),
         (["--train.steps", "none"], "train.steps"),
         (["--train.steps", "0"], "command line: train.steps = 0: input should be greater than 0"),

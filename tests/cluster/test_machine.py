@@ -3,6 +3,8 @@
 import shutil
 import socket
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,15 @@ def test_a_cluster_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPat
         machine.check_place(PLAN, f"127.0.0.1:{server.getsockname()[1]}")
     with pytest.raises(ConfigError, match=r"^ray_address ray://127\.0\.0\.1:9: no Ray cluster answers there"):
         machine.check_place(PLAN, "ray://127.0.0.1:9")
+
+
+def test_the_address_of_a_dashboard_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_has_joined", lambda: False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(ConfigError, match=r"that is a web server, perhaps Ray's dashboard"):
+            machine.check_place(PLAN, f"127.0.0.1:{server.server_port}")
+        server.shutdown()
 
 
 def test_a_label_that_this_machine_cannot_have_is_refused() -> None:

@@ -542,6 +542,10 @@ def test_exponents_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
     assert config.data.params == {"p": 0.001, "word": "e3", "max_terms": 4}
 
 
+BOMB = "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10))]).encode()
+"""a few lines that stand for a billion values"""
+
+
 def test_an_empty_yaml_file_is_an_empty_tree(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert read_yaml(tmp_path / "empty.yaml") == {}
@@ -554,6 +558,8 @@ def test_an_empty_yaml_file_is_an_empty_tree(tmp_path: Path) -> None:
         (b"- 1\n", "expected a mapping of settings, found list"),
         (b"a: [1\n", "not valid YAML: "),
         (b"\xff\xfe\x00", "not a text file"),
+        (BOMB, "not a config: it has more than 100,000 values"),
+        (b"a: &a [*a]\n", "not a config: it has more than 100,000 values"),
     ],
 )
 def test_an_unusable_yaml_file_is_one_line(tmp_path: Path, content: bytes | None, message: str) -> None:

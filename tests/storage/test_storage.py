@@ -456,10 +456,16 @@ def test_a_default_replaces_a_missing_variable(
     assert resolve_address("mine") == expected
 
 
+def test_the_default_storage_is_a_folder_whatever_profiles_there_are(profiles: Path) -> None:
+    (profiles / "storage.yaml").write_text("address: s3://another\n")
+    assert resolve_address("storage") == str(Path("storage").resolve())
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
         ("address: a\nadress: b\n", "unknown key adress"),
+        ("address: s3://a-${HF_TOKEN}\n", "${HF_TOKEN} is called as a secret is: an address shows it to everybody"),
         ("region: a\n", "it has no address"),
         ("address: [a\n", "not valid YAML: line 2, column 1: "),
         ("", ""),

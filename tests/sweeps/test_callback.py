@@ -307,12 +307,11 @@ def test_a_sweep_goes_on_when_showing_or_recording_fails(
 
 def test_a_copy_refuses_to_run_and_records_nothing(sweep: Sweep) -> None:
     copy: SweepCallback = pickle.loads(pickle.dumps(sweep.callback))  # as Tuner.restore has it
-    name = sweep.folder.name
+    name, way_on = sweep.folder.name, "rlx.resume_tuner('s')"
     with pytest.raises(ConfigError) as raised:
         copy.setup()
     assert str(raised.value) == (
-        f"Tuner.restore reads the results of sweep {name!r} alone: rlx.resume_tuner({name!r}).fit() or "
-        f"rlx sweep --resume {name} continues it"
+        f"Tuner.restore reads the results of sweep {name!r} alone: {way_on}.fit() continues it"
     )
     sweep.callback.setup()  # the original does not refuse
     copy.on_trial_error(1, sweep.trials, sweep.trials[0])

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,9 @@ def test_a_tuner_runs_once_and_gives_its_claim_back_also_after_an_error(
     monkeypatch.setattr(tune.Tuner, "fit", fail)
     monkeypatch.delenv(PENDING, raising=False)
     made = made_tuner(tmp_path)
-    made.held.callback(given_back.append, "given back")
+    held = ExitStack()
+    held.callback(given_back.append, "given back")
+    made.hold(held)
     with pytest.raises(RuntimeError, match="the cluster is gone"):
         made.fit()
     assert (given_back, PENDING in os.environ) == (["runs", "given back"], False)

@@ -34,6 +34,13 @@ def suggestions(search: Searcher, count: int) -> list[Any]:
     return [search.suggest(str(i)) for i in range(count)]
 
 
+def test_a_grid_that_nothing_is_sampled_beside_is_tried_once() -> None:
+    lists = {"train.ppo_epochs": tune.grid_search([1, 2]), "train.actor_lr": 1e-4}
+    assert len(searcher("random", lists, 4, 0).settings) == 2  # type: ignore[attr-defined]
+    sampled = lists | {"algorithm.gae_lambda": tune.uniform(0.0, 1.0)}
+    assert len(searcher("random", sampled, 4, 0).settings) == 8  # type: ignore[attr-defined]
+
+
 def fitting(name: str) -> dict[str, Any]:
     return CHOICES if name == "grid" else RANGES
 
@@ -62,7 +69,7 @@ def test_a_shipped_space_fits_its_search(path: Path) -> None:
     ("body", "line"),
     [
         ("{'train.actor_rl': tune.choice([1])}", "unknown setting train.actor_rl; nearest: train.actor_lr"),
-        ("{'train': {'epochs': tune.choice([1])}}", "unknown setting train"),
+        ("{'train': {'epochs': tune.choice([1])}}", "train: settings have dotted keys here, such as train.epochs"),
         ("{1: tune.choice([1])}", "unknown setting 1"),
         ("{'train.ppo_epochs': tune.choice([1, 0])}", "train.ppo_epochs = 0: input should be greater than 0"),
         ("{'train.ppo_epochs': tune.grid_search([2, -1])}", "train.ppo_epochs = -1: input should be greater than 0"),

@@ -35,6 +35,30 @@ def test_a_model_is_stored_with_its_run_and_registered_under_the_next_version(ur
     assert mlflow.artifact_names(uri, run_id, "model") == ["model/config.json"]
 
 
+@pytest.mark.parametrize(
+    "place", ["http://127.0.0.1:9/artifacts", "file://{}/victim", "file://{}/store/mlartifacts/../../victim"]
+)
+def test_a_database_that_names_another_place_for_files_is_not_followed(place: str, uri: str, tmp_path: Path) -> None:
+    """The address would get the user's key for MLflow, and the folder files of ours."""
+    client = mlflow.client(uri)
+    experiment = client.create_experiment("rlx", place.format(tmp_path))
+    run_id = client.create_run(experiment).info.run_id
+    (file := tmp_path / "file.txt").write_text("text")
+    writer = mlflow.MLflowService(uri).writer(run_id)
+    writer.log_text("config.yaml", "text")
+    writer.log_samples([{"prompt": "a"}], 1)
+    writer.log({"loss": 1.0}, 1, 0)
+    mlflow.log_files(uri, run_id, [file])
+    assert mlflow.artifact_names(uri, run_id) == []
+    for refused in (
+        lambda: mlflow.read_artifact(uri, run_id, "a"),
+        lambda: mlflow.register(uri, run_id, tmp_path, "m"),
+    ):
+        with pytest.raises(ConfigError, match=r"its database says that the files of run .* lie elsewhere"):
+            refused()
+    assert not (tmp_path / "victim").exists() and mlflow.get_run(uri, run_id).metrics == {"loss": 1.0}
+
+
 def test_runs_are_read_back_as_records(uri: str) -> None:
     service = mlflow.MLflowService(uri)
     parent = service.make_run("1", "rlx", "sweep", parent=None, params={}, tags={"rlx.kind": "sweep"}, at=1000)

@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.tracking.base import MetricPoint, Reach, RunStatus, TrackedRun
-from rlx.tracking.services import mlflow_page
+from rlx.tracking.services import artifact_places, mlflow_page
 from rlx.tracking.services.mlflow_page import PAUSED, paused_ms
 from rlx.tracking.services.origin import origin_tags
 
@@ -171,6 +171,7 @@ class MLflowRun:
 
     def __init__(self, uri: str, run_id: str) -> None:
         self.run_id, self._client = run_id, client(uri)
+        self._keeps_files = artifact_places.is_known(self._client, uri, run_id)
         metrics = self._client.get_run(run_id).data.to_proto().metrics
         self._last_step = max((int(metric.step) for metric in metrics), default=-1)
         self._tables: list[str] | None = None  # paths of the sample tables; None until they are listed
@@ -193,7 +194,7 @@ class MLflowRun:
 
         MLflow's `log_table` is not used: it appends to an existing table, and fails after 145 tables.
         """
-        if step <= self._last_step:
+        if step <= self._last_step or not self._keeps_files:
             return
         import pandas as pd
 
@@ -207,7 +208,8 @@ class MLflowRun:
 
     def log_text(self, name: str, text: str) -> None:
         """Stores a text artifact, e.g. the resolved config."""
-        self._client.log_text(self.run_id, text, name)
+        if self._keeps_files:
+            self._client.log_text(self.run_id, text, name)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags of the run."""
@@ -233,17 +235,11 @@ def _experiment_id(uri: str, name: str) -> str:
     # Without this tag, the MLflow page opens the experiment at its traces.
     kind = {"mlflow.experimentKind": "custom_model_development"}
     try:
-        return str(client(uri).create_experiment(name, _artifact_location(uri), kind))
+        return str(client(uri).create_experiment(name, artifact_places.location(uri), kind))
     except MlflowException:
         if found := client(uri).get_experiment_by_name(name):  # another process has made it meanwhile
             return str(found.experiment_id)
         raise
-
-
-def _artifact_location(uri: str) -> str | None:
-    """The artifact folder of a SQLite store, beside the database; None for a server, which has its own."""
-    path = uri.removeprefix("sqlite:///")
-    return None if path == uri else (Path(path).resolve().parent / "mlartifacts").as_uri()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,14 +290,18 @@ def history(uri: str, run_id: str, metric: str) -> list[MetricPoint]:
 
 def artifact_names(uri: str, run_id: str, folder: str | None = None) -> list[str]:
     """The paths of the artifacts in one folder of a run, sorted."""
-    return sorted(str(artifact.path) for artifact in client(uri).list_artifacts(run_id, folder))
+    found = client(uri)
+    known = artifact_places.is_known(found, uri, run_id)
+    return sorted(str(artifact.path) for artifact in found.list_artifacts(run_id, folder)) if known else []
 
 
 def read_artifact(uri: str, run_id: str, path: str) -> str:
     """The text of an artifact."""
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with tempfile.TemporaryDirectory() as folder:
-        return Path(client(uri).download_artifacts(run_id, path, folder)).read_text()
+        return Path(
+            artifact_places.required(client(uri), uri, run_id).download_artifacts(run_id, path, folder)
+        ).read_text()
 
 
 def _tracked_run(run: Any) -> TrackedRun:
@@ -325,8 +325,8 @@ def _tracked_run(run: Any) -> TrackedRun:
 
 
 def log_files(uri: str, run_id: str, paths: Sequence[Path], folder: str | None = None) -> None:
-    """Stores files as artifacts."""
-    for path in paths:
+    """Stores files as artifacts, where the run's place for them is known."""
+    for path in paths if artifact_places.is_known(client(uri), uri, run_id) else ():
         client(uri).log_artifact(run_id, str(path), folder)
 
 
@@ -339,7 +339,7 @@ def register(uri: str, run_id: str, folder: Path, name: str) -> str:
     """Stores a model folder as artifact `model` of a run and registers it; returns the version number."""
     from mlflow.exceptions import MlflowException
 
-    mlflow = client(uri)
+    mlflow = artifact_places.required(client(uri), uri, run_id)
     mlflow.log_artifacts(run_id, str(folder), "model")
     try:
         mlflow.create_registered_model(name)

@@ -1,0 +1,44 @@
+"""Where the artifacts of an MLflow store lie.
+
+A SQLite database may come from a stranger, and it names a place for each run: an address would be asked with the user's
+own key for MLflow, and a folder elsewhere would be written to. Left out: reading and writing artifacts (mlflow.py).
+"""
+
+from __future__ import annotations
+
+import posixpath
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from rlx.config.errors import ConfigError
+
+
+def location(uri: str) -> str | None:
+    """The artifact folder of a SQLite store, beside the database; None for a server, which has its own."""
+    path = uri.removeprefix("sqlite:///")
+    return None if path == uri else (Path(path).resolve().parent / "mlartifacts").as_uri()
+
+
+def is_known(client: Any, uri: str, run_id: str) -> bool:
+    """Whether the artifacts of a run lie where rlx puts them, so that they may be read and written.
+
+    They do not if the database names another place: a stranger's, or that of before the folder was moved.
+    """
+    if (own := location(uri)) is None:
+        return True
+    parts = urllib.parse.urlsplit(str(client.get_run(run_id).info.artifact_uri))
+    path = posixpath.normpath(urllib.parse.unquote(parts.path))
+    folder = urllib.parse.unquote(urllib.parse.urlsplit(own).path)
+    return parts.scheme in ("", "file") and not parts.netloc and path.startswith(f"{folder}/")
+
+
+def required(client: Any, uri: str, run_id: str) -> Any:
+    """The client.
+
+    Raises:
+        ConfigError: the place of the run's artifacts is not known.
+    """
+    if not is_known(client, uri, run_id):
+        raise ConfigError(f"MLflow at {uri}: its database says that the files of run {run_id} lie elsewhere")
+    return client
