@@ -9,7 +9,7 @@ import pytest
 from sweep_cases import BASE, Run, config, log_run, log_sweep
 
 from rlx.analysis import loading
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, printable
 from rlx.config.sections.base import flatten
 from rlx.tracking.services import mlflow
 
@@ -195,12 +195,13 @@ def test_a_damaged_record_is_one_line(tags: dict[str, str], name: str, tmp_path:
         loading.load_sweep(store, "rlx", "s")
 
 
-def test_what_a_stranger_calls_a_sweep_is_no_path_and_controls_no_terminal(
-    tmp_path: Path, empty_database: Path
-) -> None:
+def test_what_a_stranger_calls_a_sweep_is_no_path(tmp_path: Path, empty_database: Path) -> None:
     shutil.copy(empty_database, tmp_path)
-    store = mlflow.default_uri(tmp_path)
-    log_sweep(store, "../../out", RUNS[:1], VARIED)
+    store, tags = mlflow.default_uri(tmp_path), {"rlx.kind": "sweep"}
+    mlflow.MLflowService(store).make_run("key", "rlx", "../../out", parent=None, params={}, tags=tags, at=1)
     with pytest.raises(ConfigError, match=r"no sweep of rlx has such a name: \.\./\.\./out"):
         loading.load_sweep(store, "rlx")
-    assert loading._setting("a\x1b[2J") == "a\\x1b[2J"
+
+
+def test_what_controls_terminals_is_shown() -> None:
+    assert printable("a\x1b[2J\n") == r"a\x1b[2J\n"
