@@ -92,6 +92,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return tree or {}
 
 
+def _parts(key: str) -> list[str]:
+    """The parts of a dotted key. An entry of a dict of no dicts is one part: a reward function package.module:name."""
+    for name, field in settings().items():
+        if is_dict(field) and key.startswith(f"{name}.") and typing.get_args(field.annotation)[1] is not Any:
+            return [*name.split("."), key.removeprefix(f"{name}.")]
+    return key.split(".")
+
+
 def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a tree with dotted keys set, e.g. {"train.steps": 12}.
 
@@ -104,7 +112,7 @@ def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     merged: dict[str, Any] = _deep_copy(dict(tree))
     # Shallow keys first: data.source decides the default of data.params, and a dict is set before its entries.
     for key in sorted(overrides, key=lambda key: key.count(".")):
-        *parents, last = key.split(".")
+        *parents, last = _parts(key)
         node = merged
         for depth, parent in enumerate(parents, 1):
             prefix = ".".join(parents[:depth])
@@ -143,6 +151,8 @@ def _explain(error: ErrorDetails) -> str:
     if error["type"] == "model_type":
         inside = next((name for name in settings() if name.startswith(f"{key}.")), f"{key}.source")
         message = f"expected a section of settings, such as {inside}"
+    elif error["type"] == "dict_type":
+        message = f"expected entries, such as {key}.NAME 1"
     elif error["type"] == "int_parsing":
         message = f"expected a whole number{_in_digits(value)}"
     else:

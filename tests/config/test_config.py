@@ -85,7 +85,7 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
         ({"algorithm": {"dual_clip": 1}}, "algorithm.dual_clip = 1: input should be greater than 1"),
         ({"train": {"actor_lr": float("inf")}}, "train.actor_lr = inf: input should be a finite number"),
         ({"train": {"adam_betas": [0.9, 1]}}, "train.adam_betas.1 = 1: input should be less than 1"),
-        ({"data": {"params": 5}}, "data.params = 5: input should be a valid dictionary"),
+        ({"data": {"params": 5}}, "data.params = 5: expected entries, such as data.params.NAME 1"),
         ({"scaling": {"resources_per_worker": {"CPU": -1}}}, "scaling.resources_per_worker.CPU = -1: input should be"),
         (
             {"scaling": {"resources_per_worker": {"CPU": 0}}},
@@ -484,6 +484,9 @@ def test_an_entry_is_set_in_the_default_of_its_source() -> None:
     assert with_overrides({}, entry | other)["data"]["params"] == {"max_digits": 3}
     assert with_overrides({"data": {"source": "reasoning_gym:products"}}, entry)["data"]["params"] == {"max_digits": 3}
     assert RunConfig().data.params == PARAMS  # the default itself is untouched
+    assert with_overrides({}, {"data.params.a.b": 1})["data"]["params"]["a"] == {"b": 1}
+    rewards = with_overrides({}, {"reward.functions.my.module:right": 1.0})
+    assert from_tree(rewards).reward.functions["my.module:right"] == 1.0
     gpu = with_overrides({}, {"rollout.resources_per_engine.GPU": 1})
     assert gpu == {"rollout": {"resources_per_engine": {"CPU": 0.5, "GPU": 1}}}
 
