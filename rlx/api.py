@@ -165,7 +165,11 @@ class SweepOptions(TypedDict, total=False):
 
 
 def tuner(
-    config: RunConfig, *, space: Mapping[str, Any] | str | Path | None = None, **options: Unpack[SweepOptions]
+    config: RunConfig,
+    *,
+    space: Mapping[str, Any] | str | Path | None = None,
+    quiet: bool = False,
+    **options: Unpack[SweepOptions],
 ) -> tune.Tuner:
     """A sweep over a search space as Ray's Tuner, ready for `fit`; `config.name` names it.
 
@@ -176,6 +180,7 @@ def tuner(
     Args:
         config: the settings that all trials share.
         space: domains such as `tune.loguniform(1e-6, 1e-4)` by dotted key, or a Python file with a function space().
+        quiet: `fit` does not print what trials do.
         options: see `SweepOptions`.
 
     Raises:
@@ -204,6 +209,7 @@ def tuner(
         connection.connect(prepared.config, prepared.resources)
         made = make_tuner(create_sweep(plan, storage), storage)
         made.hold(stack.pop_all())
+        made.quiet = quiet
     return made
 
 
@@ -213,6 +219,7 @@ def resume_tuner(
     storage: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     trust: bool = False,
+    quiet: bool = False,
 ) -> tune.Tuner:
     """What is left of a sweep that was interrupted, as Ray's Tuner, ready for `fit`: as `rlx sweep --resume`.
 
@@ -224,6 +231,7 @@ def resume_tuner(
         storage: the address where the sweep is kept; None: the default of the setting `storage`.
         overrides: settings that depend on the machine by dotted key: `ray_address`, `tracking.uri` and the like.
         trust: run the code of its search space, and take its settings, whoever wrote them.
+        quiet: as for `tuner`.
 
     Raises:
         ConfigError: no such sweep, a setting that a resume cannot change, or a sweep of another person.
@@ -246,6 +254,7 @@ def resume_tuner(
         plans.reopen_record(plan, folder)
         made = make_tuner(plan, place)
         made.hold(stack.pop_all())
+        made.quiet = quiet
     return made
 
 

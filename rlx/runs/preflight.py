@@ -33,6 +33,7 @@ from rlx.config.sections.records import TrackingConfig
 from rlx.config.sections.reward import RewardConfig
 from rlx.config.sections.rollout import RolloutConfig
 from rlx.data import prompts, sources
+from rlx.data.stored.source import NO_ROWS
 from rlx.environments.base import load_environment
 from rlx.environments.trial import try_environment
 from rlx.models.folder import (
@@ -118,7 +119,8 @@ def prepare(
     if not tables:
         own = config.eval.own_parts(config.data, config.reward)
         for part, reward in [*zip(config.data.parts, config.reward_parts, strict=True), *own]:
-            rows = sources.first_rows(part, _TRIED_ROWS)
+            if not (rows := sources.first_rows(part, _TRIED_ROWS)):
+                raise ConfigError(f"data.source {part.source}: {NO_ROWS}")
             tried = [Prompt(i, (), row["question"], row["answer"]) for i, row in enumerate(rows)]
             scoring.try_rewards(reward, tried, on_gpu=bool(resources.workers[0].get("GPU")))
             try_environment(config.environment, tried)
@@ -233,10 +235,7 @@ def check_files(data: DataConfig, evaluation: EvalConfig) -> None:
 
 
 def check_tracking(uri: str | None) -> None:
-    """Raises ConfigError if an address is of no kind that MLflow knows, or of a server that does not answer.
-
-    Databases are opened later, by MLflow.
-    """
+    """Raises ConfigError if an address is of no kind that MLflow knows (databases open later), or none answers."""
     address = uri or ""
     scheme = address.partition("://")[0].partition("+")[0]
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="mlflow.tracking_store")]

@@ -41,6 +41,7 @@ from rlx.sweeps.trainable import SharedInputs, attempt_number, newest_attempt, t
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
 from rlx.sweeps.verdict import race_lines
 from rlx.tracking.base import RunStatus, TrackingService
+from rlx.tracking.console import SweepProgress
 
 _LOG = logging.getLogger("rlx")
 _TUNE_FOLDER = "tune"  # holds Tune's own records
@@ -125,6 +126,7 @@ class SweepTuner(tune.Tuner):
     def __init__(self, plan: SweepPlan, trainable: Any, **options: Any) -> None:
         super().__init__(trainable, **options)
         self._plan, self._is_used = plan, False
+        self.quiet = True  # `fit` prints nothing; rlx.tuner makes Tuners that show what trials do
         self._held = ExitStack()
 
     def hold(self, held: ExitStack) -> None:
@@ -142,7 +144,11 @@ class SweepTuner(tune.Tuner):
             raise ConfigError(f"a Tuner runs once: {resuming(self._plan)} makes one for what is left of the sweep")
         self._is_used = True
         most = str(max(200, total_trials(self._plan)))  # `concurrency` is the limit
-        with self._held, _environment(_MOST_PENDING, most):
+        with self._held, _environment(_MOST_PENDING, most), ExitStack() as shown:
+            if not self.quiet:
+                steps, watch = self._plan.config.train.steps, SweepCallback.watch
+                shown.callback(setattr, SweepCallback, "watch", watch)
+                SweepCallback.watch = shown.enter_context(SweepProgress(steps, self._plan.metric)).update
             return super().fit()
 
 

@@ -184,7 +184,7 @@ def test_prompts_that_cannot_be_used(
 
 def test_an_empty_prompt_file_ends_the_script_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
     path, storage = tmp_path / "prompts.jsonl", tmp_path / "storage"
-    path.touch()
+    path.write_text("\n")
     words = ["--storage", str(storage), *LIKE_TINY, "--model.path", str(tiny_model), "--data.source", str(path)]
     done = call("ppo.py", *words, "--data.params", "{}")
     assert one_line(done.returncode, done.stderr) == f"data.source {path}: there are no rows in it"
