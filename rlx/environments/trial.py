@@ -10,12 +10,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.rollout import EnvironmentConfig
-from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
 from rlx.rewards.child import ChildError, ChildProcess
 from rlx.types import Prompt, TaskRow
+
+if TYPE_CHECKING:  # it imports Ray, which takes seconds, and most runs have no environment
+    from rlx.environments.host import HostSettings, Reply
 
 _LOG = logging.getLogger("rlx")
 _EPISODES, _CALLS, _MARGIN_S = 2, 3, 10.0
@@ -23,6 +26,8 @@ _EPISODES, _CALLS, _MARGIN_S = 2, 3, 10.0
 
 def host_settings(environment: EnvironmentConfig) -> HostSettings:
     """What the hosts of a run are started with."""
+    from rlx.environments.host import HostSettings
+
     return HostSettings(
         str(environment.name),
         environment.params,
@@ -72,6 +77,8 @@ def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool]]:
 
 
 async def _played(settings: HostSettings, row: TaskRow) -> list[Reply]:
+    from rlx.environments.host import Action, Beginning, EnvironmentHost
+
     host = EnvironmentHost(settings)
     replies = await host.repeat("trial", Beginning(row, 0), [Action(row.answer, 0)])
     await host.close("trial")
