@@ -4,6 +4,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def test_auto_is_refused_where_no_node_of_ray_is(tmp_path: Path, monkeypatch: py
         machine.check_place(PLAN, "auto")
     program = shutil.copy(shutil.which("sleep") or "", tmp_path / "as-if-a-raylet")
     with subprocess.Popen([program, "60"]) as node:
+        while Path(f"/proc/{node.pid}/comm").read_text() != "as-if-a-raylet\n":  # it has begun, but not its name
+            time.sleep(0.01)
         machine.check_place(PLAN, "auto")
         node.kill()
 
