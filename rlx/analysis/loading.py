@@ -18,7 +18,7 @@ import pandas as pd
 
 from rlx.config.errors import ConfigError, nearest, printable
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
-from rlx.config.run import RunConfig
+from rlx.config.run import LONGEST_NAME, RUN_NAME, RunConfig
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.tracking.base import RunStatus, TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
@@ -41,9 +41,6 @@ WATCHED = (
     "time/eval",
 )
 """the metrics that are always loaded"""
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""of a sweep, which a folder of its analysis has, too"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +132,9 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     if parent is None:
         hint = nearest(name or "", [run.name for run in sweep_runs])
         raise ConfigError(f"no sweep {name!r} in experiment {experiment!r}{hint}")
-    if not _NAME.fullmatch(parent.name):
+    if (
+        not re.fullmatch(RUN_NAME, parent.name) or len(parent.name) > LONGEST_NAME
+    ):  # a folder of its analysis has it, too
         raise ConfigError(f"no sweep of rlx has such a name: {printable(parent.name)}")
     attempts = _attempts_by_trial(uri, parent)
     if not attempts:

@@ -33,10 +33,14 @@ _CHANGING = ("algorithm", "train", "rollout")
 """the sections that may have schedules"""
 
 
+RUN_NAME, LONGEST_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 128
+"""what runs and sweeps are called, and with them their folders"""
+
+
 class RunConfig(Section):
     """All settings of a run; a copy is saved in the run's folder."""
 
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
+    name: str | None = Field(default=None, pattern=RUN_NAME, max_length=LONGEST_NAME)
     """name of the run and of its folder under storage; unset: ppo-1, ppo-2, ..."""
     seed: NonNegativeInt = 0
     """seed of the prompt order and of sampling"""

@@ -208,7 +208,8 @@ class EnvironmentPool:
         """Ends what an earlier process of this owner has left; waits for no host that is starting."""
         for number in range(len(self.hosts)):
             try:
-                await self._called(number, "forget", self.owner)
+                async with self._room[number]:
+                    await self.hosts[number].call("forget", self.owner)
             except HostLost as lost:
                 self._replace(number, self._lives[number], str(lost))
 
@@ -239,8 +240,8 @@ class EnvironmentPool:
             EnvironmentFailed: the actions come out differently.
             HostLost: see `Host.call`.
         """
-        if method != "start" and (record.life != self._lives[record.host] or not record.is_whole):
-            life = self._lives[record.host]
+        life = self._lives[record.host]
+        if method != "start" and (record.life != life or not record.is_whole):
             failed, same = await self._had_again(key, record)
             if failed:
                 return replace(failed, failure=f"{failed.failure}, when its actions were repeated")
@@ -267,10 +268,6 @@ class EnvironmentPool:
         if not (same or failed):
             self.failures.add("unrepeatable", "it answers the same actions differently when they are repeated")
         return failed, same
-
-    async def _called(self, host: int, method: str, *args: Any) -> Any:
-        async with self._room[host]:
-            return await self.hosts[host].call(method, *args)
 
     def _replace(self, host: int, life: int, reason: str) -> None:
         """Has a host's process started anew, once for all who find it lost in the same life."""
