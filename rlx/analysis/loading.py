@@ -132,9 +132,8 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     if parent is None:
         hint = nearest(name or "", [run.name for run in sweep_runs])
         raise ConfigError(f"no sweep {name!r} in experiment {experiment!r}{hint}")
-    if (
-        not re.fullmatch(RUN_NAME, parent.name) or len(parent.name) > LONGEST_NAME
-    ):  # a folder of its analysis has it, too
+    # A folder of its analysis has the name, too.
+    if not re.fullmatch(RUN_NAME, parent.name) or len(parent.name) > LONGEST_NAME:
         raise ConfigError(f"no sweep of rlx has such a name: {printable(parent.name)}")
     attempts = _attempts_by_trial(uri, parent)
     if not attempts:

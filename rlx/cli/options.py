@@ -6,7 +6,6 @@ Left out: the options that one command has besides the settings. Imports neither
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 import sys
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import parse_yaml
-from rlx.config.run import RunConfig, is_setting, sections, settings
+from rlx.config.run import RunConfig, is_default_storage, is_setting, sections, settings
 from rlx.config.sections.base import flatten
 
 _received: list[int] = []
@@ -77,8 +76,7 @@ def end_on_signals() -> None:
 
 def storage_words(storage: str) -> list[str]:
     """The option that a printed command needs to find what lies elsewhere than in the default storage."""
-    default = RunConfig().storage
-    return [] if storage in (default, os.path.abspath(default)) else ["--storage", storage]
+    return [] if is_default_storage(storage) else ["--storage", storage]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

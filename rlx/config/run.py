@@ -6,6 +6,7 @@ Left out: the settings themselves (rlx.config.sections), the rules between them 
 from __future__ import annotations
 
 import functools
+import os
 import typing
 from typing import Literal, Self
 
@@ -208,6 +209,12 @@ def settings() -> dict[str, FieldInfo]:
 def setting_keys() -> list[str]:
     """The dotted keys of all settings."""
     return list(settings())
+
+
+def is_default_storage(storage: str) -> bool:
+    """Whether runs are kept where they are if nobody says otherwise."""
+    default = RunConfig().storage
+    return storage in (default, os.path.abspath(default))
 
 
 def is_setting(key: str) -> bool:

@@ -5,7 +5,6 @@ A resume reads nothing else. Left out: the runs of the trials, which have folder
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, Validation
 from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree
-from rlx.config.run import RunConfig
+from rlx.config.run import RunConfig, is_default_storage
 from rlx.config.sweep import DEFAULT_ALPHA, DEFAULT_METRIC, MetricName, Mode, ReuseName, SchedulerName, SearchName
 from rlx.runs import preflight
 from rlx.storage.filesystem import Storage, retry
@@ -133,9 +132,8 @@ class TrialRecord(BaseModel):
 
 def resuming(plan: SweepPlan) -> str:
     """The expression that makes a Tuner for what is left of a sweep."""
-    default = RunConfig().storage
-    elsewhere = plan.config.storage not in (default, os.path.abspath(default))
-    return f"rlx.resume_tuner({plan.name!r}{f', storage={plan.config.storage!r}' if elsewhere else ''})"
+    place = "" if is_default_storage(plan.config.storage) else f", storage={plan.config.storage!r}"
+    return f"rlx.resume_tuner({plan.name!r}{place})"
 
 
 class TrialRecords:

@@ -25,9 +25,14 @@ def is_known(client: Any, uri: str, run_id: str) -> bool:
 
     They do not if the database names another place: a stranger's, or that of before the folder was moved.
     """
+    return location(uri) is None or is_beside(uri, client.get_run(run_id))
+
+
+def is_beside(uri: str, run: Any) -> bool:
+    """The same of a run that MLflow has given."""
     if (own := location(uri)) is None:
         return True
-    parts = urllib.parse.urlsplit(str(client.get_run(run_id).info.artifact_uri))
+    parts = urllib.parse.urlsplit(str(run.info.artifact_uri))
     path = posixpath.normpath(urllib.parse.unquote(parts.path))
     folder = urllib.parse.unquote(urllib.parse.urlsplit(own).path)
     return parts.scheme in ("", "file") and not parts.netloc and path.startswith(f"{folder}/")

@@ -171,9 +171,9 @@ class MLflowRun:
 
     def __init__(self, uri: str, run_id: str) -> None:
         self.run_id, self._client = run_id, client(uri)
-        self._keeps_files = artifact_places.is_known(self._client, uri, run_id)
-        metrics = self._client.get_run(run_id).data.to_proto().metrics
-        self._last_step = max((int(metric.step) for metric in metrics), default=-1)
+        run = self._client.get_run(run_id)
+        self._keeps_files = artifact_places.is_beside(uri, run)
+        self._last_step = max((int(metric.step) for metric in run.data.to_proto().metrics), default=-1)
         self._tables: list[str] | None = None  # paths of the sample tables; None until they are listed
 
     def log(self, metrics: Mapping[str, float], step: int, at: int) -> None:
