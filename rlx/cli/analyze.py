@@ -15,9 +15,9 @@ from pathlib import Path
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC, metric_name
-from rlx.runs import preflight
 from rlx.storage.addresses import local_folder
 from rlx.tracking.services import mlflow
+from rlx.tracking.services.reachable import check_mlflow
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_analysis(args: argparse.Namespace) -> int:
     """Prints the ranking of the sweep and writes its files; returns the exit status."""
     storage = local_folder(args.storage)
-    preflight.check_tracking(args.tracking_uri)
+    check_mlflow(args.tracking_uri)
     uri = args.tracking_uri or existing_uri(storage)
     mlflow.find_experiment(uri, args.experiment)  # before what is slow to import
     from rlx.analysis import loading, report, tables

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import parse_yaml
-from rlx.config.run import RunConfig, is_default_storage, is_setting, sections, settings
+from rlx.config.run import OTHER_NAMES, RunConfig, is_default_storage, is_setting, sections, settings
 from rlx.config.sections.base import flatten
 
 _received: list[int] = []
@@ -88,7 +88,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         """Ends the command with exit code 2; the line says what is wrong, and where all options are."""
-        self.exit(2, f"error: {message.removeprefix('argument ')} ({self.prog} --help shows all options)\n")
+        hint = ""
+        if choice := _CHOICE.search(message):
+            hint = nearest(choice[1].lower(), re.findall(r"'([^']*)'", choice[2]))
+        self.exit(2, f"error: {message.removeprefix('argument ')}{hint} ({self.prog} --help shows all options)\n")
+
+
+_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
+"""what argparse says of a word that is none of an option's"""
 
 
 def settings_parser(description: str, usage: str) -> argparse.ArgumentParser:
@@ -125,7 +132,7 @@ def _about(word: str) -> list[str]:
         ConfigError: there is none.
     """
     name = word.lower().replace("-", "_")
-    meant = _OTHER_NAMES.get(name.replace("_", "-"), "").replace("-", "_")
+    meant = OTHER_NAMES.get(name.replace("_", "-"), "").replace("-", "_")
     if name in sections():
         return [key for key in settings() if key.startswith(f"{name}.")]
     found = [
@@ -156,30 +163,6 @@ def add_settings(parser: argparse.ArgumentParser, keys: Collection[str] | None =
             metavar=_metavar(field.annotation),
             help=f"{field.description} (default: {defaults[key]})".replace("%", "%%"),
         )
-
-
-_OTHER_NAMES = {
-    "lr": "train.actor-lr",
-    "learning-rate": "train.actor-lr",
-    "batch-size": "train.prompts-per-step",
-    "num-generations": "train.samples-per-prompt",
-    "num-ppo-epochs": "train.ppo-epochs",
-    "max-steps": "train.steps",
-    "beta": "algorithm.kl-coef",
-    "lam": "algorithm.gae-lambda",
-    "cliprange": "algorithm.clip-low",
-    "max-new-tokens": "rollout.max-tokens",
-    "max-completion-length": "rollout.max-tokens",
-    "model": "model.path",
-    "model-name-or-path": "model.path",
-    "dataset": "data.source",
-    "dataset-name": "data.source",
-    "output-dir": "storage",
-    "save-steps": "checkpoint.every",
-    "eval-steps": "eval.every",
-    "num-gpus": "scaling.num-workers",
-}
-"""what TRL, veRL and others call a setting, and its name here"""
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -223,7 +206,7 @@ def _refuse_empty(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 def _meant(name: str, known: Sequence[str]) -> str:
     """What an unknown option may mean: the one setting that ends so, a setting's name elsewhere, or the nearest one."""
     word = name.removeprefix("--").replace("_", "-")
-    elsewhere = f"--{_OTHER_NAMES.get(word)}"
+    elsewhere = f"--{OTHER_NAMES.get(word.rpartition('.')[2])}"
     options = [elsewhere] if elsewhere in known else [option for option in known if option.endswith(f".{word}")]
     return f"; here it is {options[0]}" if len(options) == 1 else nearest(name, known)
 

@@ -274,10 +274,11 @@ def checked_plan(plan: SweepPlan) -> SweepPlan:
     """
     from rlx.runs import preflight, run_folder
     from rlx.sweeps.choices import check_choices
+    from rlx.tracking.services.reachable import check_tracking
 
     check_choices(plan)
     preflight.check_quickly(plan.config)
-    preflight.check_tracking(plan.config.tracking.uri)
+    check_tracking(plan.config.tracking)
     run_folder.check_start(plan.config)
     from rlx.sweeps.space import load_space  # imports ray.tune, as the space itself may
 

@@ -159,6 +159,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
     """Runs the steps that are left and shows them."""
     from rlx.runs import preflight, run_folder
     from rlx.tracking import console
+    from rlx.tracking.services.reachable import check_tracking
 
     started, first = time.monotonic(), dict[str, Any]()
     end_on_signals()
@@ -171,7 +172,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 
         progress.message(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
         if not resume:  # a resume keeps its records until the server answers
-            preflight.check_tracking(config.tracking.uri)
+            check_tracking(config.tracking)
             run_folder.check_start(config)
         with run_folder.keeping_details(folder):
             prepared = preflight.prepare(config, progress.warm_start)

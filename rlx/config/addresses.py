@@ -51,6 +51,16 @@ Address = Annotated[str, pydantic.AfterValidator(_refuse_secret)]
 """a setting that takes an address, though it may also be a folder or a name"""
 
 
+def _refuse_key(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or _ISSUED.search(name):
+        raise ValueError("expected the name of an environment variable that holds the key, e.g. MY_KEY")
+    return name
+
+
+VariableName = Annotated[str, pydantic.AfterValidator(_refuse_key)]
+"""a setting that names an environment variable, and is not the key itself"""
+
+
 def holds_secret(address: str) -> bool:
     """Whether an address has a password or token before its host, an option that is named like a secret or has an "@",
     or what looks like a key anywhere.

@@ -7,6 +7,7 @@ the nearest valid name. Left out: command-line options (rlx.cli.options).
 from __future__ import annotations
 
 import copy
+import re
 import reprlib
 import typing
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,10 @@ from pydantic_core import ErrorDetails
 
 from rlx.config.addresses import any_secret
 from rlx.config.errors import ConfigError, nearest, one_line
-from rlx.config.run import RunConfig, is_dict, sections, setting_keys, settings
+from rlx.config.run import OTHER_NAMES, RunConfig, is_dict, sections, setting_keys, settings
 from rlx.config.sections.data import DEFAULT_SOURCE
 
+_QUOTED = r"'([^']*)'"
 _SHOWN_CHARACTERS = 300
 _MOST_VALUES = 100_000
 
@@ -147,12 +149,15 @@ def _explain(error: ErrorDetails) -> str:
     key = ".".join(str(part) for part in error["loc"])
     value = error["input"]
     if error["type"] == "extra_forbidden":
-        return f"unknown setting {key}{nearest(key, [*_item_keys(error['loc']), *setting_keys(), *sections()])}"
+        return f"unknown setting {key}{_meant(key, error['loc'])}"
     if error["type"] == "model_type":
         inside = next((name for name in settings() if name.startswith(f"{key}.")), f"{key}.source")
         message = f"expected a section of settings, such as {inside}"
     elif error["type"] == "dict_type":
         message = f"expected entries, such as {key}.NAME 1"
+    elif error["type"] == "literal_error":
+        expected = error["ctx"]["expected"]
+        message = f"expected {expected}{nearest(str(value).lower(), re.findall(_QUOTED, expected))}"
     elif error["type"] == "int_parsing":
         message = f"expected a whole number{_in_digits(value)}"
     else:
@@ -161,6 +166,14 @@ def _explain(error: ErrorDetails) -> str:
         return message
     shown = "" if any_secret(value) else f" = {_shorten(value)}"
     return f"{key}{shown}: {message[0].lower()}{message[1:]}"
+
+
+def _meant(key: str, location: Sequence[int | str]) -> str:
+    """What an unknown setting may mean: one that other libraries call so, or the nearest one."""
+    elsewhere = OTHER_NAMES.get(key.rpartition(".")[2].replace("_", "-"), "").replace("-", "_")
+    if elsewhere in settings():
+        return f"; here it is {elsewhere}"
+    return nearest(key, [*_item_keys(location), *setting_keys(), *sections()])
 
 
 def _item_keys(location: Sequence[int | str]) -> list[str]:

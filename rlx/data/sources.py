@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from rlx.config.errors import ConfigError
 from rlx.config.sections.data import GENERATED, DataConfig, EvalConfig
 from rlx.data import reasoning_gym
 from rlx.data.reasoning_gym import ReasoningGymSource
 from rlx.data.stored.columns import Row
 from rlx.data.stored.files import FileSource
 from rlx.data.stored.hub import HUB, HubSource, is_saved_folder
+from rlx.data.stored.source import held_out_count
 from rlx.types import Checker
 
 if TYPE_CHECKING:
@@ -88,6 +90,27 @@ def first_rows(data: DataConfig, count: int) -> list[Row]:
         ConfigError: the source or one of these rows cannot be used.
     """
     return find_source(data.source).first_rows(data, count)
+
+
+def check_enough(data: DataConfig, evaluation: EvalConfig, needed: int) -> None:
+    """Reads no more rows than show that stored sources have enough to train on.
+
+    Args:
+        needed: prompts of a step.
+
+    Raises:
+        ConfigError: they have fewer, or none to hold out.
+    """
+    if any(find_source(part.source).is_generated for part in data.parts):
+        return
+    count = 0
+    for number, part in enumerate(data.parts):
+        held_out = evaluation.part(data, number)
+        found = len(first_rows(part, needed + held_out.num_prompts))
+        count += found if held_out.source else found - held_out_count(found, held_out.num_prompts)
+        if count >= needed:
+            return
+    raise ConfigError(f"train.prompts_per_step ({needed}) is more than the {count} prompts to train on")
 
 
 def table_names(data: DataConfig, use: str) -> list[str]:

@@ -46,6 +46,8 @@ def is_model_folder(path: str, setting: str) -> bool:
         ConfigError: it is neither.
     """
     folder = Path(path)
+    if not path or folder.is_file():
+        raise ConfigError(f"{setting} {path or 'is empty'}: expected the folder of a model, or its name on the hub")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{setting} {path}: not a Hugging Face model, it has no config.json")

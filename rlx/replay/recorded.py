@@ -19,6 +19,7 @@ from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
 from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
+from rlx.tracking.services.reachable import check_mlflow
 
 StepMetrics = Mapping[int, Mapping[str, float]]
 """metrics by step and name, as they were logged"""
@@ -120,7 +121,7 @@ def logged_metrics(run: RecordedRun, uri: str | None = None, *, trust: bool = Fa
 
 def store_of(run: RecordedRun, tracking: TrackingConfig, uri: str | None = None) -> str:
     """The address of the MLflow store that a run reported to, or of the given one instead."""
-    preflight.check_tracking(uri or tracking.uri)
+    check_mlflow(uri or tracking.uri)
     return uri or preflight.tracking_uri(tracking, run.storage)
 
 

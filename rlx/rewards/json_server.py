@@ -78,8 +78,7 @@ class JsonServer:
         if key_env is not None:
             key = os.environ.get(key_env)
             if key is None:
-                shown = key_env if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", key_env) else "of this name"
-                raise ConfigError(f"reward.{name}_key_env: there is no environment variable {shown}")
+                raise ConfigError(f"reward.{name}_key_env: there is no environment variable {key_env}")
         return cls(name, url, key and key.strip(), config.url_retries, config.timeout_s)
 
     @property

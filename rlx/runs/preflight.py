@@ -7,11 +7,8 @@ Left out: what needs a cluster (`connection.connect`), and whether the run's fol
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import logging
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.cluster.machine import address_of, check_place
 from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config import defaults, rules
-from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import OWN_MODELS, TINY
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.reach import why_silent
@@ -56,7 +53,8 @@ from rlx.storage.filesystem import Storage, check_free
 from rlx.tracking import metrics
 from rlx.tracking.base import TrackingService
 from rlx.tracking.services import mlflow
-from rlx.tracking.tracker import check_packages, services_of
+from rlx.tracking.services.reachable import check_packages
+from rlx.tracking.tracker import services_of
 from rlx.types import Prompt
 
 if TYPE_CHECKING:
@@ -64,9 +62,6 @@ if TYPE_CHECKING:
     from rlx.models.tiny import Progress
 
 _LOG = logging.getLogger("rlx")
-_ANSWER_S = 2.0
-_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "databricks-uc", "uc")
-"""of MLflow's own stores"""
 _TRIED_ROWS, _TINY_BYTES = 2, 8 << 20
 _CHECKPOINT_BYTES = 12  # for each number of a model: it and AdamW's two averages, in float32
 _PATH_SETTINGS = ("model.path", "model.critic_path", "model.reference_path", "reward.model")
@@ -124,6 +119,7 @@ def prepare(
             tried = [Prompt(i, (), row["question"], row["answer"]) for i, row in enumerate(rows)]
             scoring.try_rewards(reward, tried, on_gpu=bool(resources.workers[0].get("GPU")))
             try_environment(config.environment, tried)
+        sources.check_enough(config.data, config.eval, config.train.prompts_per_step)
     path = model_path or model_folder(config.model.path, config.storage, progress)
     check_model(config, path)
     config = from_tree(with_overrides(config.model_dump(), lengths(config.data, config.rollout, path)))
@@ -232,28 +228,6 @@ def check_files(data: DataConfig, evaluation: EvalConfig) -> None:
             sources.check_source(each.source, each.prompts(data), f"eval.sets {each.name}")
     if data.ptx_source:
         sources.check_source(data.ptx_source, data, "data.ptx_source")
-
-
-def check_tracking(uri: str | None) -> None:
-    """Raises ConfigError if an address is of no kind that MLflow knows (databases open later), or none answers."""
-    address = uri or ""
-    scheme = address.partition("://")[0].partition("+")[0]
-    plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="mlflow.tracking_store")]
-    if "://" in address and scheme not in (known := [*_SCHEMES, *plugins]):
-        raise ConfigError(
-            f"tracking.uri {mlflow.without_password(address)}: MLflow knows no {scheme}{nearest(scheme, known)}"
-        )
-    if not address.startswith(("http://", "https://")):
-        return
-    try:
-        urllib.request.urlopen(address, timeout=_ANSWER_S).close()
-    except (urllib.error.HTTPError, TimeoutError):  # it is there, and may take its time
-        return
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise ConfigError(
-            f"tracking.uri {mlflow.without_password(address)}: no server answers there ({reason})"
-        ) from None
 
 
 def _check_disk(model: ModelConfig, critic: str, path: str, storage: str) -> None:
@@ -395,5 +369,7 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
         rows = sources.read_rows(data.ptx_source, data, "data.ptx_source")
         tables["ptx"] = prompts.tokenize_rows(rows, data, tokenizer)
     if (count := sum(tables[name].count() for name in training)) < config.train.prompts_per_step:
-        raise ConfigError(f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts")
+        raise ConfigError(
+            f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts to train on"
+        )
     return tables

@@ -121,6 +121,8 @@ def _check_space_file(path: str) -> None:
     """Raises ConfigError if there is no such file, it is no Python, nothing in it has the name `space`, or a setting
     that it returns in so many words cannot be varied."""
     file = Path(path)
+    if file.is_dir():
+        raise ConfigError(f"--space {path}: a folder; expected a Python file with a function space()")
     if not file.is_file():
         beside = [each.name for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise ConfigError(f"--space {path}: no such file{nearest(file.name, beside)}")

@@ -9,7 +9,6 @@ Left out: the files (outbox.py), sending and retrying (delivery.py), what a reco
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 import uuid
@@ -40,8 +39,6 @@ TRACKING_SERVICES: dict[BackendName, Callable[[TrackingConfig, Path], TrackingSe
 """makes the service of each name in `tracking.backends`; its files, if it has any, are in a folder of this machine"""
 _OF_A_JOB = "working_dir_files"
 """the folder of Ray in which the working folders of jobs are"""
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""what a service needs to be installed, by its name, which is also that of pip's extra"""
 
 
 def services_of(tracking: TrackingConfig, folder: Path) -> tuple[TrackingService, ...]:
@@ -60,14 +57,6 @@ def services_of(tracking: TrackingConfig, folder: Path) -> tuple[TrackingService
             "give the address of an MLflow server, without tensorboard, or a --storage that is a folder of all nodes"
         )
     return tuple(TRACKING_SERVICES[name](tracking, folder) for name in tracking.backends)
-
-
-def check_packages(tracking: TrackingConfig) -> None:
-    """Raises ConfigError if a service needs a package that is not installed."""
-    for name in tracking.backends:
-        package = PACKAGES.get(name)
-        if package and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"tracking.backends {name}: needs the package {package}: pip install 'rlx[{name}]'")
 
 
 class OutboxTracker:

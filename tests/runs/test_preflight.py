@@ -19,6 +19,7 @@ from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError
 from rlx.runs import preflight, run_folder
 from rlx.storage.filesystem import Storage, StorageError
+from rlx.tracking.services import reachable
 from rlx.types import Prompt
 
 
@@ -165,7 +166,7 @@ def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are
 
 def test_a_server_that_is_down_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"^tracking\.uri http://127\.0\.0\.1:9: no server answers there \(.*refused"):
-        preflight.check_tracking("http://127.0.0.1:9")
+        reachable.check_mlflow("http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize(
@@ -193,9 +194,11 @@ def test_a_tracking_address_of_no_kind_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^tracking\.uri postgres://db: MLflow knows no postgres; nearest: postgresql$"
     ):
-        preflight.check_tracking("postgres://db")
-    for uri in (None, "sqlite:///x.db", "postgresql+psycopg2://u@h/db", "mlruns"):
-        preflight.check_tracking(uri)
+        reachable.check_mlflow("postgres://db")
+    with pytest.raises(ConfigError, match=r"^tracking\.uri nonsense: no address, as http://HOST:5000 or sqlite:"):
+        reachable.check_mlflow("nonsense")
+    for uri in (None, "sqlite:///x.db", "postgresql+psycopg2://u@h/db", "databricks", str(Path(__file__).parent)):
+        reachable.check_mlflow(uri)
 
 
 def test_the_quick_checks_import_nothing_slow() -> None:

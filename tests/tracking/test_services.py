@@ -16,9 +16,11 @@ from rlx.storage.filesystem import Storage
 from rlx.tracking import tracker
 from rlx.tracking.base import RunStatus, TrackingService, typed
 from rlx.tracking.outbox import EntryKind, OutboxQueue, entries_of, run_id
+from rlx.tracking.services import reachable
+from rlx.tracking.services.reachable import check_packages
 from rlx.tracking.services.tensorboard import TensorBoardService, events, run_at
 from rlx.tracking.services.wandb import WandbService, nested
-from rlx.tracking.tracker import OutboxTracker, check_packages, services_of
+from rlx.tracking.tracker import OutboxTracker, services_of
 
 LONG_S = 60.0
 
@@ -242,7 +244,7 @@ def test_settings_are_nested_and_typed() -> None:
 def test_backends_name_services_and_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = from_tree({"tracking": {"backends": ["mlflow", "tensorboard", "wandb"]}}).tracking
     assert [service.name for service in services_of(every, tmp_path)] == list(every.backends)
-    monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(reachable.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"tracking.backends tensorboard: needs the package tensorboardX: pip install"
     ):

@@ -8,7 +8,7 @@ from typing import Literal, Self
 import pydantic
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from rlx.config.addresses import Address
+from rlx.config.addresses import Address, VariableName
 from rlx.config.errors import nearest
 from rlx.config.sections.base import Pattern, Resources, Section
 
@@ -48,7 +48,7 @@ class RewardConfig(Section):
     url: Address | None = None
     """for url: http address that takes a JSON batch of completions and returns scores; see
     docs/rewards.md of the repository"""
-    url_key_env: str | None = None
+    url_key_env: VariableName | None = None
     """environment variable that holds the key of that server, sent as a bearer token"""
     url_batch: PositiveInt = 64
     """completions per request"""
@@ -87,7 +87,7 @@ class RewardConfig(Section):
 
     judge_url: Address | None = None
     """for judge: address of a server with OpenAI's chat protocol, e.g. http://HOST:8000/v1 of vllm serve"""
-    judge_url_key_env: str | None = None
+    judge_url_key_env: VariableName | None = None
     """environment variable that holds the key of that server, sent as a bearer token"""
     judge_model: str | None = None
     """for judge: name of the model there"""

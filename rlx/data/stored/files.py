@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ def find_files(address: str, setting: str) -> tuple[fs.FileSystem, list[PromptFi
         key=lambda file: file.path,
     )
     if problem := _problem(found, kind, path):
-        raise ConfigError(f"{setting} {address}: {problem}")
+        raise ConfigError(f"{setting} {address}: {problem}{'' if kind != fs.FileType.NotFound else _hub_name(address)}")
     return filesystem, found
 
 
@@ -152,6 +153,11 @@ def _problem(files: Sequence[PromptFile], kind: fs.FileType, path: str) -> str |
     if parsers.suffix_of(path) and kind == fs.FileType.NotFound:
         return "no such file"
     return _EXPECTED if Path(path).suffix or kind != fs.FileType.NotFound else f"{_EXPECTED}; {_COLUMNS}"
+
+
+def _hub_name(address: str) -> str:
+    """A hint for what may be the name of a data set on the hub."""
+    return f"; of Hugging Face's data sets: hf:{address}" if re.fullmatch(r"[\w.-]+/[\w.-]+", address) else ""
 
 
 _EXPECTED = f"expected reasoning_gym:DATASET, hf:NAME, or a file, folder or glob of {', '.join(FORMATS)} files"

@@ -5,6 +5,7 @@ Left out: where they are stored (files.py, hub.py).
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ class StoredSource(ABC):
         reading = self.reading(address, Columns.of(data, setting), setting)
         try:
             tables = (table for piece in reading.pieces for table in reading.read(piece))
-            return next((table.slice(0, count).to_pylist() for table in tables if len(table)), [])
+            rows = (row for table in tables for row in table.slice(0, count).to_pylist())
+            return list(itertools.islice(rows, count))
         except ValueError as error:
             prefix = "" if reading.names_files else f"{address}: "
             raise ConfigError(f"{setting} {prefix}{error}") from None
@@ -102,11 +104,17 @@ def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.Dataset, ray.
 
     rows = rows.materialize()
     total = rows.count()
-    if total < 2:
-        raise ConfigError(f"data.source: {total} rows are too few to hold one out; set eval.source")
-    count = max(1, min(count, total // 10))
+    count = held_out_count(total, count)
     # Not Dataset.split_at_indices: its tasks take a CPU each, and there may be none.
     return rows.limit(total - count), ray.data.from_items(_last_rows(rows, count), override_num_blocks=1)
+
+
+def held_out_count(total: int, wanted: int) -> int:
+    """Returns how many of the rows of a source are held out, if at most `wanted` shall be; raises ConfigError if there
+    are too few."""
+    if total < 2:
+        raise ConfigError(f"data.source: {total} rows are too few to hold one out; set eval.source")
+    return max(1, min(wanted, total // 10))
 
 
 def _last_rows(rows: ray.data.Dataset, count: int) -> list[dict[str, Any]]:

@@ -1,0 +1,97 @@
+"""Whether tracking services can take records, as far as a moment shows it: addresses, packages and keys.
+
+Nothing here needs Ray, and only W&B's own package is imported, if it is used: a run is refused before it starts.
+Left out: whether a database opens (`TrackingService.check`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from rlx.config.errors import ConfigError, nearest
+from rlx.config.sections.records import TrackingConfig
+from rlx.tracking.services import mlflow
+from rlx.tracking.services.wandb import WandbService
+
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+"""what a service needs to be installed, by its name, which is also that of pip's extra"""
+_ANSWER_S = 2.0
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "databricks-uc", "uc")
+"""of MLflow's own stores"""
+_BARE = ("", "databricks", "databricks-uc", "uc")
+"""addresses of MLflow's that have no more than a scheme"""
+_QUESTION = "/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default"
+_UNKNOWN = (404, 405, 501)
+"""what web servers say of a path, or a method, that they do not have"""
+_SIGNED_IN = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
+_LONGEST = 1 << 20  # bytes of an answer
+
+
+def check_packages(tracking: TrackingConfig) -> None:
+    """Raises ConfigError if a service needs a package that is not installed."""
+    for name in tracking.backends:
+        package = PACKAGES.get(name)
+        if package and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"tracking.backends {name}: needs the package {package}: pip install 'rlx[{name}]'")
+
+
+def check_tracking(tracking: TrackingConfig) -> None:
+    """Raises ConfigError if MLflow's address is of no kind, nobody answers there or no MLflow, or W&B finds no key.
+
+    Databases open later.
+    """
+    if "mlflow" in tracking.backends:
+        check_mlflow(tracking.uri)
+    if "wandb" in tracking.backends:
+        WandbService(Path()).check()
+
+
+def check_mlflow(uri: str | None) -> None:
+    """Raises ConfigError if an address is of no kind that MLflow knows, or no MLflow server answers there.
+
+    Databases open later.
+    """
+    address = uri or ""
+    scheme = address.partition("://")[0].partition("+")[0]
+    plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="mlflow.tracking_store")]
+    if "://" in address and scheme not in (known := [*_SCHEMES, *plugins]):
+        raise ConfigError(
+            f"tracking.uri {mlflow.without_password(address)}: MLflow knows no {scheme}{nearest(scheme, known)}"
+        )
+    if "://" not in address and address not in _BARE and not Path(address).is_dir():
+        raise ConfigError(f"tracking.uri {address}: no address, as http://HOST:5000 or sqlite:////FOLDER/mlflow.db is")
+    if address.startswith(("http://", "https://")):
+        _ask(address)
+
+
+def _ask(address: str) -> None:
+    """Raises ConfigError if no server answers at a web address, or one that is not MLflow's."""
+    shown = mlflow.without_password(address)
+    try:
+        with urllib.request.urlopen(address.rstrip("/") + _QUESTION, timeout=_ANSWER_S) as answer:
+            status, body = answer.status, answer.read(_LONGEST)
+    except urllib.error.HTTPError as error:
+        with error:
+            status, body = error.code, error.read(_LONGEST)
+    except TimeoutError:  # it is there, and may take its time
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(f"tracking.uri {shown}: no server answers there ({reason})") from None
+    signed_in = any(os.environ.get(name) for name in _SIGNED_IN)  # a proxy may show others its page
+    if (status < 400 or status in _UNKNOWN) and not _is_object(body) and not signed_in:
+        raise ConfigError(f"tracking.uri {shown}: a web server answers there, but not as MLflow does (status {status})")
+
+
+def _is_object(body: bytes) -> bool:
+    """Whether an answer is a JSON object, as all of MLflow's are, errors too."""
+    try:
+        return isinstance(json.loads(body), dict)
+    except ValueError:
+        return False
