@@ -18,6 +18,7 @@ def test_an_analysis_makes_no_storage_folder(tmp_path: Path, capsys: pytest.Capt
     ("words", "said"),
     [
         (["--mode", "best"], "error: --mode: invalid choice: 'best'"),
+        (["--mode", "MAX"], "(choose from 'max', 'min'); nearest: max"),
         (["--swep", "s"], "unrecognized arguments: --swep s"),
         (["--exp", "rlx"], "unrecognized arguments: --exp rlx"),  # options are written out
     ],

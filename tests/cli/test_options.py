@@ -86,6 +86,7 @@ def test_another_exit_keeps_its_code(tmp_path: Path) -> None:
         ("--num-generations", "; here it is --train.samples-per-prompt"),
         ("--kl-coef", "; here it is --algorithm.kl-coef"),
         ("--temperature", "; here it is --rollout.temperature"),
+        ("--train.learning-rate", "; here it is --train.actor-lr"),
         ("--train.step", "; nearest: --train.steps"),
         ("--zzzzzz", ""),
     ],

@@ -71,6 +71,9 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
     ("tree", "message"),
     [
         ({"train": {"step": 3}}, "unknown setting train.step; nearest: train.steps"),
+        ({"train": {"learning_rate": 3}}, "unknown setting train.learning_rate; here it is train.actor_lr"),
+        ({"algorithm": {"advantage": "GRPO"}}, "algorithm.advantage = 'GRPO': expected .*; nearest: grpo"),
+        ({"reward": {"url": "http://h", "url_key_env": "hf_abcdefghijklmnopqrstuvwx"}}, "expected the name of an env"),
         ({"trian": {"steps": 3}}, "unknown setting trian; nearest: train"),
         ({"actor_lr": 1}, "unknown setting actor_lr; nearest: train.actor_lr"),
         ({"xyzzy": 1}, "unknown setting xyzzy"),
@@ -79,9 +82,9 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
         ({"rollout": {"max_num_seqs": -1}}, "rollout.max_num_seqs = -1: input should be greater than 0"),
         (
             {"algorithm": {"kl_estimator": "k5"}},
-            "algorithm.kl_estimator = 'k5': input should be 'k1', 'k2', 'k3', 'abs', 'k1+'",
+            "algorithm.kl_estimator = 'k5': expected 'k1', 'k2', 'k3', 'abs', 'k1+'",
         ),
-        ({"model": {"offload": ["policy"]}}, "model.offload.0 = 'policy': input should be 'critic' or 'reference'"),
+        ({"model": {"offload": ["policy"]}}, "model.offload.0 = 'policy': expected 'critic' or 'reference'"),
         ({"algorithm": {"dual_clip": 1}}, "algorithm.dual_clip = 1: input should be greater than 1"),
         ({"train": {"actor_lr": float("inf")}}, "train.actor_lr = inf: input should be a finite number"),
         ({"train": {"adam_betas": [0.9, 1]}}, "train.adam_betas.1 = 1: input should be less than 1"),

@@ -220,6 +220,7 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
         ("gone/*.jsonl", "no file ending in .jsonl, .json, .csv, .parquet matches"),
         ("empty", "there are no rows in it"),
         ("gone.jsonl", "no such file"),
+        ("some/set", "; of Hugging Face's data sets: hf:some/set"),
         ("gone", "expected reasoning_gym:DATASET, hf:NAME, or a file, folder or glob of .jsonl, .json"),
         ("notes.txt", "expected reasoning_gym:DATASET, hf:NAME, or a file, folder or glob of .jsonl, .json"),
     ],

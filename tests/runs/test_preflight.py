@@ -19,7 +19,6 @@ from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError
 from rlx.runs import preflight, run_folder
 from rlx.storage.filesystem import Storage, StorageError
-from rlx.tracking.services import reachable
 from rlx.types import Prompt
 
 
@@ -37,6 +36,25 @@ def test_a_missing_prompt_file_is_refused_before_a_model_is_created(setting: str
     given |= {setting: str(tmp_path / "p.jsonl")} | ({"algorithm.ptx_coef": 0.1} if "ptx" in setting else {})
     with pytest.raises(ConfigError, match=rf"^{setting} .*p\.jsonl: no such file$"):
         preflight.prepare(from_tree(with_overrides({}, given)))
+    assert not (tmp_path / "storage").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "error"),
+    [
+        (9, {"train.prompts_per_step": 9}, r"^train\.prompts_per_step \(9\) is more than the 8 prompts to train on$"),
+        (21, {"train.prompts_per_step": 20}, r"\(20\) is more than the 19 prompts"),  # a tenth is held out
+        (1, {"train.prompts_per_step": 1}, r"1 rows are too few to hold one out; set eval\.source"),
+        (9, {"train.prompts_per_step": 10, "eval.source": "p.jsonl"}, r"\(10\) is more than the 9 prompts"),
+    ],
+)
+def test_too_few_rows_are_refused_without_ray(rows: int, given: dict[str, Any], error: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(f'{{"question": "1 + {n}?", "answer": "{n + 1}"}}\n' for n in range(rows)))
+    given |= {"eval.source": str(file)} if "eval.source" in given else {}
+    stored = {"storage": str(tmp_path / "storage"), "data.source": str(file), "data.params": {}}
+    with pytest.raises(ConfigError, match=error):
+        preflight.prepare(from_tree(with_overrides({}, given | stored)))
     assert not (tmp_path / "storage").exists()
 
 
@@ -164,11 +182,6 @@ def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are
     preflight.check_model(from_tree({**tree, "model": {"lora_rank": 8}}), path)
 
 
-def test_a_server_that_is_down_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"^tracking\.uri http://127\.0\.0\.1:9: no server answers there \(.*refused"):
-        reachable.check_mlflow("http://127.0.0.1:9")
-
-
 @pytest.mark.parametrize(
     ("reward", "setting"),
     [
@@ -188,17 +201,6 @@ def test_a_reward_server_that_is_down_is_refused_before_anything_starts(
     preflight.check_quickly(from_tree({"reward": reward}), has_prompts=True)  # of a trial: it has its retries
     with pytest.raises(ConfigError, match=r"^ray_address 127"):  # whose nodes may reach the server
         preflight.check_quickly(from_tree({"reward": reward, "ray_address": "127.0.0.1:9"}))
-
-
-def test_a_tracking_address_of_no_kind_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^tracking\.uri postgres://db: MLflow knows no postgres; nearest: postgresql$"
-    ):
-        reachable.check_mlflow("postgres://db")
-    with pytest.raises(ConfigError, match=r"^tracking\.uri nonsense: no address, as http://HOST:5000 or sqlite:"):
-        reachable.check_mlflow("nonsense")
-    for uri in (None, "sqlite:///x.db", "postgresql+psycopg2://u@h/db", "databricks", str(Path(__file__).parent)):
-        reachable.check_mlflow(uri)
 
 
 def test_the_quick_checks_import_nothing_slow() -> None:
