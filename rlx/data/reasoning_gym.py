@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import ray.data
 
 _LOG = logging.getLogger("rlx")
+_MOST_LEFT_OUT = 0.1  # share of the training questions
 _OWN = ("seed", "size")  # parameters that follow from other settings
 _GENERATING = ("data.source", "eval.sets")
 _SECONDS, _BATCH_SECONDS = 5.0, 5.0  # of computing: for one answer; for the slow ones of a batch
@@ -68,10 +69,17 @@ class ReasoningGymSource:
         """
         held_out_rows = list(generated_questions(data, held_out.seed, held_out.num_prompts))
         held_out_questions = {row["question"] for row in held_out_rows}
-        questions = generated_questions(data, data.seed, data.num_prompts)
+        questions = list(generated_questions(data, data.seed, data.num_prompts))
         training_rows = [row for row in questions if row["question"] not in held_out_questions]
         if not training_rows:
             raise ConfigError(f"data.source {data.source}: every training question is also a held-out one")
+        if (left_out := 1 - len(training_rows) / len(questions)) > _MOST_LEFT_OUT:
+            _LOG.warning(
+                "%s: %.0f%% of its training questions are also held out and left out, so the mix of the others may be "
+                "another one: give data.params with more different questions, or a smaller eval.num_prompts",
+                data.source,
+                100 * left_out,
+            )
         return training_rows, held_out_rows
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:

@@ -160,3 +160,13 @@ def test_a_bad_dataset_or_parameter_is_one_line(config: DataConfig, message: str
         list(generated_questions(config, seed=0, size=1))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("most", "is_told"), [(30, True), (100_000, False)])
+def test_a_task_with_few_questions_is_told_of(most: int, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of gcds of numbers up to 30 half of the questions are held out; nearly all that are left have the answer 1."""
+    data = DataConfig(source="reasoning_gym:gcd", params={"max_value": most})
+    training, _ = training_and_held_out_rows(data, EvalConfig(num_prompts=1000))
+    share = sum(row["answer"] == "1" for row in training) / len(training)
+    assert (share > 0.8) == is_told
+    assert ("56% of its training questions are also held out" in caplog.text) == is_told
