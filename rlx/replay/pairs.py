@@ -61,6 +61,11 @@ def pair_of(
     if unchanged := [key for key, value in changes.items() if key in same and same[key] == value]:
         raise ConfigError(f"--set {unchanged[0]}={changes[unchanged[0]]}: that is its value in run {run.name}")
     longer = {"train.steps": control.until} if control.until > recorded.train.steps else {}
+    if longer and recorded.train.lr_schedule != "constant":
+        raise ConfigError(
+            f"--steps {steps}: run {run.name} ends with step {recorded.train.steps}, and its learning rate follows "
+            f"train.steps (lr_schedule {recorded.train.lr_schedule}): at most {recorded.train.steps - step} steps"
+        )
     return (
         Branch(run, start, control.until, longer, trust),
         Branch(run, start, control.until, {**longer, **changes}, trust),

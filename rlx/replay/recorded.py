@@ -126,7 +126,7 @@ def store_of(run: RecordedRun, tracking: TrackingConfig, uri: str | None = None)
 
 
 def metrics_of(uri: str, run_id: str) -> StepMetrics:
-    """All metrics of an MLflow run; of a value that was logged twice, the first.
+    """All metrics of an MLflow run; of a value that was logged twice, the last: a resume may have changed settings.
 
     Raises:
         ConfigError: the store cannot be read, or does not have the run.
@@ -134,8 +134,8 @@ def metrics_of(uri: str, run_id: str) -> StepMetrics:
     by_step: dict[int, dict[str, float]] = {}
     try:
         for name in mlflow.get_run(uri, run_id).metrics:
-            for point in mlflow.history(uri, run_id, name):
-                by_step.setdefault(point.step, {}).setdefault(name, point.value)
+            for point in sorted(mlflow.history(uri, run_id, name), key=lambda point: point.at_ms):
+                by_step.setdefault(point.step, {})[name] = point.value
     except Exception as error:  # the error type depends on the kind of store
         raise ConfigError(f"MLflow at {mlflow.without_password(uri)}: {mlflow.cause(error)}") from None
     return dict(sorted(by_step.items()))

@@ -9,6 +9,7 @@ from replay_cases import keep, run_of, with_score
 
 from rlx.config.errors import ConfigError
 from rlx.replay import comparing, opening
+from rlx.replay.branches import Branch
 from rlx.replay.comparing import Compared, Comparison
 from rlx.samples import gradients
 from rlx.samples.columns import CompletionFile, Kind
@@ -111,6 +112,20 @@ def test_weights_are_compared_by_checksum(tmp_path: Path) -> None:
     other.write_text(other.read_text().replace(file_of(run), "0" * 64))
     assert comparing.same_weights(run, same.folder, 10) is None  # a damaged manifest is none
     assert comparing.same_weights(run_of(tmp_path, "c", steps=()), same.folder, 10) is None
+
+
+def test_the_last_step_of_a_run_is_not_compared_with_a_branch_that_goes_beyond_it(tmp_path: Path) -> None:
+    """The run evaluated it because it was the last; the branch does not."""
+    run = run_of(tmp_path)
+    logged = {29: {"policy/loss": 0.5}, 30: {"policy/loss": 0.25, "eval/accuracy": 1.0}}
+    again = {29: {"policy/loss": 0.5}, 30: {"policy/loss": 0.25}, 31: {"policy/loss": 0.2}}
+    start = run.checkpoints[-1]
+    within, beyond = (
+        comparing.compare(Branch(run, start, until), open_storage(str(tmp_path / "x")), logged, again, 0.0)
+        for until in (30, 31)
+    )
+    assert [each.name for each in within.different] == ["eval/accuracy"]
+    assert beyond.different == () and [each.step for each in beyond.metrics] == [29]
 
 
 def file_of(run: comparing.RecordedRun) -> str:

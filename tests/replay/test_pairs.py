@@ -27,6 +27,14 @@ def test_a_pair_that_goes_further_than_the_run_is_longer_on_both_sides(tmp_path:
     assert changed.changes == {"train.steps": 35, "algorithm.clip_high": 0.28}
 
 
+def test_a_run_whose_learning_rate_follows_its_length_is_not_made_longer(tmp_path: Path) -> None:
+    """Its control would have other learning rates than the run, and could not equal it."""
+    run = run_of(tmp_path, train__lr_schedule="cosine")
+    with pytest.raises(ConfigError, match=r"--steps 15: run a ends with step 30, and .* cosine\): at most 10 steps$"):
+        pairs.pair_of(run, 20, 15, {"algorithm.clip_high": 0.28})
+    assert pairs.pair_of(run, 20, 5, {"algorithm.clip_high": 0.28})[0].changes == {}
+
+
 @pytest.mark.parametrize(
     ("step", "steps", "changes", "line"),
     [

@@ -91,10 +91,10 @@ def test_everything_that_was_logged_is_read_by_step(tmp_path: Path) -> None:
     uri = mlflow.default_uri(tmp_path)
     client = mlflow.client(uri)
     run_id = client.create_run("0").info.run_id
-    for step, value in ((1, 0.1), (2, 1 / 3), (2, 7.0)):  # a step that was logged twice keeps its first values
-        client.log_metric(run_id, "policy/loss", value, step=step)
+    for step, value in ((1, 0.1), (2, 1 / 3), (2, 7.0)):  # a resume may change settings: the last values count
+        client.log_metric(run_id, "policy/loss", value, step=step, timestamp=int(value * 100))
     client.log_metric(run_id, "eval/reward", 2.0, step=2)
-    assert recorded.metrics_of(uri, run_id) == {1: {"policy/loss": 0.1}, 2: {"policy/loss": 1 / 3, "eval/reward": 2.0}}
+    assert recorded.metrics_of(uri, run_id) == {1: {"policy/loss": 0.1}, 2: {"policy/loss": 7.0, "eval/reward": 2.0}}
     with pytest.raises(ConfigError, match=f"MLflow at {uri}: "):
         recorded.metrics_of(uri, "no-such-run")
 
