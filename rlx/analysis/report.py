@@ -7,7 +7,8 @@ Left out: reading the sweep (loading.py), statistics (statistics.py, rlx.analysi
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence, Set
+import json
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import yaml
 from rlx.analysis import loading, static_figure, statistics, tables
 from rlx.analysis.comparison.evidence import EVIDENCE_FILE, Evidence, as_json, weigh
 from rlx.analysis.comparison.wording import sweep_verdict
-from rlx.analysis.loading import Setting, Sweep
+from rlx.analysis.loading import Setting, Sweep, Trial
 from rlx.analysis.statistics import Group, best_first, group_trials
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import with_experiment
@@ -34,33 +35,38 @@ _AGAINST = "against "  # what the title of a comparison with another sweep begin
 _LOCATION_KEYS = ("name", "storage")  # settings that say where a run is stored, not what it does
 
 
+Withheld = Callable[[Trial, Mapping[str, Any]], Mapping[str, Any]]
+"""(trial, the tree of its config) -> those of its settings that are not handed on, by dotted key"""
+
+
 def write_report(
     sweep: Sweep,
     folder: Path,
     uri: str,
     metric: str = DEFAULT_METRIC,
     mode: Mode = "max",
-    by: str | None = None,
-    against: Sweep | None = None,
+    compared: Mapping[str, Sequence[Group]] | None = None,
     evidence: Evidence | None = None,
+    withheld: Withheld = lambda trial, tree: {},
 ) -> list[Path]:
     """Writes tables, pictures and the page into a folder and stores them with the MLflow run of the sweep.
 
     The run also gets the result in one sentence as its description, and the mean of the best setting as its metric.
-    For `by` and `against` see `comparisons`; `evidence` is worked out if it is not given.
+    `compared` (`comparisons`) and `evidence` (`evidence_of`) are worked out if they are not given; for `withheld` see
+    `best_yaml`.
 
     Returns:
         The paths of the files.
 
     Raises:
-        ConfigError: the metric was not loaded, or `by` was not varied.
+        ConfigError: the metric was not loaded.
         StorageError: the folder cannot be written; files of an earlier analysis are still there.
     """
     from rlx.analysis.page import sections  # imports plotly, which is slow
 
-    compared = comparisons(sweep, metric, mode, by, against)
+    compared = compared or comparisons(sweep, metric, mode)
     settings, evidence = compared[SETTINGS], evidence or evidence_of(compared, uri, metric, mode)
-    recipe = best_yaml(sweep, settings, uri)
+    recipe = best_yaml(sweep, settings, uri, withheld)
     texts = {
         "analysis.html": sections.render(sweep, compared, evidence, recipe, uri, metric, mode),
         EVIDENCE_FILE: as_json(evidence, metric),
@@ -109,11 +115,11 @@ def _best_metrics(settings: Sequence[Group], evidence: Evidence, metric: str) ->
     return seen | ({f"{metric}/expected": evidence.winner.fresh.value} if evidence.winner else {})
 
 
-def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str) -> str:
+def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str, withheld: Withheld = lambda trial, config: {}) -> str:
     """The best setting as YAML for `rlx train --config`, without the seed if seeds were varied.
 
-    Empty if no trial has a result, or if the config of the best trial is not in MLflow or comes from another version
-    of rlx.
+    What is withheld stands in a comment. Empty if no trial has a result, or if the config of the best trial is not in
+    MLflow or comes from another version of rlx.
     """
     if not settings[0].values:
         return ""
@@ -123,9 +129,14 @@ def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str) -> str:
     except ConfigError:
         return ""
     seed = {statistics.SEED} & set(sweep.varied)
-    tree = minimal_tree(config, without=seed, keep=set(sweep.varied) - seed)
+    left_out = withheld(trial, config.model_dump(mode="json"))
+    tree = minimal_tree(config, without=seed | set(left_out), keep=set(sweep.varied) - seed - set(left_out))
     comment = f"# The best setting of the sweep {sweep.name}; all other settings have their defaults.\n"
     comment += "# The trial changed while it ran: these are its last settings.\n" if trial.origins else ""
+    if left_out:
+        values = "".join(f"#   {key}: {json.dumps(value)}\n" for key, value in left_out.items())
+        comment += "# Somebody else wrote these, which name code, models or addresses; analyze --trust takes them:\n"
+        comment += values
     return comment + (yaml.safe_dump(tree, sort_keys=False) if tree else "")
 
 

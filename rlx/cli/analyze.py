@@ -6,18 +6,28 @@ Left out: the analysis itself (rlx.analysis).
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
+from rlx.config.run import RUN_NAME
 from rlx.config.sweep import DEFAULT_METRIC, metric_name
-from rlx.storage.addresses import local_folder
+from rlx.runs import run_folder
+from rlx.storage import signatures
+from rlx.storage.addresses import local_folder, open_storage
+from rlx.storage.filesystem import Storage
 from rlx.tracking.services import mlflow
 from rlx.tracking.services.reachable import check_mlflow
+
+if TYPE_CHECKING:
+    from rlx.analysis.loading import Trial
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--by",
         metavar="SETTING",
         help="also compare the values of this setting over all runs",
+    )
+    parser.add_argument(
+        "--trust", action="store_true", help="best.yaml takes code, models and addresses that somebody else wrote"
     )
     parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
     args = parser.parse_args(argv)
@@ -73,9 +86,17 @@ def print_analysis(args: argparse.Namespace) -> int:
         run = shlex.quote(loading.folder_of(uri, settings[0].trials[0]) or "RUN")
         print(f"its model: rlx export {run} --checkpoint best --register NAME\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
-    paths = report.write_report(sweep, folder, uri, args.metric, args.mode, args.by, against, evidence)
+    runs = open_storage(args.storage, create=False) / "sweeps" / sweep.name / "runs"
+    withheld: report.Withheld = (lambda trial, tree: {}) if args.trust else partial(_not_own, runs)
+    paths = report.write_report(sweep, folder, uri, args.metric, args.mode, compared, evidence, withheld)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
     return 0
+
+
+def _not_own(runs: Storage, trial: Trial, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a trial that name code, models or addresses, unless this user has signed them."""
+    is_name = re.fullmatch(RUN_NAME, trial.name) is not None
+    return {} if is_name and signatures.is_own_folder(runs / trial.name, tree) else run_folder.powers(tree)
 
 
 def existing_uri(storage: Path) -> str:

@@ -188,6 +188,7 @@ def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
     if not argument.startswith("--"):
         key, equals, value = argument.lstrip("+").partition("=")
         hint = f"; here it is --{key} {value}" if equals and is_setting(key.replace("-", "_")) else ""
+        hint = hint or (_meant(f"-{argument}", []) if re.match("-[a-z]", argument) else "")
         raise ConfigError(f"unexpected argument {argument!r}{hint}")
     name = argument.partition("=")[0]
     # argparse has no public list of a parser's options.
@@ -199,7 +200,7 @@ def _refuse_empty(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     """Raises ConfigError for an option of the command itself whose value is empty, as of a shell's unset variable."""
     for action in parser._actions:
         is_empty = getattr(args, action.dest, None) == "" != action.const
-        if is_empty and action.dest not in settings():
+        if is_empty and (action.dest in ("name", "storage") or action.dest not in settings()):
             raise ConfigError(f"{action.option_strings[0]}: expected a value, found an empty one")
 
 

@@ -131,10 +131,15 @@ def resume(name: str, given: Mapping[str, Any], *, trust: bool = False) -> int:
     from rlx.tracking import console
 
     storage = given.get("storage") or RunConfig().storage
+    if "@" in name or "/" in name:
+        raise ConfigError(f"--resume {name}: expected a run's name; --storage says where, --from takes checkpoints")
+    if given.get("name", name) != name:
+        raise ConfigError(f"--resume {name}: a run keeps its name; --from {name} starts another one from it")
     with run_folder.saved_run(name, storage, given, trust=trust) as (config, folder):
         if last := run_folder.finished_metrics(folder, config.train.steps):
-            print(f"run {name} is finished: {config.train.steps} steps, {console.metrics_line(last)}")
-            print(f"{resume_command(name, storage, '--train.steps', str(2 * config.train.steps))} goes on with it")
+            steps = max(config.train.steps, int(last.get("step", 0)))
+            print(f"run {name} is finished: {steps} steps, {console.metrics_line(last)}")
+            print(f"{resume_command(name, storage, '--train.steps', str(2 * steps))} goes on with it")
             _send_pending(config.tracking, config.storage, folder)
             return 0
         return train(config, folder, resume=True)

@@ -50,7 +50,7 @@ def parse_yaml(text: str) -> Any:
         ValueError: the text is not valid YAML; the message is one line.
     """
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -59,6 +59,35 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"not valid YAML: {one_line(error)}") from None
     _check_size(value)
     return value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with numbers as YAML 1.2 has them (010 is no octal number, 1:30 no seconds), and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuses a key that is there twice: the first would be lost without a word."""
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if key.value in keys:
+                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there twice")
+                keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_MERGE = "tag:yaml.org,2002:merge"
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$",
+    "tag:yaml.org,2002:float": r"^([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)([eE][-+][0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
+}
+"""PyYAML's own, without octal and sexagesimal ones"""
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag not in _NUMBERS]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
 
 
 def _check_size(tree: Any) -> None:
@@ -170,6 +199,9 @@ def _explain(error: ErrorDetails) -> str:
 
 def _meant(key: str, location: Sequence[int | str]) -> str:
     """What an unknown setting may mean: one that other libraries call so, or the nearest one."""
+    if key in settings():  # as one word with dots
+        section, name = key.split(".")
+        return f": write it below its section, {section}: {{{name}: ...}}"
     elsewhere = OTHER_NAMES.get(key.rpartition(".")[2].replace("_", "-"), "").replace("-", "_")
     if elsewhere in settings():
         return f"; here it is {elsewhere}"

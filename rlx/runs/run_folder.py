@@ -53,13 +53,16 @@ POWERFUL = (
     "reward.format_pattern",
     "reward.model",
     *("reward.url", "reward.url_key_env", "reward.judge_url", "reward.judge_url_key_env", "reward.judge_model"),
-    *("reward.judge_rubric", "reward.judge_pattern", "reward.sandbox"),
+    *("reward.judge_rubric", "reward.judge_pattern", "reward.sandbox", "reward.timeout_s", "reward.on_timeout"),
+    *(f"reward.code_{name}" for name in ("cpu_s", "mean_cpu_s", "idle_s", "wall_s", "memory_mb", "processes")),
+    *(f"reward.code_{name}" for name in ("disk_mb", "open_files", "output_mb", "parallel")),
+    *("environment.timeout_s", "environment.memory_mb"),
     "tracking.uri",
     "tracking.backends",
     "ray_address",
     "checkpoint.init_from",
 )
-"""settings that name code, models, addresses, services or patterns: they are not taken from what somebody else wrote"""
+"""settings that name code, models, addresses, services or patterns, or limit programs: not taken from somebody else"""
 USED_BY_EXPORTS = ("model.trust_remote_code", "tracking.uri")
 """those of them that decide what an export does with the model of a checkpoint; whoever exports it has named it"""
 
@@ -286,7 +289,7 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
     Raises:
         ConfigError, StorageError: there is no such run, or no such complete checkpoint of it.
     """
-    run, _, step = which.rpartition("@") if "@" in which.rpartition("/")[2] else (which, "", "")
+    run, _, step = which.rpartition("@") if "@" in which.rpartition("/")[2] else (which, "", "newest")
     if "/" in run:
         address, folder = resolve_address(run), open_storage(run, create=False)
         if checkpoint_catalog.is_checkpoint_name(folder.name):
@@ -296,7 +299,7 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
         folder = find(open_storage(storage, create=False) / "runs", run)
     settings = _checkpoint_settings(folder)
     best_by = settings.best_by or DEFAULT_METRIC
-    entry = checkpoint_catalog.find_checkpoint(folder, step or "newest", best_by, settings.best_mode)
+    entry = checkpoint_catalog.find_checkpoint(folder, step, best_by, settings.best_mode)
     return join_address(address, entry.name), entry
 
 

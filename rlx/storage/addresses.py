@@ -17,7 +17,7 @@ from typing import Any
 from pyarrow import fs
 
 from rlx.config.addresses import holds_secret, names_secret
-from rlx.config.errors import one_line
+from rlx.config.errors import nearest, one_line
 from rlx.config.loading import parse_yaml
 from rlx.config.reach import why_silent
 from rlx.storage.filesystem import Storage, StorageError, explain
@@ -27,6 +27,9 @@ PROFILES = (Path("storage"), Path(__file__).parent / "profiles")
 _S3_OPTIONS = ("region", "endpoint_override", "scheme")
 _S3_CONNECT_TIMEOUT_S, _S3_REQUEST_TIMEOUT_S = 5.0, 30.0
 _S3_ATTEMPTS = 5  # of one request; the SDK waits longer each time
+
+
+_SCHEMES, _SCHEME = ("file", "s3"), re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
 
 
 def open_storage(address: str, create: bool = True) -> Storage:
@@ -52,6 +55,11 @@ def resolve_address(address: str) -> str:
     Raises:
         StorageError: the profile cannot be used, or the address holds a key.
     """
+    if (found := _SCHEME.match(address)) and not (found[2] == "//" and found[1] in _SCHEMES):
+        scheme = found[1]
+        hint = f"; write {scheme}://" if scheme in _SCHEMES else nearest(scheme, _SCHEMES)
+        shown = f"{scheme}:..." if holds_secret(address) else address.partition("?")[0]
+        raise StorageError(f"storage {shown}: expected a folder, file:///FOLDER or s3://BUCKET/FOLDER{hint}")
     if "://" in address:
         return _without_keys(address)
     profiles = {file.stem: file for folder in reversed(PROFILES) for file in sorted(folder.glob("*.yaml"))}

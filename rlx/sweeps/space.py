@@ -56,11 +56,15 @@ def _call_space(path: str) -> Space | None:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        return dict(module.space()) if hasattr(module, "space") else None
+        space = module.space() if hasattr(module, "space") else None
     except (Exception, SystemExit) as error:  # the file may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f":{lines[-1]}" if lines else ""
         raise ConfigError(f"--space {path}{where}: {type(error).__name__}: {error}") from None
+    if space is not None and not (isinstance(space, Mapping) and space):
+        expected = 'settings to vary, as {"train.actor_lr": tune.loguniform(1e-6, 1e-4)}'
+        raise ConfigError(f"--space {path}: space() returned {type(space).__name__} {space!r:.80}, expected {expected}")
+    return None if space is None else dict(space)
 
 
 def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:

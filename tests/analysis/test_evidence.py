@@ -173,7 +173,7 @@ def test_numbers_are_kept_for_other_programs(uri: str) -> None:
 
 def test_two_sweeps_are_paired_by_their_questions(uri: str, tmp_path: Path) -> None:
     first, other = loaded(uri)[0], loaded(uri, "other")[0]
-    report.write_report(first, tmp_path, uri, against=other)
+    report.write_report(first, tmp_path, uri, compared=report.comparisons(first, against=other))
     html = (tmp_path / "analysis.html").read_text()
     assert "against other: actor_lr 0.0005: 0.19 (95 %:" in html
     headings = (

@@ -14,6 +14,7 @@ import matplotlib.image
 import pandas as pd
 import pytest
 import s3
+import yaml
 from plotly.offline import get_plotlyjs
 from sweep_cases import BASE, Run, config, log_sweep
 
@@ -199,7 +200,7 @@ def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) ->
 
 def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> None:
     loaded, other = (loading.load_sweep(uri, "rlx", name) for name in ("lr", "wide"))
-    paths = report.write_report(loaded, tmp_path, uri, by=KIND, against=other)
+    paths = report.write_report(loaded, tmp_path, uri, compared=report.comparisons(loaded, by=KIND, against=other))
     more = {f"{name}.{kind}" for name in (f"by_{KIND}", "against_wide") for kind in ("md", "png")}
     assert {path.name for path in paths} == ALWAYS | {"best.yaml"} | more
     html = (tmp_path / "analysis.html").read_text()
@@ -226,6 +227,14 @@ def test_the_best_setting_gives_the_same_config_again(written: Written) -> None:
     assert {key for key in ran if again[key] != ran[key]} == {"name", "storage"}  # the seed was varied
     assert tree["train"][LR.removeprefix("train.")] == 3e-4
     assert "rollout" not in tree  # all of it is at its default
+
+
+def test_settings_that_are_withheld_stand_in_a_comment_alone(uri: str) -> None:
+    loaded = loading.load_sweep(uri, "rlx", "lr")
+    settings = report.comparisons(loaded)[report.SETTINGS]
+    text = report.best_yaml(loaded, settings, uri, lambda trial, tree: {LR: 3e-4, "reward.url": "a\nb: 1"})
+    assert "#   train.actor_lr: 0.0003\n" in text and '#   reward.url: "a\\nb: 1"\n' in text
+    assert LR.removeprefix("train.") not in str(yaml.safe_load(text)) and yaml.safe_load(text)["algorithm"]
 
 
 @pytest.mark.parametrize(

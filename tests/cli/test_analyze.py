@@ -1,11 +1,15 @@
 """How the analysis refuses what it cannot read; tests/analysis has what it prints of sweeps."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlx.cli import analyze
+from rlx.config.loading import from_tree
+from rlx.storage.addresses import open_storage
+from rlx.storage.signatures import SIGNATURE, Signer
 
 
 def test_an_analysis_makes_no_storage_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,3 +57,22 @@ def test_an_analysis_that_cannot_end_says_why_in_a_line(
 def test_the_storage_that_is_there_has_the_database(tmp_path: Path) -> None:
     assert analyze.existing_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
     assert not list(tmp_path.iterdir())
+
+
+def named(name: str) -> Any:
+    """As much of a trial as is looked at."""
+    return SimpleNamespace(name=name)
+
+
+def test_what_somebody_else_wrote_is_not_handed_on(tmp_path: Path) -> None:
+    """A stranger's store may name a module of this folder as the reward of the best setting."""
+    tree = from_tree({"reward": {"functions": {"my_rewards:boom": 1.0}}}).model_dump(mode="json")
+    runs, trial = open_storage(str(tmp_path)), named("trial_00000")
+    for folder in (tmp_path / trial.name, tmp_path / "elsewhere"):
+        folder.mkdir()
+    assert analyze._not_own(runs, trial, tree) == {"reward.functions": {"my_rewards:boom": 1.0}}
+    (runs / trial.name / SIGNATURE).write_text(Signer.new().sign(tree))
+    assert analyze._not_own(runs, trial, tree) == {}
+    assert analyze._not_own(runs, trial, {**tree, "seed": 7}) != {}  # of another config
+    (runs / "elsewhere" / SIGNATURE).write_text(Signer.new().sign(tree))
+    assert analyze._not_own(runs / "below", named("../elsewhere"), tree) != {}

@@ -126,6 +126,10 @@ def test_names_that_are_not_there_or_taken(refused: Refused, tmp_path: Path) -> 
     begun(config, folder)
     storage = ["--storage", str(tmp_path)]
     assert refused("ppo.py", *storage, "--resume", "other") == f"no run 'other' in {tmp_path}/runs"
+    assert "expected a run's name" in refused("ppo.py", *storage, "--resume", "mine@2")
+    assert refused("ppo.py", *storage, "--resume", "mine", "--name", "x").startswith(
+        "--resume mine: a run keeps its name"
+    )
     line = refused("ppo.py", *storage, "--name", "mine")
     assert line == f"run 'mine' exists in {tmp_path}/runs/mine: --resume mine continues it"
     assert "no sweep other" in refused("ppo_sweep.py", *storage, "--resume", "other")
@@ -142,6 +146,8 @@ def test_resuming_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureF
         "run mine is finished: 2 steps, held-out 0.250",
         f"rlx train --resume mine --train.steps 4 --storage {tmp_path} goes on with it",
     ]
+    assert main(["--storage", str(tmp_path), "--resume", "mine", "--train.steps", "1"]) == 0
+    assert "--train.steps 4" in capsys.readouterr().out  # fewer than it has done are no way on
     assert finished_metrics(folder, steps=2) is not None and finished_metrics(folder, steps=3) is None
 
 

@@ -1,6 +1,7 @@
 """Trees, YAML, dotted keys and the command line: what is accepted, and the one line that explains a refusal."""
 
 import argparse
+import math
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from rlx.algorithms.advantages import ADVANTAGES
 from rlx.cli.options import add_settings, parse
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.experiment import over_experiment
-from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.loading import from_tree, parse_yaml, read_yaml, with_overrides
 from rlx.config.run import RunConfig, is_setting, setting_keys
 from rlx.config.sections.algorithm import ESTIMATORS, GROUPED, AdvantageName
 from rlx.config.sections.base import flatten
@@ -72,8 +73,11 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
     [
         ({"train": {"step": 3}}, "unknown setting train.step; nearest: train.steps"),
         ({"train": {"learning_rate": 3}}, "unknown setting train.learning_rate; here it is train.actor_lr"),
-        ({"algorithm": {"advantage": "GRPO"}}, "algorithm.advantage = 'GRPO': expected .*; nearest: grpo"),
-        ({"reward": {"url": "http://h", "url_key_env": "hf_abcdefghijklmnopqrstuvwx"}}, "expected the name of an env"),
+        ({"algorithm": {"advantage": "GRPO"}}, "algorithm.advantage = 'GRPO': expected 'gae', 'grpo', "),
+        (
+            {"reward": {"url": "http://h", "url_key_env": "hf_abcdefghijklmnopqrstuvwx"}},
+            "reward.url_key_env: expected the name of an env",
+        ),
         ({"trian": {"steps": 3}}, "unknown setting trian; nearest: train"),
         ({"actor_lr": 1}, "unknown setting actor_lr; nearest: train.actor_lr"),
         ({"xyzzy": 1}, "unknown setting xyzzy"),
@@ -519,6 +523,20 @@ def test_flatten_gives_every_setting_its_dotted_key_and_keeps_dicts_whole() -> N
     assert flat["data.params"] == PARAMS
     assert flat["train.adam_betas"] == (0.5, 0.6)
     assert "train" not in flat
+
+
+def test_numbers_in_yaml_are_those_of_yaml_1_2() -> None:
+    text = "[010, 1:30, 0x10, 1_000, -3, 1.5, 1.0e-3, .inf, 1e3, 0]"
+    assert parse_yaml(text) == ["010", "1:30", 16, 1000, -3, 1.5, 0.001, math.inf, "1e3", 0]
+    assert from_tree(parse_yaml("train: {steps: 010, prompts_per_step: 8}")).train.steps == 10
+
+
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    """Without a word, a section that is there twice would lose its first settings."""
+    with pytest.raises(ValueError, match=r"line 3: train is there twice$"):
+        parse_yaml("train: {steps: 3}\nseed: 1\ntrain: {prompts_per_step: 8}\n")
+    merged = "a: &a {x: 1}\nb: {<<: *a, x: 2}\n"
+    assert parse_yaml(merged)["b"] == {"x": 2}
 
 
 def test_nearest_is_empty_when_no_choice_is_similar() -> None:

@@ -211,7 +211,7 @@ RECIPES = sorted(file for file in (EXPERIMENT_FILE.parents[2] / "experiments/con
 def test_a_recipe_is_a_config_and_is_on_the_page_of_recipes(file: Path) -> None:
     config = from_tree(with_experiment(read_yaml(file)))
     assert f"`{file.name}`" in (file.parents[2] / "docs" / "recipes.md").read_text()
-    assert config.train.actor_lr <= (1e-4 if config.model.path in OWN_MODELS else 1e-5)
+    assert config.train.actor_lr <= (2e-4 if config.model.path in OWN_MODELS else 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,6 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
         ("gone/*.jsonl", "no file ending in .jsonl, .json, .csv, .parquet matches"),
         ("empty", "there are no rows in it"),
         ("gone.jsonl", "no such file"),
-        ("some/set", "; of Hugging Face's data sets: hf:some/set"),
         ("gone", "expected reasoning_gym:DATASET, hf:NAME, or a file, folder or glob of .jsonl, .json"),
         ("notes.txt", "expected reasoning_gym:DATASET, hf:NAME, or a file, folder or glob of .jsonl, .json"),
     ],
@@ -234,6 +233,23 @@ def test_an_address_without_usable_files_is_refused_before_ray_starts(
     with pytest.raises(ConfigError) as refused:
         sources.check_source(f"{tmp_path}/{address}", FILES, "eval.source")
     assert str(refused.value).startswith(f"eval.source {tmp_path}/{address}: {message.format(tmp_path)}")
+
+
+def test_what_may_be_a_name_on_the_hub_is_told_how_to_write_it() -> None:
+    with pytest.raises(ConfigError, match=r"; of Hugging Face's data sets: hf:some/set$"):
+        sources.check_source("some/set", FILES, "data.source")
+
+
+def test_a_file_with_a_header_alone_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.CSV").write_text("question,answer\n")
+    with pytest.raises(ConfigError, match=r"^eval\.source .*a\.CSV: there are no rows in it$"):
+        sources.check_source(f"{tmp_path}/a.CSV", FILES, "eval.source")
+
+
+def test_columns_that_a_semicolon_separates_are_named_as_that(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question;answer\n1;2\n")
+    with pytest.raises(ConfigError, match=r"it has question;answer: its columns are separated by ;"):
+        sources.check_source(f"{tmp_path}/a.csv", FILES, "data.source")
 
 
 def test_an_empty_file_among_others_has_no_rows(tmp_path: Path) -> None:

@@ -42,10 +42,14 @@ def test_a_missing_prompt_file_is_refused_before_a_model_is_created(setting: str
 @pytest.mark.parametrize(
     ("rows", "given", "error"),
     [
-        (9, {"train.prompts_per_step": 9}, r"^train\.prompts_per_step \(9\) is more than the 8 prompts to train on$"),
+        (
+            13,
+            {"train.prompts_per_step": 16},
+            r"^train\.prompts_per_step \(16\) is more than the 12 prompts to train on$",
+        ),
         (21, {"train.prompts_per_step": 20}, r"\(20\) is more than the 19 prompts"),  # a tenth is held out
-        (1, {"train.prompts_per_step": 1}, r"1 rows are too few to hold one out; set eval\.source"),
-        (9, {"train.prompts_per_step": 10, "eval.source": "p.jsonl"}, r"\(10\) is more than the 9 prompts"),
+        (1, {"train.prompts_per_step": 4}, r"1 rows are too few to hold one out; set eval\.source"),
+        (9, {"train.prompts_per_step": 12, "eval.source": "p.jsonl"}, r"\(12\) is more than the 9 prompts"),
     ],
 )
 def test_too_few_rows_are_refused_without_ray(rows: int, given: dict[str, Any], error: str, tmp_path: Path) -> None:

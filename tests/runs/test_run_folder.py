@@ -168,6 +168,16 @@ URL = {"reward__functions": {"url": 1.0}, "reward__url": "http://evil.example"}
 CODE = {"reward__functions": {"evil:score": 1.0}}
 
 
+def test_limits_of_programs_are_powers() -> None:
+    """A stranger's weights would else write programs, and a stranger's run say how much they may use."""
+    reward = {"functions": {"code": 1}, "code_memory_mb": 10**6, "code_processes": 10**6, "timeout_s": 1e6}
+    assert set(run_folder.powers({"reward": reward})) == {
+        "reward.code_memory_mb",
+        "reward.code_processes",
+        "reward.timeout_s",
+    }
+
+
 def test_parameters_of_generated_prompts_that_may_name_a_file_are_powers() -> None:
     assert "data.params" in run_folder.powers({"data": {"params": {"data_file": "/etc/passwd"}}})
     assert "data.params" not in run_folder.powers({"data": {"params": {"min_terms": 3, "allow_negation": True}}})

@@ -97,7 +97,7 @@ def test_the_local_folder_is_the_storage_or_beside_a_remote_one(
     assert local_folder("s3://bucket/a") == tmp_path / "storage"
 
 
-@pytest.mark.parametrize("address", ["nowhere://bucket", "{}/file/below"])
+@pytest.mark.parametrize("address", ["nowhere://bucket", "gs://bucket", "s3:/bucket", "file:/tmp/x", "{}/file/below"])
 def test_an_unusable_address_is_refused_in_one_line_that_names_it(tmp_path: Path, address: str) -> None:
     (tmp_path / "file").write_text("no folder")
     address = address.format(tmp_path)

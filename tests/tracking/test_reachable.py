@@ -2,9 +2,13 @@
 
 import http.server
 import json
+import socket
+import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import urllib.error
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -40,11 +44,13 @@ def test_a_server_that_is_down_is_refused_at_once() -> None:
         reachable.check_mlflow("http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize(("status", "body"), [(404, "<html>"), (200, "hello"), (501, ""), (200, "[]")])
+@pytest.mark.parametrize(
+    ("status", "body"), [(404, "<html>"), (200, "hello"), (501, ""), (200, "[]"), (200, "[" * 200_000)]
+)
 def test_a_web_server_that_is_no_mlflow_is_refused(status: int, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with web_server(status, body) as address:
         with pytest.raises(ConfigError, match=rf"^tracking\.uri {address}: a web server .* \(status {status}\)$"):
-            reachable.check_mlflow(f"{address}/")
+            reachable.check_mlflow(address)
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")  # a proxy may show its page to those who are not signed in
         reachable.check_mlflow(address)
 
@@ -54,6 +60,48 @@ def test_mlflow_and_what_may_be_it_pass(status: int, body: str) -> None:
     """Who asks for a password or is overloaded may be MLflow; it is asked again once Ray is there."""
     with web_server(status, body) as address:
         reachable.check_mlflow(address)
+
+
+@pytest.mark.parametrize("address", ["http://localhost:PORT", "http://my host:5000", "http://127.0.0.1:99999"])
+def test_an_address_that_is_malformed_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^tracking\.uri {address}: no server answers there \("):
+        reachable.check_mlflow(address)
+
+
+@contextmanager
+def speaker(says: Iterable[bytes], every_s: float = 0.0) -> Iterator[str]:
+    """What takes one connection and says something to it; yields its web address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            with suppress(OSError), server.accept()[0] as connection:
+                for each in says:
+                    connection.sendall(each)
+                    time.sleep(every_s)
+
+        threading.Thread(target=speak, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"a" * 70_000 + b"\r\n\r\n"])
+def test_what_is_no_web_server_is_refused(says: bytes) -> None:
+    with speaker([says]) as address, pytest.raises(ConfigError, match=r": something answers there that is no web serv"):
+        reachable.check_mlflow(address)
+
+
+def test_a_server_that_says_little_by_little_is_not_waited_for() -> None:
+    """Each byte is in time; MLflow itself is asked later."""
+    started = time.monotonic()
+    with speaker((bytes([byte]) for byte in b"HTTP/1.1 200 OK" * 100), every_s=0.1) as address:
+        reachable.check_mlflow(address)
+    assert time.monotonic() - started < 30  # without a limit in all: 150 s
+
+
+def test_a_certificate_that_mlflow_may_be_told_to_take_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLFLOW_TRACKING_SERVER_CERT_PATH and others are MLflow's to read."""
+    refused = urllib.error.URLError(ssl.SSLCertVerificationError("self-signed certificate"))
+    monkeypatch.setattr(reachable, "_read", lambda url: (_ for _ in ()).throw(refused))
+    reachable.check_mlflow("https://mlflow.example")
 
 
 def test_wandb_needs_a_key_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -114,9 +114,9 @@ def costs(groups: Sequence[Group], metric: str, mode: Mode = "max") -> go.Figure
     costs = {name: [measure(group) for group in groups] for name, measure in measures.items()}
     costs = {name: values for name, values in costs.items() if not all(map(math.isnan, values))}
     sign = -1 if mode == "max" else 1
-    points = [[sign * group.mean, *each] for group, each in zip(groups, zip(*costs.values(), strict=True), strict=True)]
+    points = [[sign * group.mean, *(values[i] for values in costs.values())] for i, group in enumerate(groups)]
     symbols = ["diamond" if is_on_it else "circle" for is_on_it in front(points)]
-    figure = make_subplots(1, len(costs), shared_yaxes=True, horizontal_spacing=0.03)
+    figure = make_subplots(1, max(1, len(costs)), shared_yaxes=True, horizontal_spacing=0.03)
     for column, (name, values) in enumerate(costs.items(), 1):
         figure.add_trace(_means(groups, values, metric).update(marker_symbol=symbols), row=1, col=column)
         figure.update_xaxes(title=name, nticks=4, row=1, col=column)

@@ -151,7 +151,10 @@ def _no_entry(name: str, names: Sequence[str]) -> str:
 
 def no_column(column: str, names: Sequence[str], setting: str) -> str:
     """The line about a column that is not among the names of a table: what there is, and which setting names it."""
-    return f"no column {column!r}, it has {', '.join(names) or 'none'}{nearest(column, names)}; {setting} names another"
+    found = f"no column {column!r}, it has {', '.join(names) or 'none'}"
+    if len(names) == 1 and ";" in names[0]:
+        return f"{found}: its columns are separated by ;, where , is expected"
+    return f"{found}{nearest(column, names)}; {setting} names another"
 
 
 def conversation(given: Sequence[Any]) -> list[ChatMessage]:

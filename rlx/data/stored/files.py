@@ -50,8 +50,9 @@ class FileSource(StoredSource):
         """
         _, files = find_files(address, setting)
         first = next(file for file in files if file.size)
-        if parsers.format_of(first.path).has_parts or first.size <= _QUICK_BYTES:
-            self.read_first(address, data, setting, 1)
+        is_quick = parsers.format_of(first.path).has_parts or first.size <= _QUICK_BYTES
+        if is_quick and not self.read_first(address, data, setting, 1):
+            raise ConfigError(f"{setting} {address}: {NO_ROWS}")
 
     def resolve(self, address: str) -> str:
         """Returns an absolute path if the address is one of this machine that exists, or a glob."""

@@ -153,7 +153,7 @@ FORMATS: dict[str, Format] = {
 
 def suffix_of(path: str) -> str | None:
     """Returns the suffix of a path if it is that of a format."""
-    return next((suffix for suffix in FORMATS if path.endswith(suffix)), None)
+    return next((suffix for suffix in FORMATS if path.lower().endswith(suffix)), None)
 
 
 def format_of(path: str) -> Format:

@@ -6,12 +6,16 @@ Left out: whether a database opens (`TrackingService.check`).
 
 from __future__ import annotations
 
+import http.client
 import importlib.metadata
 import importlib.util
 import json
 import os
+import ssl
+import threading
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.config.errors import ConfigError, nearest
@@ -71,27 +75,62 @@ def check_mlflow(uri: str | None) -> None:
 
 
 def _ask(address: str) -> None:
-    """Raises ConfigError if no server answers at a web address, or one that is not MLflow's."""
-    shown = mlflow.without_password(address)
+    """Raises ConfigError if no server answers at a web address, or one that is not MLflow's.
+
+    Who is slow, or has a certificate that only MLflow is told to take, passes: MLflow asks again later.
+    """
+    shown, answer = mlflow.without_password(address), _answer(address.rstrip("/") + _QUESTION)
+    if isinstance(answer, _Answer):
+        signed_in = any(os.environ.get(name) for name in _SIGNED_IN)  # a proxy may show others its page
+        if (answer.status < 400 or answer.status in _UNKNOWN) and not _is_object(answer.body) and not signed_in:
+            raise ConfigError(
+                f"tracking.uri {shown}: a web server answers there, but not as MLflow does (status {answer.status})"
+            )
+        return
+    reason = getattr(answer, "reason", answer)
+    if isinstance(reason, http.client.BadStatusLine | http.client.LineTooLong):
+        raise ConfigError(f"tracking.uri {shown}: something answers there that is no web server")
+    if not isinstance(reason, ssl.SSLError | TimeoutError):
+        raise ConfigError(f"tracking.uri {shown}: no server answers there ({reason})")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a web server says."""
+
+    status: int
+    body: bytes
+
+
+def _answer(url: str) -> _Answer | Exception:
+    """The answer of a web server, or why there is none: a TimeoutError if it has not said all within the limit."""
+    found: list[_Answer | Exception] = []
+
+    def ask() -> None:
+        try:
+            found.append(_read(url))
+        except Exception as error:  # of the network, of the address, of the protocol
+            found.append(error)
+
+    # In a thread: the limit of a connection is one for each of its parts, however many come.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    return found[0] if found else TimeoutError()
+
+
+def _read(url: str) -> _Answer:
     try:
-        with urllib.request.urlopen(address.rstrip("/") + _QUESTION, timeout=_ANSWER_S) as answer:
-            status, body = answer.status, answer.read(_LONGEST)
+        with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+            return _Answer(answer.status, answer.read(_LONGEST))
     except urllib.error.HTTPError as error:
         with error:
-            status, body = error.code, error.read(_LONGEST)
-    except TimeoutError:  # it is there, and may take its time
-        return
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise ConfigError(f"tracking.uri {shown}: no server answers there ({reason})") from None
-    signed_in = any(os.environ.get(name) for name in _SIGNED_IN)  # a proxy may show others its page
-    if (status < 400 or status in _UNKNOWN) and not _is_object(body) and not signed_in:
-        raise ConfigError(f"tracking.uri {shown}: a web server answers there, but not as MLflow does (status {status})")
+            return _Answer(error.code, error.read(_LONGEST))
 
 
 def _is_object(body: bytes) -> bool:
     """Whether an answer is a JSON object, as all of MLflow's are, errors too."""
     try:
         return isinstance(json.loads(body), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
