@@ -185,14 +185,14 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
 
 def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
+    # argparse has no public list of a parser's options.
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     if not argument.startswith("--"):
         key, equals, value = argument.lstrip("+").partition("=")
         hint = f"; here it is --{key} {value}" if equals and is_setting(key.replace("-", "_")) else ""
-        hint = hint or (_meant(f"-{argument}", []) if re.match("-[a-z]", argument) else "")
+        hint = hint or (_meant(f"-{argument}", known) if re.match("-[a-z]", argument) else "")
         raise ConfigError(f"unexpected argument {argument!r}{hint}")
     name = argument.partition("=")[0]
-    # argparse has no public list of a parser's options.
-    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     raise ConfigError(f"unknown option {name}{_meant(name, known)}")
 
 

@@ -97,6 +97,11 @@ def test_an_option_of_another_library_is_translated(option: str, hint: str) -> N
     assert str(refused.value) == f"unknown option {option.partition('=')[0]}{hint}"
 
 
+def test_an_option_with_one_hyphen_is_translated_too() -> None:
+    with pytest.raises(ConfigError, match=r"^unexpected argument '-lr'; here it is --train\.actor-lr$"):
+        parse(settings_parser("a command", ""), ["-lr", "1e-5"])
+
+
 def test_a_value_may_begin_with_a_hyphen() -> None:
     parser = settings_parser("", "")
     _, given = parse(parser, ["--reward.answer_pattern", r"-?\d+", "--algorithm.clip-cov-low", "-1", "--name=x"])
