@@ -115,7 +115,7 @@ def _best_metrics(settings: Sequence[Group], evidence: Evidence, metric: str) ->
     return seen | ({f"{metric}/expected": evidence.winner.fresh.value} if evidence.winner else {})
 
 
-def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str, withheld: Withheld = lambda trial, config: {}) -> str:
+def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str, withheld: Withheld = lambda trial, tree: {}) -> str:
     """The best setting as YAML for `rlx train --config`, without the seed if seeds were varied.
 
     What is withheld stands in a comment. Empty if no trial has a result, or if the config of the best trial is not in

@@ -200,7 +200,7 @@ def _explain(error: ErrorDetails) -> str:
 def _meant(key: str, location: Sequence[int | str]) -> str:
     """What an unknown setting may mean: one that other libraries call so, or the nearest one."""
     if key in settings():  # as one word with dots
-        section, name = key.split(".")
+        section, _, name = key.rpartition(".")
         return f": write it below its section, {section}: {{{name}: ...}}"
     elsewhere = OTHER_NAMES.get(key.rpartition(".")[2].replace("_", "-"), "").replace("-", "_")
     if elsewhere in settings():

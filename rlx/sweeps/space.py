@@ -28,6 +28,7 @@ MODE: Mode = "max"
 """how searches compare trials: a larger DEFAULT_METRIC is better; `TrialSource` gives them any metric as that"""
 SINGLE_VALUE = str | int | float | np.generic | None
 """types of choices that adaptive searches accept"""
+_MISSING = object()
 _PLAIN = (str, int, float, np.generic, type(None), Mapping, list, tuple)
 
 
@@ -38,15 +39,13 @@ def load_space(path: str, tree: Mapping[str, Any]) -> Space:
         ConfigError: no such file or function, an unknown setting, or a value that the setting does not accept.
     """
     space = _call_space(path)
-    if not space:
-        raise ConfigError(f"--space {path}: no function space() that returns settings to vary")
     for key, domain in space.items():
         _check(key, domain, path, tree)
     return space
 
 
-def _call_space(path: str) -> Space | None:
-    """The result of the file's space(), or None if it has no such function."""
+def _call_space(path: str) -> Space:
+    """The result of the file's space(); raises ConfigError if it has no such function, or that returns no settings."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--space {path}: no such file")
@@ -56,15 +55,17 @@ def _call_space(path: str) -> Space | None:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        space = module.space() if hasattr(module, "space") else None
+        space = module.space() if hasattr(module, "space") else _MISSING
     except (Exception, SystemExit) as error:  # the file may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f":{lines[-1]}" if lines else ""
         raise ConfigError(f"--space {path}{where}: {type(error).__name__}: {error}") from None
-    if space is not None and not (isinstance(space, Mapping) and space):
+    if space is _MISSING:
+        raise ConfigError(f"--space {path}: no function space() that returns settings to vary")
+    if not (isinstance(space, Mapping) and space):
         expected = 'settings to vary, as {"train.actor_lr": tune.loguniform(1e-6, 1e-4)}'
         raise ConfigError(f"--space {path}: space() returned {type(space).__name__} {space!r:.80}, expected {expected}")
-    return None if space is None else dict(space)
+    return dict(space)
 
 
 def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:

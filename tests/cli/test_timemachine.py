@@ -147,7 +147,8 @@ Command = Callable[[list[str]], int]
     ("command", "words", "line"),
     [
         (replay.main, ["b", "--step", "3"], "no run 'b' in"),
-        (replay.main, ["a", "--step", "31"], "MLflow at sqlite://"),  # the made-up run is not there
+        (replay.main, ["a", "--step", "31"], "--step 31: run a has steps 1 to 30"),
+        (replay.main, ["a", "--step", "3"], "MLflow at sqlite://"),  # the made-up run is not there
         (verify.main, ["a"], "MLflow at sqlite://"),
         (whatif.main, ["a", "--steps", "3", "--set", "algorithm.clip_high=0.3"], "a: expected RUN@STEP, such as a@30"),
         (whatif.main, ["b@10", "--steps", "3", "--set", "algorithm.clip_high=0.3"], "no run 'b' in"),

@@ -95,8 +95,9 @@ def test_a_shipped_space_fits_its_search(path: Path) -> None:
         ),
         ("{'scaling.num_workers': 2}", "scaling.num_workers changes the resources of a trial"),
         ("{'reward.model_replicas': 2}", "reward.model_replicas changes the resources of a trial"),
-        ("{}", "no function space() that returns settings to vary"),
-        ("None", "TypeError: 'NoneType' object is not iterable"),
+        ("{}", "space() returned dict {}, expected settings to vary, as {"),
+        ("None", "space() returned NoneType None, expected settings to vary, as {"),
+        ("[{'train.actor_lr': 1.0}]", "space() returned list [{'train.actor_lr': 1.0}], expected settings to vary"),
         ("1 / 0", ":4: ZeroDivisionError: division by zero"),
     ],
 )

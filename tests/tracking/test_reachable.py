@@ -2,8 +2,11 @@
 
 import http.server
 import json
+import os
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -14,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree
 from rlx.tracking.services import reachable
 
 UNKNOWN = json.dumps({"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no such experiment"})
@@ -104,16 +106,20 @@ def test_a_certificate_that_mlflow_may_be_told_to_take_is_not_judged(monkeypatch
     reachable.check_mlflow("https://mlflow.example")
 
 
-def test_wandb_needs_a_key_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    tracking = from_tree({"tracking": {"backends": ["mlflow", "wandb"]}}).tracking
-    with pytest.raises(ConfigError, match=r"^tracking\.backends wandb: no key for W&B: `wandb login` asks for it"):
-        reachable.check_tracking(tracking)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    reachable.check_tracking(tracking)
+def test_wandb_needs_a_key_before_anything_starts(tmp_path: Path) -> None:
+    """In a process of its own: W&B keeps what it has found for all later runs of a process."""
+    code = (
+        "from rlx.config.loading import from_tree\nfrom rlx.tracking.services import reachable\n"
+        "reachable.check_tracking(from_tree({'tracking': {'backends': ['mlflow', 'wandb']}}).tracking)\n"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    kept |= {"NETRC": str(tmp_path / "netrc"), "HOME": str(tmp_path)}
+    without, offline = (
+        subprocess.run([sys.executable, "-c", code], env=kept | more, capture_output=True, text=True, check=False)
+        for more in ({}, {"WANDB_MODE": "offline"})
+    )
+    assert "ConfigError: tracking.backends wandb: no key for W&B: `wandb login` asks for it" in without.stderr
+    assert offline.returncode == 0, offline.stderr
 
 
 def test_a_tracking_address_of_no_kind_is_refused() -> None:

@@ -200,8 +200,9 @@ def test_wandb_offline_keeps_steps_settings_and_id_over_attempts(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     WandbService(tmp_path).check()  # offline needs no key
-    for steps in ((0, 1, 2), (1, 2, 3)):
-        recorded(WandbService(tmp_path), folder, *steps)
+    recorded(WandbService(tmp_path), folder, 0, 1, 2)
+    time.sleep(1.1)  # W&B names an attempt's folder by the second: a resume of a run takes longer than one
+    recorded(WandbService(tmp_path), folder, 1, 2, 3)
     key = (folder / "run.json").read_json()["key"]
     assert run_id(folder, "wandb") == f"rlx/{key}"
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{key}/run-{key}.wandb"))

@@ -32,8 +32,8 @@ def sweep_branches(args: argparse.Namespace, others: Sequence[str]) -> int:
     options = sweep_options(args.space, others)
     which, step = running.split_step(args.run)
     run = recorded.RecordedRun.read(which, args.storage)
-    logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     control, _ = pairs.pair_of(run, step, args.steps, {}, trust=args.trust)
+    logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     storage = open_storage(run.storage)
     name = pairs.pair_names(storage / "runs", run, step)[0]
     tree = trials_tree(control, name.removesuffix(".control"))

@@ -36,9 +36,9 @@ def replay(args: argparse.Namespace) -> int:
     from rlx.replay import branches, comparing, recorded
 
     run = recorded.RecordedRun.read(args.run, args.storage)
-    logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     branch = branches.branch_to(run, args.step, trust=args.trust)
     branch = replace(branch, changes=running.moved(args), opens=True)
+    logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     print(f"run {run.name}: {running.steps_text(branch.steps)} again, from {branch.origin}")
     with branches.scratch(run, keep=args.keep) as place, running.processes() as shared:
         branch = place.placed(branch)

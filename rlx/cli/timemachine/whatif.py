@@ -47,8 +47,8 @@ def what_if(args: argparse.Namespace, changes: dict[str, Any]) -> int:
     from rlx.storage.addresses import open_storage
 
     run = recorded.RecordedRun.read(which, args.storage)
-    logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     control, changed = pairs.pair_of(run, step, args.steps, changes, trust=args.trust)
+    logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     names = pairs.pair_names(open_storage(run.storage) / "runs", run, step)
     with running.processes() as shared:
         comparison, first = pairing.do_control(args, pairing.with_name(args, control, names[0]), logged, shared)
