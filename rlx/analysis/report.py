@@ -39,6 +39,11 @@ Withheld = Callable[[Trial, Mapping[str, Any]], Mapping[str, Any]]
 """(trial, the tree of its config) -> those of its settings that are not handed on, by dotted key"""
 
 
+def withhold_nothing(trial: Trial, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """For a sweep of this user, or one whose settings are trusted."""
+    return {}
+
+
 def write_report(
     sweep: Sweep,
     folder: Path,
@@ -47,7 +52,7 @@ def write_report(
     mode: Mode = "max",
     compared: Mapping[str, Sequence[Group]] | None = None,
     evidence: Evidence | None = None,
-    withheld: Withheld = lambda trial, tree: {},
+    withheld: Withheld = withhold_nothing,
 ) -> list[Path]:
     """Writes tables, pictures and the page into a folder and stores them with the MLflow run of the sweep.
 
@@ -115,7 +120,7 @@ def _best_metrics(settings: Sequence[Group], evidence: Evidence, metric: str) ->
     return seen | ({f"{metric}/expected": evidence.winner.fresh.value} if evidence.winner else {})
 
 
-def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str, withheld: Withheld = lambda trial, tree: {}) -> str:
+def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str, withheld: Withheld = withhold_nothing) -> str:
     """The best setting as YAML for `rlx train --config`, without the seed if seeds were varied.
 
     What is withheld stands in a comment. Empty if no trial has a result, or if the config of the best trial is not in
