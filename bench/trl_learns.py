@@ -2,9 +2,10 @@
 
     python bench/trl_learns.py OUT --model.path FOLDER --data.source reasoning_gym:DATASET [--SECTION.SETTING VALUE ...]
 
-Of rlx's settings it takes the model, the task, the answer pattern, the longest response, the seed, and samples a step
-and steps; a step of TRL has as many samples as one of rlx. The learning rate, the loss, samples for each prompt, KL,
-precision and clipping are what `GRPOConfig` says without them. It needs a GPU, on which vLLM runs in TRL's own process.
+Of rlx's settings it takes the model, the task, the answer pattern, the reward (`task`, or `numeric` alone), the longest
+response, the seed, and samples a step and steps; a step of TRL has as many samples as one of rlx. The learning rate,
+loss, samples for each prompt, KL, precision and clipping are what `GRPOConfig` says without them. It needs a GPU, on
+which vLLM runs in TRL's own process.
 OUT gets the trained model, which a run of rlx of one step evaluates: `rlx train --model.path OUT --train.steps 1`.
 Prints the time from the first step to the last. Left out: evaluating.
 """
@@ -21,6 +22,7 @@ from typing import Any
 from rlx.cli.options import exit_code, parse, settings_parser
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
+from rlx.rewards.functions import numeric
 
 _AT_ONCE = 64  # completions in a forward pass of TRL
 
@@ -73,12 +75,15 @@ def trained(config: RunConfig, out: str) -> float:
     name = config.data.source.partition(":")[2]
     task = reasoning_gym.create_dataset(name, seed=config.data.seed, size=count, **config.data.params)
     pattern = re.compile(config.reward.answer_pattern or r"(?s).*")
+    is_numeric = "numeric" in config.reward.functions
     prompts = [[{"role": "user", "content": task[number]["question"]}] for number in range(count)]
 
     def reward(completions: list[Any], entry: list[int], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        answers = [(pattern.findall(text) or [""])[-1] for text in texts]
-        return [task.score_answer(answer, task[number]) for answer, number in zip(answers, entry, strict=True)]
+        given = zip([(pattern.findall(text) or [""])[-1] for text in texts], entry, strict=True)
+        if is_numeric:
+            return [numeric(answer, str(task[number]["answer"])) for answer, number in given]
+        return [task.score_answer(answer, task[number]) for answer, number in given]
 
     begun: list[float] = []
 
