@@ -9,12 +9,11 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-Report = Callable[[str, Any], None]
-"""(name of a job, its result, or the exception that it failed with): ends the job"""
+Report = Callable[[Mapping[str, Any]], None]
+"""(results of jobs, or the exceptions that they failed with, by name): ends them, those of one call at the same time"""
 
 
 class Stepped(Protocol):
@@ -42,7 +41,8 @@ class EngineThread(Generic[E]):
     def __init__(self, make: Callable[[Report], E]) -> None:
         """Starts the thread, which first calls `make`; call it in the actor's event loop."""
         self._make = make
-        self._jobs: queue.SimpleQueue[Callable[[E], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[list[Callable[[E], None]]] = queue.SimpleQueue()
+        self._submitted: list[Callable[[E], None]] = []  # jobs that the thread has not been given
         self._results: dict[str, asyncio.Future[Any]] = {}  # of the jobs that have not ended, by name
         self._count = 0  # of jobs
         self._failure: BaseException | None = None
@@ -61,6 +61,9 @@ class EngineThread(Generic[E]):
     def submit(self, job: Callable[..., None], *args: Any) -> asyncio.Future[Any]:
         """Makes the thread call `job(engine, name, *args)`; the job or a later step reports its result by that name.
 
+        Jobs that are submitted in the same pass of the event loop reach the thread together, so that it does not begin
+        a step with the first of them alone.
+
         Raises:
             RuntimeError: the engine has failed.
         """
@@ -69,8 +72,18 @@ class EngineThread(Generic[E]):
         self._count += 1
         name = str(self._count)
         future = self._results[name] = self._loop.create_future()
-        self._jobs.put(lambda engine: job(engine, name, *args))
+        if not self._submitted:
+            self._loop.call_soon(self._hand_over)
+        self._submitted.append(lambda engine: job(engine, name, *args))
         return future
+
+    def _hand_over(self) -> None:
+        jobs, self._submitted = self._submitted, []
+        self._jobs.put(jobs)
+
+    def _end_jobs(self, results: Mapping[str, Any]) -> None:
+        for name, result in results.items():
+            self._end_job(name, result)
 
     def _end_job(self, name: str, result: Any) -> None:
         future = self._results.pop(name)
@@ -83,8 +96,7 @@ class EngineThread(Generic[E]):
 
     def _end_process(self) -> None:
         """Fails all jobs, and ends the process when their callers have been told."""
-        for name in list(self._results):
-            self._end_job(name, self._failure)
+        self._end_jobs(dict.fromkeys(self._results, self._failure))
         self._loop.call_later(1.0, os._exit, 1)
 
     # The methods below run on the thread.
@@ -107,12 +119,16 @@ class EngineThread(Generic[E]):
     def _do_jobs(self, engine: E) -> None:
         """Does all jobs that have arrived; waits for one when the engine has nothing else to do."""
         if not engine.is_busy:
-            self._jobs.get()(engine)
+            self._do_some(engine)
         while not self._jobs.empty():
-            self._jobs.get()(engine)
+            self._do_some(engine)
 
-    def _report(self, name: str, result: Any) -> None:
-        self._loop.call_soon_threadsafe(partial(self._end_job, name, result))
+    def _do_some(self, engine: E) -> None:
+        for job in self._jobs.get():
+            job(engine)
+
+    def _report(self, results: Mapping[str, Any]) -> None:
+        self._loop.call_soon_threadsafe(self._end_jobs, results)
 
 
 def _picklable(error: BaseException) -> RuntimeError:

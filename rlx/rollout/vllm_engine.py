@@ -201,10 +201,10 @@ class SteppedVLLM:
         """Generates the next token of each request, and reports the finished ones."""
         if not self.is_busy:
             return
-        for result in self._llm.step():
-            if result.finished:
-                self._running.discard(result.request_id)
-                self._report(result.request_id, _output(result))
+        ended = {result.request_id: _output(result) for result in self._llm.step() if result.finished}
+        if ended:
+            self._running -= ended.keys()
+            self._report(ended)
 
     def add(self, name: str, request: Request) -> None:
         """Begins a request. One that vLLM refuses, such as too long a prompt, fails alone."""
@@ -213,7 +213,7 @@ class SteppedVLLM:
             self._llm.add_request(name, {"prompt_token_ids": list(request.prompt)}, params, lora_request=self._lora)
             self._running.add(name)
         except Exception as error:
-            self._report(name, ValueError(f"{type(error).__name__}: {error}"))
+            self._report({name: ValueError(f"{type(error).__name__}: {error}")})
 
     def sleep(self, name: str) -> None:
         """Finishes the running requests and frees the GPU memory of weights and cache."""
@@ -221,7 +221,7 @@ class SteppedVLLM:
         if not self._asleep:
             self._llm.sleep(level=2)
         self._asleep = True
-        self._report(name, None)
+        self._report({name: None})
 
     def load(self, name: str, update: WeightUpdate) -> None:
         """Loads a weight update while it arrives.
@@ -243,7 +243,7 @@ class SteppedVLLM:
             self._asleep = False
         if error:
             self._abort_requests(error)
-        self._report(name, error)
+        self._report({name: error})
 
     def _receive(self, update: WeightUpdate) -> WeightSyncError | None:
         """Loads the weights of an update; returns why they are not what was sent."""
@@ -279,8 +279,7 @@ class SteppedVLLM:
     def _abort_requests(self, error: WeightSyncError) -> None:
         """Ends the requests that were to continue with weights that have arrived in part."""
         self._llm.abort_request(list(self._running))
-        for name in self._running:
-            self._report(name, error)
+        self._report(dict.fromkeys(self._running, error))
         self._running.clear()
 
 

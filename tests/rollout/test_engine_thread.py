@@ -25,16 +25,32 @@ class Counter:
             self.left[name] -= 1
             if self.left[name] == 0:
                 del self.left[name]
-                self.report(name, "done")
+                self.report({name: "done"})
 
     def count(self, name: str, steps: int) -> None:
         if steps > 100:
-            self.report(name, ValueError("too many"))
+            self.report({name: ValueError("too many")})
         else:
             self.left[name] = steps
 
     def divide(self, name: str, by: int) -> None:
-        self.report(name, 6 // by)
+        self.report({name: 6 // by})
+
+
+class Noting(Counter):
+    """Ends the jobs of a step together; notes how many there were at each."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.seen: list[int] = []
+
+    def step(self) -> None:
+        self.seen.append(len(self.left))
+        self.left = {name: left - 1 for name, left in self.left.items()}
+        ended = {name: "done" for name, left in self.left.items() if not left}
+        self.left = {name: left for name, left in self.left.items() if left}
+        if ended:
+            self.report(ended)
 
 
 def test_jobs_end_with_what_is_reported() -> None:
@@ -48,6 +64,18 @@ def test_jobs_end_with_what_is_reported() -> None:
     assert counted == ["done", "done"]
     assert str(refused) == "too many" and isinstance(refused, ValueError)
     assert quotient == 3
+
+
+def test_jobs_of_one_pass_of_the_loop_begin_before_any_step_and_end_in_one_pass() -> None:
+    async def run() -> None:
+        thread = EngineThread(Noting)
+        engine = await thread.started()
+        jobs = [thread.submit(Counter.count, 2) for _ in range(500)]
+        await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+        assert all(job.done() for job in jobs)
+        assert engine.seen[:2] == [500, 500] and set(engine.seen[2:]) <= {0}
+
+    asyncio.run(run())
 
 
 def test_an_engine_that_does_not_start_says_why() -> None:
