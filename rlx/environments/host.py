@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from rlx.actors import BulkActor
 from rlx.config.errors import one_line
@@ -61,6 +61,30 @@ class HostSettings:
     timeout_s: float  # of a call
     concurrency: int  # calls of plain methods at the same time
     memory_mb: int | None = None  # that the process may use beyond what it starts with
+
+
+class HostLost(Exception):
+    """A host died or did not answer; the text says which."""
+
+
+class Host(Protocol):
+    """The process of a host, as a pool uses it."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What a method of `EnvironmentHost` returns.
+
+        Raises:
+            HostLost: the process ended or does not answer.
+        """
+        ...
+
+    def replace(self) -> None:
+        """Has the process ended and started anew."""
+        ...
+
+    async def is_up(self) -> bool:
+        """Waits while the process starts; false if it does not."""
+        ...
 
 
 class EnvironmentHost(BulkActor):

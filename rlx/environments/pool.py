@@ -8,16 +8,18 @@ Left out: turns of the policy (rlx.rollout.episodes).
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
 from rlx.actors import ActorDiedError, BulkCalls, CallTimeoutError, is_dead
-from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
+from rlx.environments.host import Action, Beginning, EnvironmentHost, Host, HostLost, HostSettings, Reply
+from rlx.environments.second import SecondInstance
 from rlx.types import EnvironmentFailed, Notify, Observation, TaskRow
 
 _MARGIN_S = 10.0
@@ -25,30 +27,6 @@ _MARGIN_S = 10.0
 _LOOK_S = 0.2
 _START_S = 120.0
 """longest wait for a host whose process starts"""
-
-
-class HostLost(Exception):
-    """A host died or did not answer; the text says which."""
-
-
-class Host(Protocol):
-    """The process of a host, as a pool uses it."""
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """What a method of `EnvironmentHost` returns.
-
-        Raises:
-            HostLost: the process ended or does not answer.
-        """
-        ...
-
-    def replace(self) -> None:
-        """Has the process ended and started anew."""
-        ...
-
-    async def is_up(self) -> bool:
-        """Waits while the process starts; false if it does not."""
-        ...
 
 
 class LocalHost:
@@ -135,6 +113,8 @@ class _Record:
     observations: list[Observation] = field(default_factory=list)  # of the beginning, each action, and the score
     answer: str | None = None  # of an episode that was cut and scored
     is_whole: bool = True  # false: the instance has failed, and is not used again
+    second: SecondInstance | None = None  # of an episode that is had once more
+    second_life: int = 0  # of the host, in which that was made
 
 
 class EnvironmentPool:
@@ -153,8 +133,8 @@ class EnvironmentPool:
         self._lives, self._loads = [0] * len(hosts), [0] * len(hosts)
         self._records: dict[str, _Record] = {}
 
-    async def start(self, key: str, row: TaskRow, seed: int) -> Observation:
-        """Begins an episode; returns its first messages.
+    async def start(self, key: str, row: TaskRow, seed: int, again: bool = False) -> Observation:
+        """Begins an episode; returns its first messages. With `again` it is had once more beside it, see `close`.
 
         Raises:
             EnvironmentFailed: it cannot be begun.
@@ -162,7 +142,12 @@ class EnvironmentPool:
         key, host = self.owner + key, min(range(len(self.hosts)), key=self._loads.__getitem__)
         self._loads[host] += 1
         record = self._records[key] = _Record(host, self._lives[host], Beginning(row, seed))
-        return await self._attempted(key, record, "start", record.beginning)
+        observation = await self._attempted(key, record, "start", record.beginning)
+        if again:
+            life = record.second_life = self._lives[host]
+            lost = functools.partial(self._replace, host, life)
+            record.second = SecondInstance(key, self.hosts[host], self._room[host], record.beginning, lost)
+        return observation
 
     async def step(self, key: str, action: str, seed: int, version: int = 0) -> Observation:
         """The environment's answer to a turn; `version`: that of the weights that drew it.
@@ -174,6 +159,8 @@ class EnvironmentPool:
         record = self._records[key]
         observation = await self._attempted(key, record, "step", made)
         record.actions.append(made)
+        if record.second:
+            record.second.tell("step", made)
         return observation
 
     async def finish(self, key: str, answer: str) -> Observation:
@@ -186,17 +173,23 @@ class EnvironmentPool:
         record = self._records[key]
         observation = await self._attempted(key, record, "finish", answer)
         record.answer = answer
+        if record.second:
+            record.second.tell("finish", answer)
         return observation
 
     async def close(self, key: str, again: bool = False) -> bool:
-        """Ends an episode; with `again` it is had once more, and false says that it has come out differently."""
+        """Ends an episode; with `again` it is had once more, and false says that it has come out differently.
+
+        An episode that was begun with `again` has a second instance, which is done by now but for the last answer.
+        """
         key = self.owner + key
         record = self._records.pop(key)
         self._loads[record.host] -= 1
+        replies = await record.second.end() if record.second else None
         try:
             async with self._room[record.host]:
                 life = self._lives[record.host]
-                failed, same = await self._had_again(key, record) if again else (None, True)
+                failed, same = await self._had_again(key, record, replies) if again else (None, True)
                 if failed:
                     self._noted(record, life, failed)
                 await self.hosts[record.host].call("close", key)
@@ -259,10 +252,16 @@ class EnvironmentPool:
             self._replace(record.host, life, "")
         return reply.failure
 
-    async def _had_again(self, key: str, record: _Record) -> tuple[Reply | None, bool]:
-        """Repeats the actions of an episode; returns the first reply that failed, and whether all are as before."""
-        known = (record.beginning, record.actions, record.answer)
-        replies = await self.hosts[record.host].call("repeat", key, *known)
+    async def _had_again(
+        self, key: str, record: _Record, replies: Sequence[Reply] | None = None
+    ) -> tuple[Reply | None, bool]:
+        """Repeats the actions of an episode; returns the first reply that failed, and whether all are as before.
+
+        `replies`: of its second instance, whose host may have been lost and replaced meanwhile.
+        """
+        if replies is None or record.second_life != self._lives[record.host]:
+            known = (record.beginning, record.actions, record.answer)
+            replies = await self.hosts[record.host].call("repeat", key, *known)
         failed = next((reply for reply in replies if reply.failure), None)
         same = [reply.observation for reply in replies] == record.observations
         if not (same or failed):

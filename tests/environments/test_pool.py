@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from episode_cases import pool_of
 
-from rlx.environments.host import HostSettings
-from rlx.environments.pool import EnvironmentPool, HostLost, LocalHost
+from rlx.environments.host import HostLost, HostSettings
+from rlx.environments.pool import EnvironmentPool, LocalHost
 from rlx.types import EnvironmentFailed, TaskRow
 
 ROW = TaskRow("question", "answer")
@@ -318,3 +318,65 @@ def test_what_an_earlier_process_left_is_ended_and_nothing_of_the_new_one() -> N
         return [(await pool.step("1", "a", 0)).text]
 
     assert asyncio.run(played()) == ["a 0"]
+
+
+def had_twice(pool: EnvironmentPool, *actions: str) -> bool:
+    """Whether an episode comes out the same that is had once more beside itself."""
+
+    async def played() -> bool:
+        await pool.start("1", ROW, 7, again=True)
+        for number, action in enumerate(actions):
+            await pool.step("1", action, number)
+        return await pool.close("1", again=True)
+
+    return asyncio.run(played())
+
+
+class Recording(LocalHost):
+    """Notes the calls, and begins a new life before the call with this number."""
+
+    def __init__(self, settings: HostSettings, dies_at: int = -1) -> None:
+        super().__init__(settings)
+        self.dies_at, self.calls = dies_at, list[str]()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        self.calls.append(f"{method} {args[0].rpartition('/0/')[2]}")
+        if len(self.calls) == self.dies_at:
+            self.replace()
+            raise HostLost("its process ended")
+        return await super().call(method, *args)
+
+
+def test_an_episode_that_is_had_once_more_beside_itself_is_told_all_twice_and_not_repeated_at_the_end() -> None:
+    host = Recording(HostSettings(f"{HERE}Echo", {}, 5.0, 2))
+    assert had_twice(pool_of("", [host]), "a", "b")
+    assert sorted(host.calls) == sorted(
+        [f"{call} {key}" for key in ("1", "1/again") for call in ("start", "step", "step", "close")]
+    )
+
+
+def test_a_second_instance_that_answers_differently_is_counted() -> None:
+    pool = pool_of(f"{HERE}Lying")
+    assert not had_twice(pool, "a", "b") and pool.failures == {"unrepeatable": 1}
+
+
+def test_a_second_instance_that_fails_is_no_proof() -> None:
+    Raising.made = 0
+    pool = pool_of(f"{HERE}Raising", retries=0)
+
+    async def played() -> bool:
+        await pool.start("1", ROW, 7, again=True)
+        Raising.made = 2
+        await pool.step("1", "once", 0)
+        Raising.made = 0
+        return await pool.close("1", again=True)
+
+    assert asyncio.run(played()) and pool.failures == {"raised": 1}
+
+
+@pytest.mark.parametrize("dies_at", [2, 3, 4, 5, 6])
+def test_an_episode_whose_second_instance_is_lost_is_repeated_at_the_end(dies_at: int) -> None:
+    host = Recording(HostSettings(f"{HERE}Echo", {}, 5.0, 2), dies_at)
+    pool = pool_of("", [host])
+    assert had_twice(pool, "a", "b")
+    assert set(pool.failures) <= {"died"}

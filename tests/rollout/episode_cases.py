@@ -7,8 +7,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlx.environments.host import HostSettings
-from rlx.environments.pool import EnvironmentPool, Host, LocalHost
+from rlx.environments.host import Host, HostSettings
+from rlx.environments.pool import EnvironmentPool, LocalHost
 from rlx.rollout.base import Output, Request
 from rlx.types import TaskRow
 

@@ -136,7 +136,7 @@ class EnvironmentConfig(Section):
     """how often an episode is repeated on a fresh instance because a call failed; then it ends there, and the losses
     leave it out"""
     repeat: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """share of the episodes that are repeated when they are over, to see whether the environment is deterministic"""
+    """share of the episodes that a second instance has as well, to see whether the environment is deterministic"""
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -42,8 +42,11 @@ Draw = Callable[[Request, int | None], Awaitable[Drawn]]
 class Environments(Protocol):
     """The environments of a rank; `rlx.environments.pool.EnvironmentPool` is one."""
 
-    async def start(self, key: str, row: TaskRow, seed: int) -> Observation:
-        """Begins an episode; returns its first messages; raises EnvironmentFailed."""
+    async def start(self, key: str, row: TaskRow, seed: int, again: bool = False) -> Observation:
+        """Begins an episode; returns its first messages; raises EnvironmentFailed.
+
+        `again`: it will be had once more, see `close`, which may go on beside it.
+        """
         ...
 
     async def step(self, key: str, action: str, seed: int, version: int) -> Observation:
@@ -152,8 +155,9 @@ class Player:
         episode.is_repeatable = await self.environments.close(episode.key, again)
 
     async def _start(self, episode: OpenEpisode) -> None:
+        seeds, again = episode.seeds, episode.seeds.is_among(self.repeated)
         try:
-            episode.begin(await self.environments.start(episode.key, episode.seeds.row, episode.seeds.of_start))
+            episode.begin(await self.environments.start(episode.key, seeds.row, seeds.of_start, again))
         except EnvironmentFailed as error:
             episode.begin_without_environment(str(error))
 

@@ -1,0 +1,49 @@
+"""A second instance of an episode's environment, which is told all that the first was told.
+
+It is asked when the first has answered, so an environment that answers by the hour or by what others did meanwhile is
+still found out, and an episode that is over does not wait until all its turns were had again one after the other. Left
+out: comparing the answers (pool).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from rlx.environments.host import Beginning, Host, HostLost, Reply
+
+
+class SecondInstance:
+    """An episode that is had once more beside the first one, on the same host."""
+
+    def __init__(
+        self, key: str, host: Host, room: asyncio.Semaphore, beginning: Beginning, lost: Callable[[str], None]
+    ) -> None:
+        """`key`: of the episode; `lost`: is told why the host is lost."""
+        self._key, self._host, self._room, self._lost = f"{key}/again", host, room, lost
+        self._replies = asyncio.create_task(self._after(None, "start", beginning))
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Makes a call once those before it have ended; does not wait."""
+        self._replies = asyncio.create_task(self._after(self._replies, method, *args))
+
+    async def end(self) -> list[Reply] | None:
+        """All replies up to the first that failed; None if the host was lost meanwhile."""
+        with suppress(HostLost):
+            replies = await self._replies
+            await self._host.call("close", self._key)
+            return replies
+        return None
+
+    async def _after(self, before: asyncio.Task[list[Reply]] | None, method: str, *args: Any) -> list[Reply]:
+        replies = await before if before else []
+        if replies and replies[-1].failure:
+            return replies
+        async with self._room:
+            try:
+                return [*replies, await self._host.call(method, self._key, *args)]
+            except HostLost as error:
+                self._lost(str(error))
+                raise
