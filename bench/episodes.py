@@ -1,6 +1,6 @@
 """What turns cost: tokens per second of episodes with an environment that takes its time, beside single turns.
 
-    python bench/episodes.py [--gpu] [--steps N] [--turns N] [--wait S] [--SECTION.SETTING VALUE ...]
+    python bench/episodes.py [--gpu] [--steps N] [--turns N] [--tokens N] [--wait S] [--SECTION.SETTING VALUE ...]
 
 Two real runs of the same engine: 256 episodes of 8 turns, each answered after 50 ms by an environment in a process of
 its own; and as many single completions. Turns are all equally long, and a single completion has as many tokens as an
@@ -21,8 +21,8 @@ from rlx.cli.options import exit_code
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 
-_TURN = 16
-"""tokens that the policy draws in a turn"""
+_ROOM = 32
+"""tokens that an environment's answer may have, with what the chat template writes around it"""
 
 
 class Waits:
@@ -56,6 +56,7 @@ SETTINGS: dict[str, Any] = {
 def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(3, 5))
     options.add_argument("--turns", type=int, default=8)
+    options.add_argument("--tokens", type=int, default=16, help="that the policy draws in a turn")
     options.add_argument("--wait", type=float, default=0.05, help="seconds that the environment takes to answer")
 
     def script() -> int:
@@ -65,22 +66,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rlx.runs import preflight
 
             tables = preflight.prompt_tables(ready, path)
-            episodes = workload.counted_steps(of_turns(ready, args.turns, args.wait), tables, "episodes")
+            episodes = workload.counted_steps(of_turns(ready, args.turns, args.tokens, args.wait), tables, "episodes")
             length = round(workload.median(episodes, "tokens/policy_per_episode"))
             others = round(workload.median(episodes, "tokens/environment_per_episode"))
             single = workload.counted_steps(of_one_turn(ready, length + others), tables, "single")
-            table.finish("episodes", compared(ready, episodes, single), ready, args.out, load, {"turns": args.turns})
+            table.finish(
+                "episodes",
+                compared(ready, episodes, single),
+                ready,
+                args.out,
+                load,
+                {"turns": args.turns, "tokens of a turn": args.tokens, "wait": args.wait},
+            )
         return 0
 
     return exit_code(script)
 
 
-def of_turns(config: RunConfig, turns: int, wait: float) -> RunConfig:
-    """Episodes of so many turns, each of the same length."""
+def of_turns(config: RunConfig, turns: int, tokens: int, wait: float) -> RunConfig:
+    """Episodes of so many turns, each of so many tokens."""
     name = "bench.episodes:Waits"
-    environment = {"name": name, "params": {"turns": turns, "seconds": wait}, "max_turns": turns, "turn_tokens": _TURN}
+    environment = {"name": name, "params": {"turns": turns, "seconds": wait}, "max_turns": turns, "turn_tokens": tokens}
     environment |= {"concurrency": 256, "history": "extend"}
-    rollout = {"max_tokens": 384, "min_tokens": _TURN}
+    rollout = {"max_tokens": turns * (tokens + _ROOM), "min_tokens": tokens}
     settings: dict[str, Any] = {f"environment.{key}": value for key, value in environment.items()}
     return changed(config, settings | {"reward.functions": {"environment": 1}}, rollout)
 
