@@ -127,7 +127,7 @@ def test_hyperband_halves_at_planned_steps_worth_of_tokens() -> None:
 @pytest.mark.parametrize("name", ["asha", "median"])
 def test_a_resume_decides_the_same_again(name: SchedulerName, tmp_path: Path) -> None:
     """What was recorded of trials and is given again, amounts included, leads to the same decisions."""
-    reports = [*FAST, *SLOW, (2, (2, 100.0, 0.05)), (2, (4, 200.0, 0.06)), (3, (2, 64.0, 0.3)), (3, (4, 256.0, 0.3))]
+    reports = [*FAST, *SLOW, (2, (2, 100.0, 0.05)), (3, (2, 64.0, 0.3)), (3, (4, 256.0, 0.3))]
     schedule = by("tokens", settings=4)
     records = {
         number: TrialRecord(
@@ -143,3 +143,18 @@ def test_a_resume_decides_the_same_again(name: SchedulerName, tmp_path: Path) ->
     assert again == reports
     assert decided(name, known, again, "tokens/total") == decided(name, schedule, reports, "tokens/total")
     assert "STOP" in decided("asha", schedule, reports, "tokens/total")
+
+
+@pytest.mark.parametrize("unit", ["steps", "tokens"])
+def test_who_went_on_is_not_stopped_on_a_resume_by_who_came_later(unit: RungUnit) -> None:
+    """The slow one reported first, and went on at step 2; on the resume the better one's reports come first."""
+    slow, better = [(0, (2, 64.0, 0.1)), (0, (4, 128.0, 0.2))], [(1, (2, 64.0, 0.3)), (1, (4, 128.0, 0.4))]
+    schedule = by(unit)
+    assert decided("asha", schedule, [slow[0], *better], "tokens/total") == ["CONTINUE"] * 3
+    assert decided("asha", schedule, [*better, slow[0]], "tokens/total")[-1] == "STOP"
+    records = {
+        trial_name(0): TrialRecord(settings={}, reports=[(2, 0.1), (4, 0.2)], progress={2: 64.0, 4: 128.0}),
+        trial_name(1): TrialRecord(settings={}, reports=[(2, 0.3), (4, 0.4)], progress={2: 64.0, 4: 128.0}),
+    }
+    said = decided("asha", replace(schedule, known=records), [*better, *slow], "tokens/total")
+    assert said == ["CONTINUE", "CONTINUE", "CONTINUE", "STOP"]  # what was decided at its last report is not known

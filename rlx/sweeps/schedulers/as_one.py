@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import TrialScheduler
+from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 
 from rlx.sweeps.records import TrialState
 from rlx.sweeps.schedulers.schedule import TIME, Schedule
@@ -39,6 +39,10 @@ class SettingTrial:
         self.is_known = False  # to the scheduler
         self.judged = -1  # the last step of which the scheduler was told
         self._seeds, self._time, self._failed = schedule.seeds, schedule.rung_by, set(failed)
+        known = [record for name, record in schedule.known.items() if schedule.setting_of(name) == number]
+        lasted = [record.step for record in known if record.state is not TrialState.FAILED]
+        # Before a resume it was told to go on at each step before this one: whoever was stopped has reported no more.
+        self.settled = min(lasted) if lasted and len(known) >= schedule.seeds else -1
         self._ended: set[str] = set()  # names of trials
         self._values: dict[int, dict[str, tuple[float, float]]] = {}  # amount and metric, by step and name
 
@@ -100,6 +104,8 @@ class AsOne(TrialScheduler):
             setting.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
             if (report := setting.new_report(self.metric)) and setting.status == Trial.RUNNING:
                 decision = self.inner.on_trial_result(_Settings(self, tune_controller), setting, report)
+                if isinstance(self.inner, ASHAScheduler) and setting.judged < setting.settled:
+                    decision = TrialScheduler.CONTINUE  # its reports are replayed in another order than they came in
                 setting.status = _STATUS[decision]
                 if decision == TrialScheduler.STOP:
                     self.finish(tune_controller, setting, report)
