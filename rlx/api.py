@@ -16,7 +16,7 @@ from rlx.config.errors import ConfigError, nearest
 from rlx.config.experiment import with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sweep import Mode, ReuseName, SchedulerName, SearchName
+from rlx.config.sweep import Mode, ReuseName, RungUnit, SchedulerName, SearchName
 from rlx.types import OnReport
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ class SweepOptions(TypedDict, total=False):
     reuse: ReuseName  # what stays for the next trial: "engines", "engines and workers" as "workers", or "none"
     metric: str  # by which trials are compared; one that every evaluation measures, such as "eval/reward"
     mode: Mode  # whether high or low values of it are good
+    rung_by: RungUnit  # of which trials have taken the same where a scheduler compares them, "steps" by default
     budget: str | None  # as many settings as 500steps, 2Mtokens or 8gpu-h pay for; None: all
 
 

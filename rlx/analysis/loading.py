@@ -19,7 +19,7 @@ import pandas as pd
 from rlx.config.errors import ConfigError, nearest, printable
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import LONGEST_NAME, RUN_NAME, RunConfig
-from rlx.config.sweep import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC, PROGRESS, RungUnit
 from rlx.tracking.base import RunStatus, TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
 from rlx.tracking.services import mlflow
@@ -39,6 +39,7 @@ WATCHED = (
     "tokens/total",
     "time/step",
     "time/eval",
+    "time/total",
 )
 """the metrics that are always loaded"""
 
@@ -99,6 +100,7 @@ class Sweep:
     experiment_id: str = ""  # of MLflow
     planned: Mapping[str, float] = field(default_factory=dict)  # its cost at most, and the GPUs of a run; if recorded
     rungs: tuple[int, ...] = ()  # the steps at which the scheduler judged trials, if it says so beforehand
+    rung_by: RungUnit = "steps"  # at equal amounts of which it compared them
 
     def num_questions_of(self, metric: str) -> int | None:
         """The number of held-out questions, if the metric is the share of correct answers to them; otherwise None."""
@@ -153,6 +155,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         experiment_id=parent.experiment_id,
         planned=_tag(parent, "rlx.planned", {}),
         rungs=tuple(_tag(parent, "rlx.rungs", [])),
+        rung_by=_rung_unit(parent),
     )
 
 
@@ -243,9 +246,22 @@ def _tag(parent: TrackedRun, name: str, empty: Any) -> Any:
     return value
 
 
+def _rung_unit(parent: TrackedRun) -> RungUnit:
+    """In what the rungs of a sweep are; in steps if it does not say.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    said = parent.tags.get("rlx.rung_by", "steps")
+    for unit in PROGRESS:
+        if unit == said:
+            return unit
+    raise ConfigError(f"the record of sweep {parent.name} is damaged: its tag rlx.rung_by")
+
+
 def _options(parent: TrackedRun, steps: str | None) -> dict[str, str]:
     """The options that a sweep was started with; older sweeps have recorded fewer of them."""
-    options = {key: parent.params.get(key) for key in ("space", "search", "scheduler", "budget")}
+    options = {key: parent.params.get(key) for key in ("space", "search", "scheduler", "budget", "rung_by")}
     options |= {"seeds": parent.tags.get("rlx.seeds"), "trials": parent.params.get("trials"), "steps": steps}
     return {key: value for key, value in options.items() if value is not None}
 

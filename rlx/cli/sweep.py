@@ -25,6 +25,7 @@ from rlx.config.sweep import (
     OF_THE_MACHINE,
     Mode,
     ReuseName,
+    RungUnit,
     SchedulerName,
     SearchName,
     metric_name,
@@ -50,6 +51,7 @@ _OF_THE_PLAN = (
     "metric",
     "mode",
     "budget",
+    "rung_by",
 )
 """options that the plan of a sweep keeps"""
 _DEFAULTS = Path(__file__).parent / "defaults"
@@ -93,6 +95,12 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", choices=get_args(SearchName), default="random", help="how settings are chosen")
     parser.add_argument(
         "--scheduler", choices=get_args(SchedulerName), default="none", help="which trials are stopped early"
+    )
+    parser.add_argument(
+        "--rung-by",
+        choices=get_args(RungUnit),
+        default="steps",
+        help="with asha, hyperband, median: compare trials at equal steps, tokens or GPU-seconds (default: steps)",
     )
     parser.add_argument("--max-seeds", metavar="K", type=int, help="with --scheduler race: add seeds up to K")
     parser.add_argument(

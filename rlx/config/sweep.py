@@ -3,6 +3,7 @@
 The options of a sweep are no settings of a run: they are in rlx.cli.sweep and rlx.api.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import pydantic
@@ -22,6 +23,10 @@ Mode = Literal["max", "min"]
 SearchName = Literal["random", "grid", "optuna", "bayesopt", "hyperopt"]
 SchedulerName = Literal["none", "asha", "hyperband", "median", "pbt", "race"]
 ReuseName = Literal["none", "engines", "workers"]
+RungUnit = Literal["steps", "tokens", "gpu-seconds"]
+"""what schedulers compare trials at equal amounts of"""
+PROGRESS: Mapping[RungUnit, str] = {"steps": "step", "tokens": "tokens/total", "gpu-seconds": "time/total"}
+"""the metric of a run that tells how much of it the run has taken; seconds count once for each of its GPUs"""
 
 
 def metric_name(given: str) -> str:

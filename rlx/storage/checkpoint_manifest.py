@@ -55,6 +55,7 @@ class Manifest(_Record):
     config: dict[str, Any]
     files: dict[FileName, FileRecord]
     signature: str = ""  # of the config, see `signatures`
+    seconds: float = 0.0  # of the steps so far; 0 in checkpoints of before it was kept
     reference: bool = False  # the run keeps the weights of its reference, see `checkpoint_catalog.REFERENCE`
 
     @property

@@ -22,7 +22,7 @@ from ray.autoscaler.sdk import request_resources
 from ray.tune.experiment import Trial
 
 from rlx.config.errors import ConfigError
-from rlx.config.sweep import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC, PROGRESS
 from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, resuming
@@ -198,7 +198,13 @@ class TrialLog:
             return
         record = self.records.read(str(trial))
         earlier = [report for report in record.reports if report[0] < result["step"]]
-        new = {"settings": dict(trial.config), "reports": [*earlier, (result["step"], result[self.metric])]}
+        new: dict[str, Any] = {
+            "settings": dict(trial.config),
+            "reports": [*earlier, (result["step"], result[self.metric])],
+        }
+        if self.schedule.rung_by != "steps":
+            taken = result.get(PROGRESS[self.schedule.rung_by], 0.0)
+            new["progress"] = {**record.progress, result["step"]: taken}
         self.records.write(str(trial), record.model_copy(update=new))
 
     @_harmless

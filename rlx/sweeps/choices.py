@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,14 @@ from rlx.tracking.metrics import evaluated
 _LOG = logging.getLogger("rlx")
 PAUSING: tuple[SchedulerName, ...] = ("hyperband", "pbt", "race")
 """schedulers that pause trials, so that all trials must exist from the start; each gets its newest checkpoint"""
+_COUNTING: tuple[SchedulerName, ...] = ("asha", "hyperband", "median")
+"""schedulers whose rungs can be in tokens or GPU-seconds"""
+_IN_STEPS: Mapping[SchedulerName, str] = {
+    "none": "stops no trial",
+    "pbt": "hands over checkpoints at equal steps",
+    "race": "pairs seeds at equal steps",
+}
+"""why the others cannot"""
 _PACKAGES = {"bayesopt": "bayes_opt", "hyperopt": "hyperopt"}
 """packages that a search needs and that rlx does not install by itself"""
 _AVERAGE = "eval/ema/"
@@ -52,6 +60,7 @@ def check_choices(plan: SweepPlan) -> None:
     if plan.scheduler == "pbt" and (plan.search != "random" or plan.seeds > 1):
         raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
     _check_race(plan)
+    _check_rungs(plan)
     _tell_idle(plan)
     if plan.budget:
         Amount.of(plan.budget)
@@ -74,6 +83,19 @@ def _check_race(plan: SweepPlan) -> None:
         raise ConfigError(f"--alpha {plan.alpha}: a chance between 0 and 0.5")
     elif plan.search not in ("random", "grid"):
         raise ConfigError(f"--scheduler race starts all settings at once: --search {plan.search} could learn nothing")
+
+
+def _check_rungs(plan: SweepPlan) -> None:
+    if plan.rung_by == "steps":
+        return
+    if plan.scheduler in _IN_STEPS:
+        others = ", ".join(_COUNTING)
+        raise ConfigError(
+            f"--rung-by {plan.rung_by}: --scheduler {plan.scheduler} {_IN_STEPS[plan.scheduler]}; leave --rung-by out, "
+            f"or take one of --scheduler {others}"
+        )
+    if plan.rung_by == "gpu-seconds" and not plan.resources.total().get("GPU"):
+        raise ConfigError("--rung-by gpu-seconds: runs use no GPU; give --rung-by tokens")
 
 
 def _tell_idle(plan: SweepPlan) -> None:

@@ -56,7 +56,7 @@ from rlx.tracking.tracker import OutboxTracker
 _SPACE_FILE = "space.py"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
 _TIMED_BY = ("model.path", "train.prompts_per_step", "train.samples_per_prompt", "rollout.max_tokens")
-"""settings on which the duration of a step depends most"""
+"""settings on which the duration of a step and the length of its answers depend most"""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plans
@@ -77,6 +77,8 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
         plan = _with_population(plan, space)
     if plan.scheduler == "race":
         plan = _with_checkpoints_at_rungs(plan, space)
+    if plan.scheduler == "hyperband" and plan.rung_by != "steps" and plan.planned_step is None:
+        plan = replace(plan, planned_step=_planned_step(plan))
     search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed)
     if not isinstance(search, searchers.ListSearch):
         return _within_budget(plan, plan.trials)
@@ -103,24 +105,43 @@ def _within_budget(plan: SweepPlan, trials: int) -> SweepPlan:
 def planned_cost(plan: SweepPlan) -> Cost:
     """Returns what all trials of a sweep cost at most, with all seeds that a race may add."""
     train, gpus = plan.config.train, plan.resources.total().get("GPU", 0.0)
-    seconds = _step_seconds(plan) if gpus else math.nan
+    seconds = _newest(plan, "time/step") if gpus else math.nan
     run = run_cost(
         train.steps, train.prompts_per_step * train.samples_per_prompt, plan.config.rollout.max_tokens, gpus, seconds
     )
     return run.times(plan.trials * (plan.max_seeds or plan.seeds))
 
 
-def _step_seconds(plan: SweepPlan) -> float:
-    """Returns how long a step took in the newest run of the same experiment with the same model and batch; NaN if there
-    is none."""
+def _planned_step(plan: SweepPlan) -> float:
+    """Returns the tokens or GPU-seconds that a step takes, as the newest run of the kind tells; or tokens at most.
+
+    Raises:
+        ConfigError: GPU-seconds, and there is no such run.
+    """
+    train, gpus = plan.config.train, plan.resources.total().get("GPU", 0.0)
+    if plan.rung_by == "tokens":
+        length = _newest(plan, "response/length_mean")
+        most = plan.config.rollout.max_tokens if math.isnan(length) else length
+        return train.prompts_per_step * train.samples_per_prompt * most
+    if math.isnan(seconds := _newest(plan, "time/step")):
+        raise ConfigError(
+            f"--rung-by gpu-seconds: --scheduler {plan.scheduler} must know how long a step takes, and no run of this "
+            "model has told yet; asha and median need not"
+        )
+    return seconds * gpus
+
+
+def _newest(plan: SweepPlan, metric: str) -> float:
+    """Returns a metric of the last step of the newest run of the same experiment with the same model and batch; NaN if
+    there is none."""
     same = {key: str(value) for key, value in flatten(plan.config).items() if key in _TIMED_BY}
     try:
         experiment = mlflow.find_experiment(plan.tracking_uri, plan.config.tracking.experiment)
         runs = mlflow.find_runs(plan.tracking_uri, experiment)
     except ConfigError:  # nothing was recorded yet
         return math.nan
-    timed = [run for run in runs if "time/step" in run.metrics and same.items() <= run.params.items()]
-    return timed[-1].metrics["time/step"] if timed else math.nan
+    found = [run for run in runs if metric in run.metrics and same.items() <= run.params.items()]
+    return found[-1].metrics[metric] if found else math.nan
 
 
 def prospects(plan: SweepPlan) -> list[str]:
@@ -172,6 +193,7 @@ def describe(plan: SweepPlan) -> str:
     return (
         f"sweep {plan.name}: {trials}, {concurrency(plan, found)} at once on {where} "
         f"({plan.resources} each), {plan.config.train.steps} steps, search {plan.search}, scheduler {plan.scheduler}"
+        + (f" with rungs in {plan.rung_by}" if plan.rung_by != "steps" else "")
         + (f", {plan.mode} of {plan.metric}" if plan.metric != DEFAULT_METRIC else "")
     )
 
@@ -188,6 +210,9 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
         max_seeds=plan.max_seeds or plan.seeds,
         alpha=plan.alpha,
         mode=plan.mode,
+        rung_by=plan.rung_by,
+        gpus=plan.resources.total().get("GPU", 0.0),
+        unit=plan.planned_step or 1.0,
     )
 
 
@@ -216,10 +241,12 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
 def _create_mlflow_run(plan: SweepPlan, folder: Storage) -> None:
     space = load_space(plan.space, plan.tree)
     varied = [*space, *(["seed"] if plan.seeds > 1 else [])]
-    rungs = schedule_of(plan, space).rungs if plan.scheduler in ("asha", "race") else []
+    is_known = plan.scheduler in ("asha", "race") and plan.rung_by == "steps"
+    rungs = schedule_of(plan, space).rungs if is_known else []
     of_race = ("max_seeds", "alpha") if plan.scheduler == "race" else ()
     options = {key: getattr(plan, key) for key in ("search", "scheduler", "seeds", "metric", "mode", *of_race)}
     options |= {"budget": plan.budget} if plan.budget else {}
+    options |= {"rung_by": plan.rung_by} if plan.rung_by != "steps" else {}
     planned = planned_cost(plan)._asdict() | {"gpus": plan.resources.total().get("GPU", 0.0)}
     with record_of(plan, folder) as record:
         record.open(

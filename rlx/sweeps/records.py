@@ -19,7 +19,16 @@ from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig, is_default_storage
-from rlx.config.sweep import DEFAULT_ALPHA, DEFAULT_METRIC, MetricName, Mode, ReuseName, SchedulerName, SearchName
+from rlx.config.sweep import (
+    DEFAULT_ALPHA,
+    DEFAULT_METRIC,
+    MetricName,
+    Mode,
+    ReuseName,
+    RungUnit,
+    SchedulerName,
+    SearchName,
+)
 from rlx.runs import preflight
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import TrackingService
@@ -56,6 +65,8 @@ class SweepPlan:
     metric: MetricName = DEFAULT_METRIC  # by which trials are compared; every evaluation measures it
     mode: Mode = "max"
     budget: str | None = None  # which all trials together keep, such as 8gpu-h; None: there is no limit
+    rung_by: RungUnit = "steps"  # of which trials have taken the same where a scheduler compares them
+    planned_step: float | None = None  # so much of it a step takes, as `plans.check_sweep` found; for HyperBand
     defaults: PositiveInt = DEFAULTS  # which ones its trials have where the tree says nothing
 
     @cached_property
@@ -118,6 +129,7 @@ class TrialRecord(BaseModel):
     settings: dict[str, Any]
     state: TrialState = TrialState.OPEN
     reports: list[tuple[int, float]] = []  # step and the sweep's metric of each evaluation
+    progress: dict[int, float] = {}  # by step of a report, the tokens or seconds so far; for rungs in them
     message: str = ""  # why it failed
     attempts: int = 1  # how often it was started from step 0
 

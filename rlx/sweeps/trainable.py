@@ -26,6 +26,7 @@ from rlx.cluster.resources import ResourcePlan
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.base import flatten
+from rlx.config.sweep import PROGRESS
 from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
 from rlx.runs.mailbox import CHECKPOINT_PATH
@@ -147,7 +148,10 @@ class PPOTrial(tune.Trainable):
         self.thread, self.start, self.checkpoint, self.seen, self.unsaved = None, "", "", -1, {}
         self.record = self.shared.known.get(self.trial_name) or TrialRecord(settings=self.config)
         reports = self.record.reports if self.plan.scheduler in REPLAYING else []
-        self.replayed = [{"step": step, self.plan.metric: value} for step, value in reports]
+        self.replayed = [
+            {PROGRESS[self.plan.rung_by]: self.record.progress.get(step, 0.0), "step": step, self.plan.metric: value}
+            for step, value in reports
+        ]
         if self.record.is_over:
             self.replayed = [*self.replayed[:-1], {"step": self.record.step, **dict(*self.replayed[-1:]), "done": True}]
 

@@ -100,6 +100,7 @@ METRICS = {
     "time/checkpoint": "seconds for which a checkpoint paused training",
     "time/checkpoint_write": "seconds of writing the previous checkpoint, while training continued",
     "time/step": "seconds of the whole step",
+    "time/total": "seconds of all steps since the start of the run, without those that a resume did again",
     "tokens/rollout_per_s": "response tokens per second of time/rollout, or of time/generation if prefetched",
     "tokens/update_per_s": "prompt and response tokens trained on per second of time/update",
     "tokens/padding_fraction": "fraction of the positions in the forward passes of the update that are padding",

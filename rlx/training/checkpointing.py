@@ -121,6 +121,7 @@ class Checkpointer:
             ranks=trainer.mesh.world_size,
             metrics=dict(metrics),
             tokens=trainer.tokens,
+            seconds=trainer.seconds,
             kl=trainer.kl.state_dict(),
             scores=trainer.reward_stats.state_dict(),
             cursor=self.queue.prompts.cursor(self.queue.position()),
@@ -138,7 +139,8 @@ class Checkpointer:
         retry(partial(checkpoint_files.load_state, entry.files, trainer.models, trainer.ema), what)
         trainer.step = self._saved_step = manifest.step
         self.restored_metrics = manifest.metrics
-        trainer.tokens, trainer.evaluation = manifest.tokens, dict(manifest.evaluation)
+        trainer.tokens, trainer.seconds = manifest.tokens, manifest.seconds
+        trainer.evaluation = dict(manifest.evaluation)
         trainer.kl.load_state_dict(manifest.kl)
         trainer.reward_stats.load_state_dict(manifest.scores)
         self.queue.prompts.seek(manifest.cursor)

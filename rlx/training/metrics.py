@@ -118,7 +118,7 @@ def summarize(
     sums: Sums,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """The step's metrics over all ranks; also advances the KL controller and the token count. A collective call.
+    """The step's metrics over all ranks; a collective call. Also advances the KL controller and the counts.
 
     Call it after the update: with deferred log-probabilities, the old ones exist only then.
 
@@ -139,6 +139,7 @@ def summarize(
     if "policy/loss" in sums and "kl/ref" in metrics:  # while the critic warms up, the policy is the reference
         trainer.kl.update(metrics["kl/ref"], int(completions))
     trainer.tokens += int(generated)
+    trainer.seconds += seconds["time/step"]
     queue.seconds = 0.0
     # A resumed step whose round comes from the checkpoint has generated nothing.
     ahead = trainer.config.rollout.max_staleness and metrics["time/generation"]
@@ -146,6 +147,7 @@ def summarize(
         "tokens/rollout_per_s": generated / metrics["time/generation" if ahead else "time/rollout"],
         "tokens/update_per_s": trained / metrics["time/update"],
         "tokens/total": float(trainer.tokens),
+        "time/total": trainer.seconds,
     }
 
 

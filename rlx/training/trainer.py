@@ -70,6 +70,7 @@ class Trainer:
     opened: int | None = None  # the step whose gradient is to be shared out among its prompts
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
+    seconds: float = 0.0  # of the steps so far
     evaluation: dict[str, float] = field(default_factory=dict)  # the newest evaluation's metrics
     aggregates: dict[str, Metric] = field(default_factory=dict)  # by metric; to make one takes longer than to use it
 

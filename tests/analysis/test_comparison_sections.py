@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,31 @@ def test_lines_of_a_race_are_shown_without_rungs_too(found: Found, store: tuple[
 
 def test_low_can_be_good_at_a_rung(found: Found) -> None:
     read, groups, _ = found
-    high = {(each.group.label, each.step): each.behind for each in rung_standings(read, groups, DEFAULT_METRIC, "max")}
-    low = {(each.group.label, each.step): each.behind for each in rung_standings(read, groups, DEFAULT_METRIC, "min")}
+    high = {(each.group.label, each.at): each.behind for each in rung_standings(read, groups, DEFAULT_METRIC, "max")}
+    low = {(each.group.label, each.at): each.behind for each in rung_standings(read, groups, DEFAULT_METRIC, "min")}
     assert high["actor_lr 0.8", 4] == pytest.approx(-0.3) and low["actor_lr 0.8", 4] == pytest.approx(0.3)
     assert high["actor_lr 0.2", 2] == pytest.approx(0.3) and low["actor_lr 0.2", 2] == pytest.approx(-0.15)
+
+
+def test_settings_are_compared_at_equal_tokens_where_rungs_are_in_tokens() -> None:
+    """100 tokens a step and 50: at 128 tokens the first is between its steps 0 and 2, the other between 2 and 4."""
+    curves = [({0: 0.0, 2: 0.4}, {0: 0.0, 2: 0.2}), ({0: 0.0, 2: 0.4, 4: 0.4}, {0: 0.0, 2: 0.4, 4: 0.6})]
+    runs = [
+        trial(2 * i + seed, {LR: float(i), "seed": seed}, curve, stopped_at=None if i else 2)
+        for i, both in enumerate(curves)
+        for seed, curve in enumerate(both)
+    ]
+    for each in runs[2:]:
+        each.history["tokens/total"] /= 2
+    judged = replace(sweep(*runs), rung_by="tokens")
+    groups = group_trials(judged)
+    standings = rung_standings(judged, groups, DEFAULT_METRIC, "max")
+    assert [each.at for each in standings] == [64, 64, 128, 128]
+    assert [each.is_out for each in standings[:2]] == [False, False]
+    first, second = sorted(standings[2:], key=lambda each: -each.behind)
+    assert (first.is_out, second.is_out) == (True, False)
+    assert first.mean == pytest.approx(0.3 * 128 / 200)
+    assert second.mean == pytest.approx((0.4 + 0.4 + 0.2 * 28 / 100) / 2)
 
 
 def test_two_sweeps_are_compared_as_they_ended() -> None:

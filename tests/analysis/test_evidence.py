@@ -207,7 +207,7 @@ def test_settings_on_the_same_seeds_that_went_to_the_end_are_compared() -> None:
 def test_rungs_say_how_far_each_was_behind_and_who_was_stopped(uri: str) -> None:
     found, groups = loaded(uri)
     standings = rung_standings(found, groups, DEFAULT_METRIC, "max")
-    assert [(each.step, each.is_out) for each in standings] == [
+    assert [(each.at, each.is_out) for each in standings] == [
         (2, False),
         (2, False),
         (2, True),

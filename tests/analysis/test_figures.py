@@ -1,6 +1,7 @@
 """Interactive figures: each one contains the values that it shows."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,17 @@ def test_stopped_trials_end_in_a_cross_at_a_rung() -> None:
     assert (stopped.name, list(stopped.y), list(stopped.marker.size)) == ("stopped", [0.1, 0.15], [0, 9])
     assert (other.name, list(other.y), list(other.marker.size)) == ("not stopped", [0.1, 0.2, 0.3], [0, 0, 0])
     assert [line.x0 for line in figure.layout.shapes] == [2]
+
+
+def test_curves_are_by_tokens_if_rungs_are() -> None:
+    """100 tokens a step: the first was judged at 128 and 256, and the other was stopped at 128."""
+    runs = [trial(0, {LR: 1}, {0: 0.1, 2: 0.2, 4: 0.3}), trial(1, {LR: 2}, {0: 0.1, 2: 0.15}, stopped_at=2)]
+    several = replace(sweep(*runs), rung_by="tokens")
+    figure = trial_figures.stops(several, find_rungs(several, DEFAULT_METRIC), DEFAULT_METRIC)
+    stopped, other = figure.data
+    assert (list(stopped.x), list(other.x)) == ([0, 200], [0, 200, 400])
+    assert [line.x0 for line in figure.layout.shapes] == [128, 256]
+    assert figure.layout.xaxis.title.text == "response tokens drawn (0: before training)"
 
 
 def test_every_figure_has_its_data() -> None:

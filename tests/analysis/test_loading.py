@@ -186,7 +186,12 @@ def test_a_missing_database_is_not_created(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tags", "name"),
-    [({"rlx.space": "5"}, "space"), ({"rlx.planned": "[1]"}, "planned"), ({"rlx.rungs": "{"}, "rungs")],
+    [
+        ({"rlx.space": "5"}, "space"),
+        ({"rlx.planned": "[1]"}, "planned"),
+        ({"rlx.rungs": "{"}, "rungs"),
+        ({"rlx.rung_by": "hours"}, "rung_by"),
+    ],
 )
 def test_a_damaged_record_is_one_line(tags: dict[str, str], name: str, tmp_path: Path, empty_database: Path) -> None:
     shutil.copy(empty_database, tmp_path)

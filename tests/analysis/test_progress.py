@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import pytest
 from sweep_cases import sweep, trial
 
 from rlx.analysis.progress import Rung, best_so_far, find_rungs, rung_table
@@ -38,6 +39,24 @@ def test_a_rung_that_stopped_nobody_is_one_too_if_a_trial_has_reached_it() -> No
     assert list(rung_table(judged, DEFAULT_METRIC, "max"))[2:5] == ["at 2", "at 4", "at 8"]
     nobody = replace(sweep(trial(0, {LR: 1.0}, {2: 0.5})), rungs=(2, 4))
     assert find_rungs(nobody, DEFAULT_METRIC) == [Rung(2, 1, 0)]
+
+
+def test_rungs_in_tokens_are_those_that_were_passed_last_at_an_evaluation() -> None:
+    """100 tokens a step, so evaluations come after 200, 400 and 800, past the rungs 128, 256 and 512."""
+    by_tokens = replace(HALVED, rung_by="tokens")
+    assert find_rungs(by_tokens, DEFAULT_METRIC) == [Rung(128, 5, 2), Rung(256, 2, 1), Rung(512, 1, 0)]
+    table = rung_table(by_tokens, DEFAULT_METRIC, "max")
+    assert list(table)[2:5] == ["at 128 tokens", "at 256 tokens", "at 512 tokens"]
+    assert table["at 128 tokens"][0] == pytest.approx(0.1 + 0.4 * 128 / 200)
+    assert table["at 256 tokens"].tolist()[:2] == pytest.approx([0.5 + 0.1 * 56 / 200, 0.4 - 0.1 * 56 / 200])
+
+
+def test_rungs_in_gpu_seconds_count_the_gpus_of_a_trial() -> None:
+    one = trial(0, {LR: 1.0}, {0: 0.1, 2: 0.5})
+    one.history["time/total"] = [math.nan, 3.0]
+    on_two = replace(sweep(one), rung_by="gpu-seconds", planned={"gpus": 2.0})
+    assert find_rungs(on_two, DEFAULT_METRIC) == [Rung(4, 1, 0)]
+    assert list(rung_table(on_two, DEFAULT_METRIC, "max"))[2] == "at 4 GPU-seconds"
 
 
 def test_the_table_of_rungs_has_a_value_for_each_trial_that_was_there() -> None:

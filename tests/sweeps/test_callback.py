@@ -4,7 +4,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,13 @@ def test_only_evaluations_that_training_changed_are_recorded(sweep: Sweep) -> No
     sweep.report(0, 6, 0.9)  # between evaluations, as a best checkpoint of another period would have it
     sweep.callback.on_trial_result(1, sweep.trials, sweep.trials[0], {"step": 8, METRIC: 0.9})  # its evaluation is old
     assert sweep.record(0).reports == [(4, 0.25)]
+
+
+def test_tokens_of_a_report_are_recorded_where_rungs_are_in_them(sweep: Sweep) -> None:
+    sweep.start(0)
+    sweep.log.schedule = replace(sweep.log.schedule, rung_by="tokens")
+    sweep.report(0, 4, 0.25, **{"tokens/total": 640.0})
+    assert (sweep.record(0).reports, sweep.record(0).progress) == ([(4, 0.25)], {4: 640.0})
 
 
 def test_a_step_that_is_done_again_replaces_what_followed_it(sweep: Sweep) -> None:

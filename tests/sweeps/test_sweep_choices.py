@@ -36,6 +36,19 @@ FILES = {
         ({"scheduler": "race", "seeds": 3, "max_concurrent": 2}, "--max-concurrent: --scheduler race pauses"),
         ({"scheduler": "asha", "seeds": 3, "max_seeds": 4}, "--max-seeds 4: it is for --scheduler race"),
         ({"alpha": 0.1}, "--alpha 0.1: it is for --scheduler race"),
+        (
+            {"rung_by": "tokens"},
+            "--rung-by tokens: --scheduler none stops no trial; leave --rung-by out, or take",
+        ),
+        (
+            {"rung_by": "tokens", "scheduler": "pbt"},
+            "--rung-by tokens: --scheduler pbt hands over checkpoints at",
+        ),
+        ({"rung_by": "gpu-seconds", "scheduler": "race", "seeds": 2}, "--rung-by gpu-seconds: --scheduler race pairs"),
+        (
+            {"rung_by": "gpu-seconds", "scheduler": "asha"},
+            "--rung-by gpu-seconds: runs use no GPU; give --rung-by",
+        ),
         ({"budget": "8 hours"}, "--budget 8 hours: an amount such as 500steps, 2Mtokens, 90gpu-min or 8gpu-h"),
         ({"space": "spce.py"}, "--space .*/spce.py: no such file; nearest: space.py"),
         ({"space": "broken.py"}, "--space .*/broken.py:2: not Python: invalid syntax"),
@@ -67,6 +80,15 @@ def test_a_sweep_is_judged_by_any_metric_of_its_sets_when_that_is_measured(tmp_p
         check_choices(plan(tmp_path, metric))
         assert schedule_of(plan(tmp_path, metric), {}).rungs == expected
     assert read_plan(asdict(plan(tmp_path, "eval/held/maj@8"))).metric == "eval/held/maj_at_8"
+
+
+def test_a_plan_of_before_has_its_rungs_in_steps(tmp_path: Path) -> None:
+    content = asdict(plan(tmp_path, "eval/reward"))
+    del content["rung_by"], content["planned_step"]
+    assert read_plan(content) == plan(tmp_path, "eval/reward")
+    assert read_plan(content | {"rung_by": "tokens"}).rung_by == "tokens"
+    with pytest.raises(ConfigError, match=r"^rung_by 'hours': Input should be 'steps', 'tokens' or 'gpu-seconds'$"):
+        read_plan(content | {"rung_by": "hours"})
 
 
 @pytest.mark.parametrize("metric", ["eval/aime/avg_at_8", "eval/amie/avg_at_4", "eval/aime/avg_at_4_se"])

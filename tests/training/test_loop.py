@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,9 @@ def test_settings_with_a_schedule_change_and_a_resume_is_exact(
     rows = whole.reporter.metrics[1:]
     assert [row["policy/lr"] for row in rows] == [row["schedule/train.actor_lr"] for row in rows] == [1e-3, 0, 0, 1e-4]
     assert [row["schedule/rollout.temperature"] for row in rows] == [1, 1, 0.5, 0.5]
+    of_both = {row["step"]: row for row in (*first.reporter.metrics, *second.reporter.metrics) if row["step"]}
+    seconds = [of_both[step]["time/total"] for step in sorted(of_both)]
+    assert seconds == pytest.approx(list(accumulate(of_both[step]["time/step"] for step in sorted(of_both))))
     before = [0.0, *(row["tokens/total"] for row in rows[:-1])]
     expected = [0.1 + 0.1 * min(1, tokens / 20) for tokens in before]
     assert [row["kl/coef"] for row in rows] == pytest.approx(expected, abs=1e-9)

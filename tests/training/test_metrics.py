@@ -83,6 +83,7 @@ def trainer_of(mesh: Mesh) -> Any:
         defers_logprobs=False,
         step=4,
         tokens=100,
+        seconds=50.0,
     )
 
 
@@ -113,7 +114,7 @@ def summarized(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float
     }
     for name in ("policy", "critic"):
         sums |= {f"grad_norm/{name}": torch.tensor(6.0), f"updates/{name}": 2.0}
-    seconds = {"time/rollout": 4.0, "time/update": 2.0}
+    seconds = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}
     found = metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
     assert queue.seconds == 0.0 and found.pop("memory/peak_gib") > 0
     evaluated = metrics.mean_over_ranks(
@@ -125,6 +126,8 @@ def summarized(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float
 BY_HAND = {
     "time/rollout": 4.0,
     "time/update": 2.0,
+    "time/step": 8.0,
+    "time/total": 58.0,
     "reward/mean": 0.5,
     "reward/std": math.sqrt((0.25 + 0.25) / 4),
     "reward/length": -0.5,
@@ -185,7 +188,7 @@ def warmed_up(rank: int, ranks: int) -> dict[str, float]:
         "updated": 16.0,
     }
     sums |= {"value/loss": 8.0, "value/clip_fraction": 0.0, "grad_norm/critic": 6.0, "updates/critic": 2.0}
-    seconds, queue = {"time/rollout": 4.0, "time/update": 2.0}, SimpleNamespace(seconds=1.0)
+    seconds, queue = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}, SimpleNamespace(seconds=1.0)
     trainer = trainer_of(Mesh.of("cpu", 1))
     return metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
 

@@ -1,27 +1,33 @@
 """How settings stood at each rung of a sweep: how far each was behind the best of the others, on the same seeds.
 
 It is worked out from what the trials logged, with the statistics of a race (rlx.analysis.paired), for every scheduler.
+Rungs are steps; or 1, 2, 4, 8, ... tokens or GPU-seconds, where a trial's value is on the straight line between its
+evaluations before and after.
 Left out: the race's own decisions, which also depend on alpha and on the number of looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from rlx.analysis.loading import Sweep
+from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.paired import deficits
 from rlx.analysis.statistics import SEED, Group
-from rlx.config.sweep import Mode
+from rlx.config.sweep import PROGRESS, Mode, RungUnit
+
+_UNITS: Mapping[RungUnit, str] = {"steps": "steps", "tokens": "tokens", "gpu-seconds": "GPU-seconds"}
 
 
 class RungStanding(NamedTuple):
     """A setting at a rung."""
 
     group: Group
-    step: int
+    at: int  # steps, tokens or GPU-seconds
     seeds: int
     mean: float
     behind: float  # the best of the others; below 0: ahead of them
@@ -31,34 +37,88 @@ class RungStanding(NamedTuple):
 
 def rung_standings(sweep: Sweep, groups: Sequence[Group], metric: str, mode: Mode) -> list[RungStanding]:
     """The settings at each rung that two of them have reached with the same two seeds at least, first rung first."""
+    if sweep.rung_by != "steps":
+        rungs = sorted({rung for trial in sweep.trials for rung in rungs_passed(curve_by_amount(sweep, trial, metric))})
+        return [standing for rung in rungs for standing in _at_amount(sweep, groups, metric, mode, rung)]
     last = max((trial.last_step for trial in sweep.trials), default=0)
     steps = sorted({*sweep.rungs, *(trial.stopped_at for trial in sweep.trials if trial.stopped_at), last})
     return [standing for step in steps for standing in _at(groups, metric, mode, step, last)]
 
 
 def _at(groups: Sequence[Group], metric: str, mode: Mode, step: int, last: int) -> list[RungStanding]:
-    rows = {group: _values(group, metric, step) for group in groups}
-    reached = [group for group in groups if len(rows[group]) > 1]
+    curves = {group: [trial.curve(metric) for trial in group.trials] for group in groups}
+    out = [
+        group
+        for group in groups
+        if step < last and all((trial.stopped_at or trial.last_step) <= step for trial in group.trials)
+    ]
+    rows = {group: _by_seed(group, [curve.get(step, math.nan) for curve in curves[group]]) for group in groups}
+    return _standings(rows, out, mode, step)
+
+
+def _at_amount(sweep: Sweep, groups: Sequence[Group], metric: str, mode: Mode, rung: int) -> list[RungStanding]:
+    curves = {group: [curve_by_amount(sweep, trial, metric) for trial in group.trials] for group in groups}
+    out = [
+        group
+        for group in groups
+        if all(trial.was_stopped for trial in group.trials)
+        and max((max(rungs_passed(curve), default=0) for curve in curves[group]), default=0) <= rung
+    ]
+    rows = {group: _by_seed(group, [value_at(curve, rung) for curve in curves[group]]) for group in groups}
+    return _standings(rows, out, mode, rung)
+
+
+def _standings(
+    rows: Mapping[Group, Mapping[str, float]], out: Sequence[Group], mode: Mode, at: int
+) -> list[RungStanding]:
+    """Compares the settings that have come to a rung with two of the same seeds; `out`: those that were stopped."""
+    reached = [group for group in rows if len(rows[group]) > 1]
     seeds = sorted(set.intersection(*(set(rows[group]) for group in reached))) if reached else []
     if len(reached) < 2 or len(seeds) < 2:
         return []
     values = np.array([[rows[group][seed] for seed in seeds] for group in reached])
     found = deficits((1.0 if mode == "max" else -1.0) * values)
     return [
-        RungStanding(
-            group,
-            step,
-            len(seeds),
-            float(row.mean()),
-            deficit.value,
-            deficit.half_width,
-            step < last and all((trial.stopped_at or trial.last_step) <= step for trial in group.trials),
-        )
+        RungStanding(group, at, len(seeds), float(row.mean()), deficit.value, deficit.half_width, group in out)
         for group, row, deficit in zip(reached, values, found, strict=True)
     ]
 
 
-def _values(group: Group, metric: str, step: int) -> dict[str, float]:
-    """The metric at a step by seed."""
-    curves = {str(trial.settings.get(SEED)): trial.curve(metric) for trial in group.trials}
-    return {seed: float(curve[step]) for seed, curve in curves.items() if step in curve.index}
+def _by_seed(group: Group, values: Sequence[float]) -> dict[str, float]:
+    """The values of a setting's trials by seed, without those that have none."""
+    seeds = [str(trial.settings.get(SEED)) for trial in group.trials]
+    return {seed: float(value) for seed, value in zip(seeds, values, strict=True) if not math.isnan(value)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rungs in tokens and GPU-seconds
+
+
+def rung_below(amount: float) -> int:
+    """The last of the rungs 1, 2, 4, 8, ... that so many tokens or GPU-seconds reach; 0: none."""
+    return 2 ** (math.frexp(amount)[1] - 1) if amount >= 1 else 0
+
+
+def rungs_passed(curve: pd.Series[float]) -> set[int]:
+    """The rungs at which a trial with such a curve by amount was judged: of several in a row, the last."""
+    return {rung_below(float(amount)) for amount in curve.index} - {0}
+
+
+def curve_by_amount(sweep: Sweep, trial: Trial, metric: str) -> pd.Series[float]:
+    """A metric of a trial by what it had taken by then: steps, tokens or GPU-seconds, as the sweep's rungs are."""
+    curve = trial.curve(metric)
+    if sweep.rung_by == "steps":
+        return curve
+    taken = trial.history[PROGRESS[sweep.rung_by]].ffill().fillna(0.0)  # nothing before the first step
+    gpus = sweep.planned.get("gpus", 1.0) if sweep.rung_by == "gpu-seconds" else 1.0
+    return pd.Series(curve.to_numpy(), index=pd.Index(gpus * taken[curve.index].to_numpy()))
+
+
+def value_at(curve: pd.Series[float], at: float) -> float:
+    """The value of a curve by amount, on the line between two of its points; NaN outside of them."""
+    return float(np.interp(at, curve.index, curve, left=math.nan, right=math.nan)) if len(curve) else math.nan
+
+
+def rung_text(at: float, unit: RungUnit) -> str:
+    """A rung in words: step 4, 4,096 tokens."""
+    return f"step {at:g}" if unit == "steps" else f"{at:,.0f} {_UNITS[unit]}"

@@ -12,12 +12,13 @@ from typing import Any
 import plotly.graph_objects as go
 
 from rlx.analysis.comparison.pairs import PairedGap
-from rlx.analysis.comparison.rungs import RungStanding
+from rlx.analysis.comparison.rungs import RungStanding, rung_text
 from rlx.analysis.comparison.wording import interval_text
 from rlx.analysis.loading import Trial
 from rlx.analysis.page.layout import count_legend_lines, styled
 from rlx.analysis.page.trial_figures import described
 from rlx.analysis.style import NUM_NAMED, colors
+from rlx.config.sweep import RungUnit
 
 _BLUE, _GREY, _RED = "#1f4e79", "#8a97a6", "#b5483a"
 _MOST_WIDE = 4  # times the largest difference, an interval is drawn
@@ -51,18 +52,18 @@ def paired_gaps(gaps: Sequence[PairedGap], ranks: Mapping[str, int]) -> go.Figur
     return styled(figure, 46 + 28 * len(gaps), legend_lines=1)
 
 
-def race(standings: Sequence[RungStanding], ranks: Mapping[str, int]) -> go.Figure:
+def race(standings: Sequence[RungStanding], ranks: Mapping[str, int], unit: RungUnit = "steps") -> go.Figure:
     """Shows how far each setting was behind the best of the others at each rung; a cross is its last one, if it was
     stopped there."""
     groups = sorted({standing.group for standing in standings}, key=lambda group: ranks[group.label])
     figure, tints = go.Figure(), dict(zip(groups, colors(len(groups)), strict=True))
-    steps = sorted({standing.step for standing in standings})
+    rungs = sorted({standing.at for standing in standings})
     apart = {group: 0.5 * (place / max(1, len(groups) - 1) - 0.5) for place, group in enumerate(groups)}
     for group in reversed(groups):
         own = [standing for standing in standings if standing.group is group]
         name, is_named = f"{ranks[group.label]}  {group.label}", groups.index(group) < NUM_NAMED
         figure.add_scatter(
-            x=[steps.index(standing.step) + apart[group] for standing in own],
+            x=[rungs.index(standing.at) + apart[group] for standing in own],
             y=[standing.behind for standing in own],
             error_y={"array": [standing.half_width for standing in own], "thickness": 1, "width": 3},
             mode="lines+markers",
@@ -73,8 +74,8 @@ def race(standings: Sequence[RungStanding], ranks: Mapping[str, int]) -> go.Figu
             showlegend=is_named,
         )
     figure.add_hline(0, line={"color": "#222", "width": 1})
-    names = [f"step {step}" for step in steps]
-    figure.update_xaxes(tickvals=list(range(len(steps))), ticktext=names, showgrid=False, zeroline=False)
+    names = [rung_text(rung, unit) for rung in rungs]
+    figure.update_xaxes(tickvals=list(range(len(rungs))), ticktext=names, showgrid=False, zeroline=False)
     values = [standing.behind for standing in standings]
     room = 0.25 * max(max(values) - min(values), 1e-9)
     figure.update_yaxes(title="behind the best of the others by", range=[max(values) + room, min(values) - room])

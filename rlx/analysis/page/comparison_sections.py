@@ -87,8 +87,9 @@ def flips(pair: PairedGap | None, title: str = "Flipped questions") -> list[Page
 
 def races(sweep: Sweep, settings: Sequence[Group], metric: str, mode: Mode, lines: str) -> list[PageSection]:
     """How the settings stood at each rung, and what a race has decided."""
-    standings = rung_standings(sweep, settings, metric, mode) if sweep.rungs else []
-    if len({standing.step for standing in standings}) < 2:
+    has_rungs = sweep.rungs or sweep.rung_by != "steps"
+    standings = rung_standings(sweep, settings, metric, mode) if has_rungs else []
+    if len({standing.at for standing in standings}) < 2:
         return [PageSection("The race", "What was decided, best first.", text=lines)] if lines else []
     seeds = max(standing.seeds for standing in standings)
     note = (
@@ -96,7 +97,7 @@ def races(sweep: Sweep, settings: Sequence[Group], metric: str, mode: Mode, line
         "95 % intervals; upwards is ahead. A cross: it was stopped there."
     )
     title = "The race, rung by rung" if lines else "Rung by rung"
-    return [PageSection(title, note, comparison_figures.race(standings, _ranks(settings)), text=lines)]
+    return [PageSection(title, note, comparison_figures.race(standings, _ranks(settings), sweep.rung_by), text=lines)]
 
 
 def lineages(sweep: Sweep, metric: str) -> list[PageSection]:

@@ -13,6 +13,7 @@ import pandas as pd
 from rlx.analysis import loading, progress, statistics, tables
 from rlx.analysis.comparison import cost
 from rlx.analysis.comparison.evidence import Evidence
+from rlx.analysis.comparison.rungs import rung_text
 from rlx.analysis.comparison.wording import gap_sentence, sweep_verdict
 from rlx.analysis.importance import importance, varied_settings
 from rlx.analysis.loading import Sweep
@@ -157,7 +158,9 @@ def _stops(sweep: Sweep, uri: str, metric: str, mode: Mode) -> list[PageSection]
     rungs = progress.find_rungs(sweep, metric)
     if not rungs:
         return []
-    counts = ", ".join(f"{rung.stopped or 'none'} of {rung.reached} at step {rung.step}" for rung in rungs)
+    counts = ", ".join(
+        f"{rung.stopped or 'none'} of {rung.reached} at {rung_text(rung.at, sweep.rung_by)}" for rung in rungs
+    )
     note = f"The scheduler stopped {counts}. A trial that was stopped might still have become better."
     figure, table = trial_figures.stops(sweep, rungs, metric), progress.rung_table(sweep, metric, mode)
     return [PageSection("Stopped early", note, figure, table=table, links=_run_pages(sweep, uri))]

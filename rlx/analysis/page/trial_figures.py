@@ -5,18 +5,25 @@ Left out: means of settings (figures.py), and the curves of every metric (explor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 
+from rlx.analysis.comparison.rungs import curve_by_amount
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.page.layout import styled
 from rlx.analysis.progress import Finish, Rung
 from rlx.analysis.ranges import axis_range
 from rlx.analysis.style import as_text, short_names
+from rlx.config.sweep import RungUnit
 
 _BLUE, _GREY, _RED = "#1f4e79", "#9db4cf", "#b5483a"
+_AXES: Mapping[RungUnit, str] = {
+    "steps": "PPO step (0: before training)",
+    "tokens": "response tokens drawn (0: before training)",
+    "gpu-seconds": "GPU-seconds of training",
+}
 
 
 def best_values(finishes: Sequence[Finish], metric: str) -> go.Figure:
@@ -39,16 +46,16 @@ def stops(sweep: Sweep, rungs: Sequence[Rung], metric: str) -> go.Figure:
     """Shows the curve of each trial, with a cross where a scheduler stopped it; a dotted line marks each rung."""
     figure, points = go.Figure(), list[float]()
     for rung in rungs:
-        figure.add_vline(rung.step, line={"color": "#8a97a6", "width": 1, "dash": "dot"})
+        figure.add_vline(rung.at, line={"color": "#8a97a6", "width": 1, "dash": "dot"})
     named = set[str]()
     for trial in sorted(sweep.trials, key=lambda trial: not trial.was_stopped):  # the others are drawn on top
-        curve = trial.curve(metric)
+        curve = curve_by_amount(sweep, trial, metric)
         name = "stopped" if trial.was_stopped else "not stopped"
         look = _look(trial.was_stopped, len(curve))
         common = {"name": name, "legendgroup": name, "showlegend": name not in named, "hoverinfo": "text+y"}
         figure.add_scatter(x=list(curve.index), y=curve.tolist(), hovertext=described(trial), **look, **common)
         points, named = [*points, *curve], {*named, name}
-    figure.update_xaxes(title="PPO step (0: before training)")
+    figure.update_xaxes(title=_AXES[sweep.rung_by])
     figure.update_yaxes(title=metric, range=axis_range(metric, points))
     return styled(figure, 320, legend_lines=1)
 

@@ -1,6 +1,7 @@
 """Shows one of Ray's schedulers each setting as one trial, whatever the number of its seeds.
 
-The scheduler is told the mean over the seeds, once all of them have reported a step. What it decides holds for all of
+The scheduler is told the mean over the seeds, once all of them have reported a step: of the metric, and of what they
+have taken by then (steps, tokens or GPU-seconds), which is the scheduler's time. What it decides holds for all of
 them: who has reported last stops or pauses at once, the others at their next step, wherever they are by then. Nobody
 waits for the other seeds, so a seed that starts much later than another saves less.
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import TrialScheduler
+from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 
 from rlx.sweeps.records import TrialState
 from rlx.sweeps.schedulers.schedule import TIME, Schedule
@@ -32,14 +33,18 @@ class SettingTrial:
 
     is_saving = False  # HyperBand asks for it
 
-    def __init__(self, number: int, seeds: int, failed: Iterable[str]) -> None:
+    def __init__(self, number: int, schedule: Schedule, failed: Iterable[str]) -> None:
         self.trial_id = f"setting_{number:05d}"
         self.status = Trial.RUNNING  # what its trials are to do
         self.is_known = False  # to the scheduler
         self.judged = -1  # the last step of which the scheduler was told
-        self._seeds, self._failed = seeds, set(failed)
+        self._seeds, self._time, self._failed = schedule.seeds, schedule.rung_by, set(failed)
+        known = [record for name, record in schedule.known.items() if schedule.setting_of(name) == number]
+        lasted = [record.step for record in known if record.state is not TrialState.FAILED]
+        # Before a resume it was told to go on at each step before this one: whoever was stopped has reported no more.
+        self.settled = min(lasted) if lasted and len(known) >= schedule.seeds else -1
         self._ended: set[str] = set()  # names of trials
-        self._values: dict[int, dict[str, float]] = {}  # by step and name
+        self._values: dict[int, dict[str, tuple[float, float]]] = {}  # amount and metric, by step and name
 
     def begin(self, trial: str) -> None:
         """A trial starts, or starts again."""
@@ -54,25 +59,30 @@ class SettingTrial:
         """Whether all its trials are."""
         return len(self._ended | self._failed) >= self._seeds
 
-    def add(self, trial: str, step: int, value: float) -> None:
-        self._values.setdefault(step, {})[trial] = value
+    def add(self, trial: str, step: int, amount: float, value: float) -> None:
+        self._values.setdefault(step, {})[trial] = amount, value
 
     def new_report(self, metric: str) -> dict[str, Any] | None:
-        """The mean of its trials at the last step that all have reported but for those that failed; None if there is no
-        such step after the one of which the scheduler was told."""
+        """The mean time and metric of its trials at the last step that all have reported but for those that failed;
+        None if there is no such step after the one of which the scheduler was told."""
         needed = max(1, self._seeds - len(self._failed))
         steps = [step for step, values in self._values.items() if len(values.keys() - self._failed) >= needed]
         if max(steps, default=-1) <= self.judged:
             return None
         self.judged = max(steps)
         values = [value for name, value in self._values[self.judged].items() if name not in self._failed]
-        return {TIME: self.judged, metric: float(np.mean(values))}
+        amount, mean = np.mean(values, axis=0).tolist()
+        return {self._time: amount, metric: mean}
 
 
 class AsOne(TrialScheduler):
     """One of Ray's schedulers, to which a setting with all its seeds is one trial."""
 
     def __init__(self, inner: TrialScheduler, schedule: Schedule) -> None:
+        """
+        Args:
+            inner: its `time_attr` is `schedule.rung_by`.
+        """
         super().__init__()
         self.inner, self.schedule = inner, schedule
         self._settings: dict[int, SettingTrial] = {}
@@ -91,9 +101,11 @@ class AsOne(TrialScheduler):
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         setting = self._setting(trial)
         if self.schedule.is_evaluation(result):
-            setting.add(str(trial), result[TIME], result[self.metric])
+            setting.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
             if (report := setting.new_report(self.metric)) and setting.status == Trial.RUNNING:
                 decision = self.inner.on_trial_result(_Settings(self, tune_controller), setting, report)
+                if isinstance(self.inner, ASHAScheduler) and setting.judged < setting.settled:
+                    decision = TrialScheduler.CONTINUE  # its reports are replayed in another order than they came in
                 setting.status = _STATUS[decision]
                 if decision == TrialScheduler.STOP:
                     self.finish(tune_controller, setting, report)
@@ -103,7 +115,7 @@ class AsOne(TrialScheduler):
         """Takes the last report as well: Tune shows it here alone."""
         setting = self._setting(trial)
         if self.metric in result and self.schedule.is_evaluation(result):
-            setting.add(str(trial), result[TIME], result[self.metric])
+            setting.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
         self._end(tune_controller, trial)
 
     def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
@@ -133,7 +145,7 @@ class AsOne(TrialScheduler):
         if number not in self._settings:
             failed = [name for name, record in self.schedule.known.items() if record.state is TrialState.FAILED]
             own = [name for name in failed if self.schedule.setting_of(name) == number]
-            self._settings[number] = SettingTrial(number, self.schedule.seeds, own)
+            self._settings[number] = SettingTrial(number, self.schedule, own)
         return self._settings[number]
 
     def _end(self, tune_controller: Any, trial: Trial, *, failed: bool = False) -> None:

@@ -9,9 +9,10 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, HyperBandScheduler
 
 from rlx.config.sweep import SchedulerName
 from rlx.sweeps.schedulers.as_one import AsOne
+from rlx.sweeps.schedulers.doubling import DoublingRungs
 from rlx.sweeps.schedulers.population import ResumablePopulation
 from rlx.sweeps.schedulers.racing import RaceScheduler
-from rlx.sweeps.schedulers.schedule import TIME, Schedule
+from rlx.sweeps.schedulers.schedule import Schedule
 
 
 def _fifo(schedule: Schedule) -> TrialScheduler:
@@ -20,20 +21,27 @@ def _fifo(schedule: Schedule) -> TrialScheduler:
 
 def _asha(schedule: Schedule) -> TrialScheduler:
     """Stops the worse half at each rung (Li et al. 2020); the first rung comes after the first evaluation."""
-    asha = ASHAScheduler(time_attr=TIME, max_t=schedule.steps + 1, grace_period=schedule.first_rung, reduction_factor=2)
+    unit = schedule.rung_by
+    if unit != "steps":
+        return AsOne(DoublingRungs(unit), schedule)
+    asha = ASHAScheduler(time_attr=unit, max_t=schedule.steps + 1, grace_period=schedule.first_rung, reduction_factor=2)
     return AsOne(asha, schedule)
 
 
 def _hyperband(schedule: Schedule) -> TrialScheduler:
-    """Successive halving in brackets; each rung waits for all of its settings (Li et al. 2018)."""
-    return AsOne(HyperBandScheduler(time_attr=TIME, max_t=schedule.steps + 1, reduction_factor=2), schedule)
+    """Successive halving in brackets; each rung waits for all of its settings (Li et al. 2018).
+
+    How many brackets there are follows from the longest time, so they count planned steps (`Schedule.unit`).
+    """
+    hyperband = HyperBandScheduler(time_attr=schedule.rung_by, max_t=schedule.steps + 1, reduction_factor=2)
+    return AsOne(hyperband, schedule)
 
 
 def _median(schedule: Schedule) -> TrialScheduler:
     """Stops a setting whose best is below the median of the others' means so far (Golovin et al. 2017)."""
     median = MedianStoppingRule(
-        time_attr=TIME,
-        grace_period=schedule.first_rung,
+        time_attr=schedule.rung_by,
+        grace_period=schedule.first_rung if schedule.rung_by == "steps" else 1.0,  # not before training
         min_samples_required=3,
         min_time_slice=math.inf,  # otherwise it pauses a trial at each step until there are three others
     )

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlx.config.sweep import DEFAULT_ALPHA, Mode
+from rlx.config.sweep import DEFAULT_ALPHA, PROGRESS, Mode, RungUnit
 from rlx.sweeps.records import TrialRecord, number_of, place_of, trial_number
 from rlx.sweeps.space import MODE, Space
 
 TIME = "step"
-"""the metric that schedulers of Ray take for the time"""
+"""the metric of a trial that says which step it has done"""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Schedule:
     max_seeds: int = 1  # which a race may add up to
     alpha: float = DEFAULT_ALPHA  # a race's chance of dropping the best setting
     mode: Mode = MODE
+    rung_by: RungUnit = "steps"  # in which rungs are
+    gpus: float = 0.0  # of a trial
+    unit: float = 1.0  # the amount that counts as 1: to HyperBand, what a step takes as planned
 
     @property
     def first_rung(self) -> int:
@@ -41,6 +44,11 @@ class Schedule:
     def is_evaluation(self, result: Mapping[str, Any]) -> bool:
         """Whether a trial has evaluated at a step that it reports."""
         return bool(result[TIME] % self.first_rung == 0 or result[TIME] >= self.steps)
+
+    def amount(self, result: Mapping[str, Any]) -> float:
+        """The steps, tokens or GPU-seconds, as rungs are in them, that a trial has taken by then, in units."""
+        taken = float(result.get(PROGRESS[self.rung_by], 0.0)) / self.unit
+        return taken * self.gpus if self.rung_by == "gpu-seconds" else taken
 
     def place_of(self, number: int) -> tuple[int, int]:
         """The setting and the turn of a trial, see `number_of`."""
