@@ -158,6 +158,7 @@ class SweepOptions(TypedDict, total=False):
     search: SearchName  # how settings are chosen
     scheduler: SchedulerName  # which trials are stopped early
     max_concurrent: int | None  # at most so many trials at once; None: as many as the cluster has room for
+    interleave: int  # so many trials share the GPUs that one would have, 1 by default
     reuse: ReuseName  # what stays for the next trial: "engines", "engines and workers" as "workers", or "none"
     metric: str  # by which trials are compared; one that every evaluation measures, such as "eval/reward"
     mode: Mode  # whether high or low values of it are good
@@ -291,10 +292,18 @@ def _plan(
     name: str, tree: dict[str, Any], space: Mapping[str, Any] | str | Path, storage: str, options: SweepOptions
 ) -> SweepPlan:
     """Returns the plan of a new sweep."""
+    from rlx.cluster.resources import sharing_gpus
     from rlx.sweeps.records import read_plan
 
+    kept = dict(options)
+    runs = kept.pop("interleave", 1)
+    if not isinstance(runs, int) or runs < 1:
+        raise ConfigError(f"interleave {runs}: at least 1")
+    if runs > 1:
+        config = from_tree(tree)
+        tree = with_overrides(tree, sharing_gpus(runs, config.scaling, config.rollout, config.reward))
     file = str(_space_file(space, name, storage).resolve())
-    return read_plan({"name": name, "tree": tree, "space": file, **options})
+    return read_plan({"name": name, "tree": tree, "space": file, **kept})
 
 
 def _space_file(space: Mapping[str, Any] | str | Path, name: str, storage: str) -> Path:

@@ -139,6 +139,8 @@ def config_at(storage: Path, **overrides: Any) -> rlx.RunConfig:
         ({"scheduler": "magic"}, "scheduler 'magic': Input should be 'none', 'asha'"),
         ({"trials": 0}, "trials 0: Input should be greater than 0"),
         ({"max_concurrent": 0}, "max_concurrent 0: Input should be greater than 0"),
+        ({"interleave": 0}, "interleave 0: at least 1"),
+        ({"interleave": 2}, "--interleave 2: runs use no GPU"),
         ({"trails": 3}, "no option 'trails'; nearest: trials"),
         ({"param_space": {}}, "no option 'param_space': it is called space"),
         ({"num_samples": 3}, "no option 'num_samples': it is called trials"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rlx.cli.options import CommandParser, add_help, add_settings, end_on_signals, exit_code, parse, storage_words
+from rlx.cluster.resources import sharing_gpus
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
@@ -66,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, given = parse(parser, list(sys.argv[1:] if argv is None else argv))
         _check_options(parser, args, given)
         tree = new_tree(args.config, given)
-        from_tree(tree, args.config or "command line")  # bad settings are refused before anything slow is imported
+        config = from_tree(tree, args.config or "command line")  # refused before anything slow is imported
+        if args.interleave > 1:
+            shared = sharing_gpus(args.interleave, config.scaling, config.rollout, config.reward)
+            tree = with_overrides(tree, shared)
         if args.resume is None and not args.config and "model.path" not in given:
             print(DEFAULT_EXPERIMENT)
         return start_sweep(args, tree, given)
@@ -113,16 +117,28 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget", metavar="AMOUNT", help="try no more settings than this pays for: 500steps, 2Mtokens, 8gpu-h"
     )
+    _add_places(parser)
+    _add_resume_options(parser)
+    add_settings(parser)
+    return parser
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    """Options that say where trials run; they change no number that a trial computes."""
     parser.add_argument("--max-concurrent", metavar="N", type=int, help="run at most N trials at once")
+    parser.add_argument(
+        "--interleave",
+        metavar="N",
+        type=int,
+        default=1,
+        help="N trials share the GPUs that one would have: while one updates, engines draw for another (default: 1)",
+    )
     parser.add_argument(
         "--reuse",
         choices=get_args(ReuseName),
         default="engines",
         help="what stays for the next trial: engines, engines and workers (short trials), or none",
     )
-    _add_resume_options(parser)
-    add_settings(parser)
-    return parser
 
 
 def _add_resume_options(parser: argparse.ArgumentParser) -> None:
@@ -149,13 +165,14 @@ def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, gi
             raise ConfigError(f"--{option.replace('_', '-')} needs --resume")
     if args.from_scratch and not args.restart_errored:
         raise ConfigError("--from-scratch needs --restart-errored")
-    changed = any(getattr(args, option) != parser.get_default(option) for option in ("config", *_OF_THE_PLAN))
+    of_new = ("config", "interleave", *_OF_THE_PLAN)
+    changed = any(getattr(args, option) != parser.get_default(option) for option in of_new)
     if args.resume is not None and (set(given) - set(OF_THE_MACHINE) or changed):
         allowed = ", ".join(f"--{key.replace('_', '-')}" for key in OF_THE_MACHINE)
         raise ConfigError(
             f"--resume uses the sweep's own settings: only {allowed}, --trust and --restart-errored go with it"
         )
-    for option in ("trials", "seeds", "max_seeds", "max_concurrent"):
+    for option in ("trials", "seeds", "max_seeds", "max_concurrent", "interleave"):
         if (value := getattr(args, option)) is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
 

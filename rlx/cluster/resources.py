@@ -8,17 +8,22 @@ Left out: the reservations, which `processes`, Ray Train and Ray Tune make.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlx.cluster.placement import TOLERANCE, Bundle, FreeNode, Node, meets, place, total_of
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
+from rlx.config.sections.reward import RewardConfig
+from rlx.config.sections.rollout import RolloutConfig
+from rlx.config.sections.scaling import ScalingConfig
 from rlx.types import Notify
 
 _LOOK_S = 2.0  # between two looks at the nodes
+_PARTS = 10_000  # of a GPU that Ray tells apart
 
 
 class BundleIndices(NamedTuple):
@@ -163,6 +168,38 @@ def plan_resources(config: RunConfig) -> ResourcePlan:
         config.scaling.accelerator_type if worker.get("GPU") else None,
         [dict(config.environment.resources_per_actor)] * hosts,
     )
+
+
+def sharing_gpus(runs: int, scaling: ScalingConfig, rollout: RolloutConfig, reward: RewardConfig) -> dict[str, Any]:
+    """Returns the settings, by dotted key, with which so many runs share the GPUs that one would have to itself.
+
+    While one run updates, the engines draw for another. Each engine has so much less memory for its KV cache.
+
+    Raises:
+        ConfigError: a run uses no GPU, whole GPUs for a process, or one GPU in turns.
+    """
+    option = f"--interleave {runs}"
+    if not scaling.use_gpu:
+        raise ConfigError(f"{option}: runs use no GPU (scaling.use_gpu); --max-concurrent is for CPUs")
+    if rollout.placement == "colocated":
+        raise ConfigError(f"{option}: with rollout.placement colocated one run already uses its GPUs in turns")
+    bundles = {
+        "scaling.resources_per_worker": {"GPU": 1.0} | scaling.resources_per_worker,
+        "rollout.resources_per_engine": rollout.resources_per_engine,
+        "reward.resources_per_model": reward.resources_per_model,
+    }
+    for key, bundle in bundles.items():
+        if (gpus := bundle.get("GPU", 0.0)) > 1:
+            raise ConfigError(
+                f"{option}: {key} has {gpus:g} GPUs; Ray shares a GPU only where a process has one at most"
+            )
+    shared = {key: _shared(bundle, runs) for key, bundle in bundles.items() if bundle.get("GPU")}
+    return {**shared, "rollout.gpu_memory_utilization": rollout.gpu_memory_utilization / runs}
+
+
+def _shared(bundle: Bundle, runs: int) -> Bundle:
+    """A bundle with its part of the GPU, rounded down: three thirds of Ray's four digits are one GPU."""
+    return {**bundle, "GPU": math.floor(_PARTS * bundle["GPU"] / runs) / _PARTS}
 
 
 def _check_whole_gpus(key: str, bundle: Bundle) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from rlx.cluster import resources
 from rlx.cluster.placement import Bundle, Node
-from rlx.cluster.resources import ResourcePlan, RoleLabels, check_room, plan_resources, wait_for_room
+from rlx.cluster.resources import ResourcePlan, RoleLabels, check_room, plan_resources, sharing_gpus, wait_for_room
 from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree
+from rlx.config.loading import from_tree, with_overrides
 
 CLUSTER = Path(__file__).with_name("virtual_cluster.py")
 ONE_GPU, BIG = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 64.0, "GPU": 2.0}
@@ -178,6 +178,51 @@ def test_one_and_a_half_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=message):
         configured(scaling={"resources_per_worker": {"CPU": 1, "GPU": 1.5}})
     assert configured(scaling={"resources_per_worker": {"CPU": 1, "GPU": 2.0}}).total()["GPU"] == 2
+
+
+ENGINE_ON_GPU: dict[str, Any] = {
+    "scaling": {"use_gpu": True},
+    "rollout": {"resources_per_engine": {"CPU": 1, "GPU": 1}},
+}
+
+
+def sharing(runs: int, tree: dict[str, Any]) -> dict[str, Any]:
+    config = from_tree(tree)
+    return sharing_gpus(runs, config.scaling, config.rollout, config.reward)
+
+
+def test_runs_that_share_gpus_have_parts_of_them() -> None:
+    assert sharing(2, ENGINE_ON_GPU) == {
+        "scaling.resources_per_worker": {"CPU": 0.5, "GPU": 0.5},
+        "rollout.resources_per_engine": {"CPU": 1.0, "GPU": 0.5},
+        "rollout.gpu_memory_utilization": 0.25,
+    }
+    model = {"model": "m", "resources_per_model": {"CPU": 1, "GPU": 0.5}, "functions": {"model": 1}}
+    thirds = sharing(3, ENGINE_ON_GPU | {"reward": model})
+    assert thirds["rollout.resources_per_engine"]["GPU"] == 0.3333
+    assert thirds["reward.resources_per_model"] == {"CPU": 1.0, "GPU": 0.1666}
+    two_gpus = nodes({"CPU": 64.0, "GPU": 2.0})
+    trees = [ENGINE_ON_GPU, *(with_overrides(ENGINE_ON_GPU, sharing(runs, ENGINE_ON_GPU)) for runs in (2, 3))]
+    assert [plan_resources(from_tree(tree)).fits(two_gpus) for tree in trees] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"scaling": {"use_gpu": False}},
+            r"--interleave 2: runs use no GPU \(scaling.use_gpu\); --max-concurrent is for",
+        ),
+        ({"rollout": {"placement": "colocated"}}, "--interleave 2: with rollout.placement colocated one run already"),
+        (
+            {"rollout": {"tensor_parallel": 2, "resources_per_engine": {"GPU": 2}}},
+            "--interleave 2: rollout.resources_per_engine has 2 GPUs; Ray shares",
+        ),
+    ],
+)
+def test_gpus_that_cannot_be_shared_are_refused(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        sharing(2, {"scaling": {"use_gpu": True}} | settings)
 
 
 def test_a_kind_of_gpu_needs_workers_on_gpus() -> None:

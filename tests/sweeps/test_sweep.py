@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import LIKE_TINY, History, NothingLeft, Script, mlflow_history
 from ray import tune
+from run_cases import comparable
 from safetensors import safe_open
 
 import rlx
@@ -286,6 +287,29 @@ def test_a_sweep_stops_bad_trials_and_leaves_nothing(tiny_model: Path, place: Pa
     assert (storage / "sweeps" / "s").names() == [
         "run.json", "runs", "signature", "space.py", "sweep.json", "trials", "tune",
     ]  # fmt: skip
+
+
+@pytest.mark.slow  # two sweeps
+def test_a_trial_computes_the_same_alone_and_beside_another(tiny_model: Path, tmp_path: Path, place: Path) -> None:
+    space, found = "{'train.actor_lr': tune.grid_search([1e-4, 3e-4])}", []
+    for at_once in (1, 2):
+        folder = tmp_path / f"at_once_{at_once}"
+        (folder / "storage").mkdir(parents=True)
+        shutil.copy(place / "storage" / "mlflow.db", folder / "storage")
+        plan, storage = prepared(tiny_model, folder, space, search="grid", max_concurrent=at_once)
+        states = {name: record.state for name, record in tuner.run_sweep(plan, storage, watch=News().watch).items()}
+        assert states == {"trial_00000": "finished", "trial_00001": "finished"}
+        found.append({name: comparable(history(plan, storage, name), range(11)) for name in states})
+        if at_once == 2:
+            began, ended = zip(*(run_seconds(run) for run in children(plan, storage).values()), strict=True)
+            assert max(began) < min(ended)  # they did run beside each other
+    assert found[0] == found[1] and all(len(metrics) > 30 for metrics in found[0].values())
+    assert found[0]["trial_00000"] != found[0]["trial_00001"]
+
+
+def run_seconds(run: Any) -> tuple[int, int]:
+    """When a run of MLflow began and ended, in milliseconds."""
+    return run.info.start_time, run.info.end_time
 
 
 # Metrics of a step that its update has no part in, nor what was measured after it.
