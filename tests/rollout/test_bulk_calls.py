@@ -218,8 +218,19 @@ def test_calls_of_an_actor_that_dies_fail_and_work_again_when_ray_has_started_it
             await calls.call("end", timeout_s=60)
         failed = await asyncio.gather(*early, return_exceptions=True)
         assert all(isinstance(error, ActorDiedError) for error in failed)
-        await asyncio.wrap_future(actor.__ray_ready__.remote().future())
+        await restarted(actor)
         assert await calls.call("after", 0.0, 8, timeout_s=60) == 8
 
     asyncio.run(run())
     ray.kill(actor)
+
+
+async def restarted(actor: Any) -> None:
+    """Waits for an actor that Ray starts again: until then calls of it may fail at once."""
+    for _ in range(300):
+        try:
+            await asyncio.wrap_future(actor.__ray_ready__.remote().future())
+            return
+        except ray.exceptions.RayActorError:
+            await asyncio.sleep(0.2)
+    raise AssertionError("it was not started again")
