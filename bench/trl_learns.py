@@ -12,7 +12,6 @@ Prints the time from the first step to the last. Left out: evaluating.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 import warnings
@@ -22,7 +21,7 @@ from typing import Any
 from rlx.cli.options import exit_code, parse, settings_parser
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.rewards.functions import numeric
+from rlx.rewards.functions import extract_answers, numeric
 
 _AT_ONCE = 64  # completions in a forward pass of TRL
 
@@ -74,13 +73,13 @@ def trained(config: RunConfig, out: str) -> float:
     count = config.train.prompts_per_step * config.train.steps
     name = config.data.source.partition(":")[2]
     task = reasoning_gym.create_dataset(name, seed=config.data.seed, size=count, **config.data.params)
-    pattern = re.compile(config.reward.answer_pattern or r"(?s).*")
     is_numeric = "numeric" in config.reward.functions
     prompts = [[{"role": "user", "content": task[number]["question"]}] for number in range(count)]
 
     def reward(completions: list[Any], entry: list[int], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        given = zip([(pattern.findall(text) or [""])[-1] for text in texts], entry, strict=True)
+        answers = [answer or "" for answer in extract_answers(texts, config.reward.answer_pattern)]
+        given = zip(answers, entry, strict=True)
         if is_numeric:
             return [numeric(answer, str(task[number]["answer"])) for answer, number in given]
         return [task.score_answer(answer, task[number]) for answer, number in given]

@@ -39,7 +39,6 @@ WATCHED = (
     "tokens/total",
     "time/step",
     "time/eval",
-    "time/total",
 )
 """the metrics that are always loaded"""
 
@@ -122,7 +121,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     Args:
         name: name of the sweep or id of its MLflow run. Of several sweeps with the name, the newest is read; None
             reads the newest of all.
-        metrics: loaded in addition to `WATCHED`.
+        metrics: loaded in addition to `WATCHED`, and to what the rungs of the sweep are in.
 
     Raises:
         ConfigError: an unknown metric; no such store, experiment or sweep; the sweep has no trials.
@@ -140,7 +139,9 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     attempts = _attempts_by_trial(uri, parent)
     if not attempts:
         raise ConfigError(f"sweep {parent.name!r} has no trials yet")
-    loaded = tuple(dict.fromkeys([*WATCHED, *metrics]))
+    unit = _rung_unit(parent)
+    counted = [] if unit == "steps" else [PROGRESS[unit]]
+    loaded = tuple(dict.fromkeys([*WATCHED, *counted, *metrics]))
     first_params = attempts[0][0].params
     num_questions = first_params.get("eval.num_prompts")
     varied = tuple(map(str, _tag(parent, "rlx.space", [])))
@@ -155,7 +156,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         experiment_id=parent.experiment_id,
         planned=_tag(parent, "rlx.planned", {}),
         rungs=tuple(_tag(parent, "rlx.rungs", [])),
-        rung_by=_rung_unit(parent),
+        rung_by=unit,
     )
 
 

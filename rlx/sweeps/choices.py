@@ -11,7 +11,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rlx.analysis.comparison.cost import Amount
 from rlx.config.errors import ConfigError, nearest
@@ -24,14 +24,12 @@ from rlx.tracking.metrics import evaluated
 _LOG = logging.getLogger("rlx")
 PAUSING: tuple[SchedulerName, ...] = ("hyperband", "pbt", "race")
 """schedulers that pause trials, so that all trials must exist from the start; each gets its newest checkpoint"""
-_COUNTING: tuple[SchedulerName, ...] = ("asha", "hyperband", "median")
-"""schedulers whose rungs can be in tokens or GPU-seconds"""
 _IN_STEPS: Mapping[SchedulerName, str] = {
     "none": "stops no trial",
     "pbt": "hands over checkpoints at equal steps",
     "race": "pairs seeds at equal steps",
 }
-"""why the others cannot"""
+"""schedulers whose rungs cannot be in tokens or GPU-seconds, and why"""
 _PACKAGES = {"bayesopt": "bayes_opt", "hyperopt": "hyperopt"}
 """packages that a search needs and that rlx does not install by itself"""
 _AVERAGE = "eval/ema/"
@@ -89,12 +87,12 @@ def _check_rungs(plan: SweepPlan) -> None:
     if plan.rung_by == "steps":
         return
     if plan.scheduler in _IN_STEPS:
-        others = ", ".join(_COUNTING)
+        others = ", ".join(name for name in get_args(SchedulerName) if name not in _IN_STEPS)
         raise ConfigError(
             f"--rung-by {plan.rung_by}: --scheduler {plan.scheduler} {_IN_STEPS[plan.scheduler]}; leave --rung-by out, "
             f"or take one of --scheduler {others}"
         )
-    if plan.rung_by == "gpu-seconds" and not plan.resources.total().get("GPU"):
+    if plan.rung_by == "gpu-seconds" and not plan.gpus:
         raise ConfigError("--rung-by gpu-seconds: runs use no GPU; give --rung-by tokens")
 
 

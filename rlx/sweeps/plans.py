@@ -104,11 +104,10 @@ def _within_budget(plan: SweepPlan, trials: int) -> SweepPlan:
 
 def planned_cost(plan: SweepPlan) -> Cost:
     """Returns what all trials of a sweep cost at most, with all seeds that a race may add."""
-    train, gpus = plan.config.train, plan.resources.total().get("GPU", 0.0)
-    seconds = _newest(plan, "time/step") if gpus else math.nan
-    run = run_cost(
-        train.steps, train.prompts_per_step * train.samples_per_prompt, plan.config.rollout.max_tokens, gpus, seconds
-    )
+    train = plan.config.train
+    seconds = _newest(plan, "time/step") if plan.gpus else math.nan
+    completions = train.prompts_per_step * train.samples_per_prompt
+    run = run_cost(train.steps, completions, plan.config.rollout.max_tokens, plan.gpus, seconds)
     return run.times(plan.trials * (plan.max_seeds or plan.seeds))
 
 
@@ -118,8 +117,8 @@ def _planned_step(plan: SweepPlan) -> float:
     Raises:
         ConfigError: GPU-seconds, and there is no such run.
     """
-    train, gpus = plan.config.train, plan.resources.total().get("GPU", 0.0)
     if plan.rung_by == "tokens":
+        train = plan.config.train
         length = _newest(plan, "response/length_mean")
         most = plan.config.rollout.max_tokens if math.isnan(length) else length
         return train.prompts_per_step * train.samples_per_prompt * most
@@ -128,7 +127,7 @@ def _planned_step(plan: SweepPlan) -> float:
             f"--rung-by gpu-seconds: --scheduler {plan.scheduler} must know how long a step takes, and no run of this "
             "model has told yet; asha and median need not"
         )
-    return seconds * gpus
+    return seconds * plan.gpus
 
 
 def _newest(plan: SweepPlan, metric: str) -> float:
@@ -211,7 +210,7 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
         alpha=plan.alpha,
         mode=plan.mode,
         rung_by=plan.rung_by,
-        gpus=plan.resources.total().get("GPU", 0.0),
+        gpus=plan.gpus,
         unit=plan.planned_step or 1.0,
     )
 
@@ -247,7 +246,7 @@ def _create_mlflow_run(plan: SweepPlan, folder: Storage) -> None:
     options = {key: getattr(plan, key) for key in ("search", "scheduler", "seeds", "metric", "mode", *of_race)}
     options |= {"budget": plan.budget} if plan.budget else {}
     options |= {"rung_by": plan.rung_by} if plan.rung_by != "steps" else {}
-    planned = planned_cost(plan)._asdict() | {"gpus": plan.resources.total().get("GPU", 0.0)}
+    planned = planned_cost(plan)._asdict() | {"gpus": plan.gpus}
     with record_of(plan, folder) as record:
         record.open(
             plan.config.tracking.experiment,

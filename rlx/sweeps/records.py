@@ -79,6 +79,11 @@ class SweepPlan:
         return plan_resources(self.config)
 
     @property
+    def gpus(self) -> float:
+        """The GPUs of each trial, parts of one included."""
+        return self.resources.total().get("GPU", 0.0)
+
+    @property
     def tracking_uri(self) -> str:
         return preflight.tracking_uri(self.config.tracking, self.config.storage)
 

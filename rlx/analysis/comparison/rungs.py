@@ -20,6 +20,8 @@ from rlx.analysis.paired import deficits
 from rlx.analysis.statistics import SEED, Group
 from rlx.config.sweep import PROGRESS, Mode, RungUnit
 
+Curves = Mapping[Trial, "pd.Series[float]"]
+"""the metric of each trial by what it had taken, see `curve_by_amount`"""
 _UNITS: Mapping[RungUnit, str] = {"steps": "steps", "tokens": "tokens", "gpu-seconds": "GPU-seconds"}
 
 
@@ -37,34 +39,33 @@ class RungStanding(NamedTuple):
 
 def rung_standings(sweep: Sweep, groups: Sequence[Group], metric: str, mode: Mode) -> list[RungStanding]:
     """The settings at each rung that two of them have reached with the same two seeds at least, first rung first."""
+    curves = {trial: curve_by_amount(sweep, trial, metric) for trial in sweep.trials}
     if sweep.rung_by != "steps":
-        rungs = sorted({rung for trial in sweep.trials for rung in rungs_passed(curve_by_amount(sweep, trial, metric))})
-        return [standing for rung in rungs for standing in _at_amount(sweep, groups, metric, mode, rung)]
+        rungs = sorted(set[int]().union(*map(rungs_passed, curves.values())))
+        return [standing for rung in rungs for standing in _at_amount(groups, curves, mode, rung)]
     last = max((trial.last_step for trial in sweep.trials), default=0)
     steps = sorted({*sweep.rungs, *(trial.stopped_at for trial in sweep.trials if trial.stopped_at), last})
-    return [standing for step in steps for standing in _at(groups, metric, mode, step, last)]
+    return [standing for step in steps for standing in _at(groups, curves, mode, step, last)]
 
 
-def _at(groups: Sequence[Group], metric: str, mode: Mode, step: int, last: int) -> list[RungStanding]:
-    curves = {group: [trial.curve(metric) for trial in group.trials] for group in groups}
+def _at(groups: Sequence[Group], curves: Curves, mode: Mode, step: int, last: int) -> list[RungStanding]:
     out = [
         group
         for group in groups
         if step < last and all((trial.stopped_at or trial.last_step) <= step for trial in group.trials)
     ]
-    rows = {group: _by_seed(group, [curve.get(step, math.nan) for curve in curves[group]]) for group in groups}
+    rows = {group: _by_seed(group, [curves[trial].get(step, math.nan) for trial in group.trials]) for group in groups}
     return _standings(rows, out, mode, step)
 
 
-def _at_amount(sweep: Sweep, groups: Sequence[Group], metric: str, mode: Mode, rung: int) -> list[RungStanding]:
-    curves = {group: [curve_by_amount(sweep, trial, metric) for trial in group.trials] for group in groups}
+def _at_amount(groups: Sequence[Group], curves: Curves, mode: Mode, rung: int) -> list[RungStanding]:
     out = [
         group
         for group in groups
         if all(trial.was_stopped for trial in group.trials)
-        and max((max(rungs_passed(curve), default=0) for curve in curves[group]), default=0) <= rung
+        and all(max(rungs_passed(curves[trial]), default=0) <= rung for trial in group.trials)
     ]
-    rows = {group: _by_seed(group, [value_at(curve, rung) for curve in curves[group]]) for group in groups}
+    rows = {group: _by_seed(group, [value_at(curves[trial], rung) for trial in group.trials]) for group in groups}
     return _standings(rows, out, mode, rung)
 
 
