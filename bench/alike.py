@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import step
 import workload
 from rollout import requests
 
@@ -17,9 +16,16 @@ Prompts = list[list[tuple[int, ...]]]
 """the token ids of each step's prompts"""
 
 _RATE = ", tokens/s"
+RLX = f"rlx{_RATE}"
+"""the name of rlx's figure"""
+_GRPO: dict[str, Any] = {"algorithm.advantage": "grpo", "algorithm.kl_coef": 0.0, "model.reference": "none"}
+_PPO: dict[str, Any] = {
+    "algorithm.advantage": "gae",
+    "algorithm.kl_placement": "reward",
+    "model.critic": "separate",
+    "model.reference": "copy",
+}
 _ALIKE: dict[str, Any] = {
-    "algorithm.advantage": "grpo",
-    "algorithm.kl_coef": 0.0,
     "algorithm.policy_loss": "ppo",
     "algorithm.old_logprobs": "recomputed",
     "algorithm.filter_groups": False,
@@ -27,22 +33,26 @@ _ALIKE: dict[str, Any] = {
     "train.actor_lr": 0.0,
     "train.ema_decay": None,
     "model.lora_rank": 0,
-    "model.reference": "none",
     "rollout.max_staleness": 0,
     "rollout.num_chunks": 1,
     "reward.model": None,
 }
 
 
-def check(config: RunConfig, other: str) -> None:
-    """ConfigError for a config of which another library would not do the same work."""
+def check(config: RunConfig, other: str, has_ppo: bool = False) -> None:
+    """ConfigError for a config of which another library would not do the same work.
+
+    Args:
+        has_ppo: whether it does PPO with a critic and a reference, too, and not GRPO alone.
+    """
     from rlx.cluster.resources import plan_resources
 
     if config.rollout.num_engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
         one_each = config.rollout.num_engines == config.scaling.num_workers == 1
         hint = "; CUDA_VISIBLE_DEVICES=0 shows rlx one of them" if one_each else ""
         raise ConfigError(f"{other} is measured on one GPU at most: {plan_resources(config)} is more{hint}")
-    for key, wanted in _ALIKE.items():
+    estimator = _PPO if has_ppo and config.algorithm.advantage == "gae" else _GRPO
+    for key, wanted in (estimator | _ALIKE).items():
         section, name = key.split(".")
         if (given := getattr(getattr(config, section), name)) != wanted:
             raise ConfigError(f"{key} {given}: {other} does the same work only with {wanted}")
@@ -75,15 +85,13 @@ def texts(tokenizer: Any, prompts: Prompts) -> list[str]:
 
 
 def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
-    """Response tokens per second on policy, and one step ahead where engine and worker can work at the same time."""
-
+    """Response tokens per second of whole steps on policy."""
     now = workload.counted_steps(config, tables, "k0")[:-1]  # the last one has a checkpoint
-    figures = {f"rlx{_RATE}": tokens_per_s(config, now)}
-    if config.rollout.placement == "separate":
-        ahead = workload.counted_steps(step.ahead(config), tables, "k1")[:-1]
-        figures[f"rlx with k = 1{_RATE}"] = tokens_per_s(config, ahead)
     workload.processes().close()
-    figures["mean response, tokens"] = workload.median(now, "response/length_mean")
+    figures = {
+        RLX: tokens_per_s(config, now),
+        "mean response, tokens": workload.median(now, "response/length_mean"),
+    }
     workload.say(", ".join(f"{name} {value:,.0f}" for name, value in figures.items()))
     return figures
 

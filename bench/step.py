@@ -24,8 +24,6 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 
-_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
-
 Steps = Sequence[Mapping[str, Any]]
 """the metrics of a run's counted steps"""
 
@@ -82,7 +80,7 @@ def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str
 def parts(steps: Steps) -> dict[str, float]:
     """Medians of the parts of a step, in seconds and as shares of it."""
     whole = workload.median(steps, "time/step")
-    seconds = {part: workload.median(steps, f"time/{part}") for part in _PARTS}
+    seconds = {part: workload.median(steps, f"time/{part}") for part in workload.PARTS}
     return {"step with k = 0, s": whole} | {
         f"{name}{unit}": value / by
         for name, value in seconds.items()
@@ -93,7 +91,7 @@ def parts(steps: Steps) -> dict[str, float]:
 def compared(now: Steps, ahead: Steps) -> dict[str, float]:
     """What a step with k = 1 takes beside one with k = 0, and beside the parts of that."""
     step = workload.median(ahead, "time/step")
-    parts = {part: workload.median(now, f"time/{part}") for part in _PARTS}
+    parts = {part: workload.median(now, f"time/{part}") for part in workload.PARTS}
     trainer = sum(seconds for part, seconds in parts.items() if part != "rollout")
     return {
         "step with k = 1, s": step,

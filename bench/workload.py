@@ -27,6 +27,8 @@ _BEGUN = time.monotonic()
 UNTRAINED = "tiny-random"
 WARM = 2
 """first steps and rounds that are not counted"""
+PARTS = ("rollout", "reward", "logprobs", "update", "sync")
+"""of a step, whose seconds are metrics"""
 WALL = "time/wall"
 """seconds of a step of `counted_steps` from the last report to its own, whatever happened in between"""
 
@@ -245,7 +247,7 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
         reported.append(time.monotonic())
         own = {"time/step": metrics["time/step"] - metrics.get("time/eval", 0.0), WALL: reported[-1] - reported[-2]}
         steps.append(metrics | own)
-        seconds = ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", "rollout", "update"))
+        seconds = ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", *PARTS))
         say(f"{name}: step {metrics['step']} of {config.train.steps}: {seconds}")
 
     config = config.model_copy(update={"name": name})

@@ -34,25 +34,24 @@ class TokenTexts:
     def each(self, ids: Sequence[int]) -> list[str]:
         """The text of each token. Of tokens that share a character, the first has its text and the others have none."""
         known = self._texts
-        for token in set(ids) - known.keys():
+        for token in {token for token in ids if token not in known}:  # `- known.keys()` would look at all of them
             known[token] = self._decode([token])
         texts = [known[token] for token in ids]
         return self._joined(ids, texts) if any(_INCOMPLETE in text for text in texts) else texts
 
     def _joined(self, ids: Sequence[int], texts: Sequence[str]) -> list[str]:
-        result, start = list[str](), 0
-        while start < len(ids):
-            size = next((n for n in range(1, _LONGEST + 1) if self._is_whole(ids, texts, start, n)), 1)
-            text = texts[start] if size == 1 else self._decode(ids[start : start + size])
-            result += [text, *[""] * (size - 1)]
-            start += size
+        result, end = list(texts), 0
+        for start in [place for place, text in enumerate(texts) if _INCOMPLETE in text]:
+            if start >= end and (size := self._size(ids, start)) > 1:
+                result[start : start + size] = [self._decode(ids[start : start + size]), *[""] * (size - 1)]
+                end = start + size
         return result
 
-    def _is_whole(self, ids: Sequence[int], texts: Sequence[str], start: int, size: int) -> bool:
-        """Whether the text of so many tokens has no part of a character."""
-        if size == 1:
-            return _INCOMPLETE not in texts[start]
-        return start + size <= len(ids) and _INCOMPLETE not in self._decode(ids[start : start + size])
+    def _size(self, ids: Sequence[int], start: int) -> int:
+        """How many tokens from here on have whole characters together; 1 if none have."""
+        most = min(_LONGEST, len(ids) - start)
+        sizes = range(2, most + 1)
+        return next((n for n in sizes if _INCOMPLETE not in self._decode(ids[start : start + n])), 1)
 
     def _decode(self, ids: Sequence[int]) -> str:
         text = self.whole([self._anchor, *ids])

@@ -57,9 +57,9 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         with timer("rollout"):
             collector.wait_for_pending(trainer.step)
         trainer.step += 1
-        collector.keep(trainer.step, selection, experience)
         with timer("sync"):
             collector.push_weights(trainer.step)  # 8
+        collector.keep(trainer.step, selection, experience)
         metrics, samples = evaluate(trainer, collector)
         metrics |= summarize(trainer, collector.queue, selection, experience, sums | kl_sums, timer.metrics())  # 9
         metrics |= collector.observe(selection, trainer.device)
