@@ -124,6 +124,13 @@ def test_hyperband_halves_at_planned_steps_worth_of_tokens() -> None:
     assert said == ["CONTINUE", "CONTINUE", "PAUSE"]
 
 
+def test_hyperband_waits_for_nobody_at_the_end() -> None:
+    """Five settings of one bracket: who draws so much that it is past the end of the plan goes on to its last step."""
+    reports = [(number, (step, step * 10.0 * (number + 1), 0.1)) for step in range(2, 16, 2) for number in range(5)]
+    schedule = by("tokens", settings=5, unit=10.0)
+    assert decided("hyperband", schedule, reports, "tokens/total") == ["CONTINUE"] * len(reports)
+
+
 @pytest.mark.parametrize("name", ["asha", "median"])
 def test_a_resume_decides_the_same_again(name: SchedulerName, tmp_path: Path) -> None:
     """What was recorded of trials and is given again, amounts included, leads to the same decisions."""

@@ -33,7 +33,12 @@ def _hyperband(schedule: Schedule) -> TrialScheduler:
 
     How many brackets there are follows from the longest time, so they count planned steps (`Schedule.unit`).
     """
-    hyperband = HyperBandScheduler(time_attr=schedule.rung_by, max_t=schedule.steps + 1, reduction_factor=2)
+    hyperband = HyperBandScheduler(
+        time_attr=schedule.rung_by,
+        max_t=schedule.steps + 1,
+        reduction_factor=2,
+        stop_last_trials=False,  # nobody ends for having taken much: who is dear would wait for the others for ever
+    )
     return AsOne(hyperband, schedule)
 
 
