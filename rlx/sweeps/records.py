@@ -1,17 +1,18 @@
-"""What a sweep keeps in its folder: its plan, and one record per trial.
+"""What a sweep keeps in its folder: its plan, one record per trial, and what its scheduler was told.
 
 A resume reads nothing else. Left out: the runs of the trials, which have folders of their own.
 """
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, ValidationError
 
@@ -34,6 +35,7 @@ from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import TrackingService
 
 PLAN_FILE = "sweep.json"
+TOLD_FILE = "told.jsonl"
 DEFAULTS = 2
 """the defaults of this rlx; 1: those of before it had a default experiment, which every model got"""
 
@@ -153,8 +155,16 @@ def resuming(plan: SweepPlan) -> str:
     return f"rlx.resume_tuner({plan.name!r}{place})"
 
 
+ToldName = Literal["add", "result", "complete", "remove", "error"]
+Told = tuple[ToldName, str, dict[str, float]]
+"""what a scheduler was told: Tune's name for it (on_trial_add and so on), the trial's name, and its report if any"""
+_TOLD = TypeAdapter(Told)
+
+
 class TrialRecords:
-    """The records of a sweep's trials, one file each. Only the driver writes them.
+    """The records of a sweep's trials, one file each, and what its scheduler was told, a line each.
+
+    Only the driver writes them.
 
     A thread writes the files, so that a slow storage does not hold up the sweep; `flush` waits for it.
     """
@@ -162,7 +172,8 @@ class TrialRecords:
     def __init__(self, sweep: Storage) -> None:
         self.sweep, self.folder = sweep, sweep / "trials"
         self._written: dict[str, TrialRecord] = {}  # read or written, the newest of each trial
-        self._waiting: dict[str, TrialRecord] = {}  # for the thread
+        self._calls: list[str] = []  # lines of what the scheduler was told
+        self._waiting: dict[str, Callable[[], str]] = {}  # for the thread: what makes the content of each file
         self._lock, self._thread = threading.Lock(), ThreadPoolExecutor(1, "trial-records")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,9 +203,27 @@ class TrialRecords:
 
     def write(self, name: str, record: TrialRecord) -> None:
         """Replaces a record; its file follows."""
-        with self._lock:
-            self._written[name] = self._waiting[name] = record
-        self._thread.submit(self._write_waiting)
+        self._written[name] = record
+        self._later(f"trials/{name}.json", record.model_dump_json)
+
+    def note(self, call: Told) -> None:
+        """Adds to `calls`, which were read before; the file follows, before any record that is written later."""
+        self._calls.append(json.dumps(call))
+        self._later(TOLD_FILE, lambda: "\n".join(self._calls))
+
+    def calls(self) -> list[Told]:
+        """Returns what the scheduler was told, in order.
+
+        Raises:
+            ConfigError: the file is not what rlx wrote.
+        """
+        self.flush()
+        file = self.sweep / TOLD_FILE
+        try:
+            self._calls = retry(file.read_text, f"reading {file.path}").splitlines() if file.exists() else []
+            return [_TOLD.validate_json(line) for line in self._calls]
+        except ValueError:
+            raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
 
     def flush(self) -> None:
         """Waits until the files are written.
@@ -210,13 +239,18 @@ class TrialRecords:
         names = [name.removesuffix(".json") for name in self.folder.names() if name.endswith(".json")]
         return {name: self.read(name) for name in names}
 
+    def _later(self, file: str, content: Callable[[], str]) -> None:
+        with self._lock:
+            self._waiting[file] = content
+        self._thread.submit(self._write_waiting)
+
     def _write_waiting(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         try:
-            for name in list(waiting):
-                file = self.folder / f"{name}.json"
-                retry(partial(file.write_text, waiting[name].model_dump_json()), f"writing {file.path}")
+            for name in sorted(waiting, key=lambda name: name != TOLD_FILE):  # no record says more than it
+                file = self.sweep / name
+                retry(partial(file.write_text, waiting[name]()), f"writing {file.path}")
                 del waiting[name]
         finally:  # those that are left are written with the next record
             with self._lock:

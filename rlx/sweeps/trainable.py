@@ -34,11 +34,10 @@ from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import POINTER, exists, saved_config, write
 from rlx.runs.train_run import RunError, RunLostError, RunStopped
 from rlx.storage.addresses import join_address
-from rlx.storage.checkpoint_catalog import checkpoint_name
+from rlx.storage.checkpoint_catalog import checkpoint_name, complete_checkpoints
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import Signer
 from rlx.sweeps.records import SweepPlan, TrialRecord
-from rlx.sweeps.schedulers.by_name import REPLAYING
 from rlx.tracking.base import TrackingService
 from rlx.types import OnReport
 
@@ -88,7 +87,7 @@ class PPOTrial(tune.Trainable):
     thread: RunThread | None  # of the run that it does now
     start: str  # path of the checkpoint that it starts from, "" if it begins or continues by itself
     checkpoint: str  # path of its newest complete one, "" if there is none
-    replayed: list[dict[str, Any]]  # reports of before a resume, which Tune is still to be given
+    repeated: list[dict[str, Any]]  # its newest report of before a resume, until Tune is given it again
     seen: int  # the step that Tune was given last, -1 before the first
     unsaved: dict[str, dict[str, Any]]  # what Tune was told of the steps since it last saved, by checkpoint name
 
@@ -104,8 +103,8 @@ class PPOTrial(tune.Trainable):
 
     def step(self) -> dict[str, Any]:
         """Waits for the next step of the run; the last one is `done`."""
-        if self.replayed:
-            return self.replayed.pop(0)
+        if self.repeated:  # the scheduler may end or pause it before its run starts
+            return self.repeated.pop()
         if self.thread:
             self.processes.release(self.seen)  # Tune has decided that it goes on
         else:
@@ -130,7 +129,7 @@ class PPOTrial(tune.Trainable):
     def load_checkpoint(self, checkpoint: str) -> None:
         """Continues from a checkpoint, of this trial or of another one, from now on."""
         self._end()
-        self.replayed = []
+        self.repeated = []
         self.start = self.checkpoint = str(json.loads(Path(checkpoint, POINTER).read_text())["path"])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -147,13 +146,15 @@ class PPOTrial(tune.Trainable):
     def _begin(self) -> None:
         self.thread, self.start, self.checkpoint, self.seen, self.unsaved = None, "", "", -1, {}
         self.record = self.shared.known.get(self.trial_name) or TrialRecord(settings=self.config)
-        reports = self.record.reports if self.plan.scheduler in REPLAYING else []
-        self.replayed = [
+        self.repeated = [
             {PROGRESS[self.plan.rung_by]: self.record.progress.get(step, 0.0), "step": step, self.plan.metric: value}
-            for step, value in reports
+            for step, value in self.record.reports[-1:]
+            if step < self.plan.config.train.steps  # the last one comes from the run: nothing is decided there
         ]
-        if self.record.is_over:
-            self.replayed = [*self.replayed[:-1], {"step": self.record.step, **dict(*self.replayed[-1:]), "done": True}]
+        if self.repeated:  # if it pauses or ends here, Tune is to have a checkpoint of it
+            sweep = self.storage / "sweeps" / self.plan.name
+            run = sweep / "runs" / newest_attempt(sweep, self.trial_name)
+            self.checkpoint = next((each.folder.path for each in reversed(complete_checkpoints(run))), "")
 
     def _end(self) -> None:
         if self.thread:

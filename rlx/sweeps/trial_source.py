@@ -1,8 +1,9 @@
 """Gives Ray Tune the trials of a sweep, and records each one before it starts.
 
-On a resume Tune starts without state: it gets the same settings in the same order, and searches and schedulers get the
-earlier reports of the trials again. This needs nothing but the records.
-Left out: how settings are chosen (`searchers`), and running the trials (`tuner`, `trainable`).
+On a resume Tune starts without state: it gets the trials that are not over, in the same order, and searches get the
+values of those that are. This needs nothing but the records.
+Left out: how settings are chosen (`searchers`), running the trials (`tuner`, `trainable`), and what schedulers are told
+again (`schedulers`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ class TrialOptions:
     count: int  # settings to try
     seeds: Sequence[int] = ()  # of the runs of each setting; none: the sweep does not set the seed
     limit: Callable[[int], int] | None = None  # (trials not over) -> how many may run at once; None: Tune decides
-    replays: bool = False  # give Tune again the trials that are over
     pausing: bool = False  # a trial may be paused, and continue in the process of another
     metric: str = DEFAULT_METRIC  # by which trials are compared
     mode: Mode = MODE
@@ -117,7 +117,7 @@ class TrialSource(Searcher):
         while (settings := self._seeded.settings_of(self._next_number)) is not None:
             number, self._next_number = self._next_number, self._next_number + 1
             record = self._known.get(trial_name(number))
-            if record and record.is_over and (not self._options.replays or record.state is TrialState.FAILED):
+            if record and record.is_over:
                 failed = record.state is TrialState.FAILED or not record.reports
                 self._seeded.tell(number, None if failed else self._sign * record.reports[-1][1])
                 continue

@@ -33,7 +33,7 @@ from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.plans import record_of, reopen_record, schedule_of
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, resuming
 from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
-from rlx.sweeps.schedulers.by_name import REPLAYING, SCHEDULERS
+from rlx.sweeps.schedulers.by_name import SCHEDULERS
 from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.schedulers.racing import RaceScheduler
 from rlx.sweeps.space import Space, extremes, load_space
@@ -160,7 +160,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
     _check_settings(known, space, folder)
     models = models_of(plan, space)
     shared, room = replace(shared_inputs(plan, space, models), known=known), Room(plan, models)
-    schedule = schedule_of(plan, space, known)
+    schedule = replace(schedule_of(plan, space, known), records=records)
     scheduler = SCHEDULERS[plan.scheduler](schedule)
     race = scheduler.race if isinstance(scheduler, RaceScheduler) else None
     source = _trial_source(plan, records, space, known, _options(plan, room, race))
@@ -274,7 +274,6 @@ def _options(plan: SweepPlan, room: Room, race: Race | None) -> TrialOptions:
         count=plan.trials,
         seeds=[seed + i for i in range(plan.seeds)] if plan.seeds > 1 else [],
         limit=None if plan.scheduler in PAUSING else room.trials,
-        replays=plan.scheduler in REPLAYING,
         pausing=plan.scheduler in PAUSING,
         metric=plan.metric,
         mode=plan.mode,

@@ -17,7 +17,7 @@ from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.records import TrialRecord, TrialRecords, trial_name
-from rlx.sweeps.schedulers.by_name import REPLAYING, SCHEDULERS
+from rlx.sweeps.schedulers.by_name import SCHEDULERS
 from rlx.sweeps.schedulers.racing import RaceScheduler
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.searchers import ListSearch
@@ -69,7 +69,7 @@ def run(
     known = {trial_name(i): TrialRecord(settings={}, reports=reports) for i in range(len(listed))}
     scheduler = SCHEDULERS[name](replace(schedule, known=known, settings=len(listed)))
     race = scheduler.race if isinstance(scheduler, RaceScheduler) else None
-    options = TrialOptions(len(listed), seeds, replays=name in REPLAYING, pausing=name in PAUSING, race=race)
+    options = TrialOptions(len(listed), seeds, pausing=name in PAUSING, race=race)
     trials = TrialSource(ListSearch(listed), {}, TrialRecords(open_storage(str(folder))), options)
     tuner = tune.Tuner(
         trainable(),
@@ -109,7 +109,7 @@ def test_the_first_rung_is_the_first_evaluation_that_training_can_have_changed()
 @pytest.mark.parametrize(("steps", "every"), [(8, 2), (40, 10), (7, 2), (1, 1), (8, 0), (100, 3)])
 def test_the_rungs_are_those_of_ray_but_for_the_last_step(steps: int, every: int) -> None:
     schedule = sweep(steps, every)
-    (bracket,) = SCHEDULERS["asha"](schedule).inner._brackets  # type: ignore[attr-defined]
+    (bracket,) = SCHEDULERS["asha"](schedule).inner.inner._brackets  # type: ignore[attr-defined]
     assert schedule.rungs == sorted(step for step, _ in bracket._rungs if step < steps)
 
 

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from rlx.runs.mailbox import CHECKPOINT_PATH
-from rlx.sweeps.trainable import PPOTrial
+from rlx.storage.checkpoint_catalog import Manifest, checkpoint_name, commit
+from rlx.storage.filesystem import Storage
+from rlx.sweeps.records import SweepPlan, TrialRecord
+from rlx.sweeps.trainable import PPOTrial, SharedInputs
 
 
 class Steps:
@@ -23,11 +26,25 @@ class Trial(PPOTrial):
 
     def setup(self, config: dict[str, Any]) -> None:  # type: ignore[override]
         self.thread, self.start, self.checkpoint, self.seen, self.unsaved = config["run"], "", "", -1, {}
-        self.replayed: list[dict[str, Any]] = []
+        self.repeated: list[dict[str, Any]] = []
         self.processes = self
 
     def release(self, step: int) -> None:
         pass
+
+    def cleanup(self) -> None:
+        pass
+
+
+class Continued(PPOTrial):
+    """A trial of before a resume, whose run is not needed."""
+
+    trial_name = "trial_00000"
+
+    def setup(self, config: dict[str, Any]) -> None:  # type: ignore[override]
+        self.plan, self.storage = config["plan"], config["storage"]
+        self.shared = SharedInputs([], None, known=config["known"])
+        self._begin()
 
     def cleanup(self) -> None:
         pass
@@ -55,3 +72,30 @@ def test_a_trial_that_starts_from_another_is_saved_as_tune_does(tmp_path: Path) 
     trial.train()
     trial.checkpoint = "/runs/trial_00001/step_000004"  # of the other one, as `load_checkpoint` has left it
     assert trial.save(str(tmp_path)).metrics["step"] == 8
+
+
+def test_a_trial_that_goes_on_repeats_its_newest_report_before_its_run_starts(tmp_path: Path) -> None:
+    """It may be paused there: then Tune has its newest checkpoint, and the report does not come again."""
+    plan = SweepPlan("s", {"train": {"steps": 8}}, "space.py", rung_by="tokens")
+    record = TrialRecord(settings={}, reports=[(2, 0.25), (4, 0.5)], progress={2: 10.0, 4: 20.0})
+    run = Storage.local(tmp_path / "sweeps" / "s" / "runs" / "trial_00000")
+    parts = ("metrics", "kl", "scores", "cursor", "evaluation", "config", "files")
+    empty: dict[str, Any] = {key: {} for key in parts}
+    for step in (2, 4):
+        manifest = Manifest(rlx="0", step=step, ranks=1, tokens=0, mlflow_run_id=None, **empty)
+        commit(run / checkpoint_name(step), manifest)
+    trial = Continued({"plan": plan, "storage": Storage.local(tmp_path), "known": {"trial_00000": record}})
+    told = trial.train()
+    assert (told["step"], told["tokens/total"], told["eval/accuracy"], trial.thread) == (4, 20.0, 0.5, None)
+    trial.save(str(tmp_path / "saved"))
+    assert json.loads((tmp_path / "saved" / "pointer.json").read_text())["path"] == f"{run.path}/step_000004"
+    trial.reset_config(trial.config)
+    trial.load_checkpoint(str(tmp_path / "saved"))
+    assert (trial.repeated, trial.start) == ([], f"{run.path}/step_000004")
+
+
+def test_a_trial_that_had_reported_its_last_step_hears_it_from_its_run(tmp_path: Path) -> None:
+    plan = SweepPlan("s", {"train": {"steps": 8}}, "space.py")
+    record = TrialRecord(settings={}, reports=[(4, 0.5), (8, 0.5)])
+    trial = Continued({"plan": plan, "storage": Storage.local(tmp_path), "known": {"trial_00000": record}})
+    assert trial.repeated == []

@@ -313,12 +313,6 @@ def test_what_is_over_is_not_given_again(folder: Storage) -> None:
     assert list(named(all_of(trials(folder)))) == ["trial_00002"]
 
 
-def test_a_scheduler_is_shown_again_what_is_over_but_not_what_failed(folder: Storage) -> None:
-    after(folder, trial_00000=FINISHED, trial_00001=FAILED, trial_00002=STOPPED)
-    assert list(named(all_of(trials(folder, replays=True)))) == ["trial_00000", "trial_00002"]
-    assert all_of(trials(folder, replays=False)) == []
-
-
 def test_settings_that_were_changed_on_the_way_are_kept(folder: Storage) -> None:
     after(folder, trial_00001={"settings": {"train.ppo_epochs": 99}})
     assert named(all_of(trials(folder)))["trial_00001"] == {"train.ppo_epochs": 99}

@@ -10,14 +10,12 @@ Left out: what is decided (Ray), and which of Ray's schedulers there are (`by_na
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import ASHAScheduler, TrialScheduler
+from ray.tune.schedulers import TrialScheduler
 
-from rlx.sweeps.records import TrialState
 from rlx.sweeps.schedulers.schedule import TIME, Schedule
 
 _STATUS = {
@@ -33,17 +31,14 @@ class SettingTrial:
 
     is_saving = False  # HyperBand asks for it
 
-    def __init__(self, number: int, schedule: Schedule, failed: Iterable[str]) -> None:
+    def __init__(self, number: int, schedule: Schedule) -> None:
         self.trial_id = f"setting_{number:05d}"
         self.status = Trial.RUNNING  # what its trials are to do
         self.is_known = False  # to the scheduler
         self.judged = -1  # the last step of which the scheduler was told
-        self._seeds, self._time, self._failed = schedule.seeds, schedule.rung_by, set(failed)
-        known = [record for name, record in schedule.known.items() if schedule.setting_of(name) == number]
-        lasted = [record.step for record in known if record.state is not TrialState.FAILED]
-        # Before a resume it was told to go on at each step before this one: whoever was stopped has reported no more.
-        self.settled = min(lasted) if lasted and len(known) >= schedule.seeds else -1
+        self._seeds, self._time = schedule.seeds, schedule.rung_by
         self._ended: set[str] = set()  # names of trials
+        self._failed: set[str] = set()
         self._values: dict[int, dict[str, tuple[float, float]]] = {}  # amount and metric, by step and name
 
     def begin(self, trial: str) -> None:
@@ -84,7 +79,7 @@ class AsOne(TrialScheduler):
             inner: its `time_attr` is `schedule.rung_by`.
         """
         super().__init__()
-        self.inner, self.schedule = inner, schedule
+        self.inner, self.schedule, self._shown = inner, schedule, _Settings(self)
         self._settings: dict[int, SettingTrial] = {}
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
@@ -96,19 +91,17 @@ class AsOne(TrialScheduler):
         setting.begin(str(trial))
         if not setting.is_known and setting.status != Trial.TERMINATED:
             setting.is_known = True
-            self.inner.on_trial_add(tune_controller, setting)
+            self.inner.on_trial_add(self._shown, setting)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         setting = self._setting(trial)
         if self.schedule.is_evaluation(result):
             setting.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
             if (report := setting.new_report(self.metric)) and setting.status == Trial.RUNNING:
-                decision = self.inner.on_trial_result(_Settings(self, tune_controller), setting, report)
-                if isinstance(self.inner, ASHAScheduler) and setting.judged < setting.settled:
-                    decision = TrialScheduler.CONTINUE  # its reports are replayed in another order than they came in
+                decision = self.inner.on_trial_result(self._shown, setting, report)
                 setting.status = _STATUS[decision]
                 if decision == TrialScheduler.STOP:
-                    self.finish(tune_controller, setting, report)
+                    self.finish(setting, report)
         return _ACTION[setting.status]
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
@@ -116,21 +109,21 @@ class AsOne(TrialScheduler):
         setting = self._setting(trial)
         if self.metric in result and self.schedule.is_evaluation(result):
             setting.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
-        self._end(tune_controller, trial)
+        self._end(trial)
 
     def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
-        self._end(tune_controller, trial)
+        self._end(trial)
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
         """The setting goes on with its other seeds; Tune adds a trial anew that it tries again."""
-        self._end(tune_controller, trial, failed=True)
+        self._end(trial, failed=True)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
         """Ends paused trials of settings that were stopped, too: only here can that be done at any time."""
         for trial in [each for each in tune_controller.get_trials() if each.status == Trial.PAUSED]:
             if self._setting(trial).status == Trial.TERMINATED:
                 tune_controller.stop_trial(trial)
-        if chosen := self.inner.choose_trial_to_run(_Settings(self, tune_controller)):
+        while chosen := self.inner.choose_trial_to_run(self._shown):
             chosen.status = Trial.RUNNING
         trials = tune_controller.get_trials()
         pending = [trial for trial in trials if trial.status == Trial.PENDING]
@@ -142,34 +135,30 @@ class AsOne(TrialScheduler):
 
     def _setting(self, trial: Trial) -> SettingTrial:
         number = self.schedule.setting_of(str(trial))
-        if number not in self._settings:
-            failed = [name for name, record in self.schedule.known.items() if record.state is TrialState.FAILED]
-            own = [name for name in failed if self.schedule.setting_of(name) == number]
-            self._settings[number] = SettingTrial(number, self.schedule, own)
-        return self._settings[number]
+        return self._settings.setdefault(number, SettingTrial(number, self.schedule))
 
-    def _end(self, tune_controller: Any, trial: Trial, *, failed: bool = False) -> None:
+    def _end(self, trial: Trial, *, failed: bool = False) -> None:
         setting = self._setting(trial)
         setting.end(str(trial), failed=failed)
         if setting.is_over:
-            self.finish(tune_controller, setting, setting.new_report(self.metric))
+            self.finish(setting, setting.new_report(self.metric))
 
-    def finish(self, tune_controller: Any, setting: SettingTrial, report: dict[str, Any] | None) -> None:
+    def finish(self, setting: SettingTrial, report: dict[str, Any] | None) -> None:
         """Tells the scheduler once that a setting is over."""
         if not setting.is_known:
             return
-        setting.is_known, shown = False, _Settings(self, tune_controller)
+        setting.is_known = False
         if report:
-            self.inner.on_trial_complete(shown, setting, report)
+            self.inner.on_trial_complete(self._shown, setting, report)
         else:
-            self.inner.on_trial_remove(shown, setting)
+            self.inner.on_trial_remove(self._shown, setting)
 
 
 class _Settings:
     """What Ray's schedulers see of Tune: settings instead of trials."""
 
-    def __init__(self, scheduler: AsOne, tune_controller: Any) -> None:
-        self._scheduler, self._tune_controller = scheduler, tune_controller
+    def __init__(self, scheduler: AsOne) -> None:
+        self._scheduler = scheduler
 
     def get_trials(self) -> list[SettingTrial]:
         return []  # no setting starts or waits by itself
@@ -177,4 +166,4 @@ class _Settings:
     def stop_trial(self, setting: SettingTrial) -> None:
         """Stops a setting that is paused: its trials end when they are looked at next."""
         setting.status = Trial.TERMINATED
-        self._scheduler.finish(self._tune_controller, setting, None)
+        self._scheduler.finish(setting, None)

@@ -12,6 +12,7 @@ from rlx.sweeps.schedulers.as_one import AsOne
 from rlx.sweeps.schedulers.doubling import DoublingRungs
 from rlx.sweeps.schedulers.population import ResumablePopulation
 from rlx.sweeps.schedulers.racing import RaceScheduler
+from rlx.sweeps.schedulers.remembering import Remembering
 from rlx.sweeps.schedulers.schedule import Schedule
 
 
@@ -19,13 +20,18 @@ def _fifo(schedule: Schedule) -> TrialScheduler:
     return FIFOScheduler()
 
 
+def _of_settings(inner: TrialScheduler, schedule: Schedule) -> TrialScheduler:
+    """One of Ray's schedulers as rlx uses it: it judges settings, and knows on a resume what it knew before."""
+    return Remembering(AsOne(inner, schedule), schedule)
+
+
 def _asha(schedule: Schedule) -> TrialScheduler:
     """Stops the worse half at each rung (Li et al. 2020); the first rung comes after the first evaluation."""
     unit = schedule.rung_by
     if unit != "steps":
-        return AsOne(DoublingRungs(unit), schedule)
+        return _of_settings(DoublingRungs(unit), schedule)
     asha = ASHAScheduler(time_attr=unit, max_t=schedule.steps + 1, grace_period=schedule.first_rung, reduction_factor=2)
-    return AsOne(asha, schedule)
+    return _of_settings(asha, schedule)
 
 
 def _hyperband(schedule: Schedule) -> TrialScheduler:
@@ -33,8 +39,13 @@ def _hyperband(schedule: Schedule) -> TrialScheduler:
 
     How many brackets there are follows from the longest time, so they count planned steps (`Schedule.unit`).
     """
-    hyperband = HyperBandScheduler(time_attr=schedule.rung_by, max_t=schedule.steps + 1, reduction_factor=2)
-    return AsOne(hyperband, schedule)
+    hyperband = HyperBandScheduler(
+        time_attr=schedule.rung_by,
+        max_t=schedule.steps + 1,
+        reduction_factor=2,
+        stop_last_trials=False,  # nobody ends for having taken much: who is dear would wait for the others for ever
+    )
+    return _of_settings(hyperband, schedule)
 
 
 def _median(schedule: Schedule) -> TrialScheduler:
@@ -45,7 +56,7 @@ def _median(schedule: Schedule) -> TrialScheduler:
         min_samples_required=3,
         min_time_slice=math.inf,  # otherwise it pauses a trial at each step until there are three others
     )
-    return AsOne(median, schedule)
+    return _of_settings(median, schedule)
 
 
 def _pbt(schedule: Schedule) -> TrialScheduler:
@@ -67,5 +78,3 @@ SCHEDULERS: dict[SchedulerName, Callable[[Schedule], TrialScheduler]] = {
     "pbt": _pbt,
     "race": _race,
 }
-REPLAYING = ("asha", "hyperband", "median")
-"""schedulers that get the earlier reports of the trials again when a sweep is resumed"""

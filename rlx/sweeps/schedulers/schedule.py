@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx.config.sweep import DEFAULT_ALPHA, PROGRESS, Mode, RungUnit
-from rlx.sweeps.records import TrialRecord, number_of, place_of, trial_number
+from rlx.sweeps.records import TrialRecord, TrialRecords, number_of, place_of, trial_number
 from rlx.sweeps.space import MODE, Space
 
 TIME = "step"
@@ -22,6 +22,7 @@ class Schedule:
     eval_every: int  # steps between evaluations; 0: only after the last step
     space: Space
     known: Mapping[str, TrialRecord] = field(default_factory=dict)  # by trial name, of before a resume
+    records: TrialRecords | None = None  # where what schedulers are told is noted; None: nowhere
     settings: int = 1
     seeds: int = 1  # of each setting
     max_seeds: int = 1  # which a race may add up to
