@@ -108,8 +108,8 @@ PPO: dict[str, Any] = {
 """rlx's settings with --ppo"""
 _NUMBER = re.compile(r"(\S+):(?:np\.\w+\()?(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)")
 _LOST = ("EngineDeadError", "hit an exception", "Error executing job")
-_WIDER = 4
-"""times the tokens of a micro-batch where no gradients are kept"""
+_WIDER = 2
+"""times the tokens of a micro-batch where no gradients are kept; with 4 it runs out of 80 GiB"""
 _PATIENCE_S = 5.0
 """for the rest of its words after one of these, after which it would wait for ever"""
 

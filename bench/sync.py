@@ -74,6 +74,7 @@ def config_of(path: str, on_gpu: bool, placement: str, transport: str, storage: 
     return from_tree(
         {
             "storage": storage,
+            "algorithm": {"advantage": "grpo"},  # without a critic
             "model": {"path": path, "dtype": "bfloat16" if on_gpu else "float32"},
             "data": {"max_prompt_tokens": 64},
             "rollout": {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import against_trl
 import against_verl
+import alike
 import bare
 import psutil
 import pytest
@@ -157,6 +158,32 @@ def test_verl_is_given_the_same_work() -> None:
     assert given["actor_rollout_ref.rollout.max_model_len"] == 128 + 256
 
 
+def test_verl_is_given_ppo() -> None:
+    config = from_tree(with_overrides({}, workload.GPU | workload.gpu_shares(1) | against_verl.PPO))
+    alike.check(config, "veRL", has_ppo=True)
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage gae: TRL does the same work only with grpo"):
+        alike.check(config, "TRL")
+    given = against_verl.overrides(config)
+    assert given["algorithm.adv_estimator"] == "gae" and given["algorithm.kl_ctrl.kl_coef"] == 0.05
+    assert given["actor_rollout_ref.actor.ppo_epochs"] == 2 and given["critic.ppo_max_token_len_per_gpu"] == 16_384
+    assert given["critic.optim.lr"] == config.train.critic_lr
+
+
+def test_critics_of_verl_are_computed_as_its_policies_but_for_their_heads() -> None:
+    config = from_tree(with_overrides({}, workload.GPU))
+    given = against_verl.models(config, "packed, liger")
+    assert given["+critic.model.override_config.attn_implementation"] == "verl_varlen"
+    assert given["actor_rollout_ref.model.fused_kernel_options.impl_backend"] == "triton"
+    assert given["critic.model.use_liger"] and "critic.model.fused_kernel_options.impl_backend" not in given
+
+
+def test_rlx_is_compared_with_verls_fastest_way() -> None:
+    slow, fast = ([{"tokens/s": rate, "response_length/mean": 256.0, "timing_s/gen": 2.0}] for rate in (50.0, 100.0))
+    before, after = {alike.RLX: 210.0}, {alike.RLX: 190.0}
+    figures = against_verl.compared(before, after, {"padded": slow, "packed": fast})
+    assert figures["rlx / veRL, packed"] == 2.0 and figures["veRL, gen, s"] == 2.0
+
+
 def test_verls_steps_are_read_from_what_it_prints() -> None:
     line = (
         "(TaskRunner pid=7) step:3 - response_length/mean:np.float64(256.0) - timing_s/gen:2.5 - timing_s/step:8.0e+00"
@@ -193,7 +220,7 @@ time.sleep(600)
 
     def steps(count: int) -> list[dict[str, float]]:
         run = config.model_copy(update={"train": config.train.model_copy(update={"steps": count})})
-        return against_verl.by_verl(run, small_tokenizer, prompts, str(tmp_path), tmp_path / "out")
+        return against_verl.by_verl(run, small_tokenizer, prompts, str(tmp_path), tmp_path / "out", "packed, liger")
 
     def is_left() -> bool:
         """Killed processes take a moment to end."""
@@ -208,10 +235,10 @@ time.sleep(600)
 
     assert [step["tokens/s"] for step in steps(3)] == [8 * 4 / 3]
     assert not is_left()
-    with pytest.raises(RuntimeError, match=r"veRL ended after 2 of 4 steps; .*verl\.log"):
+    with pytest.raises(RuntimeError, match=r"veRL, packed, liger, ended after 2 of 4 steps; .*verl-packed-liger\.log"):
         steps(4)
     assert not is_left()
-    assert "EngineDeadError\nand why" in (tmp_path / "out" / "verl.log").read_text()
+    assert "EngineDeadError\nand why" in (tmp_path / "out" / "verl-packed-liger.log").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
