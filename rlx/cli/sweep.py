@@ -104,7 +104,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "--rung-by",
         choices=get_args(RungUnit),
         default="steps",
-        help="with asha, hyperband, median: compare trials at equal steps, tokens or GPU-seconds (default: steps)",
+        help="with asha, median: compare trials at equal steps, tokens or GPU-seconds (default: steps)",
     )
     parser.add_argument("--max-seeds", metavar="K", type=int, help="with --scheduler race: add seeds up to K")
     parser.add_argument(

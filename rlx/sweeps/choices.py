@@ -26,6 +26,7 @@ PAUSING: tuple[SchedulerName, ...] = ("hyperband", "pbt", "race")
 """schedulers that pause trials, so that all trials must exist from the start; each gets its newest checkpoint"""
 _IN_STEPS: Mapping[SchedulerName, str] = {
     "none": "stops no trial",
+    "hyperband": "has its settings wait for one another at equal steps",
     "pbt": "hands over checkpoints at equal steps",
     "race": "pairs seeds at equal steps",
 }

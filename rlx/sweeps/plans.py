@@ -77,8 +77,6 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
         plan = _with_population(plan, space)
     if plan.scheduler == "race":
         plan = _with_checkpoints_at_rungs(plan, space)
-    if plan.scheduler == "hyperband" and plan.rung_by != "steps" and plan.planned_step is None:
-        plan = replace(plan, planned_step=_planned_step(plan))
     search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed)
     if not isinstance(search, searchers.ListSearch):
         return _within_budget(plan, plan.trials)
@@ -109,25 +107,6 @@ def planned_cost(plan: SweepPlan) -> Cost:
     completions = train.prompts_per_step * train.samples_per_prompt
     run = run_cost(train.steps, completions, plan.config.rollout.max_tokens, plan.gpus, seconds)
     return run.times(plan.trials * (plan.max_seeds or plan.seeds))
-
-
-def _planned_step(plan: SweepPlan) -> float:
-    """Returns the tokens or GPU-seconds that a step takes, as the newest run of the kind tells; or tokens at most.
-
-    Raises:
-        ConfigError: GPU-seconds, and there is no such run.
-    """
-    if plan.rung_by == "tokens":
-        train = plan.config.train
-        length = _newest(plan, "response/length_mean")
-        most = plan.config.rollout.max_tokens if math.isnan(length) else length
-        return train.prompts_per_step * train.samples_per_prompt * most
-    if math.isnan(seconds := _newest(plan, "time/step")):
-        raise ConfigError(
-            f"--rung-by gpu-seconds: --scheduler {plan.scheduler} must know how long a step takes, and no run of this "
-            "model has told yet; asha and median need not"
-        )
-    return seconds * plan.gpus
 
 
 def _newest(plan: SweepPlan, metric: str) -> float:
@@ -211,7 +190,6 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
         mode=plan.mode,
         rung_by=plan.rung_by,
         gpus=plan.gpus,
-        unit=plan.planned_step or 1.0,
     )
 
 

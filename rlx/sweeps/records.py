@@ -68,7 +68,6 @@ class SweepPlan:
     mode: Mode = "max"
     budget: str | None = None  # which all trials together keep, such as 8gpu-h; None: there is no limit
     rung_by: RungUnit = "steps"  # of which trials have taken the same where a scheduler compares them
-    planned_step: float | None = None  # so much of it a step takes, as `plans.check_sweep` found; for HyperBand
     defaults: PositiveInt = DEFAULTS  # which ones its trials have where the tree says nothing
 
     @cached_property

@@ -91,27 +91,15 @@ def test_the_end_says_what_was_spent_of_what_was_planned_at_the_start(plan: Swee
     assert line == "spent 12 steps, 1,200 tokens; planned at most 240 steps, 19,200 tokens: 5% of its steps"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rungs in tokens and GPU-seconds
-
-
-def test_hyperband_counts_in_steps_as_long_as_those_of_the_newest_run_or_at_most(plan: SweepPlan) -> None:
-    """4 x 2 answers: of at most 10 tokens, or of 2.5 as in a run of before."""
-    by_tokens = replace(plan, scheduler="hyperband", rung_by="tokens")
-    assert plans.check_sweep(by_tokens).planned_step == 80
-    assert plans.schedule_of(plans.check_sweep(by_tokens), {}).amount({"step": 4, "tokens/total": 200.0}) == 2.5
-    own = {f"{section}.{key}": value for section in ("train", "rollout") for key, value in plan.tree[section].items()}
-    run = log_sweep(plan.tracking_uri, "before", [Run(own, {0: 0.1, 4: 0.5})], [])
-    (trial_run,) = mlflow.find_runs(plan.tracking_uri, mlflow.find_experiment(plan.tracking_uri, "rlx"), parent=run)
-    mlflow.client(plan.tracking_uri).log_metric(trial_run.id, "response/length_mean", 2.5, step=4)
-    assert plans.check_sweep(by_tokens).planned_step == 20
-    assert plans.check_sweep(replace(by_tokens, planned_step=80.0)).planned_step == 80  # as it was recorded
-    assert plans.check_sweep(replace(by_tokens, scheduler="asha")).planned_step is None  # which need not know it
-
-
 def test_gpu_seconds_are_those_of_all_gpus_of_a_trial(plan: SweepPlan) -> None:
     with_gpus = replace(plan, tree=plan.tree | {"scaling": GPU}, scheduler="asha", rung_by="gpu-seconds")
     gpus = with_gpus.resources.total()["GPU"]
     assert plans.schedule_of(plans.check_sweep(with_gpus), {}).amount({"step": 4, "time/total": 30.0}) == 30 * gpus
-    with pytest.raises(ConfigError, match=r"^--rung-by gpu-seconds: --scheduler hyperband must know how long a step"):
-        plans.check_sweep(replace(with_gpus, scheduler="hyperband"))
+
+
+def test_hyperband_takes_steps_alone(plan: SweepPlan) -> None:
+    """Its settings wait for one another, and one that is past the rung already would wait for ever."""
+    with pytest.raises(
+        ConfigError, match=r"^--rung-by tokens: --scheduler hyperband has its settings wait .* asha, median$"
+    ):
+        plans.check_sweep(replace(plan, scheduler="hyperband", rung_by="tokens"))

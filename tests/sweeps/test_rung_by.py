@@ -107,22 +107,3 @@ def test_median_compares_with_what_others_had_at_as_many_tokens() -> None:
     low = (3, (2, 100.0, 0.15))
     assert decided("median", by("tokens", settings=4), [*others, low], "tokens/total")[-1] == "STOP"
     assert decided("median", by("steps", settings=4), [*others, low], "tokens/total")[-1] == "CONTINUE"
-
-
-def test_hyperband_halves_at_planned_steps_worth_of_tokens() -> None:
-    """At most 17 steps, of 10 tokens as planned: five settings are let alone, the next five halved at 8, 80 tokens.
-
-    One that draws 40 a step is there after two steps, and waits.
-    """
-    schedule = by("tokens", settings=10, unit=10.0)
-    said = decided(
-        "hyperband", schedule, [(0, (2, 80.0, 0.1)), (9, (2, 79.0, 0.1)), (9, (4, 80.0, 0.1))], "tokens/total"
-    )
-    assert said == ["CONTINUE", "CONTINUE", "PAUSE"]
-
-
-def test_hyperband_waits_for_nobody_at_the_end() -> None:
-    """Five settings of one bracket: who draws so much that it is past the end of the plan goes on to its last step."""
-    reports = [(number, (step, step * 10.0 * (number + 1), 0.1)) for step in range(2, 16, 2) for number in range(5)]
-    schedule = by("tokens", settings=5, unit=10.0)
-    assert decided("hyperband", schedule, reports, "tokens/total") == ["CONTINUE"] * len(reports)

@@ -84,7 +84,7 @@ def test_a_sweep_is_judged_by_any_metric_of_its_sets_when_that_is_measured(tmp_p
 
 def test_a_plan_of_before_has_its_rungs_in_steps(tmp_path: Path) -> None:
     content = asdict(plan(tmp_path, "eval/reward"))
-    del content["rung_by"], content["planned_step"]
+    del content["rung_by"]
     assert read_plan(content) == plan(tmp_path, "eval/reward")
     assert read_plan(content | {"rung_by": "tokens"}).rung_by == "tokens"
     with pytest.raises(ConfigError, match=r"^rung_by 'hours': Input should be 'steps', 'tokens' or 'gpu-seconds'$"):

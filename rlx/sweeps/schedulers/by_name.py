@@ -35,16 +35,8 @@ def _asha(schedule: Schedule) -> TrialScheduler:
 
 
 def _hyperband(schedule: Schedule) -> TrialScheduler:
-    """Successive halving in brackets; each rung waits for all of its settings (Li et al. 2018).
-
-    How many brackets there are follows from the longest time, so they count planned steps (`Schedule.unit`).
-    """
-    hyperband = HyperBandScheduler(
-        time_attr=schedule.rung_by,
-        max_t=schedule.steps + 1,
-        reduction_factor=2,
-        stop_last_trials=False,  # nobody ends for having taken much: who is dear would wait for the others for ever
-    )
+    """Successive halving in brackets; each rung waits for all of its settings (Li et al. 2018)."""
+    hyperband = HyperBandScheduler(time_attr=schedule.rung_by, max_t=schedule.steps + 1, reduction_factor=2)
     return _of_settings(hyperband, schedule)
 
 

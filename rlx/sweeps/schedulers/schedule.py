@@ -30,7 +30,6 @@ class Schedule:
     mode: Mode = MODE
     rung_by: RungUnit = "steps"  # in which rungs are
     gpus: float = 0.0  # of a trial
-    unit: float = 1.0  # the amount that counts as 1: to HyperBand, what a step takes as planned
 
     @property
     def first_rung(self) -> int:
@@ -47,8 +46,8 @@ class Schedule:
         return bool(result[TIME] % self.first_rung == 0 or result[TIME] >= self.steps)
 
     def amount(self, result: Mapping[str, Any]) -> float:
-        """The steps, tokens or GPU-seconds, as rungs are in them, that a trial has taken by then, in units."""
-        taken = float(result.get(PROGRESS[self.rung_by], 0.0)) / self.unit
+        """The steps, tokens or GPU-seconds, as rungs are in them, that a trial has taken by then."""
+        taken = float(result.get(PROGRESS[self.rung_by], 0.0))
         return taken * self.gpus if self.rung_by == "gpu-seconds" else taken
 
     def place_of(self, number: int) -> tuple[int, int]:
