@@ -176,13 +176,18 @@ def sharing_gpus(runs: int, scaling: ScalingConfig, rollout: RolloutConfig, rewa
     While one run updates, the engines draw for another. Each engine has so much less memory for its KV cache.
 
     Raises:
-        ConfigError: a run uses no GPU, whole GPUs for a process, or one GPU in turns.
+        ConfigError: a run uses no GPU, whole GPUs for a process, one GPU in turns, or several workers.
     """
     option = f"--interleave {runs}"
     if not scaling.use_gpu:
         raise ConfigError(f"{option}: runs use no GPU (scaling.use_gpu); --max-concurrent is for CPUs")
     if rollout.placement == "colocated":
         raise ConfigError(f"{option}: with rollout.placement colocated one run already uses its GPUs in turns")
+    if scaling.num_workers > 1:
+        raise ConfigError(
+            f"{option}: Ray may give two of the {scaling.num_workers} workers of a run parts of the same GPU, which NCCL "
+            "refuses; it is for scaling.num_workers 1"
+        )
     bundles = {
         "scaling.resources_per_worker": {"GPU": 1.0} | scaling.resources_per_worker,
         "rollout.resources_per_engine": rollout.resources_per_engine,

@@ -214,6 +214,7 @@ def test_runs_that_share_gpus_have_parts_of_them() -> None:
             r"--interleave 2: runs use no GPU \(scaling.use_gpu\); --max-concurrent is for",
         ),
         ({"rollout": {"placement": "colocated"}}, "--interleave 2: with rollout.placement colocated one run already"),
+        ({"scaling": {"use_gpu": True, "num_workers": 2}}, "--interleave 2: Ray may give two of the 2 workers"),
         (
             {"rollout": {"tensor_parallel": 2, "resources_per_engine": {"GPU": 2}}},
             "--interleave 2: rollout.resources_per_engine has 2 GPUs; Ray shares",
