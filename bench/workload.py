@@ -219,8 +219,8 @@ def model_folder(config: RunConfig) -> str:
     return str(folder)
 
 
-def random_model(name: str, tokenizer: Any) -> Any:
-    """A model that is known here."""
+def random_model(name: str, tokenizer: Any, **other: Any) -> Any:
+    """A model that is known here; `other` are settings of its shape that differ."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -228,7 +228,8 @@ def random_model(name: str, tokenizer: Any) -> Any:
 
     if name == UNTRAINED:
         return tiny.build_model(tiny.WarmStart(), tokenizer)
-    shape = Qwen2Config(**_SHAPES[name], eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape = Qwen2Config(**_SHAPES[name] | ends | other)
     return Qwen2ForCausalLM(shape).to(torch.bfloat16)
 
 

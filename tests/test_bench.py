@@ -11,6 +11,8 @@ import against_trl
 import against_verl
 import alike
 import bare
+import large_model
+import measure
 import psutil
 import pytest
 import rollout
@@ -156,6 +158,21 @@ def test_verl_is_given_the_same_work() -> None:
     assert given["actor_rollout_ref.actor.ppo_mini_batch_size"] == 3 and given["trainer.total_training_steps"] == 7
     assert given["actor_rollout_ref.actor.loss_agg_mode"] == "seq-mean-token-mean"
     assert given["actor_rollout_ref.rollout.max_model_len"] == 128 + 256
+
+
+def test_the_least_step_of_a_large_model_is_work_and_bytes_by_the_peaks(small_model: str) -> None:
+    """Two layers, 16 wide: 4 x 2 responses of 5 tokens to prompts of 3, one worker and two engines."""
+    train = {"train.prompts_per_step": 4, "train.samples_per_prompt": 2, "train.num_minibatches": 2}
+    config = from_tree(with_overrides({}, large_model.CPU | train | {"rollout.num_engines": 2}))
+    step = {"tokens/rollout_per_s": 40.0, "time/rollout": 1.0, "tokens/update_per_s": 64.0, "time/update": 1.0}
+    figures = large_model.shares(config, small_model, step | {"time/step": 2.0})
+    body = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16) + 16  # q and o, k and v, MLP, norms
+    work = {tokens: 6 * (body * tokens + 40 * 16 * 40 + 2 * 16 * tokens**2 / 8) for tokens in (64, 52)}
+    decode = 5 * (2 * (body + 40 * 16) + 2 * 2 * 2 * 4 * 2 * (3 + 2.5) * 8 / 2) / large_model.PEAK_BYTES
+    for words, tokens in (("all tokens", 64), ("prompts once", 52)):
+        update = work[tokens] / measure.PEAK_FLOPS
+        assert figures[f"MFU of the update, {words}"] == pytest.approx(update)
+        assert figures[f"least step / step, {words}"] == pytest.approx((update * 7 / 6 + decode) / 2)
 
 
 def test_verl_is_given_ppo() -> None:

@@ -185,8 +185,8 @@ def sharing_gpus(runs: int, scaling: ScalingConfig, rollout: RolloutConfig, rewa
         raise ConfigError(f"{option}: with rollout.placement colocated one run already uses its GPUs in turns")
     if scaling.num_workers > 1:
         raise ConfigError(
-            f"{option}: Ray may give two of the {scaling.num_workers} workers of a run parts of one GPU, which NCCL refuses; "
-            "it is for scaling.num_workers 1"
+            f"{option}: Ray may give two of the {scaling.num_workers} workers of a run parts of one GPU, which NCCL "
+            "refuses; it is for scaling.num_workers 1"
         )
     bundles = {
         "scaling.resources_per_worker": {"GPU": 1.0} | scaling.resources_per_worker,

@@ -1,0 +1,205 @@
+"""Whole steps of a model of billions of weights, trained in full: that it learns, and how near the GPUs' limits it is.
+
+    python bench/large_model.py --gpu [--in-turns] [--steps N] [--SECTION.SETTING VALUE ...]
+
+Qwen2 7B's shape with random weights, float32 weights and Adam, bfloat16 compute, gradient checkpointing. Half of the
+GPUs have a worker each and the others an engine each; with `--in-turns` each GPU has both. The model is made once, in
+storage/models, such that it often draws the few tokens that have a text; the reward is the share of sevens in it
+(sevens.py), which training raises within steps. Shown are the parts of a step, memory, and shares of GPUs' peaks: of
+the work of all tokens, as usual, and of what is left if a prompt is computed once for all of its responses. What
+gradient checkpointing computes again is no work. The run is left before it would write a checkpoint, of 12 bytes a
+weight. Without --gpu all of it is tried on the CPU with a small model, and no share is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import table
+import workload
+from measure import PEAK_FLOPS, operations
+
+from rlx.cli.options import exit_code
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
+
+SHAPES = {"talker-30m": "qwen2-30m", "talker-7b": "qwen2-7b"}
+"""models that are made here, and their shapes"""
+PEAK_BYTES = 4.8e12
+"""a second from an H200's memory, NVIDIA's data sheet (an H100's has 3.35e12)"""
+_LIKED = 9.0  # how far above the others the logits of tokens with a text are
+_EVERYWHERE: dict[str, Any] = {
+    "reward.functions": {"sevens:share": 1.0},
+    "train.gradient_checkpointing": True,
+    "train.micro_batch_tokens": 8192,
+}
+CPU = workload.CPU | _EVERYWHERE | {"model.path": "talker-30m", "train.actor_lr": 1e-3}
+CPU |= {"rollout.max_tokens": 32, "train.prompts_per_step": 4}
+GPU = workload.GPU | _EVERYWHERE | {"model.path": "talker-7b", "train.actor_lr": 2e-5}
+
+Steps = Sequence[Mapping[str, Any]]
+
+
+class Enough(Exception):
+    """All steps that count are there."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = workload.parser(__doc__, steps=(3, 3))
+    options.add_argument("--in-turns", action="store_true", help="a worker and an engine on each GPU, in turns")
+
+    def script() -> int:
+        words = list(sys.argv[1:] if argv is None else argv)
+        gpu = GPU | (placed("--in-turns" in words) if "--gpu" in words else {})
+        args, config = workload.read(options, words, CPU, gpu)
+        if args.in_turns and not args.gpu:
+            raise ConfigError("--in-turns is for GPUs: add --gpu")
+        config = with_model(config)
+        load = os.getloadavg()[0]
+        with workload.prepared(config) as (ready, path):
+            steps = counted_steps(ready, path)
+            figures = parts(steps) | (shares(ready, path, steps[-1]) if config.scaling.use_gpu else {})
+            table.finish("large_model", figures, ready, args.out, load, {"in turns": args.in_turns})
+        return 0
+
+    return exit_code(script)
+
+
+def placed(in_turns: bool) -> dict[str, Any]:
+    """The settings that use all GPUs of this machine.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    count = workload.gpus() if in_turns else workload.gpus() // 2
+    if not count:
+        raise ConfigError("--gpu: two GPUs at least, or one and --in-turns")
+    memory = {"rollout.placement": "colocated", "rollout.gpu_memory_utilization": 0.4} if in_turns else {}
+    return {"scaling.num_workers": count, "rollout.num_engines": count} | memory
+
+
+def with_model(config: RunConfig) -> RunConfig:
+    """The config with the folder of its model, which is made if need be."""
+    from rlx.storage.addresses import local_folder
+
+    name = config.model.path
+    if name not in SHAPES:
+        return config
+    folder = local_folder(config.storage) / "models" / name
+    if not folder.exists():
+        make_model(SHAPES[name], folder)
+    return from_tree(with_overrides(config.model_dump(), {"model.path": str(folder)}), "command line")
+
+
+def make_model(shape: str, folder: Path) -> None:
+    """A model with random weights that draws tokens with a text about as often as all others together.
+
+    One number of its hidden states is large at every token, and the rows of those tokens in the output layer read it.
+    """
+    import torch
+
+    from rlx.models import tiny
+
+    tokenizer = tiny.build_tokenizer()
+    known = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
+    with tiny.private_torch_state(0), torch.no_grad():
+        model = workload.random_model(shape, tokenizer, tie_word_embeddings=False)
+        model.model.embed_tokens.weight[:, 0] = 100.0
+        states = model.model(input_ids=torch.tensor([known[:16]]), use_cache=False).last_hidden_state
+        model.lm_head.weight[known, 0] += _LIKED / float(states[..., 0].float().mean())
+    with tiny.atomic_folder(folder, repeatable=True) as unfinished, tiny.no_progress_bars():
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+
+
+def counted_steps(config: RunConfig, path: str) -> list[dict[str, Any]]:
+    """The metrics of all steps but the first ones; the run ends with the last of them, without a checkpoint."""
+    from rlx.runs import launch, preflight
+    from rlx.storage.addresses import open_storage
+
+    steps: list[dict[str, Any]] = []
+
+    def report(metrics: dict[str, Any], checkpoint: str | None) -> None:
+        if "time/step" not in metrics:  # of the policy as it was
+            return
+        steps.append(metrics)
+        seconds = ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", *workload.PARTS))
+        workload.say(f"step {len(steps)}: reward {metrics['reward/mean']:.3f}, {seconds}")
+        if len(steps) == wanted:
+            raise Enough
+
+    wanted = config.train.steps
+    longer = from_tree(with_overrides(config.model_dump(), {"train.steps": wanted + 1}), "command line")
+    prepared = preflight.prepare(longer, tables=preflight.prompt_tables(longer, path))
+    with suppress(Enough):
+        launch.run(prepared, open_storage(config.storage) / "large", on_report=report, processes=workload.processes())
+    return steps
+
+
+def parts(steps: Steps) -> dict[str, float]:
+    """The parts of the last step, and the reward of the first and the last one."""
+    last = steps[-1]
+    drawn = last["tokens/rollout_per_s"] * last["time/rollout"]
+    return (
+        {"reward of the first step": steps[0]["reward/mean"], "reward of the last step": last["reward/mean"]}
+        | {"step, s": last["time/step"], "response tokens/s": drawn / last["time/step"]}
+        | {f"{part}, s": last[f"time/{part}"] for part in workload.PARTS}
+        | {"most memory of a worker, GiB": last["memory/peak_gib"]}
+    )
+
+
+def shares(config: RunConfig, path: str, step: Mapping[str, Any]) -> dict[str, float]:
+    """The update's share of the peak, and the least seconds that a step could take as a share of those that it took."""
+    figures = {}
+    scored = step["tokens/rollout_per_s"] * step["time/rollout"]
+    read = step["tokens/update_per_s"] * step["time/update"] - scored
+    workers, engines = config.scaling.num_workers, config.rollout.num_engines
+    for words, prompts in (("all tokens", read), ("prompts once", read / config.train.samples_per_prompt)):
+        update = flops(config, path, prompts + scored, scored) / workers / PEAK_FLOPS
+        # A third of it is a forward pass, which the first mini-batch has no need of before the update.
+        least = update * (1 + (1 - 1 / config.train.num_minibatches) / 3) + decode_s(
+            config, path, engines, read, scored
+        )
+        figures[f"MFU of the update, {words}"] = update / step["time/update"]
+        figures[f"least step / step, {words}"] = least / step["time/step"]
+    return figures
+
+
+def flops(config: RunConfig, path: str, tokens: float, scored: float) -> float:
+    """Of an update of the policy, by the mean length."""
+    lm = _shape_of(path)
+    completions = config.train.prompts_per_step * config.train.samples_per_prompt
+    pairs = completions * (tokens / completions) ** 2
+    return operations(lm.base_model, lm.get_output_embeddings().weight.numel(), tokens, scored, pairs)
+
+
+def decode_s(config: RunConfig, path: str, engines: int, read: float, scored: float) -> float:
+    """The least seconds in which engines draw all responses at once: weights and keys are read once for each token."""
+    lm = _shape_of(path)
+    shape, completions = lm.config, config.train.prompts_per_step * config.train.samples_per_prompt
+    length = scored / completions
+    body = sum(p.numel() for p in lm.base_model.parameters()) - lm.get_input_embeddings().weight.numel()
+    weights = 2 * (body + lm.get_output_embeddings().weight.numel())
+    size = shape.hidden_size // shape.num_attention_heads
+    of_token = 4 * shape.num_hidden_layers * shape.num_key_value_heads * size  # key and value, 2 bytes each
+    cached = of_token * (read / completions + length / 2) * completions / engines
+    return float(length * (weights + cached) / PEAK_BYTES)
+
+
+def _shape_of(path: str) -> Any:
+    """The model without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
