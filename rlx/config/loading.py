@@ -40,7 +40,9 @@ def from_tree(tree: dict[str, Any], origin: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {_explain(error.errors()[0])}") from None
+        # A name that is not known says more than the one that is missing for it.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        raise ConfigError(f"{origin}: {_explain(first)}") from None
 
 
 def parse_yaml(text: str) -> Any:
@@ -179,6 +181,8 @@ def _explain(error: ErrorDetails) -> str:
     value = error["input"]
     if error["type"] == "extra_forbidden":
         return f"unknown setting {key}{_meant(key, error['loc'])}"
+    if error["type"] == "missing":
+        return f"{key} is missing"
     if error["type"] == "model_type":
         inside = next((name for name in settings() if name.startswith(f"{key}.")), f"{key}.source")
         message = f"expected a section of settings, such as {inside}"
@@ -202,6 +206,9 @@ def _meant(key: str, location: Sequence[int | str]) -> str:
     if key in settings():  # as one word with dots
         section, _, name = key.rpartition(".")
         return f": write it below its section, {section}: {{{name}: ...}}"
+    name, colon, _ = str(location[-1]).partition(":")
+    if colon:
+        return f": YAML wants a space after {name}:"
     elsewhere = OTHER_NAMES.get(key.rpartition(".")[2].replace("_", "-"), "").replace("-", "_")
     if elsewhere in settings():
         return f"; here it is {elsewhere}"

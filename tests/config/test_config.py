@@ -160,7 +160,15 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
         ),
         ({"data": {"sources": [{"source": "b.csv", "params": {"x": 1}}]}}, "data.params are for reasoning_gym:DATASET"),
         ({"data": {"sources": [{"source": "b.csv", "wieght": 1}]}}, "data.sources.0.wieght"),
+        (
+            {"data": {"sources": [{"soruce": "b.csv"}]}},
+            "unknown setting data.sources.0.soruce; nearest: data.sources.0.source",
+        ),
         ({"data": {"sources": [{"source": "b.csv", "weight": 0}]}}, "data.sources.0.weight = 0"),
+        (
+            {"data": {"sources": [{"source:b.csv": None}]}},
+            "unknown setting data.sources.0.source:b.csv: YAML wants a space after source:",
+        ),
         ({"data": {"sources": [{"source": "b.csv", "prompt_template": "{"}]}}, "data.sources.0.prompt_template"),
         ({"rollout": {"top_p": 0.9}}, "set algorithm.rollout_correction to tis or mask"),
         (

@@ -50,7 +50,7 @@ def test_k_doubles_up_to_the_number_of_samples(samples: int, counts: list[int]) 
         ([{"name": "a"}, {"name": "a"}], "two are called a: give each a name of its own"),
         ([{"name": "ema"}], "the name ema has another meaning in metrics"),
         ([{"name": "a b"}], "should match pattern"),
-        ([{"source": "a.jsonl"}], "field required"),
+        ([{"source": "a.jsonl"}], "is missing"),
         ([{"name": "a", "temperature": 0}], "at temperature 0 all samples are alike: set samples to 1"),
         ([{"name": "a", "answer_column": "x"}], "answer_column does nothing without a source of its own"),
         ([{"name": "a", "num_prompts": 257}], r"without a source it has the eval.num_prompts \(256\) held-out prompts"),
