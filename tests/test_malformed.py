@@ -160,7 +160,7 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(value: Any) -> None:
     for key in setting_keys():
         if (key, value) != ("data.params", {"": {"": []}}):  # anything may be a parameter
             call = functools.partial(from_tree, with_overrides({}, {key: value}))
-            assert used_or_refused(call, ConfigError, f"config: {key}") is None
+            assert used_or_refused(call, ConfigError, "config: ", key) is None
 
 
 BAD_VALUES: list[tuple[str, Any]] = [("train.steps", "x" * 100_000), ("train.actor_lr", 10**5000)]
