@@ -197,8 +197,8 @@ BAD_LINES += [["--train.step", "\udcff"], ["--reward.functions.\u2028", "1"], ["
 def test_any_command_line_ends_in_a_line(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     main = runpy.run_path(str(ROOT / "experiments" / "ppo.py"))["main"]
-    commands = ("start", "resume")
-    main.__globals__.update({command: lambda *_: 0 for command in commands})  # some of the lines are good ones
+    for command in ("start", "resume"):  # some of the lines are good ones
+        monkeypatch.setitem(main.__globals__, command, lambda *_, **__: 0)
     try:
         with redirect_stderr(io.StringIO()) as errors, redirect_stdout(io.StringIO()):
             code = main(words)
