@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import alike
 import table
 import workload
 from measure import PEAK_FLOPS, operations
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = with_model(config)
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
-            steps = counted_steps(ready, path)
+            steps = all_steps(ready, path)
             figures = parts(steps) | (shares(ready, path, steps[-1]) if config.scaling.use_gpu else {})
             table.finish("large_model", figures, ready, args.out, load, {"in turns": args.in_turns})
         return 0
@@ -113,13 +114,11 @@ def make_model(shape: str, folder: Path) -> None:
         model.model.embed_tokens.weight[:, 0] = 100.0
         states = model.model(input_ids=torch.tensor([known[:16]]), use_cache=False).last_hidden_state
         model.lm_head.weight[known, 0] += _LIKED / float(states[..., 0].float().mean())
-    with tiny.atomic_folder(folder, repeatable=True) as unfinished, tiny.no_progress_bars():
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+    workload.save_model(folder, model, tokenizer)
 
 
-def counted_steps(config: RunConfig, path: str) -> list[dict[str, Any]]:
-    """The metrics of all steps but the first ones; the run ends with the last of them, without a checkpoint."""
+def all_steps(config: RunConfig, path: str) -> list[dict[str, Any]]:
+    """The metrics of all steps; the run ends with the last of them, without a checkpoint."""
     from rlx.runs import launch, preflight
     from rlx.storage.addresses import open_storage
 
@@ -129,8 +128,7 @@ def counted_steps(config: RunConfig, path: str) -> list[dict[str, Any]]:
         if "time/step" not in metrics:  # of the policy as it was
             return
         steps.append(metrics)
-        seconds = ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", *workload.PARTS))
-        workload.say(f"step {len(steps)}: reward {metrics['reward/mean']:.3f}, {seconds}")
+        workload.say(f"step {len(steps)}: reward {metrics['reward/mean']:.3f}, {workload.seconds_of(metrics)}")
         if len(steps) == wanted:
             raise Enough
 
@@ -156,39 +154,35 @@ def parts(steps: Steps) -> dict[str, float]:
 
 def shares(config: RunConfig, path: str, step: Mapping[str, Any]) -> dict[str, float]:
     """The update's share of the peak, and the least seconds that a step could take as a share of those that it took."""
-    figures = {}
+    figures, lm = dict[str, float](), _shape_of(path)
     scored = step["tokens/rollout_per_s"] * step["time/rollout"]
     read = step["tokens/update_per_s"] * step["time/update"] - scored
-    workers, engines = config.scaling.num_workers, config.rollout.num_engines
+    decoding = decode_s(config, lm, read, scored)
     for words, prompts in (("all tokens", read), ("prompts once", read / config.train.samples_per_prompt)):
-        update = flops(config, path, prompts + scored, scored) / workers / PEAK_FLOPS
+        update = flops(config, lm, prompts + scored, scored) / config.scaling.num_workers / PEAK_FLOPS
         # A third of it is a forward pass, which the first mini-batch has no need of before the update.
-        least = update * (1 + (1 - 1 / config.train.num_minibatches) / 3) + decode_s(
-            config, path, engines, read, scored
-        )
+        before = update / 3 * (1 - 1 / config.train.num_minibatches)
         figures[f"MFU of the update, {words}"] = update / step["time/update"]
-        figures[f"least step / step, {words}"] = least / step["time/step"]
+        figures[f"least step / step, {words}"] = (decoding + before + update) / step["time/step"]
     return figures
 
 
-def flops(config: RunConfig, path: str, tokens: float, scored: float) -> float:
+def flops(config: RunConfig, lm: Any, tokens: float, scored: float) -> float:
     """Of an update of the policy, by the mean length."""
-    lm = _shape_of(path)
-    completions = config.train.prompts_per_step * config.train.samples_per_prompt
+    completions = alike.completions(config)
     pairs = completions * (tokens / completions) ** 2
     return operations(lm.base_model, lm.get_output_embeddings().weight.numel(), tokens, scored, pairs)
 
 
-def decode_s(config: RunConfig, path: str, engines: int, read: float, scored: float) -> float:
+def decode_s(config: RunConfig, lm: Any, read: float, scored: float) -> float:
     """The least seconds in which engines draw all responses at once: weights and keys are read once for each token."""
-    lm = _shape_of(path)
-    shape, completions = lm.config, config.train.prompts_per_step * config.train.samples_per_prompt
+    shape, completions = lm.config, alike.completions(config)
     length = scored / completions
     body = sum(p.numel() for p in lm.base_model.parameters()) - lm.get_input_embeddings().weight.numel()
     weights = 2 * (body + lm.get_output_embeddings().weight.numel())
     size = shape.hidden_size // shape.num_attention_heads
     of_token = 4 * shape.num_hidden_layers * shape.num_key_value_heads * size  # key and value, 2 bytes each
-    cached = of_token * (read / completions + length / 2) * completions / engines
+    cached = of_token * (read / completions + length / 2) * completions / config.rollout.num_engines
     return float(length * (weights + cached) / PEAK_BYTES)
 
 

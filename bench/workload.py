@@ -213,10 +213,17 @@ def model_folder(config: RunConfig) -> str:
         tokenizer = tiny.build_tokenizer()
         with tiny.private_torch_state(0):
             model = random_model(name, tokenizer)
-        with tiny.atomic_folder(folder, repeatable=True) as unfinished, tiny.no_progress_bars():
-            model.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
+        save_model(folder, model, tokenizer)
     return str(folder)
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Makes a model's folder, all at once."""
+    from rlx.models import tiny
+
+    with tiny.atomic_folder(folder, repeatable=True) as unfinished, tiny.no_progress_bars():
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
 
 
 def random_model(name: str, tokenizer: Any, **other: Any) -> Any:
@@ -248,13 +255,17 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
         reported.append(time.monotonic())
         own = {"time/step": metrics["time/step"] - metrics.get("time/eval", 0.0), WALL: reported[-1] - reported[-2]}
         steps.append(metrics | own)
-        seconds = ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", *PARTS))
-        say(f"{name}: step {metrics['step']} of {config.train.steps}: {seconds}")
+        say(f"{name}: step {metrics['step']} of {config.train.steps}: {seconds_of(metrics)}")
 
     config = config.model_copy(update={"name": name})
     place = open_storage(config.storage) / name
     launch.run(preflight.prepare(config, tables=tables), place, on_report=report, processes=processes())
     return [metrics for metrics in steps if metrics["step"] > WARM]
+
+
+def seconds_of(metrics: Mapping[str, Any]) -> str:
+    """A step's seconds and those of its parts, as text."""
+    return ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", *PARTS))
 
 
 def say(words: str) -> None:
