@@ -29,12 +29,20 @@ MAX_ANSWER_BYTES = 2 << 20
 """checked before it is parsed: JSON of so many bytes may take fifty times as much memory"""
 
 
-class RefusedError(RewardError):
+class UselessAnswerError(RewardError):
+    """The server is there and answers the request, but never with something of use."""
+
+
+class RefusedError(UselessAnswerError):
     """The server refuses the request, and would refuse it again."""
 
 
 class TransientError(Exception):
     """An attempt failed, and another one may succeed."""
+
+
+class UnreadableError(TransientError):
+    """An attempt failed: the server did its work, but its answer is of no use."""
 
 
 @dataclass(frozen=True)
@@ -91,33 +99,37 @@ class JsonServer:
         """What `read` makes of the answer to a request, which is repeated after temporary failures.
 
         Args:
-            read: raises TransientError for an answer of no use.
+            read: raises UnreadableError for an answer of no use.
 
         Raises:
             RefusedError: the server refuses the request.
+            UselessAnswerError: every attempt fails, and at least one of them with an answer of no use.
             RewardError: every attempt fails.
         """
         body = json.dumps(request).encode()
+        kind: type[RewardError] = RewardError
         for attempt in range(1, self.retries + 2):
             try:
                 return read(self.content(*self._post(body)))
             except TransientError as error:
-                failure = self._error(str(error), attempt)
+                kind = UselessAnswerError if isinstance(error, UnreadableError) else kind
+                failure = kind(self._failed(str(error), attempt))
             except RefusedError as error:
-                raise RefusedError(str(self._error(str(error), attempt))) from None
+                raise RefusedError(self._failed(str(error), attempt)) from None
             if attempt <= self.retries:
                 time.sleep(self.first_wait_s * 2 ** (attempt - 1))
         raise failure
 
-    def _error(self, reason: str, attempts: int) -> RewardError:
+    def _failed(self, reason: str, attempts: int) -> str:
         times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
-        return RewardError(f"reward {self.name}: {self.address} {reason} ({times})")
+        return f"reward {self.name}: {self.address} {reason} ({times})"
 
     def content(self, status: int, body: bytes) -> Any:
         """The JSON in an answer.
 
         Raises:
-            TransientError: there is none, or the server is busy or broken.
+            UnreadableError: there is none.
+            TransientError: the server is busy or broken.
             RefusedError: the server refuses the request.
         """
         if status != http.client.OK:
@@ -128,7 +140,7 @@ class JsonServer:
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
-            raise TransientError("answered no valid JSON") from None
+            raise UnreadableError("answered no valid JSON") from None
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer to one attempt.
@@ -168,7 +180,7 @@ class JsonServer:
             while chunk := response.raw.read1(1 << 16):
                 read += chunk
                 if len(read) > MAX_ANSWER_BYTES:
-                    raise TransientError(f"answered more than {MAX_ANSWER_BYTES} bytes")
+                    raise UnreadableError(f"answered more than {MAX_ANSWER_BYTES} bytes")
                 if time.monotonic() > deadline:
                     raise TimeoutError
             return response.status_code, bytes(read)

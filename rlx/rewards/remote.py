@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.sections.reward import RewardConfig
-from rlx.rewards.json_server import JsonServer, TransientError
+from rlx.rewards.json_server import JsonServer, UnreadableError
 from rlx.types import Response
 
 _CONNECTIONS = 8
@@ -55,10 +55,10 @@ class RemoteReward:
 
 
 def scores_in(answer: Any, count: int) -> list[Any]:
-    """The scores in the answer to a request of `count` completions; TransientError if there are not as many."""
+    """The scores in the answer to a request of `count` completions; UnreadableError if there are not as many."""
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list):
-        raise TransientError('answered without a list "scores"')
+        raise UnreadableError('answered without a list "scores"')
     if len(scores) != count:
-        raise TransientError(f"answered {len(scores)} scores for {count} completions")
+        raise UnreadableError(f"answered {len(scores)} scores for {count} completions")
     return scores

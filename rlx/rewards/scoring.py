@@ -110,7 +110,8 @@ def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
             "--data.expected-pattern finds one in it"
         )
     if "judge" in config.functions and responses:
-        judged = Judge.from_config(config, ReplyCache())([responses[0], replace(responses[0], text="")])
+        tried = [responses[0], replace(responses[0], text="")]
+        judged = Judge.from_config(config, ReplyCache())(tried, needs_all=True)
         if any(judged.marks["judge_failed"]):
             _LOG.warning("reward judge: its reply for the first prompt has no %s", config.judge_mode)
     for name in config.functions:

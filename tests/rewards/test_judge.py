@@ -18,6 +18,7 @@ from rlx.config.loading import from_tree
 from rlx.config.sections.reward import RewardConfig
 from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError
+from rlx.rewards.json_server import MAX_ANSWER_BYTES
 from rlx.rewards.judge import cache as cache_module
 from rlx.rewards.judge.cache import ReplyCache, key_of
 from rlx.rewards.judge.rubric import RANK, SCORE, Rubric, ranks, rubric_text, shuffled
@@ -350,9 +351,10 @@ def test_another_scale_reads_the_kept_replies_again(chat: Callable[[Answer], Cha
 
 
 def test_replies_before_a_failure_are_kept(chat: Callable[[Answer], Chat], tmp_path: Path) -> None:
-    server = chat(lambda text: (400, "no") if "<bad>" in text else by_length(text))
+    server = chat(lambda text: (500, "no") if "<bad>" in text else by_length(text))
+    asked = judge(server.url, ReplyCache(Storage.local(tmp_path)), judge_parallel=1, url_retries=0)
     with pytest.raises(RewardError):
-        judge(server.url, ReplyCache(Storage.local(tmp_path)), judge_parallel=1)([response("<a>"), response("<bad>")])
+        asked([response("<a>"), response("<bad>")])
     judge(server.url, ReplyCache(Storage.local(tmp_path)))([response("<a>")])
     assert len(server.requests) == 2
 
@@ -406,6 +408,64 @@ def test_a_failure_is_followed_by_another_attempt(chat: Callable[[Answer], Chat]
     server = chat(lambda text: next(turns, "Score: 9"))
     assert judge(server.url)([response("<a>")]).scores == [0.9]
     assert len(server.requests) == 2
+
+
+UNUSABLE = [
+    (400, "the text is too long"),
+    (200, "<html>"),
+    (200, "{}"),
+    (200, '{"choices": []}'),
+    (200, " " * (MAX_ANSWER_BYTES + 1)),
+]
+"""answers to a request that no further attempt mends"""
+
+
+@pytest.mark.parametrize("on_timeout", ["fail", "zero"])
+@pytest.mark.parametrize("answer", UNUSABLE)
+def test_one_answer_of_no_use_ends_no_run(
+    chat: Callable[[Answer], Chat], answer: tuple[int, str], on_timeout: str
+) -> None:
+    server = chat(lambda text: answer if "<bad>" in text else by_length(text))
+    scores = judge(server.url, url_retries=1, on_timeout=on_timeout, judge_default=0.25)(
+        [response("<bad>"), response("<aaa>")]
+    )
+    assert scores == MarkedScores([0.25, 0.3], {"judge_failed": [1.0, 0.0]})
+    assert len(server.requests) == (2 if answer[0] == 400 else 3)
+
+
+def test_a_group_without_a_ranking_ends_no_run(chat: Callable[[Answer], Chat]) -> None:
+    server = chat(lambda text: (400, "too long") if "<a>" in text else longest_first(text))
+    rows = [response("<a>"), response("<b>", 1), response("<aa>"), response("<bb>", 1)]
+    assert judge(server.url, judge_mode="rank")(rows) == MarkedScores(
+        [0.0, 0.0, 0.0, 1.0], {"judge_failed": [1.0, 0.0, 1.0, 0.0]}
+    )
+
+
+def test_an_answer_of_no_use_among_attempts_without_one_is_an_answer(chat: Callable[[Answer], Chat]) -> None:
+    turns = iter([(200, "{}")])
+    server = chat(lambda text: by_length(text) if "<a>" in text else next(turns, (500, "busy")))
+    assert judge(server.url, url_retries=1)([response("<a>"), response("<bad>")]).marks == {"judge_failed": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize("on_timeout", ["fail", "zero"])
+@pytest.mark.parametrize("answer", UNUSABLE)
+def test_a_judge_that_gives_no_reply_at_all_ends_the_run(
+    chat: Callable[[Answer], Chat], answer: tuple[int, str], on_timeout: str
+) -> None:
+    server = chat(lambda text: answer)
+    with pytest.raises(RewardError, match=r"^reward judge_url: http://127.0.0.1:\d+/v1/chat/completions answered "):
+        judge(server.url, url_retries=0, on_timeout=on_timeout)([response("<a>"), response("<b>")])
+
+
+def test_a_refusal_ends_a_run_in_which_the_judge_is_away_otherwise(chat: Callable[[Answer], Chat]) -> None:
+    server = chat(lambda text: (403, "revoked") if "<b>" in text else (500, "busy"))
+    rows = [response("<a>"), response("<b>"), response("<c>")]
+    with pytest.raises(RewardError, match="403 Forbidden: revoked"):
+        judge(server.url, url_retries=0, on_timeout="zero")(rows)
+    with pytest.raises(RewardError, match="500 Internal Server Error: busy"):
+        judge(server.url, url_retries=0, judge_parallel=1)(rows)
+    server.answer = lambda text: (403, "revoked") if "<b>" in text else by_length(text)
+    assert judge(server.url)(rows).marks == {"judge_failed": [0.0, 1.0, 0.0]}
 
 
 def test_the_error_names_the_address_without_secrets(
@@ -487,6 +547,9 @@ def test_the_first_prompt_is_tried_before_the_start(
     prompts = [Prompt(0, (), "Why?", "<a>")]
     with pytest.raises(RewardError, match="answered 404 Not Found: no model the-judge"):
         scoring.try_rewards(config(server.url), prompts, on_gpu=False)
+    server.answer = lambda text: by_length(text) if text else (400, "an empty answer")
+    with pytest.raises(RewardError, match="answered 400 Bad Request: an empty answer"):
+        scoring.try_rewards(config(server.url, judge_rubric="{completion}"), prompts, on_gpu=False)
     server.answer = lambda text: "I cannot say."
     with caplog.at_level(logging.WARNING, logger="rlx"):
         scoring.try_rewards(config(server.url), prompts, on_gpu=False)

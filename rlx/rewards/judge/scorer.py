@@ -1,7 +1,8 @@
 """The reward function `judge`: asks a language model for scores of completions, or for a ranking of a prompt's.
 
-A reply without a verdict scores reward.judge_default and is counted; it never ends a run. Left out: the connection and
-its retries, and the wording.
+A question that gets no verdict scores reward.judge_default and is counted. It ends a run only if no other question of
+the step gets a reply either, or if the server is away and reward.on_timeout is fail. Left out: the connection and its
+retries, and the wording.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from rlx.config.sections.reward import RewardConfig
 from rlx.rewards.custom import RewardError
-from rlx.rewards.json_server import JsonServer, RefusedError, TransientError
+from rlx.rewards.json_server import JsonServer, UnreadableError, UselessAnswerError
 from rlx.rewards.judge.cache import ReplyCache, key_of
 from rlx.rewards.judge.rubric import Rubric, ranks, shuffled
 from rlx.types import MarkedScores, Prompt, Response
@@ -37,8 +38,8 @@ class JudgeQuestion:
 class Judge:
     """The scorer that asks a judge.
 
-    Raises RewardError where it is called: the server refuses a request, or every attempt fails and reward.on_timeout is
-    fail.
+    Raises RewardError where it is called: the server does not answer a request and reward.on_timeout is fail, or no
+    question gets a reply and at least one was refused, or answered with nothing of use.
     """
 
     server: JsonServer
@@ -65,15 +66,17 @@ class Judge:
         """The URL as messages show it: without password and query."""
         return self.server.address
 
-    def __call__(self, responses: Sequence[Response]) -> MarkedScores:
-        """One score per response, and whether the judge gave none."""
+    def __call__(self, responses: Sequence[Response], *, needs_all: bool = False) -> MarkedScores:
+        """One score per response, and whether the judge gave none.
+
+        Args:
+            needs_all: one question that is refused, or answered with nothing of use, is enough for a RewardError.
+        """
         questions = list(dict.fromkeys(self._questions(responses)))
-        try:
-            with ThreadPoolExecutor(self.config.judge_parallel) as pool:
-                texts = list(dict.fromkeys(question.text for question in questions))
-                replies = dict(zip(texts, pool.map(self._reply, texts), strict=True))
-        finally:
-            self.cache.flush()
+        replies = self._replies(list(dict.fromkeys(question.text for question in questions)))
+        useless = [each for each in replies.values() if isinstance(each, UselessAnswerError)]
+        if useless and (needs_all or not any(isinstance(each, str) for each in replies.values())):
+            raise useless[0]  # without any reply there is nothing to learn from; a key may be revoked
         found = dict[tuple[Prompt, str], float | None]()
         for question in questions:
             scores = self._scores(question, replies[question.text])
@@ -97,15 +100,23 @@ class Judge:
                 order = shuffled(different, self.config.judge_seed, prompt.question)
                 yield JudgeQuestion(self.rubric.comparison(prompt.question, prompt.answer, order), prompt, tuple(order))
 
-    def _scores(self, question: JudgeQuestion, reply: str | None) -> Sequence[float | None]:
-        if reply is None:
+    def _replies(self, texts: Sequence[str]) -> dict[str, str | RewardError]:
+        """By question what `_reply` gives for it."""
+        try:
+            with ThreadPoolExecutor(self.config.judge_parallel) as pool:
+                return dict(zip(texts, pool.map(self._reply, texts), strict=True))
+        finally:
+            self.cache.flush()
+
+    def _scores(self, question: JudgeQuestion, reply: str | RewardError) -> Sequence[float | None]:
+        if isinstance(reply, RewardError):
             return [None] * len(question.completions)
         if self.config.judge_mode == "score":
             return [self.rubric.score(reply)]
         return ranks(reply, len(question.completions)) or [None] * len(question.completions)
 
-    def _reply(self, text: str) -> str | None:
-        """What the judge says, now or in an earlier run; None if it does not answer and that is allowed."""
+    def _reply(self, text: str) -> str | RewardError:
+        """What the judge says, now or in an earlier run, or why it says nothing if that is allowed."""
         request = {
             "model": self.config.judge_model,
             "messages": [{"role": "user", "content": text}],
@@ -119,17 +130,17 @@ class Judge:
             try:
                 reply = self.server.ask(request, reply_in)
             except RewardError as error:
-                if isinstance(error, RefusedError) or self.config.on_timeout == "fail":
+                if self.config.on_timeout == "fail" and not isinstance(error, UselessAnswerError):
                     raise
-                return None
+                return error
             self.cache.add(key, reply)
         return reply
 
 
 def reply_in(answer: Any) -> str:
-    """The text in a chat server's answer, "" if the model wrote none; TransientError if it is no such answer."""
+    """The text in a chat server's answer, "" if the model wrote none; UnreadableError if it is no such answer."""
     try:
         text = answer["choices"][0]["message"]["content"]
     except (TypeError, KeyError, IndexError):
-        raise TransientError("answered without choices[0].message.content") from None
+        raise UnreadableError("answered without choices[0].message.content") from None
     return text if isinstance(text, str) else ""
