@@ -111,9 +111,7 @@ def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
         )
     if "judge" in config.functions and responses:
         tried = [responses[0], replace(responses[0], text="")]
-        judged = Judge.from_config(config, ReplyCache())(tried, needs_all=True)
-        if any(judged.marks["judge_failed"]):
-            _LOG.warning("reward judge: its reply for the first prompt has no %s", config.judge_mode)
+        Judge.from_config(config, ReplyCache())(tried, needs_all=True)
     for name in config.functions:
         if ":" not in name:
             continue

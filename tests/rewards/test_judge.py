@@ -468,6 +468,37 @@ def test_a_refusal_ends_a_run_in_which_the_judge_is_away_otherwise(chat: Callabl
     assert judge(server.url)(rows).marks == {"judge_failed": [0.0, 1.0, 0.0]}
 
 
+def test_a_run_is_told_once_that_the_judge_gave_no_score(
+    chat: Callable[[Answer], Chat], caplog: pytest.LogCaptureFixture
+) -> None:
+    replies = {"<good>": "Score: 8", "<none>": "I would\nnot say. " + "x" * 200, "<bad>": (400, "too long")}
+    server = chat(lambda text: replies[re.findall("<.*>", text)[0]])
+    asked = judge(server.url, judge_default=0.25)
+    asked([response("<good>")])
+    assert not caplog.messages
+    for _ in range(2):
+        asked([response("<none>"), response("<bad>"), response("<bad>"), response("<good>")])
+    (line,) = caplog.messages
+    assert line.startswith("reward judge: 2 of 3 replies gave no score (first: 'I would\\nnot say. xxx")
+    assert line.endswith("x...); they score reward.judge_default 0.25")
+    judge(server.url)([response("<bad>"), response("<good>")])
+    assert caplog.messages[1:] == [
+        f"reward judge: 1 of 2 replies gave no score (first: reward judge_url: {server.url}/chat/completions "
+        "answered 400 Bad Request: too long (1 attempt)); they score reward.judge_default 0"
+    ]
+
+
+def test_a_run_is_told_of_rankings_that_cannot_be_read(
+    chat: Callable[[Answer], Chat], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = chat(lambda text: "Ranking: 1" if "<a>" in text else longest_first(text))
+    rows = [response("<a>"), response("<b>", 1), response("<aa>"), response("<bb>", 1), response("<c>", 2)]
+    judge(server.url, judge_mode="rank")(rows)
+    assert caplog.messages == [
+        "reward judge: 1 of 2 replies gave no score (first: 'Ranking: 1'); they score reward.judge_default 0"
+    ]
+
+
 def test_the_error_names_the_address_without_secrets(
     chat: Callable[[Answer], Chat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -553,7 +584,9 @@ def test_the_first_prompt_is_tried_before_the_start(
     server.answer = lambda text: "I cannot say."
     with caplog.at_level(logging.WARNING, logger="rlx"):
         scoring.try_rewards(config(server.url), prompts, on_gpu=False)
-    assert "reward judge: its reply for the first prompt has no score" in caplog.messages
+    assert caplog.messages == [
+        "reward judge: 2 of 2 replies gave no score (first: 'I cannot say.'); they score reward.judge_default 0"
+    ]
 
 
 def test_the_text_of_a_rubric_travels_with_the_settings(tmp_path: Path) -> None:

@@ -7,19 +7,22 @@ retries, and the wording.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 from rlx.config.sections.reward import RewardConfig
-from rlx.rewards.custom import RewardError
+from rlx.rewards.custom import RewardError, brief
 from rlx.rewards.json_server import JsonServer, UnreadableError, UselessAnswerError
 from rlx.rewards.judge.cache import ReplyCache, key_of
 from rlx.rewards.judge.rubric import Rubric, ranks, shuffled
 from rlx.types import MarkedScores, Prompt, Response
 
+_LOG = logging.getLogger("rlx")
 _PATH = "/chat/completions"
 _ONLY = 0.5
 """the score of a completion that no other of its prompt is compared with"""
@@ -46,6 +49,8 @@ class Judge:
     rubric: Rubric
     config: RewardConfig
     cache: ReplyCache
+    warned: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    """set once a person was told of replies without a score"""
 
     @classmethod
     def from_config(cls, config: RewardConfig, cache: ReplyCache) -> Judge:
@@ -77,15 +82,29 @@ class Judge:
         useless = [each for each in replies.values() if isinstance(each, UselessAnswerError)]
         if useless and (needs_all or not any(isinstance(each, str) for each in replies.values())):
             raise useless[0]  # without any reply there is nothing to learn from; a key may be revoked
+        scores = {question: self._scores(question, replies[question.text]) for question in questions}
+        self._warn([replies[question.text] for question in questions if None in scores[question]], len(questions))
         found = dict[tuple[Prompt, str], float | None]()
-        for question in questions:
-            scores = self._scores(question, replies[question.text])
-            found |= zip([(question.prompt, text) for text in question.completions], scores, strict=True)
-        given = [found.get((response.prompt, response.text), _ONLY) for response in responses]
+        for question, given in scores.items():
+            found |= zip([(question.prompt, text) for text in question.completions], given, strict=True)
+        values = [found.get((response.prompt, response.text), _ONLY) for response in responses]
         default = self.config.judge_default
         return MarkedScores(
-            [default if score is None else score for score in given],
-            {"judge_failed": [float(score is None) for score in given]},
+            [default if score is None else score for score in values],
+            {"judge_failed": [float(score is None) for score in values]},
+        )
+
+    def _warn(self, failed: Sequence[str | RewardError], asked: int) -> None:
+        """Says which replies gave no score, at the first time: after that reward/judge_failed has the share."""
+        if not failed or self.warned.is_set():
+            return
+        self.warned.set()
+        _LOG.warning(
+            "reward judge: %d of %d replies gave no score (first: %s); they score reward.judge_default %g",
+            len(failed),
+            asked,
+            brief(failed[0]) if isinstance(failed[0], str) else failed[0],
+            self.config.judge_default,
         )
 
     def _questions(self, responses: Sequence[Response]) -> Iterator[JudgeQuestion]:
