@@ -1,5 +1,6 @@
 """Which cells of a stored row are read, and the row that they make."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ def test_whole_answers_are_learnt_where_part_of_them_is_expected(tmp_path: Path)
         ([system("Add.")], "a conversation has no message of a user"),
         (["1 + 1?"], r"a message is '1 \+ 1\?', expected \{role, content\}"),
         ([{"from": "human", "value": "1"}], r"a message is \{'from': 'human', .*expected \{role, content\}"),
+        (
+            [{"role": "usr", "content": "1"}],
+            "the role of a message is 'usr', expected one of system, developer, user, assistant, tool; nearest: user$",
+        ),
+        ([user("1"), {"role": "Assistant", "content": "2"}], "is 'Assistant', expected .*; nearest: assistant$"),
+        ([{"role": "observation", "content": "1"}], "is 'observation', expected one of .*, tool$"),
         ([{"role": "user", "content": 5}], "the content of a message is 5, expected text"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
@@ -78,6 +85,21 @@ def test_whole_answers_are_learnt_where_part_of_them_is_expected(tmp_path: Path)
 def test_what_is_no_conversation_is_refused(messages: list[Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Columns("messages", "answer").row({"messages": messages, "answer": 2})
+
+
+def test_messages_of_tools_and_developers_are_taken() -> None:
+    given = [
+        ChatMessage(role=role, content="1") for role in ("developer", "system", "user", "assistant", "tool", "user")
+    ]
+    assert conversation(given) == given
+
+
+def test_a_role_that_is_not_known_is_refused_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"question": [{"role": role, "content": "1"}], "answer": "1"} for role in ("user", "usr")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: the role of a message is 'usr', .*; nearest: user$"):
+        sources.first_rows(DataConfig(source=str(file)), 2)
 
 
 def test_a_system_message_of_a_row_comes_first_unless_the_conversation_has_one() -> None:

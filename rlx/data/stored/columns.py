@@ -20,6 +20,8 @@ from rlx.rewards.patterns import last_matches
 
 SYSTEM_ROLES = ("system", "developer")
 """roles of the message that says how to answer"""
+_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
+"""chat templates may pass over a message with another role, or write it as if a user had said it"""
 
 
 class ChatMessage(TypedDict):
@@ -174,13 +176,16 @@ def conversation(given: Sequence[Any]) -> list[ChatMessage]:
 def _message(given: Any) -> ChatMessage:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise ValueError(f"a message is {given!r:.80}, expected {{role, content}}")
+    if (role := given["role"]) not in _ROLES:
+        hint = nearest(role.lower(), _ROLES)
+        raise ValueError(f"the role of a message is {role!r:.80}, expected one of {', '.join(_ROLES)}{hint}")
     content = given.get("content")
     if isinstance(content, list):  # parts, of which some may be images
         texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise ValueError(f"the content of a message is {given.get('content')!r:.80}, expected text")
-    return ChatMessage(role=given["role"], content=content)
+    return ChatMessage(role=role, content=content)
 
 
 def text_of(messages: Sequence[ChatMessage]) -> str:
