@@ -418,6 +418,27 @@ assert add(1, 2) == 4
 """,
         [True, False],
     ),
+    "comparisons without assert": (
+        """
+def add(a, b):
+    return a + b
+""",
+        """
+add(1, 2) == 3
+add(1, 2) == 4
+2 < add(1, 2) < 3
+add(1, 2) == 3 and not add(1, 2) == 4
+add(1, 2) == 3 and (add(1, 2) == 4 or add(1, 2) > 3)
+def test_right():
+    add(1, 2) == 3
+    return False
+def test_wrong():
+    add(1, 2) != 3
+add(1, -1)
+add(1, 2) == 4 or add(1, -1)
+""",
+        [True, False, False, True, False, True, True, True, False],
+    ),
     "checked by a function": (
         """
 def add(a, b):

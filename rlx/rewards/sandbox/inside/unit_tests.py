@@ -75,12 +75,12 @@ class TestSide:
         """Reports the number of tests and a line break, then 1 or 0 for each test in turn.
 
         A test is a statement at the top that neither defines nor imports something, or a function test_... without
-        parameters.
+        parameters. A bare comparison in it (`f(1) == 2`) is meant as an assert.
         """
         tree = ast.parse(source)
         functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and _is_test_function(each)]
         report(f"{count_tests(tree)}\n")
-        tree.body = [each for each in tree.body if not self._imports_program(each)]
+        tree.body = [_asserting(each) for each in tree.body if not self._imports_program(each)]
         self._take_names(sorted({each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}))
         for statement in tree.body:
             code = compile(ast.Module([statement], []), "tests.py", "exec")
@@ -177,6 +177,23 @@ def _is_test(statement: ast.stmt) -> bool:
 
 def _is_test_function(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.FunctionDef) and statement.name[:5] == "test_" and not statement.args.args
+
+
+def _asserting(statement: ast.stmt) -> ast.stmt:
+    """A statement of the tests with an assert for each bare comparison, whose value would be lost otherwise."""
+    if isinstance(statement, ast.FunctionDef) and _is_test_function(statement):
+        statement.body = [_asserting(each) for each in statement.body]
+    if isinstance(statement, ast.Expr) and _is_comparison(statement.value):
+        return ast.copy_location(ast.Assert(statement.value, None), statement)
+    return statement
+
+
+def _is_comparison(value: ast.expr) -> bool:
+    if isinstance(value, ast.BoolOp):
+        return all(_is_comparison(each) for each in value.values)
+    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
+        return _is_comparison(value.operand)
+    return isinstance(value, ast.Compare)
 
 
 def _passes(test: Callable[[], Any]) -> bool:
