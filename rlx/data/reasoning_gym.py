@@ -31,6 +31,7 @@ _LOG = logging.getLogger("rlx")
 _MOST_LEFT_OUT = 0.1  # share of the training questions
 _OWN = ("seed", "size")  # parameters that follow from other settings
 _GENERATING = ("data.source", "eval.sets")
+"""how the settings begin whose addresses may generate prompts"""
 _SECONDS, _BATCH_SECONDS = 5.0, 5.0  # of computing: for one answer; for the slow ones of a batch
 
 
@@ -40,18 +41,15 @@ class ReasoningGymSource:
     is_generated = True
 
     def check(self, address: str, data: DataConfig, setting: str) -> None:
-        """Raises ConfigError for any setting but data.source and eval.sets, and for names of datasets and parameters
-        that reasoning-gym does not know."""
-        if setting.partition(" ")[0] not in _GENERATING:
+        """Raises ConfigError for any setting but data.source, data.sources and eval.sets, and for names of datasets and
+        parameters that reasoning-gym does not know."""
+        if not setting.startswith(_GENERATING):
             raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
-        try:
-            _check_names(address.removeprefix(GENERATED), data.params)
-        except ConfigError as error:
-            raise ConfigError(f"{setting}: {error}" if setting != "data.source" else str(error)) from None
+        _check_names(address.removeprefix(GENERATED), data.params, setting)
 
-    def first_rows(self, data: DataConfig, count: int) -> list[Row]:
+    def first_rows(self, data: DataConfig, count: int, setting: str = "data.source") -> list[Row]:
         """Returns the rows of the first seeds; raises ConfigError if the dataset or its parameters cannot be used."""
-        rows = generated_questions(data, data.seed, count)
+        rows = generated_questions(data, data.seed, count, setting)
         return [Row(question=row["question"], answer=row["answer"], messages=None) for row in rows]
 
     def resolve(self, address: str) -> str:
@@ -121,24 +119,29 @@ def _scorer(data: str) -> Callable[[tuple[int, int, list[tuple[str, int]]]], lis
     return scores
 
 
-def generated_questions(data: DataConfig, seed: int, size: int) -> Iterator[dict[str, Any]]:
+def generated_questions(
+    data: DataConfig, seed: int, size: int, setting: str = "data.source"
+) -> Iterator[dict[str, Any]]:
     """Yields rows {question, answer, entry} of the configured dataset, each question once.
 
     Entry i depends on seed + i alone. So two sets share no seed if their seeds are at least `size` apart.
+
+    Args:
+        setting: the setting that has the address, for errors.
 
     Raises:
         ConfigError: the dataset or its parameters cannot be used.
     """
     seen: set[str] = set()
     columns = Columns(template=data.prompt_template)
-    for index, item in enumerate(_create_dataset(data, seed, size)):
+    for index, item in enumerate(_create_dataset(data, seed, size, setting)):
         if item["question"] not in seen:
             seen.add(item["question"])
             row = columns.row({"question": item["question"], "answer": str(item["answer"])})
             yield {"question": row["question"], "answer": row["answer"], "entry": index}
 
 
-def _check_names(name: str, params: Iterable[str]) -> None:
+def _check_names(name: str, params: Iterable[str], setting: str) -> None:
     """Raises ConfigError if the sources of reasoning-gym have no such dataset or parameter; importing it takes seconds.
 
     A name that they have anywhere in quotes passes: `_create_dataset` checks it again.
@@ -148,10 +151,11 @@ def _check_names(name: str, params: Iterable[str]) -> None:
     files = (file for folder in folders for file in Path(folder).rglob("*.py"))
     texts = [file.read_text(errors="replace") for file in files]
     if texts and not any(f'"{name}"' in text or f"'{name}'" in text for text in texts):
-        raise ConfigError(_unknown_name(name, re.findall(r'^DATASET_NAME = "(\w+)"', "\n".join(texts), re.MULTILINE)))
+        known = re.findall(r'^DATASET_NAME = "(\w+)"', "\n".join(texts), re.MULTILINE)
+        raise ConfigError(_unknown_name(name, known, setting))
     for text in texts:
         if f'DATASET_NAME = "{name}"' in text and (known := known_params(text)):
-            _check_params(name, params, known)
+            _check_params(name, params, known, setting)
 
 
 def known_params(text: str) -> list[str]:
@@ -163,26 +167,32 @@ def known_params(text: str) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name) and target.id not in _OWN]
 
 
-def _check_params(name: str, params: Iterable[str], known: Sequence[str]) -> None:
+def _check_params(name: str, params: Iterable[str], known: Sequence[str], setting: str) -> None:
     for key in params:
         if key not in known:
-            raise ConfigError(f"data.params.{key}: {name} has no such parameter{nearest(key, known)}")
+            raise ConfigError(f"{_params_of(setting)}.{key}: {name} has no such parameter{nearest(key, known)}")
 
 
-def _unknown_name(name: str, known: Sequence[str]) -> str:
-    return f"data.source: reasoning-gym has no dataset {name!r}{nearest(name, known)}"
+def _params_of(setting: str) -> str:
+    """The setting with the parameters of the dataset that a setting names."""
+    return f"{setting.removesuffix('source')}params" if setting.endswith(".source") else f"{setting}: params"
 
 
-def _create_dataset(data: DataConfig, seed: int, size: int) -> Any:
+def _unknown_name(name: str, known: Sequence[str], setting: str) -> str:
+    return f"{setting}: reasoning-gym has no dataset {name!r}{nearest(name, known)}"
+
+
+def _create_dataset(data: DataConfig, seed: int, size: int, setting: str = "data.source") -> Any:
     name = data.source.removeprefix(GENERATED)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package compiles sources with invalid escapes on first import
         import reasoning_gym  # type: ignore[import-untyped]  # imports a hundred datasets and takes seconds
         from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped]
     if name not in DATASETS:
-        raise ConfigError(_unknown_name(name, list(DATASETS)))
-    _check_params(name, data.params, [field.name for field in fields(DATASETS[name][1]) if field.name not in _OWN])
+        raise ConfigError(_unknown_name(name, list(DATASETS), setting))
+    known = [field.name for field in fields(DATASETS[name][1]) if field.name not in _OWN]
+    _check_params(name, data.params, known, setting)
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **data.params)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"data.params {data.params}: {name} refuses them: {error}") from None
+        raise ConfigError(f"{_params_of(setting)} {data.params}: {name} refuses them: {error}") from None

@@ -38,7 +38,7 @@ class PromptSource(Protocol):
             setting: the setting that has the address, for errors.
         """
 
-    def first_rows(self, data: DataConfig, count: int) -> list[Row]:
+    def first_rows(self, data: DataConfig, count: int, setting: str) -> list[Row]:
         """Returns the first rows of data.source without Ray; raises ConfigError as `rows` does."""
 
     def resolve(self, address: str) -> str:
@@ -83,13 +83,16 @@ def check_source(address: str, data: DataConfig, setting: str) -> None:
     find_source(address).check(address, data, setting)
 
 
-def first_rows(data: DataConfig, count: int) -> list[Row]:
+def first_rows(data: DataConfig, count: int, setting: str = "data.source") -> list[Row]:
     """Returns the first rows of data.source, read or generated in this process.
+
+    Args:
+        setting: the setting that has the address, for errors.
 
     Raises:
         ConfigError: the source or one of these rows cannot be used.
     """
-    return find_source(data.source).first_rows(data, count)
+    return find_source(data.source).first_rows(data, count, setting)
 
 
 def check_enough(data: DataConfig, evaluation: EvalConfig, needed: int) -> None:
@@ -106,7 +109,7 @@ def check_enough(data: DataConfig, evaluation: EvalConfig, needed: int) -> None:
     count = 0
     for number, part in enumerate(data.parts):
         held_out = evaluation.part(data, number)
-        found = len(first_rows(part, needed + held_out.num_prompts))
+        found = len(first_rows(part, needed + held_out.num_prompts, data.setting_of(number)))
         count += found if held_out.source else found - held_out_count(found, held_out.num_prompts)
         if count >= needed:
             return
@@ -132,9 +135,10 @@ def set_rows(data: DataConfig, evaluation: EvalConfig, name: str) -> Rows:
     Raises:
         ConfigError: the source or a row of it cannot be used.
     """
+    setting = f"eval.sets {name}"
     if find_source(data.source).is_generated:
-        return list(reasoning_gym.generated_questions(data, evaluation.seed, evaluation.num_prompts))
-    return read_rows(data.source, data, f"eval.sets {name}").limit(evaluation.num_prompts)
+        return list(reasoning_gym.generated_questions(data, evaluation.seed, evaluation.num_prompts, setting))
+    return read_rows(data.source, data, setting).limit(evaluation.num_prompts)
 
 
 def read_rows(address: str, data: DataConfig, setting: str) -> ray.data.Dataset:

@@ -112,10 +112,12 @@ def prepare(
     check_quickly(config, has_prompts=bool(tables))
     resources = plan_resources(config)
     if not tables:
-        own = config.eval.own_parts(config.data, config.reward)
-        for part, reward in [*zip(config.data.parts, config.reward_parts, strict=True), *own]:
-            if not (rows := sources.first_rows(part, _TRIED_ROWS)):
-                raise ConfigError(f"data.source {part.source}: {NO_ROWS}")
+        parts = enumerate(zip(config.data.parts, config.reward_parts, strict=True))
+        tried_parts = {config.data.setting_of(number): each for number, each in parts}
+        tried_parts |= config.eval.own_parts(config.data, config.reward)
+        for setting, (part, reward) in tried_parts.items():
+            if not (rows := sources.first_rows(part, _TRIED_ROWS, setting)):
+                raise ConfigError(f"{setting} {part.source}: {NO_ROWS}")
             tried = [Prompt(i, (), row["question"], row["answer"]) for i, row in enumerate(rows)]
             scoring.try_rewards(reward, tried, on_gpu=bool(resources.workers[0].get("GPU")))
             try_environment(config.environment, tried)
@@ -220,7 +222,7 @@ def tracking_services(tracking: TrackingConfig, storage: str) -> Sequence[Tracki
 def check_files(data: DataConfig, evaluation: EvalConfig) -> None:
     """Raises ConfigError if a prompt source cannot be used, e.g. a file that does not exist."""
     for number, part in enumerate(data.parts):
-        sources.check_source(part.source, part, "data.source")
+        sources.check_source(part.source, part, data.setting_of(number))
         if held_out := evaluation.part(data, number).source:
             sources.check_source(held_out, part, "eval.source")
     for each in evaluation.sets:

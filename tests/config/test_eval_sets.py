@@ -23,7 +23,7 @@ def test_unset_settings_are_those_of_eval_data_and_reward() -> None:
     assert (made.eval.of(aime).every, made.eval.of(aime).num_prompts) == (50, 30)
     data = aime.prompts(made.data)
     assert (data.source, data.params, data.answer_column) == ("aime.jsonl", {}, "solution")
-    ((part, reward),) = made.eval.own_parts(made.data, made.reward)
+    part, reward = made.eval.own_parts(made.data, made.reward)["eval.sets aime"]
     assert part == data and reward.answer_pattern == "x" and reward.functions == made.reward.functions
     read = {"expected_pattern": "#### (.+)", "prompt_template": "{a}{b}", "source": "gsm8k.jsonl", "system_prompt": "S"}
     sums = {"name": "s", "source": "reasoning_gym:chain_sum"}

@@ -40,6 +40,42 @@ def test_a_missing_prompt_file_is_refused_before_a_model_is_created(setting: str
 
 
 @pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (
+            {"params": {"max_digit": 3}},
+            "data.sources.1.params.max_digit: chain_sum has no such parameter; nearest: max_",
+        ),
+        ({"params": {"min_terms": 5, "max_terms": 2}}, "data.sources.1.params {'min_terms': 5, 'max_terms': 2}: chain"),
+        ({"source": "reasoning_gym:chain_sums"}, "data.sources.1.source: reasoning-gym has no dataset 'chain_sums'; n"),
+        ({"source": "nosuch.jsonl"}, "data.sources.1.source nosuch.jsonl: no such file"),
+    ],
+)
+def test_an_error_of_one_of_several_sources_names_it(given: dict[str, Any], error: str, tmp_path: Path) -> None:
+    second = {"source": "reasoning_gym:chain_sum", "name": "second"} | given
+    sources = [{"source": "reasoning_gym:spell_backward"}, second]
+    tree = {"storage": str(tmp_path / "storage"), "data": {"sources": sources}}
+    with pytest.raises(ConfigError) as refused:
+        preflight.prepare(from_tree(tree))
+    assert str(refused.value).replace(f"{Path.cwd()}/", "").startswith(error)  # addresses are absolute by then
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"max_digit": 3}, r"^eval\.sets sums: params\.max_digit: chain_sum has no such parameter; nearest: "),
+        ({"min_terms": 5, "max_terms": 2}, r"^eval\.sets sums: params \{.*\}: chain_sum refuses them: max_terms must"),
+    ],
+)
+def test_an_error_of_the_parameters_of_a_held_out_set_names_it(
+    given: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    sums = {"name": "sums", "source": "reasoning_gym:chain_sum", "num_prompts": 4, "params": given}
+    with pytest.raises(ConfigError, match=error):
+        preflight.prepare(from_tree({"storage": str(tmp_path / "storage"), "eval": {"sets": [sums]}}))
+
+
+@pytest.mark.parametrize(
     ("rows", "given", "error"),
     [
         (

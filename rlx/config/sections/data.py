@@ -152,6 +152,10 @@ class DataConfig(Section):
         """The settings of each source alone, in the order of data.sources; of data.source without any."""
         return [self.part(each.model_dump(exclude_none=True)) for each in self.sources] or [self]
 
+    def setting_of(self, number: int) -> str:
+        """The setting that has the address of one of `parts`, for errors."""
+        return f"data.sources.{number}.source" if self.sources else "data.source"
+
     def part(self, own: Mapping[str, Any]) -> DataConfig:
         """The settings of one source, with those that it has of its own; what is no setting of this section is not."""
         common = self.model_dump(exclude={"sources", "source", "params"})
@@ -283,10 +287,10 @@ class EvalConfig(Section):
         own = each.model_dump(include={"every", "num_prompts", "seed"}, exclude_none=True)
         return self.model_copy(update={"source": None, "sets": ()} | own)
 
-    def own_parts(self, data: DataConfig, reward: RewardConfig) -> list[tuple[DataConfig, RewardConfig]]:
-        """The prompts and rewards of those sets that have sources of their own."""
-        own = [each for each in self.sets if each.source]
-        return [(each.prompts(data), reward.part(each.reward, each.answer_pattern)) for each in own]
+    def own_parts(self, data: DataConfig, reward: RewardConfig) -> dict[str, tuple[DataConfig, RewardConfig]]:
+        """The prompts and rewards of those sets that have sources of their own, by what errors call the set."""
+        own = {f"eval.sets {each.name}": each for each in self.sets if each.source}
+        return {name: (each.prompts(data), reward.part(each.reward, each.answer_pattern)) for name, each in own.items()}
 
     def every_of(self, metric: str) -> int:
         """The steps between evaluations that measure a metric."""

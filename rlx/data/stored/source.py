@@ -50,9 +50,9 @@ class StoredSource(ABC):
     def reading(self, address: str, columns: Columns, setting: str) -> Reading:
         """Returns how the rows are read; raises ConfigError if they cannot be found."""
 
-    def first_rows(self, data: DataConfig, count: int) -> list[Row]:
+    def first_rows(self, data: DataConfig, count: int, setting: str = "data.source") -> list[Row]:
         """Returns the first rows of data.source, which this process reads."""
-        return self.read_first(data.source, data, "data.source", count)
+        return self.read_first(data.source, data, setting, count)
 
     def read_first(self, address: str, data: DataConfig, setting: str, count: int) -> list[Row]:
         """Returns the first rows at an address, which this process reads; raises ConfigError as `rows` does."""
