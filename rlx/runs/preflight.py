@@ -122,6 +122,8 @@ def prepare(
         sources.check_enough(config.data, config.eval, config.train.prompts_per_step)
     path = model_path or model_folder(config.model.path, config.storage, progress)
     check_model(config, path)
+    if not tables and (is_model_folder(path, "model.path") or not address_of(config.ray_address)):
+        prompts.check_template_args(config.data.chat_template_args, path, config.model.trust_remote_code)
     config = from_tree(with_overrides(config.model_dump(), lengths(config.data, config.rollout, path)))
     if not config.checkpoint.init_from:  # its critic has learnt
         for line in rules.warnings(config.algorithm, config.model, config.train, config.rollout):
