@@ -44,7 +44,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"training", "tracking"}),
     frozenset({"runs", "analysis"}),
     frozenset({"sweeps", "replay"}),
-    frozenset({"cli", "api"}),
+    frozenset({"cli", "api", "__main__"}),
 )
 """packages and top modules of rlx, the lowest floor first: each imports from lower floors"""
 
@@ -54,6 +54,7 @@ SAME_FLOOR: Mapping[tuple[str, str], str] = {
     ("samples", "storage"): "completions lie where the run does, and a thread writes them as checkpoints are written",
     ("environments", "rewards"): "programs of the policy run in the sandbox in which rewards run them",
     ("data", "storage"): "prompt files lie where runs do, and there is one way to open S3 with its keys and timeouts",
+    ("__main__", "cli"): "`python -m rlx` is the command",
 }
 """(package, package of the same floor that it imports): the reason"""
 
@@ -101,7 +102,7 @@ def structure(modules: Mapping[str, Module], package: Path) -> Iterator[Measure]
     yield none("circles of modules or packages", [" <-> ".join(group) for group in groups])
     uses = [(module, *use) for module in modules.values() for use in private_uses(module, modules)]
     yield none("private names of other modules", [f"{module.at(node)} {name}" for module, node, name in uses])
-    top = sorted(path.name for path in package.glob("*.py"))
+    top = sorted(path.name for path in package.glob("*.py") if path.name != "__main__.py")  # which nothing imports
     yield at_most("modules at the top of rlx/", len(top), 5, top)
     counts = package_sizes(modules)
     yield Measure(

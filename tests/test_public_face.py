@@ -193,6 +193,16 @@ def test_the_command_tells_its_version_and_commands(capsys: pytest.CaptureFixtur
     assert list(COMMANDS) == names
 
 
+@pytest.mark.parametrize("module", ["rlx", "rlx.cli.main"])
+def test_the_command_runs_as_a_module_of_python(module: str) -> None:
+    def ran(*words: str) -> tuple[int, str, str]:
+        done = subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    assert ran("--version") == (0, f"rlx {rlx.__version__}\n", "")
+    assert ran("train", "--train.step", "4") == (1, "", "error: unknown option --train.step; nearest: --train.steps\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_shows_its_own_help(command: str, program: None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -71,3 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

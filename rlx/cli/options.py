@@ -6,6 +6,7 @@ Left out: the options that one command has besides the settings. Imports neither
 from __future__ import annotations
 
 import argparse
+import atexit
 import re
 import signal
 import sys
@@ -31,7 +32,8 @@ def exit_code(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit code.
 
     An error is printed as one line and gives 1. Ctrl-C gives 130, SIGTERM 143 and SIGHUP 129, after one line; the
-    command may say how to go on as the text of its KeyboardInterrupt.
+    command may say how to go on as the text of its KeyboardInterrupt. A second one ends the command's own clean-up;
+    what the process does at its exit, such as ending Ray, is done whatever comes.
     """
     try:
         return command()
@@ -45,8 +47,17 @@ def exit_code(command: Callable[[], int]) -> int:
         if stop.code != signal.SIGTERM:  # by Ray's own handler, which is there while Ray starts
             raise
         received, way_on = signal.SIGTERM, ""
+    finally:
+        atexit.unregister(_ignore_signals)  # of a command before in this process
+        atexit.register(_ignore_signals)  # what was registered last is called first
     print(f"interrupted: {way_on}" if way_on else "interrupted", file=sys.stderr)
     return 128 + received
+
+
+def _ignore_signals() -> None:
+    """Lets Ray end its processes: an interrupt would leave them to themselves, after a traceback."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _described(error: Exception) -> str:

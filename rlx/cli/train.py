@@ -209,7 +209,8 @@ def in_short(
     critic: str,
 ) -> str:
     """Returns one line with what is to be trained, and with the settings whose defaults depend on the model."""
-    rates = f"learning rate {train.actor_lr:g}" + (f", critic {train.critic_lr:g}" if critic != "none" else "")
+    of_critic = f", critic {train.in_short('critic_lr')}" if critic != "none" else ""
+    rates = f"learning rate {train.in_short('actor_lr')}{of_critic}"
     return (
         f"{model.path} in {model.dtype}; prompts of {data.source}, at most {data.max_prompt_tokens} tokens; responses "
         f"of at most {rollout.max_tokens}; {rates}; judged by {evaluation.num_prompts} held-out prompts"

@@ -188,6 +188,10 @@ def _explain(error: ErrorDetails) -> str:
         message = f"expected a section of settings, such as {inside}"
     elif error["type"] == "dict_type":
         message = f"expected entries, such as {key}.NAME 1"
+    elif error["type"] == "tuple_type":
+        message = "expected a list, such as [a, b]"
+    elif error["type"] == "too_long":
+        message = f"expected at most {error['ctx']['max_length']} values, found {error['ctx']['actual_length']}"
     elif error["type"] == "literal_error":
         expected = error["ctx"]["expected"]
         message = f"expected {expected}{nearest(str(value).lower(), re.findall(_QUOTED, expected))}"

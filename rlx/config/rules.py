@@ -259,12 +259,13 @@ def check_colocated(rollout: RolloutConfig, scaling: ScalingConfig, model: Model
 def check_old_logprobs(algorithm: AlgorithmConfig, rollout: RolloutConfig, critic: str, correction: str) -> None:
     """Raises ValueError if the ratio to the old policy would be biased, or needs a forward pass that is not done."""
     recomputed = algorithm.old_logprobs == "recomputed"
-    altering = ", ".join(rollout.altering)
-    refuse_if(
-        altering and not (recomputed and correction != "none"),
-        f"{altering}: engines then draw from another distribution than the trainer's, which biases PPO's ratio: set "
-        f"algorithm.rollout_correction to tis or mask, and leave algorithm.old_logprobs at recomputed",
-    )
+    if rollout.altering and not (recomputed and correction != "none"):
+        vllm_options.check_option_names(rollout)  # a mistyped option alters nothing
+        raise ValueError(
+            f"{', '.join(rollout.altering)}: engines then draw from another distribution than the trainer's, which "
+            f"biases PPO's ratio: set algorithm.rollout_correction to tis or mask, and leave algorithm.old_logprobs at "
+            f"recomputed"
+        )
     refuse_if(
         not recomputed and correction != "none",
         "algorithm.rollout_correction needs log-probabilities from the trainer: set it to none, or "

@@ -1,13 +1,18 @@
 """Which of vLLM's options `rollout.engine_options` and `rollout.sampling_options` may not set, and why.
 
-The trainer's log-probability of a token has to be that of the distribution from which the engine drew it. Left out:
-whether vLLM has an option of that name (rlx.rollout.engine_args).
+The trainer's log-probability of a token has to be that of the distribution from which the engine drew it. Imports no
+vLLM.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections.rollout import RolloutConfig
 
 _RLX = "rlx itself"
@@ -84,3 +89,30 @@ def problem(rollout: RolloutConfig, correction: str) -> str | None:
 
 def _first(given: Mapping[str, object], table: Mapping[str, str]) -> str | None:
     return next((name for name in given if name in table), None)
+
+
+def check_option_names(rollout: RolloutConfig) -> None:
+    """Raises ConfigError if vLLM has no option of a name; where vLLM is not installed, all pass.
+
+    The names are read from vLLM's sources: to import it takes seconds. A config of another machine, which may have
+    another vLLM, can still be read: this is checked before a run, and where a config is refused anyway.
+    """
+    found = importlib.util.find_spec("vllm")
+    for folder in (found.submodule_search_locations if found else None) or ():
+        _check_names("engine_options", rollout.engine_options, Path(folder, "engine", "arg_utils.py"), "EngineArgs")
+        _check_names("sampling_options", rollout.sampling_options, Path(folder, "sampling_params.py"), "SamplingParams")
+
+
+def _check_names(setting: str, given: Mapping[str, Any], source: Path, owner: str) -> None:
+    if not given:
+        return
+    classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    fields = [node for each in classes if each.name == owner for node in each.body if isinstance(node, ast.AnnAssign)]
+    known = [field.target.id for field in fields if isinstance(field.target, ast.Name)]
+    for name in given:
+        if known and name not in known:
+            hint = nearest(name, known)
+            own = {**ENGINE_OWN, **SAMPLING_OWN}.get(hint.rpartition(" ")[2])
+            raise ConfigError(
+                f"rollout.{setting}.{name}: vLLM has no such option{hint}{f', which {own} sets' if own else ''}"
+            )

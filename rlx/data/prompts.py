@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 import pickle
-import re
 import tempfile
 import zlib
 from array import array
@@ -23,12 +22,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlx.config.errors import ConfigError, nearest
-from rlx.config.sections.data import DataConfig
+from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.config.sections.data import TEMPLATE_OWN, DataConfig
 from rlx.data import ray_data
 from rlx.data.limits import limited
 from rlx.data.stored.columns import SYSTEM_ROLES, ChatMessage
@@ -97,6 +101,77 @@ def _report_long_prompts(total: int, left: int, max_tokens: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Arguments of chat templates
+
+
+class _Generation(jinja2.ext.Extension):
+    """Lets templates have the block `generation`, with which transformers finds what the model has said."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja's own
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+_OF_TRANSFORMERS = ("tools", "documents", "raise_exception", "strftime_now")
+"""names in chat templates that transformers gives a value; besides special tokens, such as bos_token"""
+
+
+def check_template_args(given: Mapping[str, Any], model: str, trust_remote_code: bool = False) -> None:
+    """Raises ConfigError if the chat template of a model reads one of the arguments nowhere.
+
+    It would be ignored without a word. To load the tokenizer takes seconds, so it is done only if there are arguments.
+
+    Args:
+        given: `data.chat_template_args`.
+        model: its folder, or its name on the hub.
+    """
+    if not given:
+        return
+    try:
+        template = load_tokenizer(model, trust_remote_code).chat_template
+        unknown = _unknown_argument(template, given, f"the chat template of {model}")
+    except Exception as error:  # of code that the model brings, too
+        raise ConfigError(f"model.path {model}: its tokenizer: {one_line(error)}") from None
+    if unknown:
+        raise ConfigError(unknown)
+
+
+def _unknown_argument(template: Any, given: Mapping[str, Any], what: str) -> str | None:
+    """What is wrong with the arguments of a tokenizer's chat template; None if it reads them all.
+
+    Args:
+        template: a text, several by their names, or none.
+        what: the template, in the message.
+
+    Raises:
+        ValueError: the template is no template, or takes too long or too much memory.
+    """
+    if not given:
+        return None
+    texts = list(template.values()) if isinstance(template, Mapping) else [template or ""]
+    read = set[str]().union(*map(_variables, texts))
+    for name in given:
+        if name not in read:
+            usual = {*TEMPLATE_OWN, *_OF_TRANSFORMERS}
+            own = sorted(each for each in read - usual if not each.endswith("_token"))
+            hint = nearest(name, own) or (f"; there are {', '.join(own)}" if own else ", which has none")
+            return f"data.chat_template_args: {name} is not a variable of {what}{hint}"
+    return None
+
+
+def _variables(template: str) -> set[str]:
+    """The names that a chat template reads and does not set before; raises as `_unknown_argument`."""
+    known = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[_Generation, jinja2.ext.loopcontrols])
+    try:
+        with limited("the chat template", _TEMPLATE_S, _TEMPLATE_BYTES):  # jinja computes what is constant
+            return jinja2.meta.find_undeclared_variables(known.parse(template))
+    except jinja2.TemplateError as error:
+        raise ValueError(f"its chat template: {one_line(error)}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Tokens
 
 
@@ -128,7 +203,8 @@ def encode_prompts(
     if not given:
         return []
     chats = [_with_system(each, system_prompt) for each in given]
-    _check_arguments(tokenizer.chat_template, template_args or {})
+    if unknown := _unknown_argument(tokenizer.chat_template, template_args or {}, "its chat template"):
+        raise ValueError(unknown)
     if not tokenizer.chat_template:
         return _text_ids(tokenizer, [_bare_text(chat) for chat in chats], add_special_tokens=True)
     with limited("the chat template", _TEMPLATE_S, _TEMPLATE_BYTES):
@@ -160,14 +236,6 @@ def _with_system(given: str | Sequence[ChatMessage], system_prompt: str | None) 
     if not system_prompt or messages[0]["role"] in SYSTEM_ROLES:
         return messages
     return [ChatMessage(role="system", content=system_prompt), *messages]
-
-
-def _check_arguments(template: Any, given: Mapping[str, Any]) -> None:
-    """Raises ValueError if a chat template reads an argument nowhere: it would be ignored without a word."""
-    names = sorted(set(re.findall(r"[A-Za-z_]\w*", str(template or ""))))
-    for name in given:
-        if name not in names:
-            raise ValueError(f"its chat template has no argument {name!r}{nearest(name, names)}")
 
 
 def _bare_text(chat: Sequence[ChatMessage]) -> str:

@@ -5,13 +5,8 @@ Whether engines are on GPUs follows from the resource plan, so the caller passes
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections.model import ALL_LAYERS, ModelConfig
 from rlx.config.sections.rollout import RolloutConfig
 
@@ -75,25 +70,3 @@ def _cpu_args(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]:
         "block_size": 32,  # short enough for the prefix cache to hit
         "enforce_eager": True,
     }
-
-
-def check_option_names(rollout: RolloutConfig) -> None:
-    """Raises ConfigError if vLLM has no option of a name; where vLLM is not installed, all pass.
-
-    The names are read from vLLM's sources: to import it takes seconds.
-    """
-    found = importlib.util.find_spec("vllm")
-    for folder in (found.submodule_search_locations if found else None) or ():
-        _check_names("engine_options", rollout.engine_options, Path(folder, "engine", "arg_utils.py"), "EngineArgs")
-        _check_names("sampling_options", rollout.sampling_options, Path(folder, "sampling_params.py"), "SamplingParams")
-
-
-def _check_names(setting: str, given: Mapping[str, Any], source: Path, owner: str) -> None:
-    if not given:
-        return
-    classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
-    fields = [node for each in classes if each.name == owner for node in each.body if isinstance(node, ast.AnnAssign)]
-    known = [field.target.id for field in fields if isinstance(field.target, ast.Name)]
-    for name in given:
-        if known and name not in known:
-            raise ConfigError(f"rollout.{setting}.{name}: vLLM has no such option{nearest(name, known)}")

@@ -29,6 +29,7 @@ from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.records import TrackingConfig
 from rlx.config.sections.reward import RewardConfig
 from rlx.config.sections.rollout import RolloutConfig
+from rlx.config.vllm_options import check_option_names
 from rlx.data import prompts, sources
 from rlx.data.stored.source import NO_ROWS
 from rlx.environments.base import load_environment
@@ -47,7 +48,6 @@ from rlx.rewards.judge.cache import ReplyCache
 from rlx.rewards.judge.rubric import rubric_text
 from rlx.rewards.judge.scorer import Judge
 from rlx.rewards.sandbox.pool import Sandbox
-from rlx.rollout.engine_args import check_option_names
 from rlx.storage.addresses import local_folder, open_storage, resolve_address
 from rlx.storage.filesystem import Storage, check_free
 from rlx.tracking import metrics
@@ -124,6 +124,8 @@ def prepare(
         sources.check_enough(config.data, config.eval, config.train.prompts_per_step)
     path = model_path or model_folder(config.model.path, config.storage, progress)
     check_model(config, path)
+    if not tables and (is_model_folder(path, "model.path") or not address_of(config.ray_address)):
+        prompts.check_template_args(config.data.chat_template_args, path, config.model.trust_remote_code)
     config = from_tree(with_overrides(config.model_dump(), lengths(config.data, config.rollout, path)))
     if not config.checkpoint.init_from:  # its critic has learnt
         for line in rules.warnings(config.algorithm, config.model, config.train, config.rollout):

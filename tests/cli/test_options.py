@@ -31,16 +31,17 @@ def command():
         for _ in range(600):  # a signal just before a sleep waits for its end
             time.sleep(0.1)
     except KeyboardInterrupt:
+        {cleanup}
         raise KeyboardInterrupt("go on")
 
 sys.exit(exit_code(command))
 """
 
 
-def start(before: str = "pass", ignored: bool = False) -> subprocess.Popen[str]:
+def start(before: str = "pass", ignored: bool = False, cleanup: str = "pass") -> subprocess.Popen[str]:
     """A command that waits; `ignored`: as under nohup."""
     shell = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"] if ignored else []
-    command = [*shell, sys.executable, "-c", COMMAND.format(before=before, ignored=ignored)]
+    command = [*shell, sys.executable, "-c", COMMAND.format(before=before, ignored=ignored, cleanup=cleanup)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "ready\n"
     return process
@@ -52,6 +53,27 @@ def test_a_signal_ends_a_command_with_its_text_and_code(number: signal.Signals, 
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (code, "interrupted: go on\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_is_done_at_the_exit_is_done_whatever_comes(number: signal.Signals) -> None:
+    """As Ray's shutdown, which takes seconds; it is registered while the command runs."""
+    at_exit = "print('begun', flush=True), time.sleep(0.5), print('done', flush=True)"
+    process = start(before=f"import atexit; atexit.register(lambda: ({at_exit}))")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout and process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    done, said = process.communicate(timeout=30)
+    assert (process.returncode, done, said) == (130, "done\n", "interrupted: go on\n")
+
+
+def test_a_second_interrupt_ends_the_clean_up_of_a_command_without_a_traceback() -> None:
+    process = start(cleanup="print('begun', flush=True); time.sleep(60)")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout and process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (130, "interrupted\n")
 
 
 def test_a_closed_terminal_does_not_end_what_was_started_with_nohup() -> None:

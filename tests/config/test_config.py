@@ -170,6 +170,12 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
             "unknown setting data.sources.0.source:b.csv: YAML wants a space after source:",
         ),
         ({"data": {"sources": [{"source": "b.csv", "prompt_template": "{"}]}}, "data.sources.0.prompt_template"),
+        (
+            {"tracking": {"backends": []}},
+            r"tracking.backends = \[\]: expected at least one of mlflow, tensorboard, wandb$",
+        ),
+        ({"tracking": {"backends": "mlflow"}}, "tracking.backends = 'mlflow': expected a list, such as "),
+        ({"train": {"adam_betas": [0.9, 0.9, 0.9]}}, "train.adam_betas = .*: expected at most 2 values, found 3$"),
         ({"rollout": {"top_p": 0.9}}, "set algorithm.rollout_correction to tis or mask"),
         (
             {"rollout": {"min_p": 0.1, "min_tokens": 2}},

@@ -115,6 +115,8 @@ def test_a_run_says_in_a_line_what_it_has_settled() -> None:
     judged = "judged by 256 held-out prompts"
     assert line() == f"{settled}, critic 1e-05; {judged}"
     assert line(algorithm__advantage="grpo") == f"{settled}; {judged}"
+    falling = line(train__actor_lr={0: 1e-6, 200: 1e-7}, train__critic_lr={0: 1e-5, "2e6 tokens": 0})
+    assert falling == f"{settled} -> 1e-07 (after step 200), critic 1e-05 -> 0 (after 2,000,000 tokens); {judged}"
 
 
 def test_given_settings_override_the_default_experiment(tmp_path: Path) -> None:

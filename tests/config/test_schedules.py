@@ -34,6 +34,23 @@ def test_the_value_of_a_schedule(points: dict[Any, Any], expected: list[float]) 
     assert NumberSchedule.of(schedule.points) == schedule
 
 
+@pytest.mark.parametrize(
+    ("points", "shown"),
+    [
+        ({0: 1e-6}, "1e-06"),
+        ({0: 1e-6, 20: 1e-7, 30: 0, 40: 1}, "1e-06 -> 1e-07 (after step 20) -> 0 (after step 30) -> 1 (after step 40)"),
+        (
+            {0: 0, **{n: n for n in range(1, 50)}},
+            "0 -> 1 (after step 1) -> 2 (after step 2) -> ... -> 49 (after step 49)",
+        ),
+        ({0: 1, 9: 0, "interpolate": "linear"}, "1 -> 0 (linear to step 9)"),
+        ({0: 1, "9e3 tok": 0, "interpolate": "linear"}, "1 -> 0 (linear to 9,000 tokens)"),
+    ],
+)
+def test_a_schedule_is_shown_in_short(points: dict[Any, Any], shown: str) -> None:
+    assert NumberSchedule.of(points).in_short == shown
+
+
 def test_a_schedule_stands_where_the_number_would() -> None:
     config = configured("--train.actor-lr", "{0: 1e-6, 200: 1e-7}", "--rollout.temperature", "{0: 1, 5 tok: 0.5}")
     assert (config.train.actor_lr, config.rollout.temperature) == (1e-6, 1.0)  # of the first step

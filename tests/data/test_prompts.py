@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,55 @@ def test_arguments_reach_the_chat_template_and_unknown_ones_are_refused(chat_mod
     tokenizer.chat_template += "{% if enable_thinking is defined and not enable_thinking %}0{% endif %}"
     usual, without = (prompts.encode_prompt(tokenizer, "1", None, args) for args in ({}, {"enable_thinking": False}))
     assert tokenizer.decode(without) == tokenizer.decode(usual) + "0"
-    with pytest.raises(ValueError, match=r"has no argument 'enable_thinkin'; nearest: enable_thinking"):
+    said = r"^data\.chat_template_args: enable_thinkin is not a variable of its chat template; nearest: enable_thinking"
+    with pytest.raises(ValueError, match=said):
         prompts.encode_prompt(tokenizer, "1", None, {"enable_thinkin": False})
     config = DataConfig(chat_template_args={"enable_thinking": False})
-    with pytest.raises(ConfigError, match=r"its tokenizer: its chat template has no argument 'enable_thinking'"):
+    with pytest.raises(ConfigError, match=r"tokenizer: data\.chat_template_args: enable_thinking is not a variable"):
         prompts.tokenize_rows(rows("1"), config, prompts.TokenizerSource.of(base_model))
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("enable_thinking", None),
+        ("tools", None),
+        ("enable_thinkng", "; nearest: enable_thinking"),
+        ("thinking", "; nearest: enable_thinking"),  # a word of its text, and a variable that it sets itself
+        ("message", "; there are date, enable_thinking"),
+        ("content", "; there are date, enable_thinking"),
+    ],
+)
+def test_an_argument_of_a_chat_template_is_a_variable_that_it_reads(
+    name: str, ending: str | None, chat_model: str, tmp_path: Path
+) -> None:
+    """Whatever transformers' templates are made of, such as {% generation %} and {% break %}."""
+    folder = shutil.copytree(chat_model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% set thinking = enable_thinking is defined and enable_thinking %}"
+        "{% macro today() %}{{ date or strftime_now('%d') }}{% endmacro %}{{ today() }}{{ tools | length }}"
+        "{% for message in messages %}{% if loop.index > 9 %}{% break %}{% endif %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}{{ thinking }}{{ add_generation_prompt }}"
+    )
+    said = rf"^data\.chat_template_args: {name} is not a variable of the chat template of {folder}{ending}$"
+    with pytest.raises(ConfigError, match=said) if ending else nullcontext():
+        prompts.check_template_args({name: []}, str(folder))
+
+
+def test_arguments_of_one_of_several_chat_templates_are_known(chat_model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(chat_model, tmp_path / "model")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ thorough }}")
+    prompts.check_template_args({"thorough": True}, str(folder))
+    with pytest.raises(ConfigError, match=r"thorogh is not a variable of .*; nearest: thorough$"):
+        prompts.check_template_args({"thorogh": True}, str(folder))
+
+
+def test_what_is_no_chat_template_has_no_variables(chat_model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(chat_model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=rf"^model.path {folder}: its tokenizer: its chat template: Expected an expr"):
+        prompts.check_template_args({"a": 1}, str(folder))
 
 
 def test_over_long_prompts_are_left_out_and_counted(base_model: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,16 +1,12 @@
-"""The arguments of vLLM's engines for settings of a run, without vLLM; and which names of options it knows."""
+"""The arguments of vLLM's engines for settings of a run, without vLLM."""
 
-import importlib.util
-from importlib.machinery import ModuleSpec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlx.config.errors import ConfigError
 from rlx.config.sections.model import ALL_LAYERS, ModelConfig
 from rlx.config.sections.rollout import RolloutConfig
-from rlx.rollout.engine_args import adapter_config, check_option_names, engine_args
+from rlx.rollout.engine_args import adapter_config, engine_args
 
 
 def made(rollout: dict[str, Any] | None = None, *, on_gpu: bool = False, **model: Any) -> dict[str, Any]:
@@ -73,42 +69,3 @@ def test_adapters_are_described_as_peft_does() -> None:
 
 def test_options_of_engines_come_last() -> None:
     assert made({"engine_options": {"block_size": 16, "seed_offset": 1}})["block_size"] == 16
-
-
-@pytest.fixture
-def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sources of a vLLM with a few options."""
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / "arg_utils.py").write_text(
-        "class Other:\n    other: int\nclass EngineArgs:\n    block: int\n"
-    )
-    (tmp_path / "sampling_params.py").write_text("class SamplingParams(Base):\n    logit_bias: dict | None = None\n")
-    spec = ModuleSpec("vllm", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-
-
-@pytest.mark.usefixtures("vllm")
-@pytest.mark.parametrize(
-    ("setting", "name", "refused"),
-    [
-        ("engine_options", "block", ""),
-        ("engine_options", "blok", "rollout.engine_options.blok: vLLM has no such option; nearest: block"),
-        ("engine_options", "other", "rollout.engine_options.other: vLLM has no such option"),  # of another class
-        ("sampling_options", "logit_bias", ""),
-        ("sampling_options", "block", "rollout.sampling_options.block: vLLM has no such option"),
-    ],
-)
-def test_names_of_options_are_those_of_vllms_classes(setting: str, name: str, refused: str) -> None:
-    rollout = RolloutConfig.model_validate({setting: {name: 1}})
-    if not refused:
-        check_option_names(rollout)
-        return
-    with pytest.raises(ConfigError) as raised:
-        check_option_names(rollout)
-    assert str(raised.value) == refused
-
-
-def test_without_vllm_all_names_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_option_names(RolloutConfig(engine_options={"anything": 1}))

@@ -104,6 +104,17 @@ def test_a_trial_on_another_machine_needs_no_prompt_file(tiny_model: Path, tmp_p
     assert preflight.prepare(config, tables={"train": None}).model_path == str(tiny_model)
 
 
+def test_an_argument_that_the_chat_template_lacks_is_refused_before_anything_starts(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    given = {"storage": str(tmp_path), "model.path": str(tiny_model), "data.chat_template_args": {"messag": 1}}
+    config = from_tree(with_overrides({}, given))
+    said = r"^data\.chat_template_args: messag is not a variable of the chat template of .*, which has none$"
+    with pytest.raises(ConfigError, match=said):
+        preflight.prepare(config)
+    preflight.prepare(config, tables={"train": None})  # of a trial: its prompts have been made
+
+
 LAMBDA = {"algorithm.gae_lambda": 0.9}
 
 

@@ -21,7 +21,14 @@ DEFAULT_SOURCE = f"{GENERATED}chain_sum"
 _DEFAULT_PARAMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3 as text
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-_OF_RLX = ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "conversation", "tokenize")
+TEMPLATE_OWN = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "conversation",
+    "tokenize",
+)
 """arguments of a chat template that rlx sets"""
 
 
@@ -182,7 +189,7 @@ class DataConfig(Section):
     @pydantic.field_validator("chat_template_args")
     @classmethod
     def _check_template_args(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if taken := [name for name in given if name in _OF_RLX]:
+        if taken := [name for name in given if name in TEMPLATE_OWN]:
             raise ValueError(f"{taken[0]} is set by rlx itself")
         return given
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -39,7 +39,9 @@ class CheckpointConfig(Section):
 BackendName = Literal["mlflow", "tensorboard", "wandb"]
 
 
-def _check_once(names: tuple[BackendName, ...]) -> tuple[BackendName, ...]:
+def _check_backends(names: tuple[BackendName, ...]) -> tuple[BackendName, ...]:
+    if not names:
+        raise ValueError(f"expected at least one of {', '.join(get_args(BackendName))}")
     if len(set(names)) < len(names):
         raise ValueError("each at most once")
     return names
@@ -48,7 +50,7 @@ def _check_once(names: tuple[BackendName, ...]) -> tuple[BackendName, ...]:
 class TrackingConfig(Section):
     """Where a run's metrics and samples are recorded."""
 
-    backends: Annotated[tuple[BackendName, ...], Field(min_length=1), AfterValidator(_check_once)] = ("mlflow",)
+    backends: Annotated[tuple[BackendName, ...], AfterValidator(_check_backends)] = ("mlflow",)
     """services that record the run, all of them: mlflow (which sweeps and rlx export --register need), tensorboard,
     wandb (with WANDB_API_KEY, or WANDB_MODE=offline); see docs/tracking.md"""
     uri: Address | None = None

@@ -22,6 +22,7 @@ from rlx.config.sections.base import Section
 
 _PLACE = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)\s*(tok|tokens)?", re.IGNORECASE)
 _INTERPOLATE = "interpolate"
+_MOST_SHOWN = 3  # values after the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,17 @@ class NumberSchedule:
             f"{place}{unit if place else ''}": value for place, value in zip(self.places, self.values, strict=True)
         }
         return {**points, _INTERPOLATE: "linear"} if self.is_linear else {**points}
+
+    @property
+    def in_short(self) -> str:
+        """The schedule for people, e.g. 1e-06 -> 1e-07 (after step 200); of many values the first ones and the last."""
+        form, place_is = ("linear to" if self.is_linear else "after"), "{:,} tokens" if self.by_tokens else "step {}"
+        shown = [
+            f"{value:g} ({form} {place_is.format(place)})"
+            for place, value in zip(self.places[1:], self.values[1:], strict=True)
+        ]
+        middle = shown if len(shown) <= _MOST_SHOWN else [*shown[: _MOST_SHOWN - 1], "...", shown[-1]]
+        return " -> ".join([f"{self.values[0]:g}", *middle])
 
     def at(self, step: int, tokens: int) -> float:
         """The value in the step that follows so many steps and response tokens."""
@@ -115,6 +127,10 @@ class ScheduledSection(Section):
     def values(self, key: str) -> Iterable[float]:
         """All values between which a setting moves; its only one without a schedule."""
         return self._schedules[key].values if key in self._schedules else (getattr(self, key),)
+
+    def in_short(self, key: str) -> str:
+        """The number of a setting for people, or its schedule."""
+        return self._schedules[key].in_short if key in self._schedules else f"{getattr(self, key):g}"
 
     def as_given(self, key: str) -> Any:
         """The value of a setting, or its schedule as plain values."""

@@ -1,0 +1,6 @@
+"""The command `rlx`, as `python -m rlx`."""
+
+from rlx.cli.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
