@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompts = alike.prompts(ready, path, tables)
             ours = alike.by_rlx(ready, tables)
             theirs = in_each_way(ready, path, prompts, args, out)
-            again = alike.by_rlx(ready, tables)
+            again = alike.by_rlx(ready, tables, "k0-again")
         figures = ours | {"rlx, after / before": again[alike.RLX] / ours[alike.RLX]} | compared(ours, again, theirs)
         facts = described(ready) | {"veRL": version(args.verl)}
         table.finish("against_verl_ppo" if args.ppo else "against_verl", figures, ready, args.out, load, facts)

@@ -84,9 +84,9 @@ def texts(tokenizer: Any, prompts: Prompts) -> list[str]:
     return found
 
 
-def by_rlx(config: RunConfig, tables: Mapping[str, Any]) -> dict[str, float]:
-    """Response tokens per second of whole steps on policy."""
-    now = workload.counted_steps(config, tables, "k0")[:-1]  # the last one has a checkpoint
+def by_rlx(config: RunConfig, tables: Mapping[str, Any], name: str = "k0") -> dict[str, float]:
+    """Response tokens per second of whole steps on policy; `name` is of the run, one of its own for each."""
+    now = workload.counted_steps(config, tables, name)[:-1]  # the last one has a checkpoint
     workload.processes().close()
     figures = {
         RLX: tokens_per_s(config, now),

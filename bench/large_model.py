@@ -109,12 +109,16 @@ def make_model(shape: str, folder: Path) -> None:
 
     tokenizer = tiny.build_tokenizer()
     known = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
-    with tiny.private_torch_state(0), torch.no_grad():
+    # Billions of random numbers take minutes on CPUs, and seconds on a GPU.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tiny.private_torch_state(0), torch.no_grad(), torch.device(device):
         model = workload.random_model(shape, tokenizer, tie_word_embeddings=False)
         model.model.embed_tokens.weight[:, 0] = 100.0
         states = model.model(input_ids=torch.tensor([known[:16]]), use_cache=False).last_hidden_state
         model.lm_head.weight[known, 0] += _LIKED / float(states[..., 0].float().mean())
-    workload.save_model(folder, model, tokenizer)
+    workload.save_model(folder, model.cpu(), tokenizer)
+    del model, states
+    torch.cuda.empty_cache()  # for the run that follows; without a GPU it does nothing
 
 
 def all_steps(config: RunConfig, path: str) -> list[dict[str, Any]]:
