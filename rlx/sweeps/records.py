@@ -23,6 +23,7 @@ from rlx.config.run import RunConfig, is_default_storage
 from rlx.config.sweep import (
     DEFAULT_ALPHA,
     DEFAULT_METRIC,
+    PROGRESS,
     MetricName,
     Mode,
     ReuseName,
@@ -146,6 +147,13 @@ class TrialRecord(BaseModel):
     @property
     def step(self) -> int:
         return self.reports[-1][0] if self.reports else 0
+
+    def as_told(self, rung_by: RungUnit, metric: str) -> list[dict[str, float]]:
+        """Its evaluations as Tune and its schedulers are told them, in order; `metric`: that of the sweep."""
+        return [
+            {PROGRESS[rung_by]: self.progress.get(step, 0.0), "step": step, metric: value}
+            for step, value in self.reports
+        ]
 
 
 def resuming(plan: SweepPlan) -> str:

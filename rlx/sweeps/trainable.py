@@ -26,7 +26,6 @@ from rlx.cluster.resources import ResourcePlan
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.base import flatten
-from rlx.config.sweep import PROGRESS
 from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
 from rlx.runs.mailbox import CHECKPOINT_PATH
@@ -87,7 +86,7 @@ class PPOTrial(tune.Trainable):
     thread: RunThread | None  # of the run that it does now
     start: str  # path of the checkpoint that it starts from, "" if it begins or continues by itself
     checkpoint: str  # path of its newest complete one, "" if there is none
-    repeated: list[dict[str, Any]]  # its newest report of before a resume, until Tune is given it again
+    repeated: list[dict[str, float]]  # its newest report of before a resume, until Tune is given it again
     seen: int  # the step that Tune was given last, -1 before the first
     unsaved: dict[str, dict[str, Any]]  # what Tune was told of the steps since it last saved, by checkpoint name
 
@@ -146,11 +145,9 @@ class PPOTrial(tune.Trainable):
     def _begin(self) -> None:
         self.thread, self.start, self.checkpoint, self.seen, self.unsaved = None, "", "", -1, {}
         self.record = self.shared.known.get(self.trial_name) or TrialRecord(settings=self.config)
-        self.repeated = [
-            {PROGRESS[self.plan.rung_by]: self.record.progress.get(step, 0.0), "step": step, self.plan.metric: value}
-            for step, value in self.record.reports[-1:]
-            if step < self.plan.config.train.steps  # the last one comes from the run: nothing is decided there
-        ]
+        newest = self.record.as_told(self.plan.rung_by, self.plan.metric)[-1:]
+        # The last one comes from the run: nothing is decided there.
+        self.repeated = [report for report in newest if report["step"] < self.plan.config.train.steps]
         if self.repeated:  # if it pauses or ends here, Tune is to have a checkpoint of it
             sweep = self.storage / "sweeps" / self.plan.name
             run = sweep / "runs" / newest_attempt(sweep, self.trial_name)

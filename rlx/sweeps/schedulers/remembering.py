@@ -86,9 +86,8 @@ def _calls_of(schedule: Schedule, metric: str) -> Iterator[Told]:
     for name, _ in known:
         yield "add", name, {}
     for name, record in known:
-        report: dict[str, float] = {}
-        for step, value in record.reports:
-            report = {PROGRESS[schedule.rung_by]: record.progress.get(step, 0.0), TIME: step, metric: value}
+        reports = record.as_told(schedule.rung_by, metric)
+        for report in reports:
             yield "result", name, report
         if record.is_over:
-            yield ("error" if record.state is TrialState.FAILED else "complete"), name, report
+            yield ("error" if record.state is TrialState.FAILED else "complete"), name, reports[-1] if reports else {}
