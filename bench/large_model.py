@@ -64,8 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = with_model(config)
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
-            steps = all_steps(ready, path)
-            figures = parts(steps) | (shares(ready, path, steps[-1]) if config.scaling.use_gpu else {})
+            steps = first_steps(ready, path, config.train.steps)
+            figures = (
+                rewards(steps) | parts(steps[-1]) | (shares(ready, path, steps[-1]) if config.scaling.use_gpu else {})
+            )
             table.finish("large_model", figures, ready, args.out, load, {"in turns": args.in_turns})
         return 0
 
@@ -109,20 +111,17 @@ def make_model(shape: str, folder: Path) -> None:
 
     tokenizer = tiny.build_tokenizer()
     known = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
-    # Billions of random numbers take minutes on CPUs, and seconds on a GPU.
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with tiny.private_torch_state(0), torch.no_grad(), torch.device(device):
+    with tiny.private_torch_state(0), torch.no_grad():
         model = workload.random_model(shape, tokenizer, tie_word_embeddings=False)
         model.model.embed_tokens.weight[:, 0] = 100.0
-        states = model.model(input_ids=torch.tensor([known[:16]]), use_cache=False).last_hidden_state
+        ids = torch.tensor([known[:16]], device=model.device)
+        states = model.model(input_ids=ids, use_cache=False).last_hidden_state
         model.lm_head.weight[known, 0] += _LIKED / float(states[..., 0].float().mean())
-    workload.save_model(folder, model.cpu(), tokenizer)
-    del model, states
-    torch.cuda.empty_cache()  # for the run that follows; without a GPU it does nothing
+    workload.save_model(folder, model, tokenizer)
 
 
-def all_steps(config: RunConfig, path: str) -> list[dict[str, Any]]:
-    """The metrics of all steps; the run ends with the last of them, without a checkpoint."""
+def first_steps(config: RunConfig, path: str, count: int) -> list[dict[str, Any]]:
+    """The metrics of a run's first steps; it is left after them, without a checkpoint."""
     from rlx.runs import launch, preflight
     from rlx.storage.addresses import open_storage
 
@@ -133,26 +132,29 @@ def all_steps(config: RunConfig, path: str) -> list[dict[str, Any]]:
             return
         steps.append(metrics)
         workload.say(f"step {len(steps)}: reward {metrics['reward/mean']:.3f}, {workload.seconds_of(metrics)}")
-        if len(steps) == wanted:
+        if len(steps) == count:
             raise Enough
 
-    wanted = config.train.steps
-    longer = from_tree(with_overrides(config.model_dump(), {"train.steps": wanted + 1}), "command line")
+    more = {"train.steps": max(config.train.steps, count + 1), "checkpoint.every": 0}
+    longer = from_tree(with_overrides(config.model_dump(), more), "command line")
     prepared = preflight.prepare(longer, tables=preflight.prompt_tables(longer, path))
     with suppress(Enough):
         launch.run(prepared, open_storage(config.storage) / "large", on_report=report, processes=workload.processes())
     return steps
 
 
-def parts(steps: Steps) -> dict[str, float]:
-    """The parts of the last step, and the reward of the first and the last one."""
-    last = steps[-1]
-    drawn = last["tokens/rollout_per_s"] * last["time/rollout"]
+def rewards(steps: Steps) -> dict[str, float]:
+    """Whether it learns."""
+    return {"reward of the first step": steps[0]["reward/mean"], "reward of the last step": steps[-1]["reward/mean"]}
+
+
+def parts(step: Mapping[str, Any]) -> dict[str, float]:
+    """A step's seconds and memory."""
+    drawn = step["tokens/rollout_per_s"] * step["time/rollout"]
     return (
-        {"reward of the first step": steps[0]["reward/mean"], "reward of the last step": last["reward/mean"]}
-        | {"step, s": last["time/step"], "response tokens/s": drawn / last["time/step"]}
-        | {f"{part}, s": last[f"time/{part}"] for part in workload.PARTS}
-        | {"most memory of a worker, GiB": last["memory/peak_gib"]}
+        {"step, s": step["time/step"], "response tokens/s": drawn / step["time/step"]}
+        | {f"{part}, s": step[f"time/{part}"] for part in workload.PARTS}
+        | {"most memory of a worker, GiB": step["memory/peak_gib"]}
     )
 
 

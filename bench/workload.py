@@ -68,8 +68,9 @@ GPU: dict[str, Any] = _EVERYWHERE | {
 }
 NO_ENGINES: dict[str, Any] = {"rollout.num_engines": 1, "rollout.resources_per_engine": {"CPU": 0.5}}
 """where none is started, so that no GPU is kept for one"""
-# A small one for CPUs, and Qwen2's, arXiv 2407.10671, table 1, and their config.json; the weights are random.
-_SHAPES: dict[str, dict[str, Any]] = {
+# A small one for CPUs; Qwen2's, arXiv 2407.10671, table 1, and Qwen3's, arXiv 2505.09388, table 1, both with their
+# config.json. The weights are random.
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-30m": {
         "vocab_size": 16_000,
         "hidden_size": 512,
@@ -87,6 +88,30 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
         "max_position_embeddings": 32_768,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen2-1.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": True,
     },
@@ -139,9 +164,14 @@ def read(
     if given.get("data.source"):
         defaults.pop("data.params", None)
     config = from_tree(with_overrides({}, defaults | given), "command line")
-    if args.gpu and config.scaling.use_gpu and not gpus():
-        raise ConfigError("--gpu: torch sees no GPU on this machine")
+    check_gpu(config)
     return args, config
+
+
+def check_gpu(config: RunConfig) -> None:
+    """ConfigError if a GPU is asked for, and there is none."""
+    if config.scaling.use_gpu and not gpus():
+        raise ConfigError("scaling.use_gpu: torch sees no GPU on this machine")
 
 
 def gpus() -> int:
@@ -203,7 +233,7 @@ def model_folder(config: RunConfig) -> str:
     from rlx.runs import preflight
     from rlx.storage.addresses import local_folder
 
-    name, known = config.model.path, [UNTRAINED, *_SHAPES]
+    name, known = config.model.path, [UNTRAINED, *SHAPES]
     if name not in known:
         if name != "tiny" and "/" not in name and nearest(name, known):
             raise ConfigError(f"model.path {name}: no such model{nearest(name, known)}")
@@ -218,26 +248,31 @@ def model_folder(config: RunConfig) -> str:
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Makes a model's folder, all at once."""
+    """Makes a model's folder, all at once; a model on a GPU leaves it."""
+    import torch
+
     from rlx.models import tiny
 
     with tiny.atomic_folder(folder, repeatable=True) as unfinished, tiny.no_progress_bars():
-        model.save_pretrained(unfinished)
+        model.cpu().save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+    torch.cuda.empty_cache()  # for the run that follows; without a GPU it does nothing
 
 
 def random_model(name: str, tokenizer: Any, **other: Any) -> Any:
     """A model that is known here; `other` are settings of its shape that differ."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlx.models import tiny
 
     if name == UNTRAINED:
         return tiny.build_model(tiny.WarmStart(), tokenizer)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    shape = Qwen2Config(**_SHAPES[name] | ends | other)
-    return Qwen2ForCausalLM(shape).to(torch.bfloat16)
+    shape = AutoConfig.for_model(**{"model_type": "qwen2"} | SHAPES[name] | ends | other)
+    # Billions of random numbers take minutes on CPUs, and seconds on a GPU.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return AutoModelForCausalLM.from_config(shape).to(torch.bfloat16)
 
 
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import large_model
 import measure
 import psutil
 import pytest
+import recipes
 import rollout
 import scaling
 import step
@@ -26,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rlx.cluster.resources import plan_resources
 from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree, with_overrides
+from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.models import tiny
 
@@ -175,6 +176,23 @@ def test_the_least_step_of_a_large_model_is_work_and_bytes_by_the_peaks(small_mo
         assert figures[f"least step / step, {words}"] == pytest.approx((update * 7 / 6 + decode) / 2)
 
 
+def test_a_recipe_keeps_its_settings_but_for_model_and_prompts(tmp_path: Path) -> None:
+    file = "experiments/configs/qwen3-1.7b-math.yaml"
+    config = recipes.as_here(file, {"train.prompts_per_step": 64}, tmp_path / "questions.jsonl")
+    recipe = from_tree(read_yaml(file))
+    assert config.model.path == "qwen3-1.7b" and config.train.prompts_per_step == 64
+    assert config.data.max_prompt_tokens == recipe.data.max_prompt_tokens and not config.data.chat_template_args
+    assert (config.rollout, config.algorithm, config.reward) == (recipe.rollout, recipe.algorithm, recipe.reward)
+    recipes.write_questions(config, tokens=30, steps=2)
+    rows = [json.loads(line) for line in Path(config.data.source).read_text().splitlines()]
+    assert len(rows) == 64 * 4 + 8 and {len(tiny.build_tokenizer().encode(row["question"])) for row in rows} == {30}
+
+
+def test_a_recipe_whose_shape_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Qwen/Qwen3-1\.7: its shape is not known here; nearest: Qwen/Qwen3-1\.7B"):
+        recipes.as_here("experiments/configs/dapo.yaml", {"model.path": "Qwen/Qwen3-1.7"}, tmp_path / "q.jsonl")
+
+
 def test_verl_is_given_ppo() -> None:
     config = from_tree(with_overrides({}, workload.GPU | workload.gpu_shares(1) | against_verl.PPO))
     alike.check(config, "veRL", has_ppo=True)
@@ -261,7 +279,7 @@ time.sleep(600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_the_gpu_defaults_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert update.main(["--gpu"]) == 1
-    assert capsys.readouterr().err == "error: --gpu: torch sees no GPU on this machine\n"
+    assert capsys.readouterr().err == "error: scaling.use_gpu: torch sees no GPU on this machine\n"
 
 
 @pytest.mark.parametrize(("gpus", "placement"), [(1, "separate"), (2, "separate"), (1, "colocated")])
