@@ -23,6 +23,8 @@ from ray import cloudpickle
 
 _CALL_S = 0.5
 """Ray answers at once for an actor that it will not start again"""
+_UNFETCHED_S = 600.0
+"""after which nobody will fetch results: their caller has died or given up"""
 
 
 class CallError(RuntimeError):
@@ -187,6 +189,12 @@ class _Caller:
     results: list[BulkResult] = field(default_factory=list)  # that it has not fetched
     has_results: asyncio.Event = field(default_factory=asyncio.Event)
     running: set[asyncio.Task[None]] = field(default_factory=set)
+    newest: float = field(default_factory=time.monotonic)  # when the last call began or ended
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether results have waited for so long that nobody will fetch them."""
+        return not self.running and time.monotonic() - self.newest > _UNFETCHED_S
 
 
 class BulkActor:
@@ -200,14 +208,17 @@ class BulkActor:
     def _callers(self) -> dict[str, _Caller]:
         return {}
 
-    async def begin(self, caller: str, calls: Sequence[BulkCall]) -> str:
-        """Begins calls; returns the name of this process, which `ended` is asked with."""
+    async def submit(self, caller: str, calls: Sequence[BulkCall]) -> str:
+        """Begins calls; returns the name of this process, which `next_results` is asked with."""
+        for name in [name for name, other in self._callers.items() if other.is_gone]:
+            del self._callers[name]
         kept = self._callers.setdefault(caller, _Caller())
         for call in calls:
-            kept.running.add(asyncio.create_task(self._made(call, kept)))
+            kept.running.add(asyncio.create_task(self._run(call, kept)))
+        kept.newest = time.monotonic()
         return self._process
 
-    async def ended(self, caller: str, process: str) -> list[BulkResult]:
+    async def next_results(self, caller: str, process: str) -> list[BulkResult]:
         """The results that have come since it was last asked; waits for one.
 
         Raises:
@@ -220,10 +231,10 @@ class BulkActor:
         kept.has_results.clear()
         results, kept.results = kept.results, []
         if not kept.running:
-            del self._callers[caller]
+            self._callers.pop(caller, None)
         return results
 
-    async def _made(self, call: BulkCall, kept: _Caller) -> None:
+    async def _run(self, call: BulkCall, kept: _Caller) -> None:
         try:
             returned = await getattr(self, call.method)(*pickle.loads(call.args))
             result = BulkResult(call.number, _packed(returned), is_error=False)
@@ -233,11 +244,12 @@ class BulkActor:
             result = BulkResult(call.number, _packed_error(RuntimeError(repr(error))), is_error=True)
         kept.running.discard(cast("asyncio.Task[None]", asyncio.current_task()))
         kept.results.append(result)
+        kept.newest = time.monotonic()
         kept.has_results.set()
 
 
 def _packed(value: Any) -> bytes:
-    """A value for a journey. Ray's own pickling knows more kinds of values, and takes ten times as long."""
+    """A value as bytes. Ray's own pickling knows more kinds of values, and takes ten times as long."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
@@ -245,7 +257,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _packed_error(error: Exception) -> bytes:
-    """An error, or its text if it does not survive a journey."""
+    """An error as bytes, or its text if it cannot be pickled."""
     try:
         packed = _packed(error)
         pickle.loads(packed)
@@ -301,13 +313,13 @@ class BulkCalls:
     async def _send(self, caller: str) -> None:
         while self._unsent and caller == self._caller:
             calls, self._unsent = [call for call in self._unsent if call.number in self._open], []
-            process = await asyncio.wrap_future(self._actor.begin.remote(caller, calls).future())
+            process = await asyncio.wrap_future(self._actor.submit.remote(caller, calls).future())
             if caller == self._caller and not _is_running(self._receiving):
                 self._receiving = asyncio.create_task(self._exchanging(self._receive(caller, process)))
 
     async def _receive(self, caller: str, process: str) -> None:
         while self._open and caller == self._caller:
-            for result in await asyncio.wrap_future(self._actor.ended.remote(caller, process).future()):
+            for result in await asyncio.wrap_future(self._actor.next_results.remote(caller, process).future()):
                 future = self._open.pop(result.number, None)
                 if future is None or future.done():  # its caller waits no more
                     continue

@@ -13,9 +13,10 @@ import inspect
 import resource
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from rlx.actors import BulkActor
 from rlx.config.errors import one_line
@@ -24,6 +25,8 @@ from rlx.environments.tools import Called, ToolDialogue, finite, score_of
 from rlx.types import Observation, TaskRow
 
 _MIB = 1 << 20
+_CANCEL_S = 1.0
+"""in which an `async` method that took too long has to end when it is cancelled"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class Reply:
 
     observation: Observation | None = None
     failure: str = ""  # why there is no observation
-    is_stuck: bool = False  # a thread still works on the call, and cannot be ended
+    is_late: bool = False  # the call took longer than it may
+    is_stuck: bool = False  # it still goes on, and cannot be ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class EnvironmentHost(BulkActor):
         self.settings, self._kind = settings, load_environment(settings.name)
         self._live: dict[str, Any] = {}  # dialogues by key
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="environment")
+        self._thread_calls: WeakKeyDictionary[Any, Future[Any]] = WeakKeyDictionary()  # the newest one of each task
         if settings.memory_mb:
             limit_memory(settings.memory_mb * _MIB)
 
@@ -145,10 +150,12 @@ class EnvironmentHost(BulkActor):
     async def _timed(self, call: Callable[[], Awaitable[Observation]]) -> Reply:
         started, task = time.monotonic(), asyncio.ensure_future(call())
         done, _ = await asyncio.wait([task], timeout=self.settings.timeout_s)
+        call_on_thread = self._thread_calls.pop(task, None)
         if not done:
             task.cancel()
-            await asyncio.sleep(0)
-            return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_stuck=True)
+            done, _ = await asyncio.wait([task], timeout=_CANCEL_S)
+            is_stuck = not done or (call_on_thread is not None and call_on_thread.running())
+            return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_late=True, is_stuck=is_stuck)
         if task.cancelled():  # by the environment itself
             return Reply(failure="raised CancelledError")
         error = task.exception()
@@ -181,8 +188,9 @@ class EnvironmentHost(BulkActor):
         try:
             if inspect.iscoroutinefunction(method):
                 return await method(*args, **kwargs)
-            call = functools.partial(_on_thread, method, *args, **kwargs)
-            returned = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            call = self._threads.submit(_on_thread, method, *args, **kwargs)
+            self._thread_calls[asyncio.current_task()] = call
+            returned = await asyncio.wrap_future(call)
             return await returned if inspect.isawaitable(returned) else returned
         except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
             raise RuntimeError(repr(error)) from None

@@ -245,9 +245,9 @@ class EnvironmentPool:
         return reply
 
     def _noted(self, record: _Record, life: int, reply: Reply) -> str:
-        """Counts a call that failed; a host with a thread that cannot be ended is replaced."""
+        """Counts a call that failed; a host with a call that cannot be ended is replaced."""
         record.is_whole = False
-        self.failures.add("hung" if reply.is_stuck else "raised", reply.failure)
+        self.failures.add("hung" if reply.is_late else "raised", reply.failure)
         if reply.is_stuck:
             self._replace(record.host, life, "")
         return reply.failure

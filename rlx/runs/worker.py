@@ -11,7 +11,7 @@ import gc
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -168,8 +168,13 @@ def run_job(spec: WorkerSpec, box: Box, number: int, train_folder: Storage) -> N
         figures = doctor.examine(trainer, collector)
         inputs.reporter.report(figures | {"step": 0}, is_last=True, checkpoints=[])
     else:
-        with keeping_details(spec.folder), quick_collections():
-            loop.train(trainer, collector, checkpointer, inputs.reporter)
+        try:
+            with keeping_details(spec.folder), quick_collections():
+                loop.train(trainer, collector, checkpointer, inputs.reporter)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to tell
+                inputs.reporter.flush()  # the metrics that led there may not have reached the tracking service
+            raise
     setup.close(trainer, collector, checkpointer, inputs.reporter)
 
 

@@ -139,8 +139,10 @@ class PPOTrial(tune.Trainable):
         return True
 
     def cleanup(self) -> None:
-        self._end()
-        self.processes.close()
+        try:
+            self._end()
+        finally:
+            self.processes.close()
 
     def _begin(self) -> None:
         self.thread, self.start, self.checkpoint, self.seen, self.unsaved = None, "", "", -1, {}
@@ -187,10 +189,16 @@ class RunThread:
         return item
 
     def end(self, stop: Callable[[], None]) -> None:
-        """Returns when the run has ended; one that has not reported its last step is stopped first."""
+        """Returns when the run has ended; one that has not reported its last step is stopped first.
+
+        Raises:
+            RunError: it does not end: its engines and workers cannot be given to another run.
+        """
         if not self._is_done:
             stop()
         self._thread.join(_END_S)
+        if self._thread.is_alive():
+            raise RunError(f"the run before did not end within {_END_S:.0f} s")
 
     def _work(self) -> None:
         try:

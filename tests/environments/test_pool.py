@@ -221,9 +221,14 @@ def test_a_call_that_hangs_has_its_process_replaced() -> None:
     assert said(pool, "hang")[0][-1] == "failed: took longer than 0.2 s"
 
 
-def test_an_async_call_that_hangs_is_ended() -> None:
+def test_an_async_call_that_hangs_is_ended_and_its_process_stays() -> None:
     pool = pool_of(f"{HERE}Endless", timeout_s=0.1, retries=0)
+    (host,) = pool.hosts
+    assert isinstance(host, LocalHost)
+    replaced: list[bool] = []
+    host.replace = lambda: replaced.append(True)  # type: ignore[method-assign]
     assert said(pool, "a")[0][-1] == "failed: took longer than 0.1 s"
+    assert pool.failures == {"hung": 1} and not replaced
 
 
 def test_an_environment_that_answers_differently_is_caught_when_it_is_repeated() -> None:

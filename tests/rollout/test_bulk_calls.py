@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from rlx.actors import ActorDiedError, BulkActor, BulkCalls, CallFailedError, CallTimeoutError
+from rlx import actors
+from rlx.actors import ActorDiedError, BulkActor, BulkCall, BulkCalls, CallFailedError, CallTimeoutError
 
 
 class Two(Exception):
@@ -77,12 +79,12 @@ class Handle:
         self.fetched: list[Any] = []
 
     @property
-    def begin(self) -> Remote:
-        return Remote(self.actor.begin, self._delay_s, self.begun)
+    def submit(self) -> Remote:
+        return Remote(self.actor.submit, self._delay_s, self.begun)
 
     @property
-    def ended(self) -> Remote:
-        return Remote(as_ray(self.actor.ended), self._delay_s, self.fetched)
+    def next_results(self) -> Remote:
+        return Remote(as_ray(self.actor.next_results), self._delay_s, self.fetched)
 
 
 def as_ray(method: Any) -> Any:
@@ -92,7 +94,7 @@ def as_ray(method: Any) -> Any:
         try:
             return await method(*args)
         except LookupError as error:
-            raise ray.exceptions.RayTaskError("ended", "", error).as_instanceof_cause() from None
+            raise ray.exceptions.RayTaskError("next_results", "", error).as_instanceof_cause() from None
 
     return called
 
@@ -234,3 +236,15 @@ async def restarted(actor: Any) -> None:
         except ray.exceptions.RayActorError:
             await asyncio.sleep(0.2)
     raise AssertionError("it was not started again")
+
+
+def test_results_that_nobody_fetches_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def outcome() -> list[str]:
+        worker = Worker()
+        await worker.submit("died", [BulkCall(0, "after", pickle.dumps((0.0, 1)))])
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(actors, "_UNFETCHED_S", 0.05)
+        await worker.submit("alive", [BulkCall(0, "after", pickle.dumps((5.0, 1)))])
+        return list(worker._callers)
+
+    assert asyncio.run(outcome()) == ["alive"]

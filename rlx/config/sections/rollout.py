@@ -129,7 +129,8 @@ class EnvironmentConfig(Section):
     concurrency: PositiveInt = 64
     """calls that one of them answers at the same time"""
     timeout_s: PositiveFloat = 30.0
-    """longest call of an environment; after a longer one its process is replaced"""
+    """longest call of an environment; after a longer one of a plain method, which cannot be ended, its process is
+    replaced"""
     memory_mb: PositiveInt | None = None
     """MiB of memory that one of these processes may use for its environments; unset: no limit"""
     retries: NonNegativeInt = 1

@@ -89,6 +89,7 @@ class BroadcastGroup:
         """Returns when all have joined; see `wait` for the errors."""
         self.kind, self.name, self.device = kind, incoming.group, device
         self._group: Any = None
+        self._is_abandoned = False
         self._works: deque[Any] = deque(maxlen=2)  # broadcasts that may not have ended
         errors: list[RuntimeError] = []
 
@@ -96,18 +97,26 @@ class BroadcastGroup:
             try:
                 store = c10d.PrefixStore(f"{self.name}/{kind}", open_store(incoming.address, incoming.timeout_s))
                 timeout = timedelta(seconds=incoming.timeout_s)
-                group = _GROUPS[kind](store, rank, incoming.world[kind], timeout)
-                _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device)).wait()  # connects them
-                self._group = group
+                self._group = group = _GROUPS[kind](store, rank, incoming.world[kind], timeout)
+                if self._is_abandoned:  # meanwhile
+                    self._end(group)
+                    return
+                first = _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device))
+                self._works.append(first)
+                first.wait()  # it connects them
             except RuntimeError as error:
                 errors.append(error)
 
         # In a thread, because NCCL waits for the other members without end.
         thread = threading.Thread(target=join, daemon=True, name="joining a process group")
         thread.start()
-        wait(lambda: not thread.is_alive(), deadline, check)
-        if errors:
-            raise errors[0]
+        try:
+            wait(lambda: not thread.is_alive(), deadline, check)
+            if errors:
+                raise errors[0]
+        except BaseException:
+            self.abandon()
+            raise
 
     def broadcast(self, bucket: Tensor) -> Any:
         """Begins to send or receive a bucket, `[bytes]` uint8; returns the work to wait for."""
@@ -122,7 +131,12 @@ class BroadcastGroup:
 
     def abandon(self) -> None:
         """Ends the group and its unfinished broadcasts, without waiting for the other members."""
+        self._is_abandoned = True
         group, self._group = self._group, None
+        if group is not None:  # otherwise it is not made yet
+            self._end(group)
+
+    def _end(self, group: Any) -> None:
         threading.Thread(target=_end, args=(group, [*self._works]), daemon=True, name="end of a process group").start()
 
 
