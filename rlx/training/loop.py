@@ -18,12 +18,15 @@ from rlx.algorithms.kl import k3, log_ratio_kl
 from rlx.models import lora
 from rlx.models.policy import PolicyOutput
 from rlx.samples.gradients import write_shares
+from rlx.storage.checkpoint_files import Shard
+from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.training.checkpointing import Checkpointer
 from rlx.training.collector import RolloutCollector, Selection
 from rlx.training.evaluation.evaluate import evaluate, unread_answers
 from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, concat
-from rlx.training.metrics import StepTimer, summarize
+from rlx.training.metrics import StepCounts, StepTimer, summarize
 from rlx.training.reporting import Reporter
+from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.trainer import Sums, Trainer
 from rlx.training.update import gradient_shares, update
 from rlx.types import Phase
@@ -40,7 +43,7 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         hint = unread_answers(samples, metrics["eval/accuracy"], trainer.config.reward)
         if hint and trainer.mesh.rank == 0:
             reporter.notify(hint)
-    while not report(trainer, checkpointer, reporter, metrics, samples):
+    while not finish_step(trainer, checkpointer, reporter, metrics, samples):
         timer = StepTimer()
         trainer.begin_step()
         selection, parts = collector.new_selection(), []
@@ -61,7 +64,8 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
             collector.push_weights(trainer.step)  # 8
         collector.keep(trainer.step, selection, experience)
         metrics, samples = evaluate(trainer, collector)
-        metrics |= summarize(trainer, collector.queue, selection, experience, sums | kl_sums, timer.metrics())  # 9
+        measured, counts = summarize(trainer, collector.queue, selection, experience, sums | kl_sums, timer.metrics())
+        metrics |= measured | advance(trainer, collector.queue, counts)  # 9
         metrics |= collector.observe(selection, trainer.device)
 
 
@@ -182,7 +186,17 @@ def open_step(trainer: Trainer, collector: RolloutCollector, experience: Experie
             write_shares(collector.outcomes.run, trainer.opened, shares)
 
 
-def report(
+def advance(trainer: Trainer, queue: RolloutQueue, counts: StepCounts) -> dict[str, float]:
+    """Adapts the KL coefficient to a step, and adds the step to the run's counts, which are metrics too."""
+    if counts.kl is not None:
+        trainer.kl.update(counts.kl, counts.completions)
+    trainer.tokens += counts.generated
+    trainer.seconds += counts.seconds
+    queue.seconds = 0.0
+    return {"tokens/total": float(trainer.tokens), "time/total": trainer.seconds}
+
+
+def finish_step(
     trainer: Trainer,
     checkpointer: Checkpointer,
     reporter: Reporter,
@@ -202,16 +216,13 @@ def report(
     shards, seconds = checkpointer.copy_state() if is_due else ({}, 0.0)
     if is_due:
         metrics = metrics | {"time/checkpoint": seconds}
-    # The records come first: no checkpoint is ever ahead of them.
     reporter.log_samples(samples, trainer.step)
     reporter.log(metrics, trainer.step)
     if is_due:
-        reporter.flush()
-        checkpointer.save(shards, metrics, reporter.run_id)
+        save(checkpointer, reporter, shards, metrics)
     if is_last or not trainer.config.checkpoint.async_save:
         finished += checkpointer.finished(every=True)
-    step = metrics | trainer.evaluation | {"step": trainer.step}
-    reporter.report(step, is_last=is_last, checkpoints=finished)
+    report(trainer, reporter, metrics, finished, is_last=is_last)
     return is_last or ("time/eval" in metrics and ends_here(trainer, checkpointer, reporter, metrics))
 
 
@@ -223,12 +234,30 @@ def ends_here(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter, 
     if not agree(trainer, checkpointer, reporter)[0]:
         return False
     if checkpointer.is_due(is_last=True):
-        shards, _ = checkpointer.copy_state()
-        reporter.flush()
-        checkpointer.save(shards, metrics, reporter.run_id)
-    step = metrics | trainer.evaluation | {"step": trainer.step}
-    reporter.report(step, is_last=True, checkpoints=checkpointer.finished(every=True))
+        save(checkpointer, reporter, checkpointer.copy_state()[0], metrics)
+    report(trainer, reporter, metrics, checkpointer.finished(every=True), is_last=True)
     return True
+
+
+def save(
+    checkpointer: Checkpointer, reporter: Reporter, shards: Mapping[str, Shard], metrics: Mapping[str, float]
+) -> None:
+    """Begins to write a checkpoint. Records are safe before it: none is ever ahead of them."""
+    reporter.flush()
+    checkpointer.save(shards, metrics, reporter.run_id)
+
+
+def report(
+    trainer: Trainer,
+    reporter: Reporter,
+    metrics: Mapping[str, float],
+    finished: Sequence[FinishedCheckpoint],
+    *,
+    is_last: bool,
+) -> None:
+    """Passes the step, with the newest evaluation, to whoever started training; a collective call."""
+    step = {**metrics, **trainer.evaluation, "step": trainer.step}
+    reporter.report(step, is_last=is_last, checkpoints=finished)
 
 
 def agree(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter) -> tuple[bool, bool, bool]:

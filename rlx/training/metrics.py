@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -110,6 +111,16 @@ def by_source(
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
+@dataclass(frozen=True)
+class StepCounts:
+    """What a step adds to the counts of a run, over all ranks."""
+
+    completions: int  # that were trained on
+    generated: int  # response tokens
+    seconds: float
+    kl: float | None  # mean to the reference; None without one, and while the critic warms up
+
+
 def summarize(
     trainer: Trainer,
     queue: RolloutQueue,
@@ -117,13 +128,13 @@ def summarize(
     batch: Experience,
     sums: Sums,
     seconds: Mapping[str, float],
-) -> dict[str, float]:
-    """The step's metrics over all ranks; a collective call. Also advances the KL controller and the counts.
+) -> tuple[dict[str, float], StepCounts]:
+    """The step's metrics and counts over all ranks; a collective call.
 
     Call it after the update: with deferred log-probabilities, the old ones exist only then.
 
     Args:
-        queue: whose seconds of generation are read and set to 0.
+        queue: which knows how long engines have generated.
         selection: whose completions the step has chosen from.
         batch: that the step trained on.
         sums: of `update` and `loop.compute_advantages`.
@@ -136,23 +147,19 @@ def summarize(
     labels = trainer.config.data.labels
     metrics |= by_source(trainer, labels, selection.candidates, "task/accuracy", "reward/mean")
     completions, generated, trained = (metrics.pop(name) for name in _NOT_REPORTED)
-    if "policy/loss" in sums and "kl/ref" in metrics:  # while the critic warms up, the policy is the reference
-        trainer.kl.update(metrics["kl/ref"], int(completions))
-    trainer.tokens += int(generated)
-    trainer.seconds += seconds["time/step"]
-    queue.seconds = 0.0
+    # While the critic warms up, the policy is the reference.
+    kl_ref = metrics.get("kl/ref") if "policy/loss" in sums else None
     # A resumed step whose round comes from the checkpoint has generated nothing.
     ahead = trainer.config.rollout.max_staleness and metrics["time/generation"]
-    return metrics | {
+    rates = {
         "tokens/rollout_per_s": generated / metrics["time/generation" if ahead else "time/rollout"],
         "tokens/update_per_s": trained / metrics["time/update"],
-        "tokens/total": float(trainer.tokens),
-        "time/total": trainer.seconds,
     }
+    return metrics | rates, StepCounts(int(completions), int(generated), seconds["time/step"], kl_ref)
 
 
 _NOT_REPORTED = ("completions", "generated", "trained")
-"""sums from which `summarize` computes other metrics"""
+"""sums from which `summarize` computes other metrics and counts"""
 
 
 def _of_scores(trainer: Trainer, selection: Selection) -> Updates:
@@ -289,7 +296,7 @@ def _ratios(level: str, batch: Experience) -> Tensor:
 
 
 def _known_here(trainer: Trainer, sums: Sums) -> dict[str, float]:
-    """What every rank knows without the others; the KL controller still has the coefficient of the step."""
+    """What every rank knows without the others."""
     metrics = _scheduled(trainer)
     if trainer.config.resolved_reference != "none":
         metrics["kl/coef"] = trainer.kl.coef

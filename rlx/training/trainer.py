@@ -149,7 +149,9 @@ class Trainer:
 
     def sum_over_ranks(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Each value summed over all replicas; the same on every rank. A collective call."""
-        total = torch.tensor([float(value) for value in values.values()], dtype=torch.float64, device=self.device)
+        # Not through Python numbers: each of them would wait for the GPU.
+        each = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values.values()]
+        total = torch.stack(each)
         return dict(zip(values, self.mesh.all_reduce_sum(total).tolist(), strict=True))
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:

@@ -330,7 +330,8 @@ def exceeds_target_kl(trainer: Trainer, stats: Sums, size: LossDenominators) -> 
     limit = trainer.config.algorithm.target_kl
     if limit is None or "policy" not in trainer.learning:
         return False
-    return not trainer.sum_over_ranks(stats)["policy/approx_kl"] <= limit * size.tokens  # true for a nan
+    name = "policy/approx_kl"
+    return not trainer.sum_over_ranks({name: stats[name]})[name] <= limit * size.tokens  # true for a nan
 
 
 def optimizer_step(trainer: Trainer, number: int) -> Sums:

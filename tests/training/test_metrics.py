@@ -12,7 +12,7 @@ from torch import Tensor
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config import loading
 from rlx.mesh import Mesh
-from rlx.training import metrics
+from rlx.training import loop, metrics
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience
 from rlx.types import Completion, Prompt, ScoredCompletion
@@ -115,7 +115,8 @@ def summarized(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float
     for name in ("policy", "critic"):
         sums |= {f"grad_norm/{name}": torch.tensor(6.0), f"updates/{name}": 2.0}
     seconds = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}
-    found = metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
+    found, counts = metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
+    found |= loop.advance(trainer, queue, counts)  # type: ignore[arg-type]
     assert queue.seconds == 0.0 and found.pop("memory/peak_gib") > 0
     evaluated = metrics.mean_over_ranks(
         trainer, scored()[rank :: ranks + 1], "eval"
@@ -190,7 +191,9 @@ def warmed_up(rank: int, ranks: int) -> dict[str, float]:
     sums |= {"value/loss": 8.0, "value/clip_fraction": 0.0, "grad_norm/critic": 6.0, "updates/critic": 2.0}
     seconds, queue = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}, SimpleNamespace(seconds=1.0)
     trainer = trainer_of(Mesh.of("cpu", 1))
-    return metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
+    found, counts = metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
+    assert counts.kl is None
+    return found
 
 
 def test_nothing_is_said_of_a_policy_that_does_not_learn(on_ranks: OnRanks) -> None:

@@ -224,7 +224,7 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     selection.add(judged)
     queue: Any = SimpleNamespace(seconds=1.0)
     seconds = {"time/rollout": 1.0, "time/update": 1.0, "time/step": 2.0}
-    sums |= metrics.summarize(run, queue, selection, batch, own_sums | kl_sums, seconds)
+    sums |= metrics.summarize(run, queue, selection, batch, own_sums | kl_sums, seconds)[0]
     del sums["memory/peak_gib"]
     return batch, sums | {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}
 
