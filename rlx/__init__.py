@@ -31,11 +31,15 @@ if TYPE_CHECKING:
     from rlx.api import load_config, load_model, load_sweep, resume, resume_tuner, train, tuner
     from rlx.config.errors import ConfigError
     from rlx.config.run import RunConfig
+    from rlx.rewards.custom import RewardError
+    from rlx.runs.train_run import RunError
 
 __version__ = "0.3.0"
 __all__ = [
     "ConfigError",
+    "RewardError",
     "RunConfig",
+    "RunError",
     "__version__",
     "load_config",
     "load_model",
@@ -48,7 +52,9 @@ __all__ = [
 
 _MODULES = {
     "ConfigError": "rlx.config.errors",
+    "RewardError": "rlx.rewards.custom",
     "RunConfig": "rlx.config.run",
+    "RunError": "rlx.runs.train_run",
     **dict.fromkeys(("load_config", "load_model", "load_sweep", "resume", "resume_tuner", "train", "tuner"), "rlx.api"),
 }
 

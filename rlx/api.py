@@ -67,6 +67,7 @@ def train(config: RunConfig, *, on_report: OnReport | None = None, quiet: bool =
 
     Raises:
         ConfigError: a setting cannot be used, or a run of this name exists.
+        RewardError: a reward function fails on the first prompts.
         RunError: training failed.
     """
     from rlx.runs import run_folder
@@ -96,6 +97,7 @@ def resume(
     Raises:
         ConfigError: no such run, a setting that a run cannot change once it has begun, or settings of another person
             that name code, models, addresses or patterns.
+        RewardError: as for `train`.
         RunError: training failed.
     """
     from rlx.runs import run_folder
@@ -109,8 +111,9 @@ def resume(
 
 def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnReport | None, quiet: bool) -> TrainResult:
     from rlx.cluster import connection
-    from rlx.runs import launch, preflight
+    from rlx.runs import launch, preflight, run_folder
     from rlx.tracking import console
+    from rlx.tracking.services.reachable import check_tracking
 
     with ExitStack() as stack:
         shown = None if quiet else stack.enter_context(console.RunProgress(config.train.steps))
@@ -122,7 +125,10 @@ def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnRepor
                 on_report(metrics, checkpoint)
 
         notify = shown.message if shown else None
-        prepared = preflight.prepare(config, shown.warm_start if shown else None)
+        if not resume:  # a resume keeps its records until the server answers
+            check_tracking(config.tracking)
+        with run_folder.keeping_details(folder):
+            prepared = preflight.prepare(config, shown.warm_start if shown else None)
         connection.connect(config, prepared.resources, notify)
         result = launch.run(prepared, folder, resume=resume, on_report=on_step, notify=notify)
     return _result(config.storage, result.name, result.metrics, result.train)

@@ -23,7 +23,9 @@ from rlx.storage.filesystem import Storage
 ROOT = Path(__file__).resolve().parent.parent
 FACE = [
     "ConfigError",
+    "RewardError",
     "RunConfig",
+    "RunError",
     "__version__",
     "load_config",
     "load_model",
@@ -111,6 +113,18 @@ def test_runs_that_cannot_begin_or_go_on_are_refused(tmp_path: Path) -> None:
         rlx.resume("mine", storage=str(tmp_path), overrides={"seed": 5})
     with pytest.raises(rlx.ConfigError, match="run 'mine' exists"):
         rlx.train(rlx.load_config(None, {"storage": str(tmp_path), "name": "mine"}))
+
+
+def test_a_reward_that_fails_before_the_start_leaves_its_details_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "failing_rewards.py").write_text("def f(prompts, completions, answers): return [1 / 0]\n")
+    given = {"storage": str(tmp_path), "name": "mine", "reward.functions": {"failing_rewards:f": 1.0}}
+    with pytest.raises(rlx.RewardError, match=r"ZeroDivisionError.*; in full in "):
+        rlx.train(rlx.load_config(None, given), quiet=True)
+    (details,) = (tmp_path / "runs" / "mine").glob("reward_error_*.txt")
+    assert "Traceback" in details.read_text()
 
 
 def test_load_sweep_makes_no_storage(tmp_path: Path) -> None:
