@@ -10,6 +10,8 @@ The public names:
     load_sweep    reads a sweep back from MLflow
     RunConfig     all settings of a run
     ConfigError   the error of a setting that cannot be used
+    RewardError   the error of a reward function that fails
+    RunError      the error of a run whose training failed
     __version__   the version of rlx
 
 `help(rlx.train)` explains one of them. Each name is imported when it is first used, so that `import rlx` is fast and

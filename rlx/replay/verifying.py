@@ -65,7 +65,7 @@ def facts(run: RecordedRun, prepared: PreparedRun) -> list[Fact]:
 
 def facts_of_environment(run: RecordedRun, prepared: PreparedRun) -> list[Fact]:
     """Code, libraries, machine and files."""
-    made = provenance.recorded_provenance(run.folder)
+    made = provenance.read_provenance(run.folder)
     here = provenance.made_here(launch.input_files(prepared))
     if made is None:
         return [Fact("made with", "not recorded", f"rlx {here.rlx}", None)]

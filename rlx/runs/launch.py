@@ -28,7 +28,7 @@ from rlx.data.sources import FILES, find_source
 from rlx.data.stored.files import find_files
 from rlx.models.folder import is_model_folder
 from rlx.runs import relay
-from rlx.runs.mailbox import CHECKPOINT_PATH, WorkerSpec
+from rlx.runs.mailbox import CHECKPOINT_PATH, JobSpec
 from rlx.runs.preflight import PreparedRun, companions, prompt_tables
 from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import check_new, check_start, write
@@ -130,11 +130,11 @@ def run(
 
 def _job(
     prepared: PreparedRun, folder: Storage, tracking: Sequence[TrackingService], signature: str, waits: bool
-) -> WorkerSpec:
+) -> JobSpec:
     """Returns what the workers are told of a run, without the processes that it has."""
-    tree, until, opens = prepared.config.model_dump(), prepared.until, prepared.opens
-    job = WorkerSpec(tree, prepared.model_path, folder, tracking, signature, waits=waits)
-    return replace(job, until=until, opens=opens, copies=prepared.copies)
+    tree, until, attributes = prepared.config.model_dump(), prepared.until, prepared.attributes
+    job = JobSpec(tree, prepared.model_path, folder, tracking, signature, waits=waits)
+    return replace(job, until=until, attributes=attributes, copies=prepared.copies)
 
 
 def input_files(prepared: PreparedRun) -> dict[str, list[Storage]]:
@@ -208,7 +208,7 @@ def examine(
         prepared = replace(prepared, tables=prompt_tables(config, prepared.model_path))
         folder = open_storage(f"{temporary}/check")
         tree = doctor.with_no_learning(config).model_dump()
-        job = WorkerSpec(tree, prepared.model_path, folder, tracking=None, examine=True)
+        job = JobSpec(tree, prepared.model_path, folder, tracking=None, examine=True)
         figures = leased.run(prepared, job, _ignore, notify)
     return doctor.verdicts(figures, config.model.dtype, config.resolved_reference != "none")
 

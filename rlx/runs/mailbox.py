@@ -39,7 +39,7 @@ CHECKPOINT_PATH = "checkpoint_path"
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
+class JobSpec:
     """A job: what the driver tells the workers of a run."""
 
     config: Mapping[str, Any]  # the settings, as a tree
@@ -50,7 +50,7 @@ class WorkerSpec:
     examine: bool = False  # run the doctor instead of training
     waits: bool = False  # after each evaluation, until it is released
     until: int | None = None  # the step with which it ends; None: with train.steps
-    opens: bool = False  # of the prompts of that step, keep the shares of the gradient
+    attributes: bool = False  # of the prompts of that step, keep the shares of the gradient
     copies: FolderCopies | None = None  # of its models, for nodes that join later
     engines: Sequence[Any] = ()  # actor handles
     engine_spec: EngineSpec | None = None  # of the engine that each worker starts beside itself

@@ -30,7 +30,7 @@ from rlx.environments.trial import host_settings
 from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
-from rlx.runs.mailbox import WorkerSpec, start_mailbox
+from rlx.runs.mailbox import JobSpec, start_mailbox
 from rlx.runs.preflight import PreparedRun
 from rlx.runs.train_run import END_S, RunStopped, TrainRun
 from rlx.types import Notify, OnReport
@@ -132,7 +132,7 @@ class RunProcesses:
     def run(
         self,
         prepared: PreparedRun,
-        job: WorkerSpec,
+        job: JobSpec,
         on_report: OnReport,
         notify: Notify,
         *,

@@ -34,11 +34,11 @@ from rlx.runs.mailbox import (
     Box,
     ControllerStarted,
     JobEnded,
+    JobSpec,
     Message,
     StepReport,
     TrainEnded,
     WorkersFailed,
-    WorkerSpec,
     WorkersStarted,
 )
 from rlx.runs.preflight import PreparedRun
@@ -83,7 +83,7 @@ def make_trainer(prepared: PreparedRun, folder: Storage, box: Box) -> TorchTrain
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scaling.num_workers,
             use_gpu=config.scaling.use_gpu,
-            resources_per_worker=marked(prepared.resources.workers[0], folder),
+            resources_per_worker=with_fingerprint(prepared.resources.workers[0], folder),
             placement_strategy=config.scaling.placement_strategy,
             accelerator_type=config.scaling.accelerator_type,
             label_selector=config.scaling.label_selector or None,
@@ -105,7 +105,7 @@ def make_trainer(prepared: PreparedRun, folder: Storage, box: Box) -> TorchTrain
     )
 
 
-def marked(bundle: Bundle, folder: Storage) -> Bundle:
+def with_fingerprint(bundle: Bundle, folder: Storage) -> Bundle:
     """Returns a worker's bundle with some bytes of memory that only this run asks for.
 
     By them `resources.remove_groups` finds the workers' placement group when Ray Train's controller was killed.
@@ -162,7 +162,7 @@ def work(setup: dict[str, Any]) -> None:
             torch.cuda.empty_cache()  # the engines may be on the same GPU
 
 
-def _jobs(box: Box) -> Iterator[tuple[int, WorkerSpec]]:
+def _jobs(box: Box) -> Iterator[tuple[int, JobSpec]]:
     """Yields one job after another with its number, the same on all ranks, until the driver says that no more come."""
     is_first, done = ray.train.get_context().get_world_rank() == 0, 0
     if is_first:
@@ -194,7 +194,7 @@ class TrainRun:
             folder: of the run, or of the first run if the workers stay for others.
             again: the run has been started before, and may have left a placement group.
         """
-        self.box, self._mark = Box.new(mailbox), marked(prepared.resources.workers[0], folder)
+        self.box, self._mark = Box.new(mailbox), with_fingerprint(prepared.resources.workers[0], folder)
         self._seen = 0  # events
         self.is_stopping = False  # the current job, or the next one, is to end at once
         self._is_idle, self._ended = threading.Event(), threading.Event()
@@ -215,7 +215,7 @@ class TrainRun:
 
     def do(
         self,
-        job: WorkerSpec,
+        job: JobSpec,
         is_last: bool,
         on_report: OnReport,
         notify: Notify,

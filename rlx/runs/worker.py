@@ -46,7 +46,7 @@ from rlx.rollout.episodes.episode import EpisodeLimits
 from rlx.rollout.episodes.player import Player
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import doctor
-from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, Message, WorkerSpec
+from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, JobSpec, Message
 from rlx.runs.run_folder import POINTER, keeping_details
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
@@ -65,7 +65,7 @@ _CLOSE_S = 5.0  # longest wait for the tracker at the end of a run
 class Job:
     """A job as its workers know it."""
 
-    spec: WorkerSpec
+    spec: JobSpec
     box: Box
     number: int
     train_folder: Storage  # of the Ray Train run: that of the job's own run, unless the workers did another one before
@@ -157,7 +157,7 @@ def whole_or_pointer(checkpoint: ray.train.Checkpoint, is_whole: bool) -> Iterat
         yield ray.train.Checkpoint.from_directory(folder)
 
 
-def run_job(spec: WorkerSpec, box: Box, number: int, train_folder: Storage) -> None:
+def run_job(spec: JobSpec, box: Box, number: int, train_folder: Storage) -> None:
     """Trains, or examines with the doctor, as the job says; every rank calls it."""
     if spec.copies:
         spec.copies.bring_here()
@@ -223,7 +223,7 @@ def inputs_of(job: Job) -> TrainingInputs:
         connect_engines=connections.engines,
         connect_scorers=connections.scorers,
         signature=spec.signature,
-        opened=spec.until if spec.opens else None,
+        attributed_step=spec.until if spec.attributes else None,
     )
 
 

@@ -72,7 +72,7 @@ def begin_record(run: Storage, files: Mapping[str, Sequence[Storage]]) -> None:
     threading.Thread(target=write, name="provenance").start()
 
 
-def recorded_provenance(run: Storage) -> Provenance | None:
+def read_provenance(run: Storage) -> Provenance | None:
     """What a run was made with; None if its folder does not say, because an older rlx or a sweep made it.
 
     Raises:

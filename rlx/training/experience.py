@@ -341,7 +341,7 @@ def deal_minibatches(batch: B, count: int, mesh: Mesh, seeds: Sequence[int] | No
     return _in_order(dealt, chosen[incoming].argsort(stable=True))
 
 
-def brought_home(batch: Experience, mesh: Mesh) -> Experience:
+def return_to_owners(batch: Experience, mesh: Mesh) -> Experience:
     """Each replica's own completions in the order in which it made them, wherever they are; a collective call."""
     if mesh.dp_size > 1:
         lengths, _, length, width = _gather(batch, mesh)

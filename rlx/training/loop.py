@@ -54,7 +54,7 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
             rest = collector.build_batches(selection.take(last=True), trainer.device)
             parts += [compute_logprobs(trainer, batch, deferred=trainer.defers_logprobs) for batch in rest]
             experience, kl_sums = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
-        open_step(trainer, collector, experience)
+        record_gradient_shares(trainer, collector, experience)
         with timer("update"):
             experience, sums = update(trainer, experience, trainer.defers_logprobs)  # 7 losses, backward, clip, step
         with timer("rollout"):
@@ -178,12 +178,12 @@ def normalize_rewards(trainer: Trainer, batch: RolloutBatch) -> tuple[Tensor, Te
     return columns[0], columns[1]
 
 
-def open_step(trainer: Trainer, collector: RolloutCollector, experience: Experience) -> None:
-    """Keeps the shares of the prompts in the gradient, if a replay is to open this step; a collective call."""
-    if trainer.opened == trainer.step + 1:
+def record_gradient_shares(trainer: Trainer, collector: RolloutCollector, experience: Experience) -> None:
+    """Keeps each prompt's share in the gradient, if a replay asks for that of this step; a collective call."""
+    if trainer.attributed_step == trainer.step + 1:
         shares = gradient_shares(trainer, experience)
         if collector.outcomes:
-            write_shares(collector.outcomes.run, trainer.opened, shares)
+            write_shares(collector.outcomes.run, trainer.attributed_step, shares)
 
 
 def advance(trainer: Trainer, queue: RolloutQueue, counts: StepCounts) -> dict[str, float]:

@@ -62,7 +62,7 @@ class TrainingInputs:
     connect_engines: Callable[[Mesh, WeightSource], Engines]
     connect_scorers: Callable[[Mesh], dict[str, Scorer]]  # reward models and servers; a collective call
     signature: str = ""  # of the config, for checkpoints
-    opened: int | None = None  # see `Trainer.opened`
+    attributed_step: int | None = None  # see `Trainer.attributed_step`
 
 
 def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpointer]:
@@ -88,7 +88,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
         ema=initial_ema(config.train, models["policy"].model),
         supervised=_supervised(inputs, mesh, tokenizer),
         scattered=scattered(config.scaling, config.parallel.tp, models),
-        opened=inputs.opened,
+        attributed_step=inputs.attributed_step,
     )
     collector = _collector(inputs, trainer, tokenizer)
     kept = config.checkpoint

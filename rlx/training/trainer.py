@@ -67,7 +67,7 @@ class Trainer:
     ema: dict[str, Tensor]  # average of the policy's weights, by name; empty if none is kept
     supervised: SupervisedRows | None = None
     scattered: frozenset[str] = frozenset()  # models whose gradients are reduced in each backward pass
-    opened: int | None = None  # the step whose gradient is to be shared out among its prompts
+    attributed_step: int | None = None  # the step whose gradient is to be shared out among its prompts
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
     seconds: float = 0.0  # of the steps so far

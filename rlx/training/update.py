@@ -25,9 +25,9 @@ from rlx.training.experience import (
     Experience,
     LogprobBatch,
     RolloutBatch,
-    brought_home,
     deal_minibatches,
     minibatches,
+    return_to_owners,
     token_draws,
 )
 from rlx.training.optimizers.choice import set_lr
@@ -76,7 +76,7 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
             break
         _add(sums, optimizer_step(trainer, number))
     check_norms(trainer, sums)
-    return brought_home(batch, trainer.mesh), sums
+    return return_to_owners(batch, trainer.mesh), sums
 
 
 def mini_batches(

@@ -8,7 +8,7 @@ import pytest
 from replay_cases import keep, run_of, with_score
 
 from rlx.config.errors import ConfigError
-from rlx.replay import comparing, opening
+from rlx.replay import comparing, inside_step
 from rlx.replay.branches import Branch
 from rlx.replay.comparing import Compared, Comparison
 from rlx.samples import gradients
@@ -138,24 +138,24 @@ def test_an_opened_step_has_its_prompts_by_their_share_of_the_gradient(tmp_path:
     run = open_storage(str(tmp_path))
     keep(run, 5)
     gradients.write_shares(run, 5, {10: -0.25, 11: 1.25})
-    eleven, ten = opening.opened_prompts(run, 5)
+    eleven, ten = inside_step.step_prompts(run, 5)
     assert (eleven.share, ten.share) == (1.25, -0.25)
     assert [each.sample for each in eleven.completions] == [0, 1]
     assert (ten.index, eleven.index, ten.tokens, eleven.tokens) == (2, 3, 3, 5)
     assert (ten.mean_score, eleven.mean_score, eleven.right) == (0.125, 0.625, 1)
     assert ten.advantages == [0.0]  # of the one completion that the losses have
     assert eleven.advantages == [3.0, 3.5, 4.0] and eleven.ratios == pytest.approx([2.0] * 3)
-    assert opening.prompt_at([eleven, ten], 2) is ten
+    assert inside_step.prompt_at([eleven, ten], 2) is ten
     with pytest.raises(ConfigError, match="--prompt 7: the step has the prompts 2, 3"):
-        opening.prompt_at([eleven, ten], 7)
+        inside_step.prompt_at([eleven, ten], 7)
 
 
 def test_shares_that_were_not_kept_or_are_damaged(tmp_path: Path) -> None:
     run = open_storage(str(tmp_path))
     keep(run, 5)
-    assert [each.share for each in opening.opened_prompts(run, 5)] == [None, None]
+    assert [each.share for each in inside_step.step_prompts(run, 5)] == [None, None]
     (run / "gradients" / "step_000005.json").write_text('{"a": 1}')
     with pytest.raises(ConfigError, match=r"step_000005\.json is damaged"):
-        opening.opened_prompts(run, 5)
+        inside_step.step_prompts(run, 5)
     with pytest.raises(ConfigError, match="no completions of step 6"):
-        opening.opened_prompts(run, 6)
+        inside_step.step_prompts(run, 6)

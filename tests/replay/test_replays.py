@@ -17,7 +17,7 @@ from my_rewards import GLITCH
 from run_cases import Done, small, train
 
 from rlx.cluster import connection
-from rlx.replay import branches, comparing, opening, pairs, recorded
+from rlx.replay import branches, comparing, inside_step, pairs, recorded
 from rlx.replay.branches import Branch, Scratch
 from rlx.replay.comparing import Comparison
 from rlx.replay.recorded import RecordedRun
@@ -119,13 +119,13 @@ def test_random_steps_are_equal_to_the_last_bit(
     before, where = state_of(run, storage), place(run)
     steps = sorted(random.Random(kind).sample(range(1, STEPS + 1), min(REPLAYS, STEPS)))
     for step in steps:
-        branch = where.placed(replace(branches.branch_to(run, step), opens=True))
+        branch = where.placed(replace(branches.branch_to(run, step), attributes=True))
         comparison, folder = done_again(branch)
         assert comparison.different == () and comparison.completions == () and comparison.holds
         assert comparison.weights is (True if step % EVERY == 0 else None)
         assert {each.step for each in comparison.metrics} == set(branch.steps)
         assert len(comparison.metrics) > 25 * (step - (step - 1) // EVERY * EVERY)
-        prompts = opening.opened_prompts(folder, step)
+        prompts = inside_step.step_prompts(folder, step)
         assert len(prompts) == 8 and sum(each.share or 0 for each in prompts) == pytest.approx(1, abs=1e-6)
         print(f"{kind}: step {step} from {branch.origin}: {len(comparison.metrics)} metrics equal", flush=True)
     assert state_of(run, storage) == before

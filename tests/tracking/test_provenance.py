@@ -27,7 +27,7 @@ def written(run: Storage, files: dict[str, list[Storage]]) -> Provenance:
     for thread in threading.enumerate():
         if thread.name == "provenance":
             thread.join()
-    found = provenance.recorded_provenance(run)
+    found = provenance.read_provenance(run)
     assert found
     return found
 
@@ -56,14 +56,14 @@ def test_a_run_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
     for thread in threading.enumerate():
         if thread.name == "provenance":
             thread.join()
-    assert provenance.recorded_provenance(run) is None
+    assert provenance.read_provenance(run) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rlx": 1, "code": "a", "libraries": {}, "machine": ""}'])
 def test_what_is_not_a_record_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / PROVENANCE).write_text(text)
     with pytest.raises(ConfigError, match=r"provenance\.json is damaged: it is not what rlx wrote"):
-        provenance.recorded_provenance(open_storage(str(tmp_path)))
+        provenance.read_provenance(open_storage(str(tmp_path)))
 
 
 def prepared(model: Path, folder: Path, **changes: str) -> PreparedRun:

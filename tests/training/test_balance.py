@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlx.mesh import Mesh
 from rlx.training import experience
-from rlx.training.experience import Experience, brought_home, deal_minibatches
+from rlx.training.experience import Experience, deal_minibatches, return_to_owners
 
 ROWS, COUNT = 6, 2
 
@@ -53,7 +53,7 @@ def dealt_out(rank: int, ranks: int, tp: int, device: str) -> tuple[list[list[An
     batch = deal_minibatches(own, COUNT, grid)
     # Whatever is computed where they were dealt, also twice, comes home.
     again = deal_minibatches(batch, COUNT, grid, (0, 1))
-    home = brought_home(replace(again, values=2 * again.values), grid)
+    home = return_to_owners(replace(again, values=2 * again.values), grid)
     assert kept(home) == kept(replace(own, values=2 * own.values)) and home.home.tolist() == own.home.tolist()
     assert {column.device.type for column in batch.columns.values()} == {device}
     batch = batch.to(torch.device("cpu"))

@@ -21,7 +21,7 @@ from rlx.samples.evaluations import EvaluationFile, Outcomes
 from rlx.storage.addresses import open_storage
 from rlx.training.collector import QuestionSet
 from rlx.training.evaluation.evaluate import unread_answers
-from rlx.training.evaluation.outcomes import gathered, measured
+from rlx.training.evaluation.outcomes import eval_metrics, gather_outcomes
 from rlx.training.evaluation.sets import set_sampling
 from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
 
@@ -53,8 +53,8 @@ def asked(rank: int, ranks: int) -> tuple[Outcomes, dict[str, float]]:
     own: Any = {"prompts": [], "samplings": [None] * 3, "score": None, "every": 1, "settings": SET}
     trainer: Any = SimpleNamespace(mesh=Mesh.of("cpu", 1), device=torch.device("cpu"))
     answers = [each for row in range(rank, 3, ranks) for each in scored(row)]
-    outcomes = gathered(trainer, QuestionSet(name="sums", size=3, labels=["a", "b"], **own), answers)
-    return outcomes, measured(SET, outcomes)
+    outcomes = gather_outcomes(trainer, QuestionSet(name="sums", size=3, labels=["a", "b"], **own), answers)
+    return outcomes, eval_metrics(SET, outcomes)
 
 
 def error(*values: float) -> float:
@@ -93,7 +93,7 @@ def test_outcomes_and_metrics_by_hand_on_any_ranks(ranks: int, on_ranks: OnRanks
 def test_one_question_has_no_standard_error() -> None:
     grid = np.array([[1.0, 0.0]])
     alone = Outcomes(("a",), np.array([0]), np.array([1]), grid > 0, grid, grid, np.array([0.5]))
-    found = measured(EvalSetConfig(name="x", samples=2), alone)
+    found = eval_metrics(EvalSetConfig(name="x", samples=2), alone)
     assert found["eval/x/avg_at_2"] == 0.5 and not any(name.endswith("_se") for name in found)
 
 
@@ -212,7 +212,7 @@ def test_the_files_give_the_metrics_again(runs: Whole) -> None:
     for file in evaluations.kept_evaluations(run):
         outcomes, row = evaluations.read_outcomes(run, file), whole.reporter.metrics[file.step]
         if file.name in sets:
-            assert measured(sets[file.name], outcomes).items() <= row.items()
+            assert eval_metrics(sets[file.name], outcomes).items() <= row.items()
             assert outcomes.scores.shape == {"same": (2, 3), "other": (3, 2)}[file.name]
         else:
             prefix = {"held_out": "eval", "ema": "eval/ema"}[file.name]

@@ -79,7 +79,7 @@ def trained(
     reporter: MemoryReporter | None = None,
     save_every: int = 1,
     engines_of: EnginesOf | None = None,
-    opened: int | None = None,
+    attributed_step: int | None = None,
     **changes: Any,
 ) -> Outcome:
     """Trains from the newest checkpoint in the folder, or from the start; a__b among the changes is the setting a.b."""
@@ -119,7 +119,7 @@ def trained(
         reporter=reporter,
         connect_engines=connect,
         connect_scorers=lambda mesh: {},
-        opened=opened,
+        attributed_step=attributed_step,
     )
     trainer, collector, checkpointer = setup.build(inputs)
     loop.train(trainer, collector, checkpointer, reporter)
@@ -244,7 +244,7 @@ def test_a_run_ends_at_the_evaluation_because_of_which_it_is_stopped(runs: Runs)
 
 def opened_or_not(rank: int, ranks: int, path: str, folder: str) -> list[Any]:
     """A run that opens its third step, a plain one, and the shares that each has kept of steps 2 to 4."""
-    opened, plain = (trained(path, f"{folder}/{step}", opened=step) for step in (3, None))
+    opened, plain = (trained(path, f"{folder}/{step}", attributed_step=step) for step in (3, None))
     kept = [[read_shares(open_storage(f"{folder}/{each}"), step) for step in (2, 3, 4)] for each in (3, None)]
     return [opened, plain, *kept]
 

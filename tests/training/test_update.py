@@ -583,13 +583,13 @@ PICKED = [210, 65]
 def shares_and_update(rank: int, ranks: int, path: str, way: dict[str, Any]) -> tuple[Any, ...]:
     """Shares of the prompts in the gradient and, from a fresh start, by autograd; the weights after an update."""
     results = []
-    for opens in (True, False):
+    for by_rlx in (True, False):
         run = trainer_of(path, way, 64)
         own = [c for c in completions() if c.prompt.id % ranks == rank]
         judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
         batch = loop.compute_logprobs(run, experience.build_batch(judged, PAD), run.defers_logprobs)
         batch, _ = loop.compute_advantages(run, batch)
-        shares = update.gradient_shares(run, batch) if opens else by_autograd(run, batch, path)
+        shares = update.gradient_shares(run, batch) if by_rlx else by_autograd(run, batch, path)
         update.update(run, batch, run.defers_logprobs)
         results.append((shares, {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}))
     return tuple(results)

@@ -37,7 +37,7 @@ def replay(args: argparse.Namespace) -> int:
 
     run = recorded.RecordedRun.read(args.run, args.storage)
     branch = branches.branch_to(run, args.step, trust=args.trust)
-    branch = replace(branch, changes=running.moved(args), opens=True)
+    branch = replace(branch, changes=running.moved(args), attributes=True)
     logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     print(f"run {run.name}: {running.steps_text(branch.steps)} again, from {branch.origin}")
     with branches.scratch(run, keep=args.keep) as place, running.processes() as shared:
@@ -54,10 +54,10 @@ def replay(args: argparse.Namespace) -> int:
 
 def opened_step(folder: Storage, step: int, index: int | None) -> str:
     """Returns what a step of a replay trained on, or the tokens of one of its prompts."""
-    from rlx.cli.timemachine import opened
-    from rlx.replay import opening
+    from rlx.cli.timemachine import step_tables
+    from rlx.replay import inside_step
 
-    prompts = opening.opened_prompts(folder, step)
+    prompts = inside_step.step_prompts(folder, step)
     if index is not None:
-        return opened.tokens_table(opening.prompt_at(prompts, index))
-    return f"step {step} trained on {len(prompts)} prompts\n\n{opened.prompts_table(prompts)}"
+        return step_tables.tokens_table(inside_step.prompt_at(prompts, index))
+    return f"step {step} trained on {len(prompts)} prompts\n\n{step_tables.prompts_table(prompts)}"

@@ -10,9 +10,9 @@ Example:
     from rlx.config.sections.data import EvalSetConfig
     from rlx.samples import evaluations
     from rlx.storage.addresses import open_storage
-    from rlx.training.evaluation.outcomes import measured
+    from rlx.training.evaluation.outcomes import eval_metrics
 
     run = open_storage("storage/runs/try1", create=False)
     outcomes = evaluations.read_outcomes(run, evaluations.EvaluationFile(20, "held"))
-    print(measured(EvalSetConfig(name="held", samples=4), outcomes))
+    print(eval_metrics(EvalSetConfig(name="held", samples=4), outcomes))
 """

@@ -14,7 +14,7 @@ import torch
 from rlx.config.sections.reward import CORRECTNESS, RewardConfig
 from rlx.samples.evaluations import AVERAGED, HELD_OUT
 from rlx.training.collector import QuestionSet, RolloutCollector
-from rlx.training.evaluation.outcomes import gathered, measured
+from rlx.training.evaluation.outcomes import eval_metrics, gather_outcomes
 from rlx.training.metrics import mean_over_ranks, sample_rows
 from rlx.training.trainer import Trainer
 from rlx.types import ScoredCompletion
@@ -39,7 +39,7 @@ def evaluate(
         return {}, []
     started, metrics, samples = time.perf_counter(), dict[str, float](), list[dict[str, Any]]()
     for each, scored in collector.answers(due, trainer.step):
-        metrics |= recorded(trainer, collector, each, scored)
+        metrics |= record_outcomes(trainer, collector, each, scored)
         if each.name == HELD_OUT:
             collector.keep_held_out(trainer.step, scored)
             samples = sample_rows(scored[: trainer.config.tracking.samples])
@@ -47,7 +47,7 @@ def evaluate(
         with averaged_weights(trainer):
             collector.push_weights(trainer.step)
             for each, scored in collector.answers(held_out, trainer.step):
-                metrics |= recorded(trainer, collector, replace(each, name=AVERAGED), scored)
+                metrics |= record_outcomes(trainer, collector, replace(each, name=AVERAGED), scored)
         collector.push_weights(trainer.step)
     return metrics | {"time/eval": time.perf_counter() - started}, samples
 
@@ -89,12 +89,12 @@ def averaged_weights(trainer: Trainer) -> Iterator[None]:
             p.copy_(kept[name])
 
 
-def recorded(
+def record_outcomes(
     trainer: Trainer, collector: RolloutCollector, each: QuestionSet, scored: Sequence[ScoredCompletion]
 ) -> dict[str, float]:
     """Keeps the outcomes of a set of questions, and returns its metrics; a collective call."""
-    outcomes = gathered(trainer, each, scored)
+    outcomes = gather_outcomes(trainer, each, scored)
     collector.keep_outcomes(trainer.step, each.name, outcomes)
     if each.settings:
-        return measured(each.settings, outcomes)
+        return eval_metrics(each.settings, outcomes)
     return mean_over_ranks(trainer, scored, _PREFIXES[each.name])

@@ -23,7 +23,7 @@ from rlx.types import ScoredCompletion
 _PLAIN = 3  # numbers of a question: its source, its checksum, the vote of the majority
 
 
-def gathered(trainer: Trainer, each: QuestionSet, scored: Sequence[ScoredCompletion]) -> Outcomes:
+def gather_outcomes(trainer: Trainer, each: QuestionSet, scored: Sequence[ScoredCompletion]) -> Outcomes:
     """The outcomes of a set on all ranks; `scored`: this rank's answers. A collective call."""
     samples = len(each.samplings)
     table = torch.zeros(each.size, _PLAIN + 3 * samples, dtype=torch.float64)  # [N, ...], of other ranks 0
@@ -52,7 +52,7 @@ def _numbers(group: Sequence[ScoredCompletion]) -> list[float]:
     return [prompt.source, checksum, vote, *right, *(each.score for each in group), *lengths]
 
 
-def measured(each: EvalSetConfig, outcomes: Outcomes) -> dict[str, float]:
+def eval_metrics(each: EvalSetConfig, outcomes: Outcomes) -> dict[str, float]:
     """The metrics of one of eval.sets with their standard errors, which one question alone does not have."""
     right = outcomes.right.sum(1).tolist()
     columns = [

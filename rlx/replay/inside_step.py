@@ -17,7 +17,7 @@ from rlx.storage.filesystem import Storage
 
 
 @dataclass(frozen=True)
-class OpenedPrompt:
+class StepPrompt:
     """The completions of one prompt in a step, in their order, and what they did to the policy."""
 
     completions: tuple[KeptCompletion, ...]
@@ -52,7 +52,7 @@ class OpenedPrompt:
         return [value for each in self.completions if each.trained for value in each.own(each.ratios)]
 
 
-def opened_prompts(run: Storage, step: int) -> list[OpenedPrompt]:
+def step_prompts(run: Storage, step: int) -> list[StepPrompt]:
     """The prompts of a step, those with the largest share of the gradient first.
 
     Raises:
@@ -65,11 +65,11 @@ def opened_prompts(run: Storage, step: int) -> list[OpenedPrompt]:
     for each in reader.completions(table):
         groups.setdefault(each.group, []).append(each)
     shares = gradients.read_shares(run, step) or {}
-    prompts = [OpenedPrompt(tuple(rows), shares.get(group)) for group, rows in groups.items()]
+    prompts = [StepPrompt(tuple(rows), shares.get(group)) for group, rows in groups.items()]
     return sorted(prompts, key=lambda each: -abs(each.share or 0.0))
 
 
-def prompt_at(prompts: Sequence[OpenedPrompt], index: int) -> OpenedPrompt:
+def prompt_at(prompts: Sequence[StepPrompt], index: int) -> StepPrompt:
     """The prompt in a row of the prompt table.
 
     Raises:

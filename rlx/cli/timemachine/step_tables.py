@@ -1,4 +1,4 @@
-"""Tables of an opened step: its prompts, and the tokens of one of them."""
+"""Tables of what a step trained on: its prompts, and the tokens of one of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from rlx.cli import listing
 from rlx.cli.samples import readable
 from rlx.cli.timemachine.running import terminal_width
-from rlx.replay.opening import OpenedPrompt
+from rlx.replay.inside_step import StepPrompt
 
 _PROMPTS, _CHARACTERS = 10, 60
 
 
-def prompts_table(prompts: Sequence[OpenedPrompt]) -> str:
+def prompts_table(prompts: Sequence[StepPrompt]) -> str:
     """A table with a row per prompt, of those with the largest share of the gradient."""
     rows = [
         {
@@ -30,7 +30,7 @@ def prompts_table(prompts: Sequence[OpenedPrompt]) -> str:
     return listing.markdown_table(rows, terminal_width(), {"prompt", "right", "score", "tokens", "gradient"})
 
 
-def tokens_table(prompt: OpenedPrompt) -> str:
+def tokens_table(prompt: StepPrompt) -> str:
     """A table with a row per token of a prompt's completions."""
     rows = [
         {
