@@ -87,7 +87,7 @@ def runs(storage: str) -> list[StoredRun]:
         for trial in (root / "sweeps" / sweep / "runs").names():
             address = join_address(storage, "sweeps", sweep, "runs", trial)
             trials.append(_read(_shortest(address), address))
-    return [run for run in (*single, *trials) if run_folder.exists(run.folder)]
+    return [run for run in (*single, *trials) if run_folder.holds_run(run.folder)]
 
 
 def find_run(which: str, storage: str) -> StoredRun:
@@ -100,7 +100,7 @@ def find_run(which: str, storage: str) -> StoredRun:
         run_folder.find(open_storage(storage, create=False) / "runs", which)
         return _read(which, join_address(storage, "runs", which))
     run = _read(_shortest(resolve_address(which)), resolve_address(which))
-    if not run_folder.exists(run.folder):
+    if not run_folder.holds_run(run.folder):
         raise ConfigError(f"no run in {run.folder.path}")
     return run
 

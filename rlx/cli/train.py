@@ -229,7 +229,7 @@ def _telling(way_on: str, folder: Storage) -> Iterator[None]:
 
         raise RunError(f"{error}; {way_on}") if isinstance(error, RunError) else error from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(way_on if run_folder.exists(folder) else "the run had not begun") from None
+        raise KeyboardInterrupt(way_on if run_folder.holds_run(folder) else "the run had not begun") from None
 
 
 def summary(name: str, first: Mapping[str, Any], last: Mapping[str, Any], seconds: float) -> str:

@@ -31,7 +31,7 @@ from rlx.runs import relay
 from rlx.runs.mailbox import CHECKPOINT_PATH, JobSpec
 from rlx.runs.preflight import PreparedRun, companions, prompt_tables
 from rlx.runs.processes import RunProcesses
-from rlx.runs.run_folder import check_new, check_start, write
+from rlx.runs.run_folder import check_new, check_start, write_record
 from rlx.runs.train_run import RunLostError, RunStopped
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
@@ -124,7 +124,7 @@ def run(
             grace_s = config.checkpoint.grace_s
             reported = leased.run(prepared, job, events.report, events, grace_s=grace_s, again=resume)
             metrics = {key: value for key, value in reported.items() if key not in RAY_KEYS}
-            write(folder / "result.json", json.dumps(metrics))
+            write_record(folder / "result.json", json.dumps(metrics))
         return RunResult(prepared.name, folder.path, metrics, record.run_id, leased.result and _pruned(leased.result))
 
 
@@ -248,7 +248,7 @@ def _open_record(
             provenance.begin_record(folder, input_files(prepared))
     # Also on a resume: settings that were changed for it hold for later resumes.
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    write(folder / "config.yaml", text)
+    write_record(folder / "config.yaml", text)
     record = OutboxTracker(prepared.tracking, folder, "driver", notify)
     record.open(
         config.tracking.experiment,
@@ -264,7 +264,7 @@ def _open_record(
 def _signed(folder: Storage, tree: Mapping[str, Any], parent: Parent | None) -> str:
     """Signs a run's settings in its folder; returns the signature, which its checkpoints have too."""
     signer = parent.signer if parent and parent.signer else Signer.new()
-    write(folder / SIGNATURE, signature := signer.sign(tree))
+    write_record(folder / SIGNATURE, signature := signer.sign(tree))
     return signature
 
 

@@ -83,12 +83,12 @@ _FIXED = (
 # Records
 
 
-def exists(folder: Storage) -> bool:
+def holds_run(folder: Storage) -> bool:
     """Returns whether a folder holds a run."""
     return (folder / "run.json").exists()
 
 
-def write(file: Storage, text: str) -> None:
+def write_record(file: Storage, text: str) -> None:
     """Writes a record, with retries.
 
     Raises:
@@ -115,7 +115,7 @@ def keeping_details(folder: Storage) -> Iterator[None]:
 
 def check_new(name: str, folder: Storage) -> None:
     """Raises ConfigError if the folder holds a run already."""
-    if exists(folder):
+    if holds_run(folder):
         raise ConfigError(f"run {name!r} exists in {folder.path}: --resume {name} continues it")
 
 
@@ -125,7 +125,7 @@ def find(runs: Storage, name: str) -> Storage:
     Raises:
         ConfigError: there is no run of that name; the text has the nearest name.
     """
-    if "/" in name or len(name) > 128 or not exists(runs / name):
+    if "/" in name or len(name) > 128 or not holds_run(runs / name):
         raise ConfigError(f"no run {name[:128]!r} in {runs.path}{nearest(name, runs.names())}")
     return runs / name
 
@@ -143,7 +143,7 @@ def locate(which: str, storage: str) -> tuple[str, Storage]:
     if "/" not in which:
         return join_address(storage, "runs", which), find(open_storage(storage, create=False) / "runs", which)
     folder = open_storage(which, create=False)
-    if not exists(folder):
+    if not holds_run(folder):
         raise ConfigError(f"no run in {folder.path}")
     return resolve_address(which), folder
 
@@ -154,7 +154,7 @@ def saved_config(folder: Storage) -> dict[str, Any]:
     Raises:
         ConfigError: the folder holds no run, or its config cannot be read.
     """
-    if not exists(folder):
+    if not holds_run(folder):
         raise ConfigError(f"no run to resume in {folder.path}")
     file = folder / "config.yaml"
     return _read(file, lambda: dict(parse_yaml(file.read_text())))
@@ -397,4 +397,4 @@ def _complete(checkpoint: CheckpointEntry) -> CheckpointEntry:
 
 def _checkpoint_settings(folder: Storage) -> CheckpointConfig:
     """Returns the section that says which checkpoint of a run is its best."""
-    return from_tree(saved_config(folder)).checkpoint if exists(folder) else RunConfig().checkpoint
+    return from_tree(saved_config(folder)).checkpoint if holds_run(folder) else RunConfig().checkpoint

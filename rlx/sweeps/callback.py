@@ -239,7 +239,7 @@ class TrialLog:
     def _write(
         self, tracking: Sequence[TrackingService], run: Storage, writer: str, what: Callable[[OutboxTracker], None]
     ) -> None:
-        if run_folder.exists(run):
+        if run_folder.holds_run(run):
             tracker = OutboxTracker(tracking, run, writer)
             what(tracker)
             left = tracker.close(self._patience_s)

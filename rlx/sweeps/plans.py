@@ -29,7 +29,7 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, OF_THE_MACHINE
 from rlx.runs import run_folder
-from rlx.runs.run_folder import exists
+from rlx.runs.run_folder import holds_run
 from rlx.storage import signatures
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
@@ -311,7 +311,7 @@ def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = Fa
         newest = newest_attempt(folder, name)
         forgive(folder / "runs" / newest)
         if from_scratch:
-            attempts = attempt_number(newest) + exists(folder / "runs" / newest)
+            attempts = attempt_number(newest) + holds_run(folder / "runs" / newest)
             records.write(name, TrialRecord(settings=record.settings, attempts=attempts))
         else:
             records.write(name, record.model_copy(update={"state": TrialState.OPEN, "message": ""}))

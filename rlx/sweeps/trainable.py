@@ -30,7 +30,7 @@ from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
 from rlx.runs.mailbox import CHECKPOINT_PATH
 from rlx.runs.processes import RunProcesses
-from rlx.runs.run_folder import POINTER, exists, saved_config, write
+from rlx.runs.run_folder import POINTER, holds_run, saved_config, write_record
 from rlx.runs.train_run import RunError, RunLostError, RunStopped
 from rlx.storage.addresses import join_address
 from rlx.storage.checkpoint_catalog import checkpoint_name, complete_checkpoints
@@ -262,13 +262,19 @@ def run_trial(
     try:
         prepared = _prepared(plan, settings, attempt, shared)
         launch.run(
-            prepared, folder, resume=exists(folder), parent=parent, on_report=on_report, processes=processes, waits=True
+            prepared,
+            folder,
+            resume=holds_run(folder),
+            parent=parent,
+            on_report=on_report,
+            processes=processes,
+            waits=True,
         )
     except RunStopped:
         pass
     except (RunError, ConfigError) as error:
         if not isinstance(error, RunLostError):
-            write(folder / _FAILURE, str(error))  # Tune tries a trial again: its process may have been lost
+            write_record(folder / _FAILURE, str(error))  # Tune tries a trial again: its process may have been lost
         raise
 
 
@@ -315,7 +321,7 @@ def current_attempt(plan: SweepPlan, storage: Storage, name: str, record: TrialR
         saved = saved_config(saved_folder)
         is_same = with_overrides(saved, {**record.settings, **settings}) == saved
         return Attempt(name, newest if is_same else f"{name}.{attempt_number(newest) + 1}", settings)
-    if attempt_number(newest) >= record.attempts and exists(saved_folder):
+    if attempt_number(newest) >= record.attempts and holds_run(saved_folder):
         saved = flatten(from_tree(saved_config(saved_folder)))
         return Attempt(name, newest, {key: saved[key] for key in (*record.settings, *_START)})  # as it began
     return Attempt(name, name if record.attempts == 1 else f"{name}.{record.attempts}")
@@ -324,7 +330,7 @@ def current_attempt(plan: SweepPlan, storage: Storage, name: str, record: TrialR
 def newest_attempt(folder: Storage, trial: str) -> str:
     """Returns the name of a trial's last run so far; of its first one if there is none yet."""
     number = 1
-    while exists(folder / "runs" / f"{trial}.{number + 1}"):
+    while holds_run(folder / "runs" / f"{trial}.{number + 1}"):
         number += 1
     return trial if number == 1 else f"{trial}.{number}"
 

@@ -37,7 +37,7 @@ from rlx.storage.checkpoint_writer import CheckpointWriter
 from rlx.storage.filesystem import Storage
 from rlx.training.checkpointing import Checkpointer
 from rlx.training.collector import QuestionSet, RolloutCollector
-from rlx.training.evaluation.sets import ScorerMaker, SetMaker
+from rlx.training.evaluation.sets import ScoredSource, ScorerMaker, SetMaker
 from rlx.training.optimizers.choice import make_optimizer
 from rlx.training.optimizers.groups import base_lrs
 from rlx.training.reporting import Reporter
@@ -138,7 +138,7 @@ def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> Roll
         engines=engines,
         queue=_queue(trainer, engines, tokenizer, _training_prompts(inputs, mesh)),
         sampling=sampling,
-        score=scorer([(part, reward, part.seed, part.num_prompts) for part, reward in parts]),
+        score=scorer([ScoredSource(part, reward, part.seed, part.num_prompts) for part, reward in parts]),
         evaluations=_evaluations(inputs, sampling, scorer),
         train=config.train,
         algorithm=config.algorithm,

@@ -102,7 +102,7 @@ def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(ranks: in
         while kills < KILLS and killed_at_random(run, moments, kept):
             kills += 1
             kept = place.newest(name)
-            begun = run_folder.exists(open_storage(place.address) / "runs" / name)
+            begun = run_folder.holds_run(open_storage(place.address) / "runs" / name)
             again = ["--storage", place.address, "--resume", name] if begun else place.words(name, ranks)
             run = script("ppo.py", *again)
             print(f"kill {kills}/{KILLS} of {name}: goes on from step {kept}", flush=True)

@@ -73,7 +73,7 @@ def test_episodes_survive_kills_of_driver_engine_and_environments(
             kills[victim] += killed(run, victim)
             print(f"{kills.total()}/{most}: {victim} of {name}, at step {place.newest(name)} or later", flush=True)
             if victim == DRIVER:
-                begun = run_folder.exists(open_storage(place.address) / "runs" / name)
+                begun = run_folder.holds_run(open_storage(place.address) / "runs" / name)
                 again = ["--storage", place.address, "--resume", name] if begun else place.words(name, 1) + episodes
                 run = script("ppo.py", *again)
         finish(run)

@@ -91,7 +91,7 @@ def trials_text(runs: Storage, control: Storage, branch: Branch) -> str:
 
     parts = []
     for name in runs.names():
-        if run_folder.exists(runs / name):
+        if run_folder.holds_run(runs / name):
             rows = pairs.paired_evaluations(control, runs / name, branch.until - 1)
             rows += pairs.paired_prompts(control, runs / name, branch.steps)
             table = pairing.paired_table(rows) if rows else "nothing kept"

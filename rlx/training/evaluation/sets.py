@@ -17,8 +17,15 @@ from rlx.samples.evaluations import HELD_OUT
 from rlx.training.collector import CompletionScorer, QuestionSet, SourceRewards
 from rlx.types import Sampling, Scorer
 
-AskedPrompts = tuple[DataConfig, RewardConfig, int, int]
-"""one source of prompts and its rewards; of generated prompts the first seed and the number of seeds"""
+
+@dataclass(frozen=True)
+class ScoredSource:
+    """One source of prompts, and the rewards of their completions."""
+
+    data: DataConfig
+    reward: RewardConfig
+    seed: int  # the first of generated prompts
+    size: int  # how many seeds there are
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,12 @@ class ScorerMaker:
     tokenizer: Any
     mesh: Mesh
 
-    def __call__(self, parts: Iterable[AskedPrompts]) -> CompletionScorer:
+    def __call__(self, parts: Iterable[ScoredSource]) -> CompletionScorer:
         """The scorer of the prompts from some sources, in the order of their numbers."""
         rewards = []
-        for part, reward, seed, size in parts:
-            local = scoring.scorers(reward, partial(sources.answer_checker, part, seed, size))
-            rewards.append(SourceRewards(reward, local | dict(self.remote)))
+        for part in parts:
+            checker = partial(sources.answer_checker, part.data, part.seed, part.size)
+            rewards.append(SourceRewards(part.reward, scoring.scorers(part.reward, checker) | dict(self.remote)))
         return CompletionScorer(rewards, self.tokenizer, self.mesh)
 
 
@@ -73,14 +80,15 @@ class SetMaker:
             score = self.scorer(self._held_out_parts(rewards))
             return replace(common, prompts=prompts, size=min(size, held_out.size), score=score)
         share = self.share([sources.set_table(each.name)])
-        part = each.prompts(self.data), reward.part(each.reward, each.answer_pattern), own.seed, own.num_prompts
+        own_reward = reward.part(each.reward, each.answer_pattern)
+        part = ScoredSource(each.prompts(self.data), own_reward, own.seed, own.num_prompts)
         labels, score = [label_of(each.source)], self.scorer([part])
         return replace(common, prompts=share.in_order(), size=len(share.rows), score=score, labels=labels)
 
-    def _held_out_parts(self, rewards: Sequence[RewardConfig]) -> list[AskedPrompts]:
+    def _held_out_parts(self, rewards: Sequence[RewardConfig]) -> list[ScoredSource]:
         evaluations = [self.evaluation.part(self.data, number) for number in range(len(rewards))]
         rows = zip(self.data.parts, rewards, evaluations, strict=True)
-        return [(part, reward, each.seed, each.num_prompts) for part, reward, each in rows]
+        return [ScoredSource(part, reward, each.seed, each.num_prompts) for part, reward, each in rows]
 
 
 def set_sampling(each: EvalSetConfig, training: Sampling) -> Sampling:
