@@ -6,6 +6,7 @@ Left out: screens and exit codes, which are in `rlx.cli`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from rlx.analysis.loading import Sweep
     from rlx.storage.filesystem import Storage
     from rlx.sweeps.records import SweepPlan
+
+
+_LOG = logging.getLogger("rlx")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,8 +235,8 @@ def resume_tuner(
 ) -> tune.Tuner:
     """What is left of a sweep that was interrupted, as Ray's Tuner, ready for `fit`: as `rlx sweep --resume`.
 
-    Trials go on from their newest checkpoints; schedulers and searches are as they were. `Tuner.restore` reads the
-    results of a sweep, but cannot continue it.
+    Trials go on from their newest checkpoints; schedulers and searches are as they were. The ResultGrid has those that
+    were left; `load_sweep` has all. `Tuner.restore` reads the results of a sweep, but cannot continue it.
 
     Args:
         name: None: the newest sweep.
@@ -242,7 +246,8 @@ def resume_tuner(
         quiet: as for `tuner`.
 
     Raises:
-        ConfigError: no such sweep, a setting that a resume cannot change, or a sweep of another person.
+        ConfigError: no such sweep, one that is finished, a setting that a resume cannot change, or a sweep of another
+            person.
     """
     from rlx.cluster import connection
     from rlx.runs import preflight
@@ -257,6 +262,11 @@ def resume_tuner(
     with ExitStack() as stack:
         stack.enter_context(claims.take(folder, f"sweep {folder.name!r}"))
         plan = plans.continued_sweep(place, folder.name, {**(overrides or {}), "storage": address}, trust=trust)
+        of_all = f"rlx.load_sweep({plan.name!r}) has the results of all trials"
+        if plans.is_finished(plan, place):
+            raise ConfigError(f"sweep {plan.name!r} is finished: no trial is left to run; {of_all}")
+        if count := plans.ended_trials(plan, place):
+            _LOG.warning("%d trials have ended before, and will not be in the ResultGrid: %s", count, of_all)
         prepared = preflight.prepare(plan.config)
         connection.connect(prepared.config, prepared.resources)
         plans.reopen_record(plan, folder)

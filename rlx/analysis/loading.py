@@ -143,7 +143,8 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     counted = [] if unit == "steps" else [PROGRESS[unit]]
     loaded = tuple(dict.fromkeys([*WATCHED, *counted, *metrics]))
     first_params = attempts[0][0].params
-    num_questions = first_params.get("eval.num_prompts")
+    asked = mlflow.history(uri, attempts[0][0].id, "eval/questions")
+    num_questions = asked[-1].value if asked else first_params.get("eval.num_prompts")  # of before it was measured
     varied = tuple(map(str, _tag(parent, "rlx.space", [])))
     return Sweep(
         name=parent.name,

@@ -86,7 +86,8 @@ def completions_of(run: Storage, steps: Sequence[KeptStep], prompt: int | None) 
     table = pa.concat_tables([reader.read(run, step) for step in steps], promote_options="default")
     table = table if prompt is None else choosing.of_prompt(table, prompt)
     if not len(table):
-        raise ConfigError(f"--prompt {prompt} has no completion in step {steps[-1].number}")
+        number = steps[-1].number
+        raise ConfigError(f"--prompt {prompt} has no completion in step {number}; --step N looks in another one")
     return table
 
 

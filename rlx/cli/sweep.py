@@ -208,6 +208,8 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
     with claimed_plan(args, storage, tree, given) as (plan, restarted):
         from rlx.sweeps import plans, tuner, verdict  # slow to import
 
+        if is_resume and not restarted and plans.is_finished(plan, storage):
+            return show_finished(plan, storage)
         with console.SweepProgress(plan.config.train.steps, plan.metric) as progress:
             with (
                 console.RunProgress(plan.config.train.steps, progress.console) as preparing,
@@ -232,6 +234,20 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
         print("".join(f"{line}\n" for line in verdict.race_lines(plan, results)), end="")
         write_analysis(plan, storage)
     print("\n".join(where))
+    return 1 if failures else 0
+
+
+def show_finished(plan: SweepPlan, storage: Storage) -> int:
+    """Shows a sweep that has run to its end, and sends what MLflow has not got yet; returns 1 if a trial failed."""
+    from rlx.sweeps import records, tuner
+
+    folder = storage / "sweeps" / plan.name
+    failures = tuner.failures(records.TrialRecords(folder).all())
+    print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
+    again = "; --restart-errored runs those that failed again" if failures else ""
+    print(f"sweep {plan.name} is finished: no trial is left to run{again}")
+    tuner.send_pending(plan.tracking, folder)
+    write_analysis(plan, storage)
     return 1 if failures else 0
 
 

@@ -211,8 +211,9 @@ def in_short(
     """Returns one line with what is to be trained, and with the settings whose defaults depend on the model."""
     of_critic = f", critic {train.in_short('critic_lr')}" if critic != "none" else ""
     rates = f"learning rate {train.in_short('actor_lr')}{of_critic}"
+    sources = ", ".join(part.source for part in data.parts)
     return (
-        f"{model.path} in {model.dtype}; prompts of {data.source}, at most {data.max_prompt_tokens} tokens; responses "
+        f"{model.path} in {model.dtype}; prompts of {sources}, at most {data.max_prompt_tokens} tokens; responses "
         f"of at most {rollout.max_tokens}; {rates}; judged by {evaluation.num_prompts} held-out prompts"
     )
 
@@ -235,4 +236,5 @@ def _telling(way_on: str, folder: Storage) -> Iterator[None]:
 def summary(name: str, first: Mapping[str, Any], last: Mapping[str, Any], seconds: float) -> str:
     """Returns one line about a finished run, from its first and last metrics."""
     before, after = (metrics.get(DEFAULT_METRIC, float("nan")) for metrics in (first, last))
-    return f"run {name} finished: held-out accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s"
+    since = f" since step {first['step']}" if first.get("step") else ""  # of a run that was resumed
+    return f"run {name} finished: held-out accuracy {before:.3f} -> {after:.3f}{since} in {seconds:.0f} s"

@@ -7,6 +7,8 @@ known to learn badly. Left out: the values that one setting takes (rlx.config.se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlx.config import vllm_options
 from rlx.config.sections.algorithm import GROUPED, AlgorithmConfig
 from rlx.config.sections.data import DataConfig
@@ -311,10 +313,10 @@ def warnings(algorithm: AlgorithmConfig, model: ModelConfig, train: TrainConfig,
     ]
 
 
-def check_signal(reward: RewardConfig, model: ModelConfig) -> None:
-    """Raises ValueError if nothing is rewarded."""
+def check_signal(parts: Sequence[RewardConfig], model: ModelConfig) -> None:
+    """Raises ValueError if nothing is rewarded; `parts`: the rewards of each source of prompts."""
     refuse_if(
-        not any(reward.functions.values()) and not model.reference_path,
+        not any(weight for part in parts for weight in part.functions.values()) and not model.reference_path,
         "reward.functions: at least one must have a weight other than 0, unless model.reference_path names a teacher",
     )
 

@@ -197,9 +197,9 @@ def _check(config: RunConfig) -> None:
         config.algorithm, config.rollout, config.resolved_critic, config.resolved_rollout_correction
     )
     rules.check_engine_gpus(config.rollout)
-    rules.check_signal(config.reward, config.model)
     rules.check_environment(config.environment, config.algorithm, config.reward)
     prompt_rules.check_sources(config.data, config.eval, config.reward)
+    rules.check_signal(config.reward_parts, config.model)
     prompt_rules.check_curriculum(config.data, config.rollout, config.algorithm, config.reward_parts)
     prompt_rules.check_sets(config.eval, config.data, config.reward)
     for number, part in enumerate(config.data.parts):

@@ -23,7 +23,7 @@ import yaml
 from rlx.cluster import nodes
 from rlx.cluster.nodes import FolderCopies
 from rlx.config.errors import one_line
-from rlx.config.sections.base import flatten
+from rlx.config.sections.base import Section, flatten
 from rlx.data.sources import FILES, find_source
 from rlx.data.stored.files import find_files
 from rlx.models.folder import is_model_folder
@@ -253,12 +253,19 @@ def _open_record(
     record.open(
         config.tracking.experiment,
         prepared.name,
-        params={key: value for key, value in flatten(config).items() if value is not None},
+        params={key: _readable(value) for key, value in flatten(config).items() if value is not None},
         tags={"rlx.kind": "run", "rlx.folder": folder.path, **(parent.tags if parent else {})},
         parent=parent.folder if parent else None,
     )
     record.log_text("config.yaml", text)
     return record
+
+
+def _readable(value: Any) -> Any:
+    """A setting as trackers show it: of a list of sections, such as data.sources, what is given in each."""
+    if not (isinstance(value, tuple) and any(isinstance(each, Section) for each in value)):
+        return value
+    return [each.model_dump(mode="json", exclude_none=True) for each in value]
 
 
 def _signed(folder: Storage, tree: Mapping[str, Any], parent: Parent | None) -> str:

@@ -298,6 +298,16 @@ def _with_its_defaults(plan: SweepPlan) -> SweepPlan:
     return replace(plan, tree=over_experiment(plan.tree), defaults=DEFAULTS) if plan.defaults < DEFAULTS else plan
 
 
+def ended_trials(plan: SweepPlan, storage: Storage) -> int:
+    """Returns how many trials of a sweep have ended."""
+    return sum(record.is_over for record in TrialRecords(storage / "sweeps" / plan.name).all().values())
+
+
+def is_finished(plan: SweepPlan, storage: Storage) -> bool:
+    """Returns whether no trial of a sweep is left to run; a race may add some, so one can never tell."""
+    return plan.scheduler != "race" and ended_trials(plan, storage) >= total_trials(plan)
+
+
 def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = False) -> list[str]:
     """Makes the failed trials run again at the next resume; returns their names.
 

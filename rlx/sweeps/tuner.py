@@ -73,7 +73,7 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
         if lines := race_lines(plan, results):
             with record_of(plan, folder) as record:
                 record.log_text(RACE_FILE, "\n".join(lines))
-        _send_pending(plan.tracking, folder)
+        send_pending(plan.tracking, folder)
         return results
     except BaseException as error:  # otherwise Tune's callback has ended the MLflow run
         with record_of(plan, folder) as record:
@@ -103,7 +103,7 @@ def _results(plan: SweepPlan, folder: Storage) -> dict[str, TrialRecord]:
     return results
 
 
-def _send_pending(services: Sequence[TrackingService], folder: Storage) -> None:
+def send_pending(services: Sequence[TrackingService], folder: Storage) -> None:
     """Sends the records that the sweep and its trials could not send, until a tracking service takes no more."""
     for run in [folder, *(folder / "runs" / attempt for attempt in (folder / "runs").names())]:
         if not launch.send_pending(services, run, _LOG.warning):

@@ -111,6 +111,16 @@ def by_source(
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
+def shares_of_sources(trainer: Trainer, labels: Sequence[str], scored: Sequence[ScoredCompletion]) -> dict[str, float]:
+    """Which share of the completions each source's prompts have; a collective call if there are any sources."""
+    sources = [each.completion.prompt.source for each in scored]
+    updates: Updates = {
+        f"source/fraction/{label}": (Mean, [source == number for source in sources])
+        for number, label in enumerate(labels)
+    }
+    return over_ranks(trainer, updates) if updates else {}
+
+
 @dataclass(frozen=True)
 class StepCounts:
     """What a step adds to the counts of a run, over all ranks."""
@@ -146,6 +156,7 @@ def summarize(
     metrics = dict(seconds) | over_ranks(trainer, updates) | _known_here(trainer, sums)
     labels = trainer.config.data.labels
     metrics |= by_source(trainer, labels, selection.candidates, "task/accuracy", "reward/mean")
+    metrics |= shares_of_sources(trainer, labels, selection.candidates)
     completions, generated, trained = (metrics.pop(name) for name in _NOT_REPORTED)
     # While the critic warms up, the policy is the reference.
     kl_ref = metrics.get("kl/ref") if "policy/loss" in sums else None

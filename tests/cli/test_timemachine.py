@@ -10,7 +10,7 @@ from replay_cases import keep, run_of
 
 from rlx.analysis.statistics import Estimate
 from rlx.cli import main as rlx
-from rlx.cli.timemachine import lineage, opened, pairing, replay, running, verify, whatif
+from rlx.cli.timemachine import lineage, pairing, replay, running, step_tables, verify, whatif
 from rlx.replay import branches
 from rlx.replay.comparing import Compared, Comparison
 from rlx.replay.pairs import Paired
@@ -92,8 +92,8 @@ def test_an_opened_step_as_tables(tmp_path: Path) -> None:
 
 
 def test_of_a_long_question_the_end_is_shown() -> None:
-    assert opened.end_of("short\nquestion") == "short\\nquestion"
-    shown = opened.end_of("the same words in every question of this kind, and then 3 + 4 - 5 =" * 2)
+    assert step_tables.end_of("short\nquestion") == "short\\nquestion"
+    shown = step_tables.end_of("the same words in every question of this kind, and then 3 + 4 - 5 =" * 2)
     assert len(shown) == 60 and shown.startswith("…") and shown.endswith("3 + 4 - 5 =")
 
 
@@ -123,7 +123,7 @@ def test_the_verdict_on_a_record(tmp_path: Path) -> None:
     )
     good, bad = Comparison(EQUAL, (), None), Comparison(FAULTY, ("score",), False)
     assert verify.record_verdict(run, facts[1:], [good, good]) == "the record of run a holds in 2 steps"
-    assert verify.record_verdict(run, facts, [good]) == "the record of run a holds in 1 steps; not the same here: torch"
+    assert verify.record_verdict(run, facts, [good]) == "the record of run a holds in 1 step; not the same here: torch"
     assert verify.record_verdict(run, facts, [good, bad]) == (
         "the record of run a does NOT hold: 1 of 2 replays differ; not the same here: torch"
     )

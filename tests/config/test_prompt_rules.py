@@ -43,6 +43,12 @@ def test_sources_that_contradict_something_are_refused(data: dict[str, Any], lin
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_rewards_of_sources_alone_are_enough() -> None:
+    sources = [FILE | {"reward": {"numeric": 1.0}}, {"source": "reasoning_gym:chain_sum", "reward": {"numeric": 2.0}}]
+    config = from_tree(tree(data={"sources": sources}, reward={"functions": {"numeric": 0.0}}))
+    assert [part.functions["numeric"] for part in config.reward_parts] == [1.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("more", "line"),
     [

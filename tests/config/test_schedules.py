@@ -80,6 +80,7 @@ def test_a_reference_is_there_while_the_kl_counts_in_any_step() -> None:
             {"train__actor_lr": {0: 1e-6, "x": 1}},
             "a schedule cannot have the place 'x': write steps such as 200, or tokens",
         ),
+        ({"train__actor_lr": {"1:1e-4": None}}, "or tokens such as 2e6 tokens; a space after the colon is missing"),
         ({"train__actor_lr": {0: 1e-6, 0.5: 1}}, "a schedule cannot have the place 0.5"),
         ({"train__actor_lr": {0: True}}, "a schedule cannot have the value True"),
         ({"train__actor_lr": {0: "inf"}}, "a schedule cannot have the value 'inf'"),

@@ -36,6 +36,7 @@ ONLY_WHEN_ASKED_FOR = {
     "reward/code_limited",
     "reward/judge_failed",
     "reward/mean/SOURCE",
+    "source/fraction/SOURCE",
     "task/accuracy/SOURCE",
     "eval/accuracy/SOURCE",
     "eval/reward/SOURCE",

@@ -177,13 +177,18 @@ def test_two_sources_have_their_rewards_and_metrics_on_any_ranks_and_resume(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
     by_ranks = {n: on_ranks(n, mixed_and_resumed, str(tiny_model), str(tmp_path / f"{n}"))[0] for n in (1, 2, 3)}
-    names = [f"{name}/{label}" for label in ("sums", "products") for name in ("reward/mean", "task/accuracy")]
+    names = [
+        f"{name}/{label}"
+        for label in ("sums", "products")
+        for name in ("reward/mean", "task/accuracy", "source/fraction")
+    ]
     whole, first, second = by_ranks[1]
     steps = {row["step"]: unmeasured(row) for row in (*first.reporter.metrics, *second.reporter.metrics)}
     alone = whole.reporter.metrics
     assert steps == {row["step"]: unmeasured(row) for row in alone}
     for step, row in enumerate(alone[1:], 1):
         assert {*names, "reward/exact_match", "reward/length"} <= row.keys()
+        assert row["source/fraction/sums"] + row["source/fraction/products"] == pytest.approx(1.0)
         shared = [by_ranks[n][0].reporter.metrics[step] for n in (2, 3)]
         for name in (*names, "reward/exact_match", "reward/length", "response/length_mean"):
             assert [other[name] for other in shared] == pytest.approx([row[name]] * 2, abs=1e-5)

@@ -114,6 +114,7 @@ def record_verdict(run: RecordedRun, facts: Sequence[Fact], comparisons: Sequenc
     others = [each.what for each in facts if each.agrees is False]
     beside = f"; not the same here: {', '.join(others)}" if others else ""
     if all(comparison.holds for comparison in comparisons):
-        return f"the record of run {run.name} holds in {len(comparisons)} steps{beside}"
+        steps = "1 step" if len(comparisons) == 1 else f"{len(comparisons)} steps"
+        return f"the record of run {run.name} holds in {steps}{beside}"
     wrong = sum(not comparison.holds for comparison in comparisons)
     return f"the record of run {run.name} does NOT hold: {wrong} of {len(comparisons)} replays differ{beside}"

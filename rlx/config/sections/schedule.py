@@ -88,8 +88,9 @@ def _place(key: Any) -> tuple[int, str]:
     """A key of a schedule as a number and its unit."""
     found = _PLACE.fullmatch(str(key).strip())
     if not found or not float(found[1]).is_integer():
+        hint = "; a space after the colon is missing" if ":" in str(key) else ""
         raise ValueError(
-            f"a schedule cannot have the place {key!r:.80}: write steps such as 200, or tokens such as 2e6 tokens"
+            f"a schedule cannot have the place {key!r:.80}: write steps such as 200, or tokens such as 2e6 tokens{hint}"
         )
     return int(float(found[1])), "tokens" if found[2] else "steps"
 

@@ -97,4 +97,5 @@ def record_outcomes(
     collector.keep_outcomes(trainer.step, each.name, outcomes)
     if each.settings:
         return eval_metrics(each.settings, outcomes)
-    return mean_over_ranks(trainer, scored, _PREFIXES[each.name])
+    metrics = mean_over_ranks(trainer, scored, _PREFIXES[each.name])
+    return metrics | ({"eval/questions": float(each.size)} if each.name == HELD_OUT else {})
