@@ -214,7 +214,7 @@ def in_short(
     sources = ", ".join(part.source for part in data.parts)
     return (
         f"{model.path} in {model.dtype}; prompts of {sources}, at most {data.max_prompt_tokens} tokens; responses "
-        f"of at most {rollout.max_tokens}; {rates}; judged by {evaluation.num_prompts} held-out prompts"
+        f"of at most {rollout.max_tokens}; {rates}; judged by at most {evaluation.num_prompts} held-out prompts"
     )
 
 

@@ -112,7 +112,7 @@ def test_a_run_says_in_a_line_what_it_has_settled() -> None:
     settled = (
         "org/name in float32; prompts of hf:a/b, at most 1024 tokens; responses of at most 1024; learning rate 1e-06"
     )
-    judged = "judged by 256 held-out prompts"
+    judged = "judged by at most 256 held-out prompts"
     assert line() == f"{settled}, critic 1e-05; {judged}"
     assert line(algorithm__advantage="grpo") == f"{settled}; {judged}"
     falling = line(train__actor_lr={0: 1e-6, 200: 1e-7}, train__critic_lr={0: 1e-5, "2e6 tokens": 0})
