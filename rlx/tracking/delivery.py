@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rlx.storage.filesystem import Storage
 from rlx.tracking import outbox
@@ -20,6 +21,9 @@ from rlx.types import Notify
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0  # between attempts
 _LAST_ANSWER_S = 30.0
 _FAILURES_TO_NOTIFY = 2  # in a row: a single one is often a connection that the server closed because it was idle
+
+_threads: WeakValueDictionary[str, threading.Thread] = WeakValueDictionary()
+"""the newest delivery's of each queue, by the path of its folder"""
 
 
 class _RunNotCreatedError(Exception):
@@ -52,18 +56,20 @@ class Delivery:
 
     def start(self) -> None:
         """Starts the thread."""
-        name = f"tracking {self.queue.folder.path}"
-        threading.Thread(target=self._send_all, name=name, daemon=True).start()
+        path = self.queue.folder.path
+        thread = threading.Thread(
+            target=self._send_all, args=(_threads.get(path),), name=f"tracking {path}", daemon=True
+        )
+        _threads[path] = thread
+        thread.start()
 
     def hurry(self) -> None:
         """Makes the next attempt now instead of after the pause."""
         self._hurry.set()
 
-    def _send_all(self) -> None:
-        this = threading.current_thread()
-        for thread in threading.enumerate():  # a closed delivery of the same queue may still wait for a last answer
-            if thread.name == this.name and thread is not this:
-                thread.join(_LAST_ANSWER_S)
+    def _send_all(self, before: threading.Thread | None) -> None:
+        if before:  # a closed delivery of the same queue, which may still wait for a last answer
+            before.join(_LAST_ANSWER_S)
         while entry := self.queue.oldest():
             if self._deliver(entry):
                 self.queue.remove_oldest()
