@@ -20,8 +20,9 @@ from rlx.rewards.patterns import last_matches
 
 SYSTEM_ROLES = ("system", "developer")
 """roles of the message that says how to answer"""
-_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
-"""chat templates may pass over a message with another role, or write it as if a user had said it"""
+_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool", "function", "ipython")
+"""chat templates may pass over a message with another role, or write it as if a user had said it; the last two are of
+older templates and of Llama's"""
 
 
 class ChatMessage(TypedDict):
