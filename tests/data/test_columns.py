@@ -67,7 +67,7 @@ def test_whole_answers_are_learnt_where_part_of_them_is_expected(tmp_path: Path)
         ([{"from": "human", "value": "1"}], r"a message is \{'from': 'human', .*expected \{role, content\}"),
         (
             [{"role": "usr", "content": "1"}],
-            "the role of a message is 'usr', expected one of system, developer, user, assistant, tool, function, ipython; nearest: user$",
+            "the role of a message is 'usr', expected one of system, .*, ipython; nearest: user$",
         ),
         ([user("1"), {"role": "Assistant", "content": "2"}], "is 'Assistant', expected .*; nearest: assistant$"),
         ([{"role": "observation", "content": "1"}], "is 'observation', expected one of .*, ipython$"),
