@@ -62,14 +62,20 @@ class Room(Protocol):
     def trials(self, open_trials: int) -> int: ...
 
 
+def _show_nothing(trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None: ...
+
+
 class Helpers:
-    """What lives in this process as long as a sweep runs: handles of actors, the room, the signal handler of before.
+    """What lives in this process as long as a sweep runs: handles of actors, the room, the signal handler of before, who
+    watches, and whether the sweep was interrupted.
 
     Tune pickles its callbacks; a copy has nothing of it.
     """
 
     def __init__(self, mailbox: Any = None, room: Room | None = None, is_copy: bool = False) -> None:
         self.mailbox, self.room, self.is_copy = mailbox, room, is_copy
+        self.watch: Watch = _show_nothing
+        self.interrupted = False
         self._on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
 
     def __reduce__(self) -> Any:
@@ -86,10 +92,6 @@ class Helpers:
 
 class SweepCallback(tune.Callback):
     """Shows and records the trials of a sweep."""
-
-    # Tune pickles its callbacks into the sweep's folder; what belongs to this process only is on the class.
-    watch: Watch = staticmethod(lambda trial, settings, metrics, state: None)
-    interrupted = False
 
     def __init__(self, plan: SweepPlan, log: TrialLog, helpers: Helpers) -> None:
         self.statuses: dict[str, RunStatus] = {}  # by trial, the status with which its MLflow run is to end
@@ -146,16 +148,16 @@ class SweepCallback(tune.Callback):
             if status := self.statuses.get(str(trial)):
                 self.log.end_mlflow_run(trial, status)
         waiting = any(trial.status in (Trial.PENDING, Trial.PAUSED) for trial in trials)
-        SweepCallback.interrupted = waiting or RunStatus.KILLED in self.statuses.values()
+        self.helpers.interrupted = waiting or RunStatus.KILLED in self.statuses.values()
         all_failed = set(self.statuses.values()) == {RunStatus.FAILED}
         ended = RunStatus.FAILED if all_failed else RunStatus.FINISHED
         self.helpers.end()
-        self.log.end_sweep(RunStatus.KILLED if SweepCallback.interrupted else ended)
+        self.log.end_sweep(RunStatus.KILLED if self.helpers.interrupted else ended)
         self.log.flush()
 
     @_harmless
     def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
-        SweepCallback.watch(str(trial), trial.config, metrics, state)
+        self.helpers.watch(str(trial), trial.config, metrics, state)
 
 
 class TrialLog:

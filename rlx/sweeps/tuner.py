@@ -66,10 +66,11 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
     if resume:
         reopen_record(plan, folder)
     try:
-        SweepCallback.watch, SweepCallback.interrupted = watch, False
+        made = make_tuner(plan, storage)
+        made.helpers.watch = watch
         with _environment(_LOGGERS_OFF, "1"):  # nobody would read their files, and they cost 6 ms a report
-            make_tuner(plan, storage).fit()
-        results = _results(plan, folder)
+            made.fit()
+        results = _results(plan, folder, made.helpers.interrupted)
         if lines := race_lines(plan, results):
             with record_of(plan, folder) as record:
                 record.log_text(RACE_FILE, "\n".join(lines))
@@ -93,9 +94,9 @@ def _environment(name: str, value: str) -> Iterator[None]:
         os.environ |= {name: before} if before is not None else {}
 
 
-def _results(plan: SweepPlan, folder: Storage) -> dict[str, TrialRecord]:
+def _results(plan: SweepPlan, folder: Storage, interrupted: bool) -> dict[str, TrialRecord]:
     """Returns the trials' records; raises KeyboardInterrupt if not all of them ran to their ends."""
-    if SweepCallback.interrupted:
+    if interrupted:
         raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns normally
     results = TrialRecords(folder).all()
     if len(results) < total_trials(plan) or not all(record.is_over for record in results.values()):
@@ -120,11 +121,13 @@ class SweepTuner(tune.Tuner):
 
     Args:
         plan: of the sweep.
+        helpers: of its callback.
         options: as Ray's Tuner takes them.
     """
 
-    def __init__(self, plan: SweepPlan, trainable: Any, **options: Any) -> None:
+    def __init__(self, plan: SweepPlan, trainable: Any, helpers: Helpers, **options: Any) -> None:
         super().__init__(trainable, **options)
+        self.helpers = helpers
         self._plan, self._is_used = plan, False
         self.quiet = True  # `fit` prints nothing; rlx.tuner makes Tuners that show what trials do
         self._held = ExitStack()
@@ -146,9 +149,8 @@ class SweepTuner(tune.Tuner):
         most = str(max(200, total_trials(self._plan)))  # `concurrency` is the limit
         with self._held, _environment(_MOST_PENDING, most), ExitStack() as shown:
             if not self.quiet:
-                steps, watch = self._plan.config.train.steps, SweepCallback.watch
-                shown.callback(setattr, SweepCallback, "watch", watch)
-                SweepCallback.watch = shown.enter_context(SweepProgress(steps, self._plan.metric)).update
+                progress = SweepProgress(self._plan.config.train.steps, self._plan.metric)
+                self.helpers.watch = shown.enter_context(progress).update
             return super().fit()
 
 
@@ -166,9 +168,11 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
     source = _trial_source(plan, records, space, known, _options(plan, room, race))
     of_trials = relay.from_driver(plan.tracking, shared.tracking)
     log = TrialLog(plan.tracking, folder, records, schedule, plan.metric, of_trials)
+    helpers = Helpers(shared.mailbox, room)
     return SweepTuner(
         plan,
         trainable(plan, storage, shared, most_at_once(plan)),
+        helpers,
         tune_config=tune.TuneConfig(
             metric=plan.metric,
             mode=plan.mode,
@@ -183,7 +187,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
             name=_tune_folder(folder),
             storage_path=folder.path,
             storage_filesystem=storage.filesystem,
-            callbacks=[SweepCallback(plan, log, Helpers(shared.mailbox, room))],
+            callbacks=[SweepCallback(plan, log, helpers)],
             failure_config=tune.FailureConfig(max_failures=plan.config.scaling.max_failures),
             # The newest pointer alone leads somewhere for certain where `checkpoint.keep_last` deletes checkpoints.
             checkpoint_config=tune.CheckpointConfig(num_to_keep=None if _keeps_all(plan) else 1),

@@ -121,7 +121,6 @@ class Sweep:
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
     monkeypatch.setattr(callback, "request_resources", lambda bundles: None)  # there is no cluster
-    monkeypatch.setattr(SweepCallback, "interrupted", False)
     monkeypatch.setattr(Trial, "local_path", str(tmp_path))  # instead of a folder in Ray's session
     before = signal.getsignal(signal.SIGINT)
     yield Sweep(tmp_path)
@@ -129,11 +128,10 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str]]:
+def seen(sweep: Sweep) -> list[tuple[str, dict[str, Any], str]]:
     """What whoever watches is told: trial, metrics, state."""
     calls: list[tuple[str, dict[str, Any], str]] = []
-    watch = staticmethod(lambda trial, settings, metrics, state: calls.append((trial, dict(metrics), str(state))))
-    monkeypatch.setattr(SweepCallback, "watch", watch)
+    sweep.helpers.watch = lambda trial, settings, metrics, state: calls.append((trial, dict(metrics), str(state)))
     return calls
 
 
@@ -277,7 +275,7 @@ def test_runs_end_with_the_status_of_their_trials(
     drive(sweep)
     sweep.end()
     assert {name: statuses[-1] for name, statuses in sweep.service.ends.items()} == ends
-    assert SweepCallback.interrupted is interrupted
+    assert sweep.helpers.interrupted is interrupted
 
 
 def test_the_newest_run_of_a_trial_is_the_one_that_ends(sweep: Sweep) -> None:
@@ -304,9 +302,7 @@ def test_a_sweep_goes_on_when_showing_or_recording_fails(
     def no(*args: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(
-        *(SweepCallback, "watch", staticmethod(no)) if fails == "watch" else (sweep.records, "write", no)
-    )
+    monkeypatch.setattr(*(sweep.helpers, "watch", no) if fails == "watch" else (sweep.records, "write", no))
     sweep.start(0)
     sweep.report(0, 4, 0.25)
     assert set(caplog.messages) == {"the sweep goes on: OSError: no space left"}

@@ -15,7 +15,7 @@ from rlx.config.sweep import OF_THE_MACHINE
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import plans, trainable, tuner
-from rlx.sweeps.callback import SweepCallback
+from rlx.sweeps.callback import Helpers
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.tuner import SweepTuner
 
@@ -134,7 +134,9 @@ PENDING = "TUNE_MAX_PENDING_TRIALS_PG"
 
 def made_tuner(tmp_path: Path, **options: Any) -> SweepTuner:
     run_config = tune.RunConfig(name="tune", storage_path=str(tmp_path))
-    return SweepTuner(SweepPlan("s", TREE, "space.py", **options), lambda config: None, run_config=run_config)
+    return SweepTuner(
+        SweepPlan("s", TREE, "space.py", **options), lambda config: None, Helpers(), run_config=run_config
+    )
 
 
 @pytest.mark.parametrize(("trials", "most"), [(4, "200"), (90, "270")])  # of 3 seeds
@@ -194,19 +196,18 @@ def test_failures_are_one_line_each() -> None:
     ],
 )
 def test_a_sweep_that_is_not_over_was_interrupted(
-    states: list[TrialState], interrupted: bool, is_whole: bool, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    states: list[TrialState], interrupted: bool, is_whole: bool, storage: Storage
 ) -> None:
     plan, folder = SweepPlan("s", TREE, "space.py", trials=2), storage / "sweeps" / "s"
-    monkeypatch.setattr(SweepCallback, "interrupted", interrupted)
     records = TrialRecords(folder)
     for number, state in enumerate(states):
         records.write(f"trial_{number:05d}", TrialRecord(settings={}, state=state))
     records.flush()
     if is_whole:
-        assert [each.state for each in tuner._results(plan, folder).values()] == states
+        assert [each.state for each in tuner._results(plan, folder, interrupted).values()] == states
     else:
         with pytest.raises(KeyboardInterrupt):
-            tuner._results(plan, folder)
+            tuner._results(plan, folder, interrupted)
 
 
 def test_models_that_a_space_names_are_needed_by_name_or_folder(tmp_path: Path) -> None:
