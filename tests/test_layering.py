@@ -84,7 +84,7 @@ def test_nothing_outside_rlx_is_imported_by_it() -> None:
 
 
 def test_vllm_has_three_doors_mlflow_two_and_other_trackers_one() -> None:
-    doors = {"rlx.rollout.vllm_engine", "rlx.rollout.scheduler", "rlx.rollout.weight_sync.receiver"}
+    doors = {"rlx.rollout.vllm_engine", "rlx.rollout.vllm_scheduler", "rlx.rollout.weight_sync.receiver"}
     assert importers("vllm") <= doors
     assert importers("mlflow") == {"rlx.tracking.services.mlflow", "rlx.tracking.services.mlflow_page"}
     assert importers("wandb") == {"rlx.tracking.services.wandb"}

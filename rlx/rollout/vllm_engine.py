@@ -298,7 +298,7 @@ def build_llm_engine(model: str, options: dict[str, Any]) -> Any:
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
-    from rlx.rollout.scheduler import make_scheduler
+    from rlx.rollout.vllm_scheduler import make_scheduler
     from rlx.rollout.weight_sync.receiver import WeightLoader
 
     fixed: dict[str, Any] = {

@@ -66,8 +66,7 @@ def _show_nothing(trial: str, settings: Mapping[str, Any], metrics: Mapping[str,
 
 
 class Helpers:
-    """What lives in this process as long as a sweep runs: handles of actors, the room, the signal handler of before, who
-    watches, and whether the sweep was interrupted.
+    """What lives in this process as long as a sweep runs: handles of actors, the room, who watches, and how it was left.
 
     Tune pickles its callbacks; a copy has nothing of it.
     """
@@ -75,7 +74,7 @@ class Helpers:
     def __init__(self, mailbox: Any = None, room: Room | None = None, is_copy: bool = False) -> None:
         self.mailbox, self.room, self.is_copy = mailbox, room, is_copy
         self.watch: Watch = _show_nothing
-        self.interrupted = False
+        self.interrupted = False  # the sweep, before all trials had ended
         self._on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
 
     def __reduce__(self) -> Any:

@@ -137,7 +137,7 @@ class World:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        from rlx.rollout.scheduler import make_scheduler
+        from rlx.rollout.vllm_scheduler import make_scheduler
 
         init_none_hash(sha256)  # random in some versions
         config = settings(model, overlapped)
@@ -290,7 +290,7 @@ def refusals(model: str) -> dict[str, str]:
     import torch
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-    from rlx.rollout.scheduler import make_scheduler, refusal
+    from rlx.rollout.vllm_scheduler import make_scheduler, refusal
 
     config = settings(model)
     plain, parallel = cache(config, 40), config.parallel_config

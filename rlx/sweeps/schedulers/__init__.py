@@ -2,10 +2,10 @@
 
 All of them judge trials at their evaluations alone. A trial waits there, so it ends at the step where it is stopped.
 To all but PBT a setting is one thing, whatever the number of its seeds: its runs are judged and stop together.
-`by_name` lists the schedulers, `schedule` is what they know of a sweep. `as_one` shows Ray's schedulers a setting as
-one trial, `remembering` tells them on a resume what they were told before, `doubling` is Ray's ASHA with rungs in
-tokens or GPU-seconds, `population` is Ray's PBT, `race` decides which settings are behind for certain, `racing` tells
-Tune.
+`by_name` lists the schedulers, `schedule` is what they know of a sweep. `seeds_as_one` shows Ray's schedulers a
+setting as one trial, `remembering` tells them on a resume what they were told before, `doubling` is Ray's ASHA with
+rungs in tokens or GPU-seconds, `population` is Ray's PBT, `race` decides which settings are behind for certain,
+`racing` tells Tune.
 
 Left out: which settings are tried (rlx.sweeps.searchers).
 

@@ -1,4 +1,4 @@
-"""Schedulers by name. Left out: what they know of a sweep (`schedule`), and how they see its settings (`as_one`)."""
+"""Schedulers by name. Left out: what they know of a sweep (`schedule`), and how they see settings (`seeds_as_one`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, HyperBandScheduler, MedianStoppingRule, TrialScheduler
 
 from rlx.config.sweep import SchedulerName
-from rlx.sweeps.schedulers.as_one import AsOne
 from rlx.sweeps.schedulers.doubling import DoublingRungs
 from rlx.sweeps.schedulers.population import ResumablePopulation
 from rlx.sweeps.schedulers.racing import RaceScheduler
 from rlx.sweeps.schedulers.remembering import Remembering
 from rlx.sweeps.schedulers.schedule import Schedule
+from rlx.sweeps.schedulers.seeds_as_one import AsOne
 
 
 def _fifo(schedule: Schedule) -> TrialScheduler:

@@ -1,6 +1,6 @@
 """Successive halving where settings reach a rung between two of their evaluations: rungs in tokens or GPU-seconds.
 
-Left out: what a setting with several seeds has taken (`as_one`), and what Ray decides at a rung.
+Left out: what a setting with several seeds has taken (`seeds_as_one`), and what Ray decides at a rung.
 """
 
 from __future__ import annotations
