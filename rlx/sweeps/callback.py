@@ -66,7 +66,7 @@ def _show_nothing(trial: str, settings: Mapping[str, Any], metrics: Mapping[str,
 
 
 class Helpers:
-    """What lives in this process as long as a sweep runs: handles of actors, the room, who watches, and how it was left.
+    """What lives in this process as long as a sweep runs: handles of actors, the room, who watches, how it was left.
 
     Tune pickles its callbacks; a copy has nothing of it.
     """
