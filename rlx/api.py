@@ -263,10 +263,11 @@ def resume_tuner(
         stack.enter_context(claims.take(folder, f"sweep {folder.name!r}"))
         plan = plans.continued_sweep(place, folder.name, {**(overrides or {}), "storage": address}, trust=trust)
         of_all = f"rlx.load_sweep({plan.name!r}) has the results of all trials"
-        if plans.is_finished(plan, place):
+        ended = plans.ended_trials(plan, place)
+        if plans.is_finished(plan, ended):
             raise ConfigError(f"sweep {plan.name!r} is finished: no trial is left to run; {of_all}")
-        if count := plans.ended_trials(plan, place):
-            _LOG.warning("%d trials have ended before, and will not be in the ResultGrid: %s", count, of_all)
+        if ended:
+            _LOG.warning("%d trials have ended before, and will not be in the ResultGrid: %s", ended, of_all)
         prepared = preflight.prepare(plan.config)
         connection.connect(prepared.config, prepared.resources)
         plans.reopen_record(plan, folder)

@@ -208,7 +208,7 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
     with claimed_plan(args, storage, tree, given) as (plan, restarted):
         from rlx.sweeps import plans, tuner, verdict  # slow to import
 
-        if is_resume and not restarted and plans.is_finished(plan, storage):
+        if is_resume and not restarted and plans.is_finished(plan, plans.ended_trials(plan, storage)):
             return show_finished(plan, storage)
         with console.SweepProgress(plan.config.train.steps, plan.metric) as progress:
             with (

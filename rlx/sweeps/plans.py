@@ -303,9 +303,9 @@ def ended_trials(plan: SweepPlan, storage: Storage) -> int:
     return sum(record.is_over for record in TrialRecords(storage / "sweeps" / plan.name).all().values())
 
 
-def is_finished(plan: SweepPlan, storage: Storage) -> bool:
-    """Returns whether no trial of a sweep is left to run; a race may add some, so one can never tell."""
-    return plan.scheduler != "race" and ended_trials(plan, storage) >= total_trials(plan)
+def is_finished(plan: SweepPlan, ended: int) -> bool:
+    """Returns whether no trial is left to run where so many have ended; a race may add some, so one can never tell."""
+    return plan.scheduler != "race" and ended >= total_trials(plan)
 
 
 def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = False) -> list[str]:

@@ -111,16 +111,6 @@ def by_source(
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
-def shares_of_sources(trainer: Trainer, labels: Sequence[str], scored: Sequence[ScoredCompletion]) -> dict[str, float]:
-    """Which share of the completions each source's prompts have; a collective call if there are any sources."""
-    sources = [each.completion.prompt.source for each in scored]
-    updates: Updates = {
-        f"source/fraction/{label}": (Mean, [source == number for source in sources])
-        for number, label in enumerate(labels)
-    }
-    return over_ranks(trainer, updates) if updates else {}
-
-
 @dataclass(frozen=True)
 class StepCounts:
     """What a step adds to the counts of a run, over all ranks."""
@@ -156,7 +146,6 @@ def summarize(
     metrics = dict(seconds) | over_ranks(trainer, updates) | _known_here(trainer, sums)
     labels = trainer.config.data.labels
     metrics |= by_source(trainer, labels, selection.candidates, "task/accuracy", "reward/mean")
-    metrics |= shares_of_sources(trainer, labels, selection.candidates)
     completions, generated, trained = (metrics.pop(name) for name in _NOT_REPORTED)
     # While the critic warms up, the policy is the reference.
     kl_ref = metrics.get("kl/ref") if "policy/loss" in sums else None
@@ -192,6 +181,8 @@ def _of_scores(trainer: Trainer, selection: Selection) -> Updates:
     for name in trainer.config.reward.reported:
         own = [each.scores_by_function[name] for each in candidates if name in each.scores_by_function]
         updates[f"reward/{name}"] = (Mean, own)
+    for number, label in enumerate(trainer.config.data.labels):
+        updates[f"source/fraction/{label}"] = (Mean, [each.completion.prompt.source == number for each in candidates])
     return updates | ({"groups/generated": (Total, groups)} if selection.filtered else {})
 
 

@@ -432,7 +432,7 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     (details,) = (place / "storage" / "sweeps" / "s" / "runs" / "trial_00000").glob("reward_error_*.txt")
     assert "Traceback" in details.read_text() and '"completions"' in details.read_text()
     before = {name: history(plan, storage, name) for name in sorted(results)}
-    assert plans.is_finished(plan, storage) and plans.ended_trials(plan, storage) == len(results)
+    assert plans.ended_trials(plan, storage) == len(results) and plans.is_finished(plan, len(results))
     with pytest.raises(ConfigError, match=r"sweep 's' is finished: no trial is left to run; rlx\.load_sweep\('s'\)"):
         rlx.resume_tuner("s", storage=str(place / "storage"))
     assert tuner.run_sweep(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
