@@ -206,7 +206,7 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
     tree = with_overrides(tree, preflight.absolute_paths(config) | sizes)
     storage = open_storage(tree["storage"])
     with claimed_plan(args, storage, tree, given) as (plan, restarted):
-        from rlx.sweeps import plans, tuner, verdict  # slow to import
+        from rlx.sweeps import plans, verdict  # slow to import
 
         if is_resume and not restarted and plans.is_finished(plan, plans.ended_trials(plan, storage)):
             return show_finished(plan, storage)
@@ -228,8 +228,7 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
             progress.message("\n".join(lines))
             progress.message(Phase("prompts and first trial"))
             results = _run(plan, storage, is_resume, progress.update)
-        failures = tuner.failures(results)
-        print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
+        failures = show_failures(results)
         print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
         print("".join(f"{line}\n" for line in verdict.race_lines(plan, results)), end="")
         write_analysis(plan, storage)
@@ -242,13 +241,21 @@ def show_finished(plan: SweepPlan, storage: Storage) -> int:
     from rlx.sweeps import records, tuner
 
     folder = storage / "sweeps" / plan.name
-    failures = tuner.failures(records.TrialRecords(folder).all())
-    print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
+    failures = show_failures(records.TrialRecords(folder).all())
     again = "; --restart-errored runs those that failed again" if failures else ""
     print(f"sweep {plan.name} is finished: no trial is left to run{again}")
     tuner.send_pending(plan.tracking, folder)
     write_analysis(plan, storage)
     return 1 if failures else 0
+
+
+def show_failures(results: Mapping[str, TrialRecord]) -> list[str]:
+    """Prints why trials failed, a line each, and returns the lines."""
+    from rlx.sweeps import tuner
+
+    failures = tuner.failures(results)
+    print("".join(f"error: {reason}\n" for reason in failures), end="", file=sys.stderr)
+    return failures
 
 
 def _run(plan: SweepPlan, storage: Storage, is_resume: bool, watch: Watch) -> dict[str, TrialRecord]:

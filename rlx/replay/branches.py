@@ -53,7 +53,7 @@ class Branch:
     until: int  # the last step of it
     changes: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from those of the run
     trust: bool = False  # take the run's settings, whoever wrote them
-    attributes: bool = False  # the last step keeps the shares of its prompts in the gradient
+    attributes_gradient: bool = False  # the last step keeps the shares of its prompts in the gradient
 
     @property
     def steps(self) -> range:
@@ -75,7 +75,7 @@ class Branch:
         model = recorded.model.path  # the tiny model lies in the storage of the run
         path = None if "model.path" in self.changes else preflight.model_folder(model, self.run.storage)
         prepared = preflight.prepare(from_tree(with_overrides(self.tree(), self.changes)), model_path=path)
-        return replace(prepared, until=self.until, attributes=self.attributes)
+        return replace(prepared, until=self.until, attributes_gradient=self.attributes_gradient)
 
     def tree(self) -> dict[str, Any]:
         """The settings with which the run went on from there, with the checkpoint to start from."""

@@ -132,9 +132,17 @@ def _job(
     prepared: PreparedRun, folder: Storage, tracking: Sequence[TrackingService], signature: str, waits: bool
 ) -> JobSpec:
     """Returns what the workers are told of a run, without the processes that it has."""
-    tree, until, attributes = prepared.config.model_dump(), prepared.until, prepared.attributes
-    job = JobSpec(tree, prepared.model_path, folder, tracking, signature, waits=waits)
-    return replace(job, until=until, attributes=attributes, copies=prepared.copies)
+    return JobSpec(
+        config=prepared.config.model_dump(),
+        model_path=prepared.model_path,
+        folder=folder,
+        tracking=tracking,
+        signature=signature,
+        waits=waits,
+        until=prepared.until,
+        attributes_gradient=prepared.attributes_gradient,
+        copies=prepared.copies,
+    )
 
 
 def input_files(prepared: PreparedRun) -> dict[str, list[Storage]]:

@@ -50,7 +50,7 @@ class JobSpec:
     examine: bool = False  # run the doctor instead of training
     waits: bool = False  # after each evaluation, until it is released
     until: int | None = None  # the step with which it ends; None: with train.steps
-    attributes: bool = False  # of the prompts of that step, keep the shares of the gradient
+    attributes_gradient: bool = False  # of the prompts of that step, keep the shares of the gradient
     copies: FolderCopies | None = None  # of its models, for nodes that join later
     engines: Sequence[Any] = ()  # actor handles
     engine_spec: EngineSpec | None = None  # of the engine that each worker starts beside itself

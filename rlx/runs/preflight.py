@@ -79,7 +79,7 @@ class PreparedRun:
     tracking_services: Sequence[TrackingService] | None = None  # None: those that the config names
     copies: FolderCopies | None = None  # of its models, for nodes that join later
     until: int | None = None  # the step with which the run ends for now; None: with train.steps
-    attributes: bool = False  # of the prompts of that step, keep the shares of the gradient
+    attributes_gradient: bool = False  # of the prompts of that step, keep the shares of the gradient
 
     @property
     def name(self) -> str:

@@ -223,7 +223,7 @@ def inputs_of(job: Job) -> TrainingInputs:
         connect_engines=connections.engines,
         connect_scorers=connections.scorers,
         signature=spec.signature,
-        attributed_step=spec.until if spec.attributes else None,
+        attributed_step=spec.until if spec.attributes_gradient else None,
     )
 
 

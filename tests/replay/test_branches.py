@@ -26,10 +26,10 @@ def run(tiny_model: Path, tmp_path: Path) -> RecordedRun:
 
 def test_a_replay_lies_beside_the_run_and_leaves_nothing(run: RecordedRun, tmp_path: Path) -> None:
     with branches.scratch(run) as place:
-        branch = place.placed(replace(branches.branch_to(run, 13), attributes=True))
+        branch = place.placed(replace(branches.branch_to(run, 13), attributes_gradient=True))
         prepared = branch.prepare()
         config = prepared.config
-        assert (prepared.until, prepared.attributes) == (13, True)
+        assert (prepared.until, prepared.attributes_gradient) == (13, True)
         assert (config.name, config.train.steps, config.checkpoint.every) == ("a-13", 30, 0)
         assert config.checkpoint.init_from == f"{tmp_path}/storage/runs/a/step_000010"
         assert config.checkpoint.init_state == "all"
@@ -57,11 +57,13 @@ def test_two_replays_at_once_have_places_of_their_own(run: RecordedRun) -> None:
 
 def test_a_job_ends_with_its_step_and_opens_it(run: RecordedRun, tmp_path: Path) -> None:
     with branches.scratch(run) as place:
-        prepared = place.placed(replace(branches.branch_to(run, 13), attributes=True)).prepare()
+        prepared = place.placed(replace(branches.branch_to(run, 13), attributes_gradient=True)).prepare()
         job = launch._job(prepared, open_storage(str(tmp_path)), [], "signed", False)
-        assert (job.until, job.attributes, job.waits, job.signature) == (13, True, False, "signed")
-        plain = launch._job(replace(prepared, until=None, attributes=False), open_storage(str(tmp_path)), [], "", True)
-        assert (plain.until, plain.attributes, plain.waits) == (None, False, True)
+        assert (job.until, job.attributes_gradient, job.waits, job.signature) == (13, True, False, "signed")
+        plain = launch._job(
+            replace(prepared, until=None, attributes_gradient=False), open_storage(str(tmp_path)), [], "", True
+        )
+        assert (plain.until, plain.attributes_gradient, plain.waits) == (None, False, True)
 
 
 def test_the_model_may_lie_elsewhere_under_its_name(run: RecordedRun, tiny_model: Path, tmp_path: Path) -> None:

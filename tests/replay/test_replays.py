@@ -119,7 +119,7 @@ def test_random_steps_are_equal_to_the_last_bit(
     before, where = state_of(run, storage), place(run)
     steps = sorted(random.Random(kind).sample(range(1, STEPS + 1), min(REPLAYS, STEPS)))
     for step in steps:
-        branch = where.placed(replace(branches.branch_to(run, step), attributes=True))
+        branch = where.placed(replace(branches.branch_to(run, step), attributes_gradient=True))
         comparison, folder = done_again(branch)
         assert comparison.different == () and comparison.completions == () and comparison.holds
         assert comparison.weights is (True if step % EVERY == 0 else None)

@@ -37,7 +37,7 @@ def replay(args: argparse.Namespace) -> int:
 
     run = recorded.RecordedRun.read(args.run, args.storage)
     branch = branches.branch_to(run, args.step, trust=args.trust)
-    branch = replace(branch, changes=running.moved(args), attributes=True)
+    branch = replace(branch, changes=running.moved(args), attributes_gradient=True)
     logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     print(f"run {run.name}: {running.steps_text(branch.steps)} again, from {branch.origin}")
     with branches.scratch(run, keep=args.keep) as place, running.processes() as shared:
