@@ -1,10 +1,11 @@
-"""Weak scaling: the same work for each rank, on 1, 2, 4 ranks; tokens per second and rank.
+"""Scaling: the same work for each rank, or in all, on 1, 2, 4 ranks; tokens per second and rank.
 
-    python bench/scaling.py [--gpu] [--ranks 1,2,4] [--steps N] [--whole-step] [--SECTION.SETTING VALUE ...]
+    python bench/scaling.py [--gpu] [--ranks 1,2,4] [--steps N] [--whole-step] [--strong] [--SECTION.SETTING VALUE ...]
 
 The update is bench/update.py's, without the bare loop and without engines, on 1, 2 and where there are as many GPUs 4
 workers; on a CPU on 1 and 2, which share its cores. `--whole-step` makes real runs besides, with as many engines as
-workers, where there are GPUs for both. train.prompts_per_step is for each rank.
+workers, where there are GPUs for both (with `rollout.placement colocated` they share them). train.prompts_per_step is
+for each rank; with `--strong` it is for all together, and the shares say how much of each further GPU is of use.
 """
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(6, 6))
     options.add_argument("--ranks", help="numbers of workers, ascending (default: 1,2 and with four GPUs 4)")
     options.add_argument("--whole-step", action="store_true", help="measure whole steps too")
+    options.add_argument("--strong", action="store_true", help="the ranks share the work of one")
 
     def script() -> int:
         args, config = workload.read(options, argv)
         if config.scaling.num_workers > 1:
             raise ConfigError("scaling.num_workers: --ranks says how many workers there are")
-        if config.rollout.placement == "colocated":
-            raise ConfigError("rollout.placement: engines and workers are measured apart; leave colocated out")
         if config.scaling.use_gpu:
             config = scaled(config, 1, {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}})
         counts = ranks(args.ranks, workload.gpus() if config.scaling.use_gpu else None)
-        alone = {count: scaled(config, count, workload.NO_ENGINES) for count in counts}
+        work = {"train.prompts_per_step": config.train.prompts_per_step} if args.strong else {}
+        no_engines = work | workload.NO_ENGINES | {"rollout.placement": "separate"}
+        alone = {count: scaled(config, count, no_engines) for count in counts}
         load = os.getloadavg()[0]
         with workload.prepared(alone[counts[-1]]) as (ready, path):
             here = {"storage": ready.storage, "model.path": path}
             figures = per_rank("update", {n: updated(scaled(one, 1, here), path) for n, one in alone.items()})
             if args.whole_step:
-                whole = {n: scaled(config, n, here | {"rollout.num_engines": n}) for n in counts}
+                whole = {n: scaled(config, n, work | here | {"rollout.num_engines": n}) for n in counts}
                 figures |= per_rank("step", {n: stepped(one, path) for n, one in whole.items() if fits(one)})
-            facts = update.described(config) | {"ranks": ", ".join(map(str, counts)), "per rank": "the same work"}
+            facts = update.described(config) | {"ranks": ", ".join(map(str, counts))}
+            facts["per rank"] = "its share of the same work" if args.strong else "the same work"
             table.finish("scaling", figures, ready, args.out, load, facts)
         return 0
 
@@ -80,14 +83,16 @@ def scaled(config: RunConfig, times: int, more: Mapping[str, Any]) -> RunConfig:
 
 def fits(config: RunConfig) -> bool:
     """Whether there is a GPU for each engine and each worker; on a CPU whole steps are measured on what there is."""
-    return not config.scaling.use_gpu or 2 * config.scaling.num_workers <= workload.gpus()
+    of_each = 1 if config.rollout.placement == "colocated" else 2
+    return not config.scaling.use_gpu or of_each * config.scaling.num_workers <= workload.gpus()
 
 
 def updated(config: RunConfig, path: str) -> float:
     """Tokens per second and rank in rlx's update."""
     result = update.on_ranks(config, path)
     rate = float(result["tokens"] / statistics.median(result["seconds"][workload.WARM :]))
-    workload.say(f"{config.scaling.num_workers} ranks: {rate:,.0f} tokens/s per rank in updates")
+    memory = result["memory"] / 2**30
+    workload.say(f"{config.scaling.num_workers} ranks: {rate:,.0f} tokens/s per rank in updates, {memory:.1f} GiB")
     return rate
 
 

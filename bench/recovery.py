@@ -1,0 +1,178 @@
+"""How soon a run goes on after a part of it was killed: seconds for an engine, a train worker, and the driver.
+
+    python bench/recovery.py [--gpu] [--SECTION.SETTING VALUE ...]
+
+One run with two workers and two engines, which write a checkpoint every fifth step. An engine is killed first
+(`kill -9`), then a worker, then the driver, whose run is resumed. Counted is the time from the kill until a step is
+shown that was not there before, and for the engine until it is in use again, too. Steps between the checkpoint and the
+kill are part of it. Counted besides: how long processes stay after the driver's death, and at the end GPUs' memory.
+Left out: whether metrics differ, see tests/chaos.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import table
+import workload
+
+from rlx.cli.options import exit_code
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE, WORKER = "ray::VLLMEngine", "ray::RayTrainWorker"
+NAME = "recovery"
+LIMIT_S = 300.0
+"""until a killed part counts as never replaced"""
+STEPS = 400  # more than the kills take; the run is ended before
+_TWO = {"scaling.num_workers": 2, "rollout.num_engines": 2, "checkpoint.every": 5, "train.prompts_per_step": 16}
+_BACK = re.compile(r"engine \d+ is back")
+_STEP = re.compile(r"^step (\d+)/", re.MULTILINE)
+
+
+class Run:
+    """`experiments/ppo.py` as a process group of its own; what it prints is in a file."""
+
+    def __init__(self, words: Sequence[str], output: Path) -> None:
+        self.output = output
+        self.mark = uuid.uuid4().hex  # in the environment of all its processes
+        with output.open("w") as file:
+            self.driver = subprocess.Popen(
+                [sys.executable, str(ROOT / "experiments" / "ppo.py"), *words],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"RLX_BENCH": self.mark},
+                start_new_session=True,
+            )
+
+    def step(self) -> int:
+        """The last step that it has shown; -1 before the first."""
+        return max(map(int, _STEP.findall(self.output.read_text())), default=-1)
+
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """Its processes whose command line has the name."""
+        return [process for process in psutil.process_iter() if self._has(process, name)]
+
+    def _has(self, process: psutil.Process, name: str) -> bool:
+        try:
+            is_mine = process.environ().get("RLX_BENCH") == self.mark and process.status() != psutil.STATUS_ZOMBIE
+            return is_mine and name in " ".join(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            return False
+
+    def wait(self, ready: Callable[[], bool], what: str) -> float:
+        """The seconds until then.
+
+        Raises:
+            SystemExit: it takes too long, or the run has ended.
+        """
+        begun = time.monotonic()
+        while not ready():
+            if time.monotonic() - begun > LIMIT_S or self.driver.poll() is not None:
+                raise SystemExit(f"no {what}: {self.output.read_text()[-2000:]}")
+            time.sleep(0.02)
+        return time.monotonic() - begun
+
+    def wait_for_new_step(self, more: int = 1) -> float:
+        """The seconds until it has shown so many steps more."""
+        last = self.step()
+        return self.wait(lambda: self.step() >= last + more, f"step after {last}")
+
+    def wait_for_end(self) -> float:
+        """The seconds until none of its processes is left; those that stay are killed."""
+        begun = time.monotonic()
+        while self.processes() and time.monotonic() - begun < LIMIT_S:
+            time.sleep(0.1)
+        for process in self.processes():
+            process.kill()
+        return time.monotonic() - begun
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = workload.parser(__doc__, steps=(STEPS, STEPS))
+
+    def script() -> int:
+        args, config = workload.read(options, argv, workload.CPU | _TWO, workload.GPU | _TWO)
+        if config.scaling.num_workers < 2 or config.rollout.num_engines < 2:
+            raise ConfigError("scaling.num_workers and rollout.num_engines: two at least, of which one is killed")
+        load = os.getloadavg()[0]
+        with tempfile.TemporaryDirectory(prefix="rlx-recovery-") as folder:
+            here = {"storage": folder, "name": NAME, "model.path": workload.model_folder(config)}
+            ready = from_tree(with_overrides(config.model_dump(), here), "command line")
+            figures = measure(ready, Path(folder))
+            table.finish("recovery", figures, ready, args.out, load, described(config))
+        return 0
+
+    return exit_code(script)
+
+
+def described(config: RunConfig) -> dict[str, str]:
+    """What was killed."""
+    return {"run": f"{config.scaling.num_workers} workers, {config.rollout.num_engines} engines, checkpoint every 5"}
+
+
+def measure(config: RunConfig, folder: Path) -> dict[str, float]:
+    """The table; the run is ended when all of it is there."""
+    settings = folder / "settings.yaml"
+    settings.write_text(config.model_dump_json())  # which is YAML, too
+    runs = [run := Run(["--config", str(settings)], folder / "first.txt")]
+    try:
+        figures = {"start to step 0, s": run.wait(lambda: run.step() >= 0, "step 0")}
+        run.wait_for_new_step(2)  # the first ones are slower
+        figures["step, s"] = run.wait_for_new_step(4) / 4
+        figures |= engine_killed(run) | worker_killed(run) | driver_killed(run)
+        runs.append(again := Run(["--resume", NAME, "--storage", config.storage], folder / "again.txt"))
+        last = run.step()
+        figures["driver's run resumed to a new step, s"] = again.wait(lambda: again.step() > last, f"step after {last}")
+    finally:
+        runs[-1].driver.terminate()
+        ending = runs[-1].wait_for_end()
+    return figures | {"SIGTERM: all processes gone after, s": ending} | gpu_memory()
+
+
+def engine_killed(run: Run) -> dict[str, float]:
+    """The seconds until the run goes on without the engine, and until it is in use again."""
+    run.processes(ENGINE)[0].kill()
+    begun = time.monotonic()
+    figures = {"engine killed: next step after, s": run.wait_for_new_step()}
+    run.wait(lambda: bool(_BACK.search(run.output.read_text())), "engine that is back")
+    return figures | {"engine killed: in use again after, s": time.monotonic() - begun}
+
+
+def worker_killed(run: Run) -> dict[str, float]:
+    """The seconds until all workers have started again and are past the step at which one died."""
+    run.wait_for_new_step(2)
+    run.processes(WORKER)[0].kill()
+    return {"worker killed: next new step after, s": run.wait_for_new_step()}
+
+
+def driver_killed(run: Run) -> dict[str, float]:
+    """The seconds until nothing is left of a run without a driver."""
+    run.wait_for_new_step(2)
+    run.driver.kill()
+    run.driver.wait()
+    return {"driver killed: all processes gone after, s": run.wait_for_end()}
+
+
+def gpu_memory() -> dict[str, float]:
+    """What is held on GPUs, by whomever; nothing without any."""
+    if not workload.gpus():
+        return {}
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    used = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    return {"most memory in use on a GPU afterwards, MiB": max(map(float, used))}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
