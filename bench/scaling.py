@@ -37,12 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, config = workload.read(options, argv)
         if config.scaling.num_workers > 1:
             raise ConfigError("scaling.num_workers: --ranks says how many workers there are")
-        if config.scaling.use_gpu:
-            config = scaled(config, 1, {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}})
         counts = ranks(args.ranks, workload.gpus() if config.scaling.use_gpu else None)
         work = {"train.prompts_per_step": config.train.prompts_per_step} if args.strong else {}
-        no_engines = work | workload.NO_ENGINES | {"rollout.placement": "separate"}
-        alone = {count: scaled(config, count, no_engines) for count in counts}
+        alone = {count: scaled(config, count, work | without_engines(config)) for count in counts}
         load = os.getloadavg()[0]
         with workload.prepared(alone[counts[-1]]) as (ready, path):
             here = {"storage": ready.storage, "model.path": path}
@@ -79,6 +76,12 @@ def scaled(config: RunConfig, times: int, more: Mapping[str, Any]) -> RunConfig:
     own = {"scaling.num_workers": config.scaling.num_workers * times}
     own |= {"train.prompts_per_step": config.train.prompts_per_step * times}
     return from_tree(with_overrides(config.model_dump(), own | dict(more)), f"{times} x the workers")
+
+
+def without_engines(config: RunConfig) -> dict[str, Any]:
+    """The settings in which each worker has a GPU to itself, if there are any."""
+    worker = {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}} if config.scaling.use_gpu else {}
+    return workload.NO_ENGINES | worker | {"rollout.placement": "separate"}
 
 
 def fits(config: RunConfig) -> bool:

@@ -159,7 +159,8 @@ def read(
     if args.steps is not None and not (args.steps.isdecimal() and int(args.steps)):
         raise ConfigError(f"--steps {args.steps}: expected a whole number of at least 1")
     steps = int(args.steps or args.counted[args.gpu])
-    shares = gpu_shares(gpus(), given.get("rollout.placement") == "colocated", engines)
+    in_turns = {**gpu, **given}.get("rollout.placement") == "colocated"
+    shares = gpu_shares(gpus(), in_turns, engines)
     defaults = ({**gpu, **shares} if args.gpu else dict(cpu)) | {"train.steps": WARM + steps}
     if given.get("data.source"):
         defaults.pop("data.params", None)

@@ -392,6 +392,26 @@ def test_a_step_ahead_is_compared_with_the_parts_of_one_that_is_not() -> None:
     assert step.parts([now | {"time/step": 6.0}])["rollout / step"] == 0.5
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_a_large_model_is_placed_on_all_gpus_in_turns(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "gpus", lambda: gpus)
+    defaults = large_model.GPU | large_model.placed(in_turns=True)
+    _, config = workload.read(workload.parser("", steps=(1, 1)), ["--gpu"], gpu=defaults)
+    assert plan_resources(config).total()["GPU"] == gpus
+
+
+def test_scaling_gives_updates_a_whole_gpu_and_whole_steps_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "gpus", lambda: 4)
+    _, turns = workload.read(
+        workload.parser("", steps=(1, 1)), ["--gpu", "--rollout.placement", "colocated"], gpu=workload.GPU
+    )
+    alone = scaling.scaled(turns, 4, scaling.without_engines(turns))
+    assert alone.rollout.placement == "separate" and alone.scaling.resources_per_worker["GPU"] == 1
+    assert scaling.fits(scaling.scaled(turns, 4, {"rollout.num_engines": 4}))
+    _, apart = workload.read(workload.parser("", steps=(1, 1)), ["--gpu"])
+    assert not scaling.fits(scaling.scaled(apart, 4, {"rollout.num_engines": 4}))
+
+
 def test_ranks_are_what_the_machine_has() -> None:
     assert scaling.ranks(None, None) == [1, 2]
     assert scaling.ranks(None, 4) == [1, 2, 4]
