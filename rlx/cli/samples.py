@@ -40,7 +40,9 @@ def _argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="a run's name, or its folder or address")
     parser.add_argument("--step", metavar="N", type=int, action="append", help="of this step; may be given again")
     parser.add_argument("--held-out", action="store_true", help="answers of evaluations, not completions of training")
-    parser.add_argument("--prompt", metavar="I", type=int, help="of the prompt in this row of the prompt table")
+    parser.add_argument(
+        "--prompt", metavar="I", type=int, help="of the prompt in this row of the prompt table, in all steps"
+    )
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", metavar="K", type=_count, help="the K completions with the lowest scores")
     order.add_argument("--best", metavar="K", type=_count, help="the K completions with the highest scores")
@@ -60,15 +62,15 @@ def _count(text: str) -> int:
 
 
 def print_completions(args: argparse.Namespace) -> int:
-    """Prints a table of one step's completions: of the newest one, unless another is given."""
+    """Prints a table of one step's completions: of the newest one, unless others or a prompt are given."""
     if args.against:
         raise ConfigError(f"--against {args.against} needs --html FILE")
     run, kind = run_folder.locate(args.run, args.storage)[1], Kind.HELD_OUT if args.held_out else Kind.TRAINING
     steps = [step for step in choosing.kept_of(run, args.run, args.step or ()) if step.kind == kind]
     if not steps:
         raise ConfigError(f"run {args.run} has kept no {kind} completions of that")
-    chosen = steps if args.step else steps[-1:]
-    table = completions_of(run, chosen, args.prompt)
+    chosen = steps if args.step or args.prompt is not None else steps[-1:]
+    chosen, table = completions_of(run, chosen, args.prompt)
     few = choosing.by_score(table, args.worst, args.best)
     few = few if args.worst or args.best or args.full else few.slice(0, _ROWS)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -77,18 +79,20 @@ def print_completions(args: argparse.Namespace) -> int:
     return 0
 
 
-def completions_of(run: Storage, steps: Sequence[KeptStep], prompt: int | None) -> pa.Table:
-    """Returns the completions of steps, or those of one prompt.
+def completions_of(run: Storage, steps: Sequence[KeptStep], prompt: int | None) -> tuple[list[KeptStep], pa.Table]:
+    """Returns steps and their completions, or those of one prompt and the steps that have some.
 
     Raises:
         ConfigError: the prompt has none, or a file is damaged.
     """
-    table = pa.concat_tables([reader.read(run, step) for step in steps], promote_options="default")
-    table = table if prompt is None else choosing.of_prompt(table, prompt)
-    if not len(table):
-        number = steps[-1].number
-        raise ConfigError(f"--prompt {prompt} has no completion in step {number}; --step N looks in another one")
-    return table
+    tables = ((step, reader.read(run, step)) for step in steps)
+    if prompt is not None:
+        tables = ((step, own) for step, table in tables if len(own := choosing.of_prompt(table, prompt)))
+    found = list(tables)
+    if not found:
+        where = f"step {steps[0].number}" if len(steps) == 1 else f"{len(steps)} steps"
+        raise ConfigError(f"--prompt {prompt} has no completion in {where}: it was not drawn, or not kept")
+    return [step for step, _ in found], pa.concat_tables([each for _, each in found], promote_options="default")
 
 
 def kept_summary(run: Storage, steps: Sequence[KeptStep], table: pa.Table, shown: int) -> str:
@@ -113,6 +117,7 @@ def completions_table(rows: Sequence[KeptCompletion], width: int | None, charact
     cells = [
         {
             "step": str(row.step),
+            "source": readable(row.source or "", characters),
             "prompt": f"{row.prompt_index}.{row.sample}",
             "right": "yes" if row.correct else "no",
             "score": f"{row.score:.4g}",

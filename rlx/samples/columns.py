@@ -30,6 +30,7 @@ COLUMNS = pa.schema(
         "kind": pa.string(),  # training or held_out
         "prompt_index": pa.int64(),  # row of the prompt table: the same prompt in every epoch
         "group": pa.int64(),  # epoch x rows of the table + row: completions that are compared with one another
+        "source": pa.string(),  # which of data.sources the prompt is of; null: there is one
         "sample": pa.int32(),  # number of the completion among those of its prompt
         "trained": pa.bool_(),  # whether the losses have it: filter_groups and mask_truncated leave some out
         "question": pa.string(),
@@ -59,7 +60,7 @@ PER_TOKEN = ("token_ids", "engine_logprobs", "logprobs", "ratios", "advantages",
 """columns that have a value for each token, if any"""
 
 
-OF_EPISODES = ("turns", "episode")
+LATER = ("turns", "episode", "source")
 """columns that files of earlier versions do not have"""
 
 
@@ -117,6 +118,7 @@ class StepCompletions:
     prompts: int  # rows of the prompt table
     rows: Sequence[ScoredCompletion]
     trained: TrainedTokens | None = None  # of the first of the rows; None: of none
+    sources: Sequence[str] = ()  # what data.sources are called, by their numbers; none: there is one
 
 
 def is_kept(share: float, seed: int, step: int, prompt: int) -> bool:
@@ -150,6 +152,7 @@ def _of_rows(step: StepCompletions) -> dict[str, list[Any]]:
         "kind": [str(step.kind)] * len(step.rows),
         "prompt_index": [each.prompt.id % step.prompts for each in completions],
         "group": [each.prompt.id for each in completions],
+        "source": [step.sources[each.prompt.source] if step.sources else None for each in completions],
         "sample": [each.sample for each in completions],
         "trained": in_losses + [False] * (len(step.rows) - len(in_losses)),
         "question": [each.prompt.question for each in completions],

@@ -61,6 +61,7 @@ def _row(source: int, row: KeptCompletion, texts: dict[str, int], rewards: Seque
         "rewards": [_short(row.rewards.get(name)) for name in rewards],
         "correct": row.correct,
         "finish": refer(row.finish),
+        "dataSource": None if row.source is None else refer(row.source),
         "staleness": row.staleness,
         "leftOut": row.kind == "training" and not row.trained,
         "tokens": [refer(text) for text in row.tokens],

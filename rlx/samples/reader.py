@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlx.config.errors import ConfigError, one_line
-from rlx.samples.columns import COLUMNS, COMPLETIONS, OF_EPISODES, PER_TOKEN, REWARD, CompletionFile, Kind
+from rlx.samples.columns import COLUMNS, COMPLETIONS, LATER, PER_TOKEN, REWARD, CompletionFile, Kind
 from rlx.storage.filesystem import Storage, StorageError, retry
 from rlx.types import Episode
 
@@ -64,6 +64,7 @@ class KeptCompletion:
     rewards: Mapping[str, float] = field(default_factory=dict)  # unweighted, by the name of the reward function
     turns: tuple[int, ...] | None = None
     episode: str | None = None
+    source: str | None = None
 
     @property
     def played(self) -> Episode | None:
@@ -135,7 +136,7 @@ def _read_file(file: Storage) -> pa.Table:
     try:
         table = retry(partial(_table, file), f"reading {file.path}")
         rewards = [name for name in table.column_names if name.startswith(REWARD)]
-        for name in set(OF_EPISODES) - set(table.column_names):
+        for name in set(LATER) - set(table.column_names):
             table = table.append_column(name, pa.nulls(len(table), COLUMNS.field(name).type))
         known = table.select(COLUMNS.names).cast(COLUMNS)
         _check(known)

@@ -148,6 +148,7 @@ function factsOf(row) {
   }
   if (row.staleness) add("weights older by", `${row.staleness} steps`);
   if (row.leftOut) line.append(element("span", "", "not trained on"));
+  if (row.dataSource !== null) add("source", textOf(row.dataSource));
   add("answer", row.answer === null ? "none found" : textOf(row.answer));
   return line;
 }

@@ -174,6 +174,7 @@ class RolloutCollector:
     rollout: RolloutConfig
     completions: CompletionWriter | None = None  # None: this process keeps none
     outcomes: OutcomeWriter | None = None  # None: another process keeps those of all
+    sources: Sequence[str] = ()  # what data.sources are called, by their numbers; none: there is one
 
     def push_weights(self, version: int, *, starting: bool = False) -> None:
         """Sends the policy to the engines; returns on every rank once they have it.
@@ -241,13 +242,13 @@ class RolloutCollector:
         known = {id(each) for each in selection.taken}
         rows = [*selection.taken, *(each for each in selection.candidates if id(each) not in known)]
         prompts = len(self.queue.prompts.rows)
-        self.completions.keep(StepCompletions(Kind.TRAINING, step, prompts, rows, trained))
+        self.completions.keep(StepCompletions(Kind.TRAINING, step, prompts, rows, trained, self.sources))
 
     def keep_held_out(self, step: int, scored: Sequence[ScoredCompletion]) -> None:
         """Has the answers of the evaluation after a step written."""
         if self.completions is not None and scored:
             prompts = 1 + max(each.completion.prompt.id for each in scored)  # they have no epochs
-            self.completions.keep(StepCompletions(Kind.HELD_OUT, step, prompts, scored))
+            self.completions.keep(StepCompletions(Kind.HELD_OUT, step, prompts, scored, sources=self.sources))
 
     def keep_outcomes(self, step: int, name: str, outcomes: Outcomes) -> None:
         """Writes what came of each question in the evaluation of that name after a step."""

@@ -145,6 +145,7 @@ def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> Roll
         rollout=config.rollout,
         completions=_completion_writer(inputs, mesh, tokenizer),
         outcomes=OutcomeWriter(inputs.folder, inputs.reporter.notify) if mesh.rank == 0 else None,
+        sources=config.data.labels,
     )
 
 

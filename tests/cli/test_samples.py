@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ def test_the_worst_the_best_a_prompt_a_step_and_evaluations(storage: str, capsys
 
     assert prompts("--worst", "2") == ["2.0", "2.1"]
     assert prompts("--best", "3") == ["3.1", "3.0", "2.1"]
-    assert prompts("--prompt", "3") == ["3.0", "3.1"]
+    assert prompts("--prompt", "3") == ["3.0", "3.1"] * 2
+    assert prompts("--prompt", "3", "--step", "5") == ["3.0", "3.1"]
     assert prompts("--step", "4", "--step", "5") == ["2.0", "2.1", "3.0", "3.1"] * 2
     assert "held out" in said(capsys, f"{storage}/runs/one", "--held-out")
 
@@ -79,7 +81,8 @@ def test_the_worst_the_best_a_prompt_a_step_and_evaluations(storage: str, capsys
         (("none",), "run none has kept no completions: tracking.completions was 0"),
         (("one", "--step", "7"), "run one has kept no completions of step 7"),
         (("one", "--step", "5", "--held-out"), "run one has kept no held_out completions of that"),
-        (("one", "--prompt", "9"), "--prompt 9 has no completion in step 5"),
+        (("one", "--prompt", "9"), "--prompt 9 has no completion in 2 steps"),
+        (("one", "--prompt", "9", "--step", "5"), "--prompt 9 has no completion in step 5"),
         (("one", "--against", "two"), "--against two needs --html FILE"),
         (("one", "--html", "/nowhere/page.html"), "--html /nowhere/page.html: no folder /nowhere"),
         (("one", "--html", "x.html", "--worst", "3"), "--html shows all kinds"),
@@ -121,3 +124,18 @@ def test_markup_in_a_completion_is_text(storage: str) -> None:
     (row, *_) = reader.completions(reader.read(run, reader.kept_steps(run)[0]))
     spoilt = row.__class__(**vars(row) | {"completion": "[red]x[/red] | y"})
     assert "[red]x[/red]" in completions_table([spoilt], 200, None)
+
+
+def test_several_sources_are_named(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = open_storage(storage) / "runs" / "none"
+    writer = CompletionWriter(run, Keeping(1.0, 0, 0, 1), Letters(), pytest.fail)
+    first, second = scored(0), scored(1).completion
+    other = replace(second, prompt=replace(second.prompt, source=1))
+    rows = [first, replace(first, completion=other)]
+    writer.keep(StepCompletions(Kind.TRAINING, 1, 8, rows, sources=["sums", "products"]))
+    writer.close()
+    lines = [line.split("|") for line in said(capsys, "none", "--storage", storage).splitlines()]
+    assert [line[2].strip() for line in (lines[0], lines[2], lines[3])] == ["source", "sums", "products"]
+    page = Path(storage) / "page.html"
+    said(capsys, "none", "--storage", storage, "--html", str(page))
+    assert '"products"' in page.read_text()

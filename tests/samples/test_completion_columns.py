@@ -22,6 +22,7 @@ def test_the_columns_by_hand() -> None:
         "kind": "training",
         "prompt_index": 2,
         "group": 10,
+        "source": None,
         "sample": 0,
         "trained": True,
         "question": "question 0",
