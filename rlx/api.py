@@ -131,6 +131,7 @@ def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnRepor
         notify = shown.message if shown else None
         if not resume:  # a resume keeps its records until the server answers
             check_tracking(config.tracking)
+            run_folder.check_start(config)
         with run_folder.keeping_details(folder):
             prepared = preflight.prepare(config, shown.warm_start if shown else None)
         connection.connect(config, prepared.resources, notify)
@@ -203,6 +204,7 @@ def tuner(
     from rlx.runs import preflight
     from rlx.storage import claims
     from rlx.storage.addresses import open_storage
+    from rlx.sweeps.choices import check_quickly
     from rlx.sweeps.plans import check_sweep, create_sweep
     from rlx.sweeps.records import refuse_existing
     from rlx.sweeps.tuner import make_tuner
@@ -217,6 +219,7 @@ def tuner(
         claim = stack.enter_context(claims.take_new(storage / "sweeps", tree.pop("name", None), "sweep", "sweep"))
         refuse_existing(claim.folder)
         plan = _plan(claim.folder.name, tree, space, config.storage, options)
+        check_quickly(plan)
         prepared = preflight.prepare(check_sweep(plan).config)
         connection.connect(prepared.config, prepared.resources)
         made = make_tuner(create_sweep(plan, storage), storage)

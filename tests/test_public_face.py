@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray import tune
 
 import rlx
@@ -167,6 +168,26 @@ def test_a_tuner_refuses_what_cannot_run(options: dict[str, Any], line: str, tmp
     with pytest.raises(rlx.ConfigError) as error:
         rlx.tuner(config_at(tmp_path), **{"space": SPACE, **options})
     assert line in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"tracking.uri": "http://127.0.0.1:9"}, "tracking.uri http://127.0.0.1:9: no server answers there"),
+        ({"checkpoint.init_from": "{here}"}, "checkpoint {here} is not complete"),
+        ({"data.source": "{here}/none.jsonl"}, "{here}/none.jsonl"),
+    ],
+)
+def test_what_a_start_needs_is_checked_before_a_cluster_is_started(
+    given: dict[str, str], line: str, tmp_path: Path
+) -> None:
+    given = {key: value.format(here=tmp_path) for key, value in given.items()}
+    with pytest.raises(rlx.ConfigError) as error:
+        rlx.tuner(config_at(tmp_path, **given), space=SPACE)
+    assert line.format(here=tmp_path) in str(error.value)
+    with pytest.raises(rlx.ConfigError) as error:
+        rlx.train(config_at(tmp_path, **given), quiet=True)
+    assert line.format(here=tmp_path) in str(error.value) and not ray.is_initialized()
 
 
 def test_a_checkpoint_of_ray_that_is_damaged_is_refused(tmp_path: Path) -> None:

@@ -320,14 +320,9 @@ def checked_plan(plan: SweepPlan) -> SweepPlan:
     Raises:
         ConfigError: something of it cannot be used.
     """
-    from rlx.runs import preflight, run_folder
-    from rlx.sweeps.choices import check_choices
-    from rlx.tracking.services.reachable import check_tracking
+    from rlx.sweeps import choices
 
-    check_choices(plan)
-    preflight.check_quickly(plan.config)
-    check_tracking(plan.config.tracking)
-    run_folder.check_start(plan.config)
+    choices.check_quickly(plan)
     from rlx.sweeps.space import load_space  # imports ray.tune, as the space itself may
 
     load_space(plan.space, plan.tree)

@@ -18,8 +18,10 @@ from rlx.config.errors import ConfigError, nearest
 from rlx.config.run import is_setting, setting_keys
 from rlx.config.sections.reward import CORRECTNESS
 from rlx.config.sweep import DEFAULT_ALPHA, DEFAULT_METRIC, SchedulerName
+from rlx.runs import preflight, run_folder
 from rlx.sweeps.records import SweepPlan
 from rlx.tracking.metrics import evaluated
+from rlx.tracking.services.reachable import check_tracking
 
 _LOG = logging.getLogger("rlx")
 PAUSING: tuple[SchedulerName, ...] = ("hyperband", "pbt", "race")
@@ -47,6 +49,19 @@ _RESOURCES = (
 )
 # Keys and prefixes of settings that belong to the sweep: its trials are compared at one step and recorded together.
 _SHARED = ("name", "storage", "train.steps", "tracking.", "checkpoint.init_")
+
+
+def check_quickly(plan: SweepPlan) -> None:
+    """Checks all of a new sweep that takes a moment.
+
+    Raises:
+        ConfigError: choices do not go together, the settings that trials share cannot be used, a tracker does not
+            answer, or the checkpoint that trials start from is not complete.
+    """
+    check_choices(plan)
+    preflight.check_quickly(plan.config)
+    check_tracking(plan.config.tracking)
+    run_folder.check_start(plan.config)
 
 
 def check_choices(plan: SweepPlan) -> None:
