@@ -1,5 +1,6 @@
 """Reward functions of a user's own, for tests."""
 
+import time
 from pathlib import Path
 
 
@@ -12,6 +13,13 @@ def fragile(prompts: list[str], completions: list[str], answers: list[str]) -> l
     """1 for every completion, as long as the file that the answer names is not there."""
     if Path(answers[0]).exists():
         raise ValueError("no luck")
+    return [1.0 for _ in completions]
+
+
+def slow(prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
+    """Too late for more than four completions."""
+    if len(completions) > 4:
+        time.sleep(60)
     return [1.0 for _ in completions]
 
 

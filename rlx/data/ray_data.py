@@ -82,6 +82,27 @@ def _read(pieces: Sequence[Any], read: Read, schema: pa.Schema, here: bool, coun
     ).materialize()
 
 
+def from_rows(rows: Sequence[dict[str, Any]]) -> ray.data.Dataset:
+    """Returns rows as one block."""
+    import ray.data
+
+    return ray.data.from_items(list(rows), override_num_blocks=1)
+
+
+def map_tables(
+    rows: ray.data.MaterializedDataset, function: Callable[..., pa.Table], **given: Any
+) -> ray.data.MaterializedDataset:
+    """Returns what the function makes of each block of rows, in their order; it runs in tasks."""
+    return rows.map_batches(
+        function,
+        fn_kwargs=given,
+        batch_format="pyarrow",
+        batch_size=None,
+        num_cpus=0,
+        concurrency=min(tasks_at_once(), rows.num_blocks()),
+    ).materialize()
+
+
 def _read_block(batch: pa.Table, read: Read, schema: pa.Schema) -> Iterator[pa.Table]:
     yield schema.empty_table()
     for piece in batch["piece"]:

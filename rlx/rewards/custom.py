@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import Any
 
 from rlx.config.errors import ConfigError, nearest
-from rlx.config.sections.reward import RewardConfig
+from rlx.config.sections.reward import RewardConfig, late_mark
 from rlx.rewards.child import ChildError, ChildProcess, ChildTimeout
-from rlx.types import Response, Scorer
+from rlx.types import MarkedScores, Response, Scorer
 
 _LOG = logging.getLogger("rlx")
 _KEYWORDS = ("prompts", "completions", "answers")
@@ -116,14 +116,16 @@ def custom_scorer(name: str, config: RewardConfig) -> Scorer:
             "completions": [response.text for response in responses],
             "answers": [response.prompt.answer for response in responses],
         }
+        count, late = len(responses), 0.0
         try:
-            return _process_of(name).call(columns, config.timeout_s)
+            scores = _process_of(name).call(columns, config.timeout_s)
         except ChildError as error:
-            if isinstance(error, ChildTimeout) and config.on_timeout == "zero":
-                _LOG.warning("reward %s: %s: 0 for %s", name, error, describe_batch(responses))
-                return [0.0] * len(responses)
-            details = f"{error.trace}\ncalled with\n{json.dumps(columns, indent=1)}\n"
-            raise RewardError(f"reward {name}: {error}, for {describe_batch(responses)}", details) from None
+            if not (isinstance(error, ChildTimeout) and config.on_timeout == "zero"):
+                details = f"{error.trace}\ncalled with\n{json.dumps(columns, indent=1)}\n"
+                raise RewardError(f"reward {name}: {error}, for {describe_batch(responses)}", details) from None
+            _LOG.warning("reward %s: %s: 0 for %s", name, error, describe_batch(responses))
+            scores, late = [0.0] * count, 1.0
+        return MarkedScores(scores, {late_mark(name): [late] * count}) if config.on_timeout == "zero" else scores
 
     return scorer
 

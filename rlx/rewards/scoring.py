@@ -117,7 +117,7 @@ def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
             continue
         try:
             with closing_process(name):
-                checked(name, responses, custom_scorer(name, config)(responses))
+                checked(name, responses, scores_of(custom_scorer(name, config)(responses)))
         except RewardError as error:
             completions = brief([response.text for response in responses])
             text = f"{error}; tried with the expected answers as completions: {completions}"

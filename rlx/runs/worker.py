@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import logging
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -59,6 +61,7 @@ from rlx.training.setup import TrainingInputs, WeightSource
 from rlx.types import Phase, Scorer
 
 _CLOSE_S = 5.0  # longest wait for the tracker at the end of a run
+_SHOWN = 3  # warnings of a kind that a worker shows
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,14 @@ def run_job(spec: JobSpec, box: Box, number: int, train_folder: Storage) -> None
     """Trains, or examines with the doctor, as the job says; every rank calls it."""
     if spec.copies:
         spec.copies.bring_here()
-    inputs = inputs_of(Job(spec, box, number, train_folder))
+    job = Job(spec, box, number, train_folder)
+    with shown_warnings(job, ray.train.get_context().get_world_rank()):
+        do(job)
+
+
+def do(job: Job) -> None:
+    """Does a job on this worker, with all others; a collective call."""
+    spec, inputs = job.spec, inputs_of(job)
     inputs.reporter.notify(Phase("models"))
     trainer, collector, checkpointer = setup.build(inputs)
     if spec.examine:
@@ -176,6 +186,34 @@ def run_job(spec: JobSpec, box: Box, number: int, train_folder: Storage) -> None
                 inputs.reporter.flush()  # the metrics that led there may not have reached the tracking service
             raise
     setup.close(trainer, collector, checkpointer, inputs.reporter)
+
+
+class WarningRelay(logging.Handler):
+    """Shows what rlx warns of on this worker to whoever watches the run, each kind a few times."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        super().__init__(logging.WARNING)
+        self.job, self.rank, self.counts = job, rank, Counter[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.counts[record.msg] += 1
+            if (count := self.counts[record.msg]) <= _SHOWN:
+                more = "; further ones like this are not shown" if count == _SHOWN else ""
+                self.job.notify(f"worker {self.rank}: {record.getMessage()}{more}")
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def shown_warnings(job: Job, rank: int) -> Iterator[None]:
+    """Shows warnings of this worker in the driver, which its own output does not reach."""
+    relay, log = WarningRelay(job, rank), logging.getLogger("rlx")
+    log.addHandler(relay)
+    try:
+        yield
+    finally:
+        log.removeHandler(relay)
 
 
 @contextmanager

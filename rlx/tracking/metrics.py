@@ -16,6 +16,7 @@ METRICS = {
     "reward/std": "standard deviation of these scores",
     "reward/minus_kl": "mean score minus kl/coef x KL of the responses trained on (algorithm.kl_placement reward)",
     "reward/NAME": "mean of the reward function NAME alone",
+    "reward/NAME_late": "share of the completions that NAME, of one's own, was too late for (reward.on_timeout zero)",
     "reward/judge_failed": "share of the completions that the judge gave no readable reply for",
     "reward/code_limited": "share of the completions whose program a limit of the sandbox ended",
     "reward/mean/SOURCE": "reward/mean of the prompts of one of data.sources",

@@ -406,7 +406,9 @@ def test_what_a_function_of_ones_own_does_names_it_and_the_next_call_is_answered
 def test_a_late_function_may_score_nothing(write: Write, caplog: pytest.LogCaptureFixture) -> None:
     name = write("import time\ndef f(prompts, completions, answers): time.sleep(60)\n") + ":f"
     config = RewardConfig(functions={name: 1.0}, timeout_s=2, on_timeout="zero")
-    assert scoring.score([response(text="")], scoring.scorers(config, wrong), config).total == [0.0]
+    scores = scoring.score([response(text="")], scoring.scorers(config, wrong), config)
+    assert scores.total == scores.by_function[name] == [0.0] and scores.by_function[f"{name}_late"] == [1.0]
+    assert config.reported == [name, f"{name}_late"]
     assert f"reward {name}: took longer than 2 s: 0 for 1 responses" in caplog.text
 
 

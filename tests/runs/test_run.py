@@ -35,6 +35,7 @@ ONLY_WHEN_ASKED_FOR = {
     "reward/running_std",
     "reward/code_limited",
     "reward/judge_failed",
+    "reward/task_late",
     "reward/mean/SOURCE",
     "source/fraction/SOURCE",
     "task/accuracy/SOURCE",

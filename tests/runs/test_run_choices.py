@@ -77,6 +77,19 @@ def remax(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
     return train(small(tiny_model, storage, "remax", **chosen))
 
 
+def test_what_workers_warn_of_is_shown(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> None:
+    name, notes = "tests.my_rewards:slow", list[str]()
+    rewards = {"reward__functions": {name: 1.0}, "reward__timeout_s": 1.0, "reward__on_timeout": "zero"}
+    done = train(
+        small(tiny_model, storage, "warned", train__steps=1, eval__every=0, **rewards),
+        notify=lambda note: notes.append(str(note)),
+    )
+    shown = [note for note in notes if f"reward {name}: took longer than 1 s: 0 for 8 responses" in note]
+    assert {note.partition(":")[0] for note in shown} == {"worker 0", "worker 1"}
+    assert max(note.count("further ones like this are not shown") for note in shown) <= 1
+    assert last(done, f"reward/{name}_late", 1) == 1
+
+
 def last(done: Done, metric: str, step: int) -> float:
     (value,) = done.history[metric][step]
     return value

@@ -20,6 +20,11 @@ MARKS = {"code": ("code_limited",), "judge": ("judge_failed",)}
 """what some of them report beside their scores"""
 
 
+def late_mark(name: str) -> str:
+    """What a function of the user reports beside its scores where a late one scores 0: whether it was late."""
+    return f"{name}_late"
+
+
 class RewardConfig(Section):
     """The functions that score completions, and their parameters."""
 
@@ -113,7 +118,9 @@ class RewardConfig(Section):
     @property
     def reported(self) -> list[str]:
         """The functions, and what they report beside their scores."""
-        return [*self.functions, *[mark for name in self.functions for mark in MARKS.get(name, ())]]
+        marks = [mark for name in self.functions for mark in MARKS.get(name, ())]
+        late = [late_mark(name) for name in self.functions if ":" in name and self.on_timeout == "zero"]
+        return [*self.functions, *marks, *late]
 
     def part(self, functions: dict[str, float] | None, answer_pattern: str | None) -> RewardConfig:
         """The same for one source of prompts, with what that source has of its own."""

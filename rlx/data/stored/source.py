@@ -6,10 +6,16 @@ Left out: where they are stored (files.py, hub.py).
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.data import DataConfig, EvalConfig
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
     import ray.data
 
 NO_ROWS = "there are no rows in it"
+_LOG = logging.getLogger("rlx")
 
 
 @dataclass(frozen=True)
@@ -82,31 +89,72 @@ class StoredSource(ABC):
         return rows
 
     def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[ray.data.Dataset, ray.data.Dataset]:
-        """Returns the rows of data.source without the last ones, and the last ones.
+        """Returns the rows of data.source without the last ones and their repetitions, and the last ones.
 
         Raises:
             ConfigError: the source or a row cannot be used.
         """
-        return hold_out(self.rows(data.source, data, "data.source"), held_out.num_prompts)
+        training, last = hold_out(self.rows(data.source, data, "data.source"), held_out.num_prompts)
+        return without_repetitions(training, last, data.source), ray_data.from_rows(last)
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
         """Returns exact match of the texts, without blanks around them."""
         return lambda answers: [float(answer.given.strip() == answer.expected.strip()) for answer in answers]
 
 
-def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.Dataset, ray.data.Dataset]:
+def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.MaterializedDataset, list[dict[str, Any]]]:
     """Returns (training rows, held-out rows): the last `count` rows are held out, at most a tenth, at least one.
 
     Raises:
         ConfigError: there is only one row.
     """
-    import ray.data
-
     rows = rows.materialize()
     total = rows.count()
     count = held_out_count(total, count)
     # Not Dataset.split_at_indices: its tasks take a CPU each, and there may be none.
-    return rows.limit(total - count), ray.data.from_items(_last_rows(rows, count), override_num_blocks=1)
+    return rows.limit(total - count).materialize(), _last_rows(rows, count)
+
+
+def without_repetitions(
+    training: ray.data.MaterializedDataset, held_out: Sequence[dict[str, Any]], address: str
+) -> ray.data.Dataset:
+    """Returns the training rows of a source whose prompts are not held out; says how many are left out.
+
+    Raises:
+        ConfigError: there is no other one.
+    """
+    prompts = {_prompt_of(row) for row in held_out}
+    found = ray_data.map_tables(training, _counted, prompts=prompts)
+    if not (repeated := sum(row["repeated"] for row in found.take_all())):
+        return training
+    total = training.count()
+    if repeated == total:
+        raise ConfigError(f"data.source {address}: every training prompt is also a held-out one; set eval.source")
+    _LOG.warning("%s: %d of %d training prompts are also held out: they are left out", address, repeated, total)
+    return ray_data.map_tables(training, _others, prompts=prompts)
+
+
+def _counted(table: pa.Table, prompts: set[tuple[str, str]]) -> pa.Table:
+    return pa.table({"repeated": [int(_repeated(table, prompts).sum())]})
+
+
+def _others(table: pa.Table, prompts: set[tuple[str, str]]) -> pa.Table:
+    return table.filter(pa.array(~_repeated(table, prompts)))
+
+
+def _repeated(table: pa.Table, prompts: set[tuple[str, str]]) -> np.ndarray:
+    """Whether each row has one of the prompts, `[N]`."""
+    questions = pa.array(sorted({question for question, _ in prompts}), pa.string())
+    places = np.flatnonzero(pc.is_in(table["question"], value_set=questions).to_numpy())
+    own = table.select(["question", "messages"]).take(pa.array(places)).to_pylist()
+    mask = np.zeros(len(table), dtype=bool)
+    mask[[place for place, row in zip(places, own, strict=True) if _prompt_of(row) in prompts]] = True
+    return mask
+
+
+def _prompt_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """All that the policy reads of a row."""
+    return row["question"], json.dumps(row["messages"], sort_keys=True)
 
 
 def held_out_count(total: int, wanted: int) -> int:

@@ -41,7 +41,8 @@ class ScorerMaker:
         rewards = []
         for part in parts:
             checker = partial(sources.answer_checker, part.data, part.seed, part.size)
-            rewards.append(SourceRewards(part.reward, scoring.scorers(part.reward, checker) | dict(self.remote)))
+            remote = {name: scorer for name, scorer in self.remote.items() if name in part.reward.functions}
+            rewards.append(SourceRewards(part.reward, scoring.scorers(part.reward, checker) | remote))
         return CompletionScorer(rewards, self.tokenizer, self.mesh)
 
 
