@@ -558,6 +558,8 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], mes
         ),
         ({"judge_rubric": "{prompt}"}, "reward.judge_rubric: reward.judge_mode score needs {completion} in it"),
         ({"judge_rubric": "{completion}", "judge_mode": "rank"}, "reward.judge_mode rank needs {completions} in it"),
+        ({"judge_rubric": "{reference} {completion}"}, "reward.judge_rubric: no field {reference}; nearest: {answer}"),
+        ({"judge_rubric": "{promt} {completion}"}, "reward.judge_rubric: no field {promt}; nearest: {prompt}"),
         ({"judge_url": "ftp://h"}, "reward.judge_url: expected an address like http://HOST:PORT/PATH"),
         (
             {"judge_url_key_env": "NO_SUCH_KEY"},
@@ -582,10 +584,15 @@ def test_the_first_prompt_is_tried_before_the_start(
     with pytest.raises(RewardError, match="answered 400 Bad Request: an empty answer"):
         scoring.try_rewards(config(server.url, judge_rubric="{completion}"), prompts, on_gpu=False)
     server.answer = lambda text: "I cannot say."
-    with caplog.at_level(logging.WARNING, logger="rlx"):
+    with pytest.raises(RewardError, match=r"no score is in what it replied, where .* from 0 to 10: 'I cannot say\.'"):
         scoring.try_rewards(config(server.url), prompts, on_gpu=False)
+    with pytest.raises(RewardError, match=r"which should end with all numbers, as in 'Ranking: 2 > 1': 'I cannot say"):
+        scoring.try_rewards(config(server.url, judge_mode="rank"), prompts, on_gpu=False)
+    server.answer = lambda text: "Score: 5" if "<a>" in text else "Nothing to judge."
+    with caplog.at_level(logging.WARNING, logger="rlx"):
+        scoring.try_rewards(config(server.url, judge_rubric="{completion}"), prompts, on_gpu=False)
     assert caplog.messages == [
-        "reward judge: 2 of 2 replies gave no score (first: 'I cannot say.'); they score reward.judge_default 0"
+        "reward judge: 1 of 2 replies gave no score (first: 'Nothing to judge.'); they score reward.judge_default 0"
     ]
 
 

@@ -5,6 +5,7 @@ Left out: who is asked, and what a missing verdict means.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import math
 import re
@@ -49,6 +50,23 @@ first, such as "Ranking: 2 > 1 > 3".
 """
 _FIELD = re.compile(r"\{(prompt|completions?|answer|low|high)\}")
 _RANKING = r"[Rr]anking:\**\s*(\d+(?:\s*>\s*\d+)*)"
+_BRACED = re.compile(r"\{([a-z_]{3,})\}")
+_FIELDS = ("prompt", "answer", "completion", "completions", "low", "high")
+_OTHER_FIELDS = {
+    "question": "prompt",
+    "task": "prompt",
+    "instruction": "prompt",
+    "input": "prompt",
+    "reference": "answer",
+    "reference_answer": "answer",
+    "ground_truth": "answer",
+    "solution": "answer",
+    "response": "completion",
+    "responses": "completions",
+    "output": "completion",
+    "outputs": "completions",
+}
+"""what others call the fields"""
 _NEEDED = {"score": "{completion}", "rank": "{completions}"}
 
 
@@ -118,7 +136,7 @@ def rubric_text(config: RewardConfig) -> str | None:
     """The text of reward.judge_rubric, from its file if it names one; None if it is not set.
 
     Raises:
-        ConfigError: the file does not exist, or the text has no place for completions.
+        ConfigError: the file does not exist, the text has no place for completions, or a field has another name.
     """
     given, needed = config.judge_rubric, _NEEDED[config.judge_mode]
     if given is None:
@@ -133,4 +151,9 @@ def rubric_text(config: RewardConfig) -> str | None:
             ) from None
     if needed not in text:
         raise ConfigError(f"reward.judge_rubric: reward.judge_mode {config.judge_mode} needs {needed} in it")
+    for name in _BRACED.findall(text):
+        similar = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.75)
+        known = _OTHER_FIELDS.get(name) or next(iter(similar), name)
+        if known != name:
+            raise ConfigError(f"reward.judge_rubric: no field {{{name}}}; nearest: {{{known}}}")
     return text

@@ -71,11 +71,20 @@ class Judge:
         """The URL as messages show it: without password and query."""
         return self.server.address
 
+    @property
+    def wanted(self) -> str:
+        """What a reply should have in it, for messages."""
+        if self.config.judge_mode == "rank":
+            return "which should end with all numbers, as in 'Ranking: 2 > 1'"
+        low, high = self.config.judge_scale
+        return f"where reward.judge_pattern {self.config.judge_pattern!r} should find a number from {low:g} to {high:g}"
+
     def __call__(self, responses: Sequence[Response], *, needs_all: bool = False) -> MarkedScores:
         """One score per response, and whether the judge gave none.
 
         Args:
-            needs_all: one question that is refused, or answered with nothing of use, is enough for a RewardError.
+            needs_all: one question that is refused, or answered with nothing of use, is enough for a RewardError, and
+                so are replies of which none has a score.
         """
         questions = list(dict.fromkeys(self._questions(responses)))
         replies = self._replies(list(dict.fromkeys(question.text for question in questions)))
@@ -83,6 +92,9 @@ class Judge:
         if useless and (needs_all or not any(isinstance(each, str) for each in replies.values())):
             raise useless[0]  # without any reply there is nothing to learn from; a key may be revoked
         scores = {question: self._scores(question, replies[question.text]) for question in questions}
+        if needs_all and questions and all(None in given for given in scores.values()):
+            reply = brief(replies[questions[0].text])
+            raise RewardError(f"reward judge: no score is in what it replied, {self.wanted}: {reply}")
         self._warn([replies[question.text] for question in questions if None in scores[question]], len(questions))
         found = dict[tuple[Prompt, str], float | None]()
         for question, given in scores.items():
