@@ -94,6 +94,11 @@ def check_estimator(algorithm: AlgorithmConfig, model: ModelConfig, train: Train
         algorithm.filter_by != estimator.filter_by and not algorithm.filter_groups,
         "algorithm.filter_by does nothing without algorithm.filter_groups",
     )
+    has_buffer = estimator.overlong_share if algorithm.overlong_buffer is None else algorithm.overlong_buffer
+    refuse_if(
+        algorithm.overlong_penalty != estimator.overlong_penalty and not has_buffer,
+        "algorithm.overlong_penalty does nothing without algorithm.overlong_buffer",
+    )
     refuse_if(
         algorithm.filter_groups and not estimator.needs_groups,
         f"algorithm.filter_groups is for estimators that learn nothing from completions with equal rewards "

@@ -175,10 +175,7 @@ def _check(config: RunConfig) -> None:
     rules.check_workers(config.scaling, config.parallel, config.train, config.model)
     rules.check_accelerator(config.scaling)
     rules.check_adaptive_kl(config.algorithm, config.train)
-    resolved = {
-        "algorithm.rollout_correction": config.resolved_rollout_correction,
-        "algorithm.overlong_buffer": config.algorithm.overlong_tokens(config.rollout.max_tokens),
-    }
+    resolved = {"algorithm.rollout_correction": config.resolved_rollout_correction}
     needs.check_needs(
         flatten(config) | resolved,
         {key: field.default for key, field in settings().items()},

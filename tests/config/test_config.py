@@ -431,11 +431,12 @@ def test_dapo_is_the_combination_of_its_paper() -> None:
     dapo = from_tree({"algorithm": {"advantage": "dapo"}, "rollout": {"max_tokens": 20480}})
     chosen = dapo.algorithm
     assert (chosen.kl_coef, chosen.filter_groups, chosen.filter_by) == (0.0, True, "correct")
-    assert (chosen.overlong_tokens(20480), chosen.overlong_penalty) == (4096, 1.0)
+    assert (chosen.overlong_tokens(20480), chosen.overlong_penalty) == (4096, 0.5)
     assert from_tree({"algorithm": {"advantage": "dapo", "overlong_buffer": 0}}).algorithm.overlong_tokens(20480) == 0
     plain = from_tree({"algorithm": {"advantage": "dapo", "filter_groups": False}}).algorithm
     assert not plain.filter_groups
     grpo = from_tree({"algorithm": {"advantage": "grpo"}}).algorithm
+    assert grpo.overlong_penalty == 1
     assert (grpo.kl_coef, grpo.filter_groups, grpo.filter_by, grpo.overlong_tokens(20480)) == (
         0.005,
         False,

@@ -106,7 +106,9 @@ def test_dapo_punishes_the_last_fifth_of_the_longest_response() -> None:
     assert [each.score for each in apply_length_penalty(scored, algorithm, 10)] == [1.0, 1.0, 1.0]
     assert [each.score for each in apply_length_penalty(scored, algorithm, 3)] == [1.0, 1.0, 1.0]  # a fifth is no token
     long = [ScoredCompletion(completion(*[3] * n), 1.0, True, {}) for n in (8, 9, 10)]
-    assert [each.score for each in apply_length_penalty(long, algorithm, 10)] == [1.0, 0.5, 0.0]
+    assert [each.score for each in apply_length_penalty(long, algorithm, 10)] == [1.0, 0.75, 0.5]
+    # A right answer of full length lies half of the way between a wrong short one and a right short one, as in the
+    # paper: -1, 0 and 1.
 
 
 class Engines:

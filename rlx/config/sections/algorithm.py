@@ -40,6 +40,7 @@ class Estimator:
     """clip_low and clip_high of policy_loss ppo"""
     filter_groups: bool = False
     filter_by: FilterBy = "reward"
+    overlong_penalty: float = 1.0
     overlong_share: int = 0
     """the soft overlong penalty rises over 1 / so many of rollout.max_tokens; 0: there is none"""
 
@@ -68,6 +69,7 @@ ESTIMATORS: dict[AdvantageName, Estimator] = {
         clips=(0.2, 0.28),
         filter_groups=True,
         filter_by="correct",
+        overlong_penalty=0.5,
         overlong_share=5,
     ),
     # Liu et al. 2025 (arXiv 2503.20783), without KL
@@ -201,8 +203,9 @@ class AlgorithmConfig(ScheduledSection):
     overlong_buffer: NonNegativeInt | None = None
     """number of tokens before rollout.max_tokens over which the soft overlong penalty rises from 0; 0: no penalty;
     unset: a fifth of rollout.max_tokens with dapo, otherwise 0"""
-    overlong_penalty: PositiveFloat = 1.0
-    """soft overlong penalty at rollout.max_tokens, subtracted from the reward"""
+    overlong_penalty: PositiveFloat = Field(default_factory=lambda given: _default_estimator(given).overlong_penalty)
+    """soft overlong penalty at rollout.max_tokens, subtracted from the reward; unset: 1, dapo 0.5, half of what lies
+    between a wrong answer (0) and a right one (1), as in its paper, where these score -1 and 1 and the penalty is 1"""
     mask_truncated: bool = False
     """leave responses that reach rollout.max_tokens without ending out of the losses; their rewards still count where
     completions of a prompt are compared (overlong filtering)"""

@@ -23,7 +23,6 @@ NEEDS = {
     "reward.judge_rubric": "reward.judge_url",
     "algorithm.adaptive_kl_target": "algorithm.kl_coef",
     "algorithm.adaptive_kl_horizon": "algorithm.adaptive_kl_target",
-    "algorithm.overlong_penalty": "algorithm.overlong_buffer",
     "algorithm.filter_rounds": "algorithm.filter_groups",
     "algorithm.rollout_correction_level": "algorithm.rollout_correction",
     "algorithm.rollout_correction_low": "algorithm.rollout_correction",
