@@ -42,7 +42,7 @@ def exit_code(command: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt as error:
         way_on = str(error)
-        received = (_received or [signal.SIGINT])[0]
+        received = signal_received() or signal.SIGINT
     except SystemExit as stop:
         if stop.code != signal.SIGTERM:  # by Ray's own handler, which is there while Ray starts
             raise
@@ -83,6 +83,11 @@ def end_on_signals() -> None:
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, interrupt)
+
+
+def signal_received() -> int | None:
+    """The first signal since `end_on_signals` that tells this process to end; None: there was none."""
+    return _received[0] if _received else None
 
 
 def storage_words(storage: str) -> list[str]:

@@ -14,7 +14,16 @@ from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlx.cli.options import CommandParser, add_help, add_settings, end_on_signals, exit_code, parse, storage_words
+from rlx.cli.options import (
+    CommandParser,
+    add_help,
+    add_settings,
+    end_on_signals,
+    exit_code,
+    parse,
+    signal_received,
+    storage_words,
+)
 from rlx.cluster.resources import sharing_gpus
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, with_experiment
@@ -299,7 +308,7 @@ def connect_cluster(prepared: PreparedRun, name: str, notify: Notify) -> None:
 
     connection.connect(prepared.config, prepared.resources, notify)
     end_on_signals()  # again: Ray has installed a handler of its own
-    end_with_ray(way_on(name, prepared.config.storage), notify)
+    end_with_ray(way_on(name, prepared.config.storage), notify, signal_received)
 
 
 def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> SweepPlan:

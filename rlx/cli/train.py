@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser, storage_words
+from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser, signal_received, storage_words
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import DEFAULT_EXPERIMENT, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
@@ -192,7 +192,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 
         connection.connect(config, prepared.resources, progress.message)
         end_on_signals()  # again: Ray has installed a handler of its own
-        end_with_ray(way_on, progress.message)
+        end_with_ray(way_on, progress.message, signal_received)
         result = launch.run(prepared, folder, resume=resume, on_report=on_report, notify=progress.message)
     print(summary(prepared.name, first, result.metrics, time.monotonic() - started))
     for service in prepared.tracking:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,31 +32,34 @@ _SPILLED_FROM = 0.8
 """share of the object store from which on Ray writes objects to the disk: its object_spilling_threshold"""
 
 
-def end_with_ray(way_on: str, notify: Notify) -> None:
+def end_with_ray(way_on: str, notify: Notify, signal_received: Callable[[], int | None]) -> None:
     """Watches Ray's processes that this one has started, and the disk that they use.
 
     Args:
         way_on: what the person can do next.
         notify: called once if Ray has no room for objects any more.
+        signal_received: the signal by which this process was told to end, if it was. Batch systems send it to Ray's
+            processes, too, which is no failure of Ray's.
     """
     if needed := dict(_ray_children()):
-        for target, arguments in ((_watch, (needed, way_on)), (_watch_disk, (way_on, notify))):
+        for target, arguments in ((_watch, (needed, way_on, signal_received)), (_watch_disk, (way_on, notify))):
             threading.Thread(target=target, args=arguments, daemon=True, name=f"ray{target.__name__}").start()
 
 
-def _watch(needed: dict[int, str], way_on: str) -> None:
+def _watch(needed: dict[int, str], way_on: str, signal_received: Callable[[], int | None]) -> None:
     while len(left := dict(_ray_children()).keys() & needed.keys()) == len(needed):
         time.sleep(_LOOK_S)
     time.sleep(_LOOK_S)
     if not ray.is_initialized():  # this process has ended them
         return
-    dead = ", ".join(needed[pid] for pid in needed if pid not in left)
+    dead, number = ", ".join(needed[pid] for pid in needed if pid not in left), signal_received()
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-    print(f"{show_cursor}error: Ray's {dead} died{lack_of_room(ray_folder())}; {way_on}", file=sys.stderr, flush=True)
+    failed = f"error: Ray's {dead} died{lack_of_room(ray_folder())}; {way_on}"
+    print(f"{show_cursor}{f'interrupted: {way_on}' if number else failed}", file=sys.stderr, flush=True)
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # the workers end with their raylet
-    os._exit(1)  # every call of Ray would wait for the dead
+    os._exit(128 + number if number else 1)  # every call of Ray would wait for the dead
 
 
 def lack_of_room(folder: Path) -> str:

@@ -42,3 +42,14 @@ def test_a_sweep_whose_cluster_dies_says_how_to_go_on(tiny_model: Path, tmp_path
     said = sweep.output.read_text().splitlines()[-1]
     assert said == f"error: Ray's gcs_server died; rlx sweep --resume hurt --storage {tmp_path} continues the sweep"
     assert_all_end(sweep, KILLED_S)
+
+
+def test_a_signal_to_all_processes_is_an_interrupt(tiny_model: Path, tmp_path: Path, script: Start) -> None:
+    run = script("ppo.py", *words(tmp_path, tiny_model, "stopped", 500))
+    run.wait_for("step 3/500")
+    os.killpg(run.process.pid, signal.SIGTERM)  # as batch systems do
+    assert run.process.wait(60) == 143, run.output.read_text()
+    said = run.output.read_text().splitlines()[-1]
+    way_on = f"rlx train --resume stopped --storage {tmp_path} continues the run from its newest checkpoint"
+    assert said == f"interrupted: {way_on}"
+    assert_all_end(run, KILLED_S)
