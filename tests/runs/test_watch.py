@@ -21,7 +21,7 @@ ray.is_initialized = lambda: {initialized}
 watch._LOOK_S = 0.1
 for name in {names}:
     subprocess.Popen(["{folder}/" + name, "60"])
-watch.end_with_ray("go on like this", print)
+watch.end_with_ray("go on like this", print, lambda: {received})
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -35,8 +35,10 @@ def sleepers(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, names: list[str], initialized: bool = True) -> subprocess.Popen[str]:
-    code = COMMAND.format(folder=folder, names=names, initialized=initialized)
+def start(
+    folder: Path, names: list[str], initialized: bool = True, received: int | None = None
+) -> subprocess.Popen[str]:
+    code = COMMAND.format(folder=folder, names=names, initialized=initialized, received=received)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "ready\n"
     return process
@@ -63,6 +65,13 @@ def test_the_death_of_either_ends_the_command_and_the_other(name: str, sleepers:
     assert process.wait(20) == 1 and process.stderr
     assert process.stderr.readline() == f"error: Ray's {name} died; go on like this\n"
     assert not other.is_running() or other.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_death_of_ray_by_a_signal_to_all_is_an_interrupt(sleepers: Path) -> None:
+    process = start(sleepers, ["gcs_server", "raylet"], received=int(signal.SIGTERM))
+    os.kill(child(process, "raylet").pid, signal.SIGTERM)
+    assert process.wait(20) == 143 and process.stderr
+    assert process.stderr.readline() == "interrupted: go on like this\n"
 
 
 @pytest.mark.parametrize(
