@@ -14,6 +14,7 @@ import pytest
 import rlx
 from rlx.config.errors import ConfigError
 from rlx.config.sections.base import flatten
+from rlx.samples import last_page
 from rlx.tracking.base import MetricPoint, RunStatus
 from rlx.tracking.metrics import meaning
 from rlx.tracking.services import mlflow, mlflow_page
@@ -104,7 +105,8 @@ def test_the_page_of_a_run_has_a_description_its_data_sets_and_its_best(uri: str
     run = mlflow.client(uri).get_run(run_id)
     assert run.data.tags["mlflow.note.content"] == (
         "PPO (gae) of tiny on reasoning_gym:chain_sum: 40 steps of 64 prompts x 4 completions. Kept in /runs/a. "
-        "Its completions: `rlx samples a`; as a page: `rlx samples a --html a.html`."
+        "Its completions: `rlx samples a`; as a page: `rlx samples a --html a.html`. "
+        "Some of them are in its artifact completions.html when it has ended."
     )
     sets = {used.tags[0].value: used.dataset for used in run.inputs.dataset_inputs}
     assert {use: each.name for use, each in sets.items()} == dict.fromkeys(
@@ -125,7 +127,8 @@ def test_the_page_of_a_run_has_a_description_its_data_sets_and_its_best(uri: str
 )
 def test_the_description_says_how_to_read_the_completions(uri: str, folder: str, storage: str, words: str) -> None:
     name = folder.rpartition("/")[2]
-    told = f"`rlx samples {words}`; as a page: `rlx samples {words} --html {name}.html`."
+    told = f"`rlx samples {words}`; as a page: `rlx samples {words} --html {name}.html`. Some of them are "
+    told += f"in its artifact {last_page.FILE} when it has ended."
     assert note_of(uri, {"storage": storage}, folder).endswith(f" Kept in {folder}. Its completions: {told}")
     assert note_of(uri, {"storage": storage, "tracking.completions": "0.0"}, folder).endswith(f" Kept in {folder}.")
 
@@ -163,7 +166,7 @@ def test_each_of_several_sources_is_named_and_a_data_set(uri: str) -> None:
     earlier = {"data.sources": "(SourceConfig(source='x'),)"}  # as it was recorded before
     assert " on reasoning_gym:chain_sum: " in note_of(uri, earlier)
     many = [{"source": f"/{'long/' * 40}{number}.jsonl"} for number in range(100)]
-    assert note_of(uri, {"data.sources": str(many)}).endswith(".html`.")  # MLflow refuses longer ones
+    assert note_of(uri, {"data.sources": str(many)}).endswith("has ended.")  # MLflow refuses longer ones
 
 
 def test_the_duration_leaves_out_the_pauses_before_a_resume(uri: str) -> None:

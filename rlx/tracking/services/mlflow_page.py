@@ -90,7 +90,7 @@ def dress(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str
 
 
 def _how_to_read(params: Mapping[str, str], folder: str) -> str:
-    """The commands that show the completions of a run; empty if it keeps none."""
+    """The commands that show the completions of a run, and the page that it leaves; empty if it keeps none."""
     if float(params.get("tracking.completions", "0")) == 0 or not (found := _RUN_PATH.search(folder)):
         return ""
     storage, path, name = params["storage"], found[1], found[2]
@@ -100,7 +100,8 @@ def _how_to_read(params: Mapping[str, str], folder: str) -> str:
         words = [f"{place.rstrip('/')}/{path}{mark}{options}" if "://" in storage else folder]
     to_read = ["rlx", "samples", *words]
     to_write = [*to_read, "--html", f"{name}.html"]
-    return f" Its completions: `{shlex.join(to_read)}`; as a page: `{shlex.join(to_write)}`."
+    some = "Some of them are in its artifact completions.html when it has ended."
+    return f" Its completions: `{shlex.join(to_read)}`; as a page: `{shlex.join(to_write)}`. {some}"
 
 
 def _sources(params: Mapping[str, str]) -> Sequence[SourceConfig]:
