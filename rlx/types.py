@@ -233,6 +233,8 @@ class MarkedScores:
     marks: dict[str, list[float]]  # by name, see rlx.config.sections.reward.MARKS
 
 
+AnswerCheck = Callable[[str], None]
+"""raises ValueError if a prompt's answer cannot be used"""
 Scorer = Callable[[Sequence[Response]], Sequence[float] | MarkedScores]
 """one score per response, in their order"""
 

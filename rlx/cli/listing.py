@@ -18,10 +18,9 @@ from pyarrow import fs
 from rich import box
 from rich.table import Table
 
-from rlx.cli.options import storage_words
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
-from rlx.config.run import RunConfig
+from rlx.config.run import RunConfig, storage_words
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished_metrics, saved_config

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.loading import parse_yaml
-from rlx.config.run import OTHER_NAMES, RunConfig, is_default_storage, is_setting, sections, settings
+from rlx.config.run import OTHER_NAMES, RunConfig, is_setting, sections, settings
 from rlx.config.sections.base import flatten
 
 _received: list[int] = []
@@ -88,11 +88,6 @@ def end_on_signals() -> None:
 def signal_received() -> int | None:
     """The first signal since `end_on_signals` that tells this process to end; None: there was none."""
     return _received[0] if _received else None
-
-
-def storage_words(storage: str) -> list[str]:
-    """The option that a printed command needs to find what lies elsewhere than in the default storage."""
-    return [] if is_default_storage(storage) else ["--storage", storage]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,20 +14,12 @@ from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlx.cli.options import (
-    CommandParser,
-    add_help,
-    add_settings,
-    end_on_signals,
-    exit_code,
-    parse,
-    signal_received,
-    storage_words,
-)
+from rlx.cli.options import CommandParser, add_help, add_settings, end_on_signals, exit_code, parse, signal_received
 from rlx.cluster.resources import sharing_gpus
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.run import storage_words
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sweep import (
     DEFAULT_ALPHA,

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser, signal_received, storage_words
+from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser, signal_received
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import DEFAULT_EXPERIMENT, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
-from rlx.config.run import RunConfig
+from rlx.config.run import RunConfig, storage_words
 from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.records import TrackingConfig

@@ -239,6 +239,11 @@ def is_default_storage(storage: str) -> bool:
     return storage in (default, os.path.abspath(default))
 
 
+def storage_words(storage: str) -> list[str]:
+    """The option that a printed command needs to find what lies elsewhere than in the default storage."""
+    return [] if is_default_storage(storage) else ["--storage", storage]
+
+
 def is_setting(key: str) -> bool:
     """Whether a dotted key is a setting, or an entry of a setting that is a dict, e.g. data.params.max_digits."""
     dict_keys = (name for name, field in settings().items() if is_dict(field))

@@ -22,7 +22,7 @@ from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections.data import GENERATED, DataConfig, EvalConfig
 from rlx.data.stored.columns import Columns, Row
 from rlx.rewards.child import ChildError, ChildProcess, map_limited
-from rlx.types import Checker, GivenAnswer
+from rlx.types import AnswerCheck, Checker, GivenAnswer
 
 if TYPE_CHECKING:
     import ray.data
@@ -36,7 +36,7 @@ _SECONDS, _BATCH_SECONDS = 5.0, 5.0  # of computing: for one answer; for the slo
 
 
 class ReasoningGymSource:
-    """The source reasoning_gym:DATASET; see `rlx.data.sources.PromptSource`."""
+    """The source reasoning_gym:DATASET; see `rlx.data.sources.PromptSource`. It checks no answers: all are alike."""
 
     is_generated = True
 
@@ -47,7 +47,9 @@ class ReasoningGymSource:
             raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
         _check_names(address.removeprefix(GENERATED), data.params, setting)
 
-    def first_rows(self, data: DataConfig, count: int, setting: str = "data.source") -> list[Row]:
+    def first_rows(
+        self, data: DataConfig, count: int, setting: str = "data.source", check: AnswerCheck | None = None
+    ) -> list[Row]:
         """Returns the rows of the first seeds; raises ConfigError if the dataset or its parameters cannot be used."""
         rows = generated_questions(data, data.seed, count, setting)
         return [Row(question=row["question"], answer=row["answer"], messages=None) for row in rows]
@@ -55,11 +57,13 @@ class ReasoningGymSource:
     def resolve(self, address: str) -> str:
         return address
 
-    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
+    def rows(self, address: str, data: DataConfig, setting: str, check: AnswerCheck | None = None) -> ray.data.Dataset:
         """Raises ConfigError: no rows are stored."""
         raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
 
-    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def split(
+        self, data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None = None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Returns rows of two ranges of seeds; a training question that is also held out is left out of the first.
 
         Raises:

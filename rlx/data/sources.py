@@ -17,7 +17,7 @@ from rlx.data.stored.columns import Row
 from rlx.data.stored.files import FileSource
 from rlx.data.stored.hub import HUB, HubSource, is_saved_folder
 from rlx.data.stored.source import held_out_count
-from rlx.types import Checker
+from rlx.types import AnswerCheck, Checker
 
 if TYPE_CHECKING:
     import ray.data
@@ -38,16 +38,20 @@ class PromptSource(Protocol):
             setting: the setting that has the address, for errors.
         """
 
-    def first_rows(self, data: DataConfig, count: int, setting: str) -> list[Row]:
+    def first_rows(self, data: DataConfig, count: int, setting: str, check: AnswerCheck | None) -> list[Row]:
         """Returns the first rows of data.source without Ray; raises ConfigError as `rows` does."""
 
     def resolve(self, address: str) -> str:
         """Returns an address that means the same in any working directory."""
 
-    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
-        """Returns all stored rows in their order; raises ConfigError if they cannot be used, or are generated."""
+    def rows(self, address: str, data: DataConfig, setting: str, check: AnswerCheck | None) -> ray.data.Dataset:
+        """Returns all stored rows in their order; raises ConfigError if they cannot be used, or are generated.
 
-    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[Rows, Rows]:
+        Args:
+            check: of the answer of each row; None: any will do.
+        """
+
+    def split(self, data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None) -> tuple[Rows, Rows]:
         """Returns rows of data.source to train on and others to evaluate on; raises ConfigError as `rows` does."""
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
@@ -83,16 +87,19 @@ def check_source(address: str, data: DataConfig, setting: str) -> None:
     find_source(address).check(address, data, setting)
 
 
-def first_rows(data: DataConfig, count: int, setting: str = "data.source") -> list[Row]:
+def first_rows(
+    data: DataConfig, count: int, setting: str = "data.source", check: AnswerCheck | None = None
+) -> list[Row]:
     """Returns the first rows of data.source, read or generated in this process.
 
     Args:
         setting: the setting that has the address, for errors.
+        check: of each answer that is read on the way: of a file's first megabytes, whatever the count.
 
     Raises:
         ConfigError: the source or one of these rows cannot be used.
     """
-    return find_source(data.source).first_rows(data, count, setting)
+    return find_source(data.source).first_rows(data, count, setting, check)
 
 
 def check_enough(data: DataConfig, evaluation: EvalConfig, needed: int) -> None:
@@ -126,11 +133,12 @@ def set_table(name: str) -> str:
     return f"eval.{name}"
 
 
-def set_rows(data: DataConfig, evaluation: EvalConfig, name: str) -> Rows:
+def set_rows(data: DataConfig, evaluation: EvalConfig, name: str, check: AnswerCheck | None = None) -> Rows:
     """Returns the rows of one of eval.sets: the first of data.source, or those of its seeds.
 
     Args:
         data, evaluation: the settings of the set, see `EvalSetConfig.prompts` and `EvalConfig.of`.
+        check: of the answer of each stored row.
 
     Raises:
         ConfigError: the source or a row of it cannot be used.
@@ -138,32 +146,38 @@ def set_rows(data: DataConfig, evaluation: EvalConfig, name: str) -> Rows:
     setting = f"eval.sets {name}"
     if find_source(data.source).is_generated:
         return list(reasoning_gym.generated_questions(data, evaluation.seed, evaluation.num_prompts, setting))
-    return read_rows(data.source, data, setting).limit(evaluation.num_prompts)
+    return read_rows(data.source, data, setting, check).limit(evaluation.num_prompts)
 
 
-def read_rows(address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
+def read_rows(address: str, data: DataConfig, setting: str, check: AnswerCheck | None = None) -> ray.data.Dataset:
     """Returns all rows of a source that stores them, in their order.
 
     Args:
         setting: the setting that has the address, for errors.
+        check: of the answer of each row.
 
     Raises:
         ConfigError: the source or a row of it cannot be used.
     """
-    return find_source(address).rows(address, data, setting)
+    return find_source(address).rows(address, data, setting, check)
 
 
-def training_and_held_out_rows(data: DataConfig, held_out: EvalConfig) -> tuple[Rows, Rows]:
+def training_and_held_out_rows(
+    data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None = None
+) -> tuple[Rows, Rows]:
     """Returns the rows to train on, from data.source, and the rows to evaluate on, from eval.source or data.source.
+
+    Args:
+        check: of the answer of each stored row.
 
     Raises:
         ConfigError: the sources or their rows cannot be used.
     """
     source = find_source(data.source)
     if not held_out.source:
-        return source.split(data, held_out)
-    training = source.rows(data.source, data, "data.source")
-    return training, read_rows(held_out.source, data, "eval.source").limit(held_out.num_prompts)
+        return source.split(data, held_out, check)
+    training = source.rows(data.source, data, "data.source", check)
+    return training, read_rows(held_out.source, data, "eval.source", check).limit(held_out.num_prompts)
 
 
 def answer_checker(data: DataConfig, seed: int, size: int) -> Checker:

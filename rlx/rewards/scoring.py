@@ -18,8 +18,8 @@ from rlx.rewards.custom import RewardError, brief, closing_process, custom_score
 from rlx.rewards.functions import REWARDS, numeric, of_answers
 from rlx.rewards.judge.cache import ReplyCache
 from rlx.rewards.judge.scorer import Judge
-from rlx.rewards.sandbox.reward import check_answers
-from rlx.types import Checker, MarkedScores, Prompt, Response, Scorer
+from rlx.rewards.sandbox.reward import check_answers, check_tests
+from rlx.types import AnswerCheck, Checker, MarkedScores, Prompt, Response, Scorer
 
 _LOG = logging.getLogger("rlx")
 _LARGEST = 1e18
@@ -90,6 +90,11 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
         by_function=by_function,
         is_correct=[score >= 1 for score in by_function[correctness_function(config)]],
     )
+
+
+def answer_check(config: RewardConfig) -> AnswerCheck | None:
+    """What each prompt's answer has to pass when prompts are read; None: any text will do."""
+    return check_tests if "code" in config.functions else None
 
 
 def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:

@@ -33,12 +33,13 @@ from rlx.runs.preflight import PreparedRun, companions, prompt_tables
 from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import check_new, check_start, write_record
 from rlx.runs.train_run import RunLostError, RunStopped
+from rlx.samples import last_page
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.tracking import outbox, provenance, tracker
-from rlx.tracking.base import RunStatus, TrackingService
+from rlx.tracking.base import RunStatus, Tracker, TrackingService
 from rlx.tracking.startup import StartUp
 from rlx.tracking.tracker import OutboxTracker
 from rlx.types import Notify, OnReport, Phase
@@ -117,7 +118,7 @@ def run(
         prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))
         record = _open_record(prepared, folder, resume, parent, notify)
         signature = _signed(folder, config.model_dump(mode="json"), parent)
-        with _closing(record, prepared.name, folder, notify):
+        with _closing(record, prepared.name, folder, notify), _adding_page(record, prepared, folder):
             job = _job(prepared, folder, tracking, signature, waits)
             events = _EventLog(record, notify, on_report or _ignore)
             events(Phase("workers"))
@@ -301,6 +302,25 @@ def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) 
     finally:
         record.end(status)
         _send_rest(record, name, folder, notify)
+
+
+@contextmanager
+def _adding_page(record: Tracker, prepared: PreparedRun, folder: Storage) -> Iterator[None]:
+    """Adds a page of the completions to the records at the end of the block, also of one that fails."""
+    try:
+        yield
+    except KeyboardInterrupt:  # a person waits
+        raise
+    except BaseException:
+        _add_page(record, prepared, folder)
+        raise
+    _add_page(record, prepared, folder)
+
+
+def _add_page(record: Tracker, prepared: PreparedRun, folder: Storage) -> None:
+    keeps = prepared.config.tracking.completions > 0
+    if keeps and (text := last_page.last_page(folder, prepared.name)):
+        record.log_text(last_page.FILE, text)
 
 
 def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> None:

@@ -116,7 +116,7 @@ def prepare(
         tried_parts = {config.data.setting_of(number): each for number, each in parts}
         tried_parts |= config.eval.own_parts(config.data, config.reward)
         for setting, (part, reward) in tried_parts.items():
-            if not (rows := sources.first_rows(part, _TRIED_ROWS, setting)):
+            if not (rows := sources.first_rows(part, _TRIED_ROWS, setting, scoring.answer_check(reward))):
                 raise ConfigError(f"{setting} {part.source}: {NO_ROWS}")
             tried = [Prompt(i, (), row["question"], row["answer"]) for i, row in enumerate(rows)]
             scoring.try_rewards(reward, tried, on_gpu=bool(resources.workers[0].get("GPU")))
@@ -356,18 +356,19 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
         path: the model's folder or name, for its tokenizer.
 
     Raises:
-        ConfigError: there are no prompts, or fewer than a step needs.
+        ConfigError: there are no prompts, or fewer than a step needs, or a row cannot be used.
     """
     data, tokenizer = config.data, prompts.TokenizerSource.of(path, config.model.trust_remote_code)
     training, held_out = sources.table_names(data, "train"), sources.table_names(data, "held_out")
     tables = {}
-    for number, part in enumerate(data.parts):
-        rows = sources.training_and_held_out_rows(part, config.eval.part(data, number))
+    for number, (part, reward) in enumerate(zip(data.parts, config.reward_parts, strict=True)):
+        check = scoring.answer_check(reward)
+        rows = sources.training_and_held_out_rows(part, config.eval.part(data, number), check)
         for names, each in zip((training, held_out), rows, strict=True):
             tables[names[number]] = prompts.tokenize_rows(each, part, tokenizer)
     for each in (each for each in config.eval.sets if each.source):
-        part = each.prompts(data)
-        asked = sources.set_rows(part, config.eval.of(each), each.name)
+        part, reward = each.prompts(data), config.reward.part(each.reward, each.answer_pattern)
+        asked = sources.set_rows(part, config.eval.of(each), each.name, scoring.answer_check(reward))
         tables[sources.set_table(each.name)] = prompts.tokenize_rows(asked, part, tokenizer)
     if data.ptx_source:
         rows = sources.read_rows(data.ptx_source, data, "data.ptx_source")

@@ -42,7 +42,28 @@ def page_data(steps: Sequence[ShownStep]) -> dict[str, Any]:
     rewards = list(dict.fromkeys(name for step in steps for row in step.rows for name in row.rewards))
     sources = [f"{step.run} · {_NAMES[step.kind]} · step {step.step}" for step in steps]
     rows = [_row(number, row, texts, rewards) for number, step in enumerate(steps) for row in step.rows]
-    return {"texts": list(texts), "rewards": rewards, "sources": sources, "rows": rows}
+    return {"texts": list(texts), "rewards": rewards, "sources": sources, "rows": rows, "opens": _opening(steps)}
+
+
+def _opening(steps: Sequence[ShownStep]) -> list[int | None]:
+    """The places of what is shown at first, and of what is beside it: the newest of the first run, and the second run.
+
+    Of the first run it is the newest step of which the second run has some prompts, too, and of that run the nearest
+    such step. Without one, or with one run, nothing is beside the newest.
+    """
+    if not steps:
+        return [None, None]
+    own = [place for place, step in enumerate(steps) if step.run == steps[0].run]
+    asked = [{(row.question, row.sample) for row in step.rows} for step in steps]
+    for place in reversed(own):
+        others = [
+            other
+            for other, step in enumerate(steps)
+            if step.run != steps[0].run and step.kind == steps[place].kind and asked[place] & asked[other]
+        ]
+        if others:
+            return [place, min(others, key=lambda other: abs(steps[other].step - steps[place].step))]
+    return [own[-1], None]
 
 
 def _row(source: int, row: KeptCompletion, texts: dict[str, int], rewards: Sequence[str]) -> dict[str, Any]:

@@ -287,7 +287,7 @@ fill("show", [["", "everything"], ...sources]);
 fill("beside", [["", "nothing"], ...sources]);
 const finishes = [...new Set(data.rows.map(row => textOf(row.finish)))].sort();
 fill("finish", [["", "all"], ...finishes.map(name => [name, name])]);
-controls.elements.show.value = data.sources.length ? String(data.sources.length - 1) : "";
+["show", "beside"].forEach((name, place) => (controls.elements[name].value = data.opens[place] ?? ""));
 for (const quantity of ["advantages", "mismatch"]) {
   if (!controls.elements.colour.value && data.rows.some(row => row[quantity] !== null)) {
     controls.elements.colour.value = quantity;

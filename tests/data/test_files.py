@@ -19,6 +19,7 @@ from rlx.data.stored import files, parsers
 from rlx.data.stored import source as stored
 from rlx.data.stored.columns import Columns
 from rlx.data.stored.parsers import Part
+from rlx.rewards.sandbox.reward import check_tests
 from rlx.storage.addresses import open_storage
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -124,7 +125,7 @@ GOOD = '{"question": "q", "answer": "a"}\n'
         ("p.jsonl", GOOD + '{"question": "lost"}\n', ":2: the answer to 'lost' is None, expected text or a number"),
         ("p.jsonl", GOOD + '{"question": "q", "answer": NaN}\n', ":2: the answer to 'q' is nan"),
         ("p.jsonl", GOOD + '{"question": "q", "answer": [1]}\n', ":2: the answer to 'q' is [1]"),
-        ("p.csv", "question,answer\nq,1\nlost,\n", ": the answer to 'lost' is None"),
+        ("p.csv", "question,answer\nq,1\nlost,\n", ": row 3: the answer to 'lost' is None"),
         ("p.csv", "question,answer\nq,1\nr,1,2\n", ": CSV parse error: Row #3: Expected 2 columns, got 3"),
         ("p.csv", "questoin,answer\nq,1\n", ": no column 'question', it has questoin, answer; nearest: questoin"),
         ("p.jsonl", '{"question": "q", "x": 1}\n', ": no column 'answer', it has question, x"),
@@ -144,9 +145,39 @@ def test_an_unusable_file_is_refused_in_one_line_that_says_where(
     assert capfd.readouterr().err == ""
 
 
+WHERE = {".jsonl": ":41", ".json": ": row 41", ".csv": ": row 42", ".parquet": ": row 41"}  # a header is a row
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_unit_tests_of_all_rows_are_checked_where_they_are_read(tmp_path: Path, suffix: str) -> None:
+    file, rows = tmp_path / f"p{suffix}", [{"question": f"q{i}", "answer": "assert f(1) == 2"} for i in range(60)]
+    WRITERS[suffix](file, rows)
+    assert sources.read_rows(str(file), FILES, "data.source", check_tests).count() == 60
+    rows[40]["answer"] = "assert f(1 == 2"
+    WRITERS[suffix](file, rows)
+    with pytest.raises(ConfigError) as refused:
+        sources.read_rows(str(file), FILES, "data.source", check_tests)
+    assert str(refused.value).startswith(f"data.source {file}{WHERE[suffix]}: reward code: the answer holds no tests: ")
+    with pytest.raises(ConfigError, match=r": row 41: |:41: |: row 42: "):
+        sources.training_and_held_out_rows(DataConfig(source=str(file), params={}), EvalConfig(), check_tests)
+    assert sources.read_rows(str(file), FILES, "data.source").count() == 60  # other rewards take any text
+
+
+def test_a_bad_row_of_a_later_part_of_a_parquet_file_has_its_number_in_the_file(tmp_path: Path) -> None:
+    answers = ["1"] * 25 + [None] + ["1"] * 14
+    table = pa.table({"question": [f"q{i}" for i in range(40)], "answer": answers})
+    pa.parquet.write_table(table, tmp_path / "p.parquet", row_group_size=10)
+    part = Part("p.parquet", str(tmp_path / "p.parquet"), index=1, count=2)
+    with (
+        pa.OSFile(part.path) as opened,
+        pytest.raises(ValueError, match=r"^p\.parquet: row 26: the answer to 'q25' is"),
+    ):
+        list(parsers.read_part(opened, part, COLUMNS))
+
+
 def test_a_question_that_is_a_number_in_parquet_is_refused(tmp_path: Path) -> None:
     pd.DataFrame({"question": [5], "answer": ["x"]}).to_parquet(tmp_path / "p.parquet")
-    with pytest.raises(ConfigError, match=r"p\.parquet: a question is 5, expected text"):
+    with pytest.raises(ConfigError, match=r"p\.parquet: row 1: a question is 5, expected text"):
         sources.read_rows(str(tmp_path / "p.parquet"), FILES, "data.source")
 
 

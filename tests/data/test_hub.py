@@ -12,6 +12,7 @@ from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.data import sources
 from rlx.data.stored import hub
 from rlx.data.stored.hub import HubAddress
+from rlx.rewards.sandbox.reward import check_tests
 
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -122,8 +123,21 @@ def test_a_missing_column_or_answer_is_refused(folder: Path) -> None:
         ConfigError, match=r"splits: no column 'Question', it has question, answer, more; nearest: ques"
     ):
         sources.read_rows(str(folder), FILES.model_copy(update={"prompt_column": "Question"}), "data.source")
-    with pytest.raises(ConfigError, match=r"splits: the answer to 'q0' is None, expected text or a number$"):
+    with pytest.raises(ConfigError, match=r"splits: row 1: the answer to 'q0' is None, expected text or a number$"):
         sources.read_rows(str(folder), FILES.model_copy(update={"answer_column": "more"}), "data.source")
+
+
+def test_malformed_unit_tests_are_refused_with_the_number_of_their_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_PIECE_ROWS", 16)
+    answers = ["assert f(1) == 2"] * 60
+    answers[40] = "assert f(1 == 2"
+    datasets.Dataset.from_dict({"question": ["q"] * 60, "answer": answers}).save_to_disk(tmp_path / "set")
+    with pytest.raises(
+        ConfigError, match=r"set: row 41: reward code: the answer holds no tests: '\(' was never closed"
+    ):
+        sources.read_rows(str(tmp_path / "set"), FILES, "data.source", check_tests)
 
 
 def test_an_empty_data_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -525,6 +525,19 @@ def test_answers_without_tests_are_refused_before_the_start(answer: str) -> None
         scoring.try_functions(config(), [Prompt(6, (), "?", PAIRS), Prompt(7, (), "?", answer)])
 
 
+@pytest.mark.parametrize("answer", ["assert f(1) == '\\d'", PAIRS])
+def test_the_tests_of_100_000_prompts_are_looked_at_in_seconds(
+    answer: str, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    check, started = scoring.answer_check(config()), time.process_time()
+    assert check and scoring.answer_check(RewardConfig()) is None
+    for _ in range(10_000):
+        check(answer)
+    assert time.process_time() - started < 2 and not recwarn and capfd.readouterr().err == ""
+    with pytest.raises(ValueError, match=r"^reward code: the answer holds no tests: Python without a test$"):
+        check("x = 1")
+
+
 def test_answers_without_tests_score_0_in_a_run(caplog: pytest.LogCaptureFixture) -> None:
     assert scored([response(SUM, "[]"), response(SUM, "def ("), response(SUM, PAIRS)]).scores == [0, 0, 1]
     assert len([each for each in caplog.messages if "holds no tests" in each]) == 2

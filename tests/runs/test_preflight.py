@@ -98,6 +98,23 @@ def test_too_few_rows_are_refused_without_ray(rows: int, given: dict[str, Any], 
     assert not (tmp_path / "storage").exists()
 
 
+def test_malformed_unit_tests_in_any_row_are_refused_without_ray(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    tests = ["assert add(1, 2 == 3" if number == 41 else "assert add(1, 2) == 3" for number in range(1, 61)]
+    rows = [json.dumps({"question": f"Add {number}.", "answer": each}) for number, each in enumerate(tests)]
+    file.write_text("\n".join(rows))
+    coded = {"source": str(file), "params": {}}
+    with pytest.raises(ConfigError) as refused:
+        preflight.prepare(from_tree({"storage": str(tmp_path / "s"), "data": coded, "reward": CODE}))
+    problem = "reward code: the answer holds no tests: '(' was never closed (tests, line 1)"
+    assert str(refused.value) == f"data.source {file}:41: {problem}"
+    # Of several sources, those that `code` scores.
+    tree = {"data": {"sources": [coded | {"reward": CODE["functions"]}, {"source": "reasoning_gym:chain_sum"}]}}
+    with pytest.raises(ConfigError, match=rf"^data\.sources\.0\.source {file}:41: reward code: "):
+        preflight.prepare(from_tree(tree | {"storage": str(tmp_path / "s"), "reward": BOTH}))
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_trial_on_another_machine_needs_no_prompt_file(tiny_model: Path, tmp_path: Path) -> None:
     given = {"storage": str(tmp_path), "data.source": str(tmp_path / "p.jsonl"), "data.params": {}}
     config = from_tree(with_overrides({}, given | {"model.path": str(tiny_model)}))
@@ -115,6 +132,8 @@ def test_an_argument_that_the_chat_template_lacks_is_refused_before_anything_sta
     preflight.prepare(config, tables={"train": None})  # of a trial: its prompts have been made
 
 
+CODE: dict[str, Any] = {"functions": {"code": 1}, "sandbox": "limits"}
+BOTH = CODE | {"functions": {"task": 1, "code": 1}}
 LAMBDA = {"algorithm.gae_lambda": 0.9}
 
 

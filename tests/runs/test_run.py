@@ -144,6 +144,7 @@ def test_mlflow_holds_the_config_and_the_samples(run: Done) -> None:
     saved = yaml.safe_load(artifact(run, "config.yaml").read_text())
     assert saved == run_folder.saved_config(open_storage(run.result.folder)) == run.config.model_dump(mode="json")
     assert from_tree(saved) == run.config
+    assert f"Completions of run {run.config.name}</title>" in artifact(run, "completions.html").read_text()
     assert [len(sample_rows(run, step)) for step in (0, 2, 4)] == [6, 6, 6]  # rank 0's half of the held-out prompts
 
 

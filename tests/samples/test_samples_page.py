@@ -205,6 +205,34 @@ def test_two_evaluations_stand_side_by_side_on_the_same_prompts(tmp_path: Path) 
     assert differing[1] == pairs[:1]  # the other two are right, or wrong, in both
 
 
+OPENED = """seen.push([controls.elements.show, controls.elements.beside].map(each => each.selectedOptions[0].text));
+    document.title = JSON.stringify([...seen, cards()]);"""
+
+
+@needs_chromium
+def test_two_runs_open_on_the_first_with_the_second_beside_it(tmp_path: Path) -> None:
+    """On the newest step of the first run that can be compared, with the nearest one of the second."""
+    first = [shown(held_out(1, step, correct=True), step=step, run="mix") for step in (0, 10, 20)]
+    trained_on = shown(trained(7, 0), step=20, run="mix")
+    second = [shown(held_out(1, step, correct=True), step=step, run="t1") for step in (0, 18, 40)]
+    text = page.completions_page("t", [*first, trained_on, *second, shown(row(8, 0), step=40, run="t1")])
+    opened, found = title_of(in_browser(tmp_path, text, HELPERS + OPENED))
+    assert opened == ["mix · held-out · step 20", "t1 · held-out · step 18"]
+    assert found == [["the answer: 1 of 20", "the answer: 1 of 18"]]
+
+
+@needs_chromium
+def test_one_run_opens_on_its_newest_step_alone(tmp_path: Path) -> None:
+    text = page.completions_page("t", [shown(held_out(1, step, correct=True), step=step) for step in (0, 10)])
+    opened, found = title_of(in_browser(tmp_path, text, HELPERS + OPENED))
+    assert opened == ["r · held-out · step 10", "nothing"] and found == [["the answer: 1 of 10"]]
+
+
+def test_without_a_common_prompt_the_first_run_is_shown_alone() -> None:
+    steps = [shown(row(1, 0), run="mix"), shown(row(2, 0), run="mix"), shown(row(3, 0), run="t1")]
+    assert page.page_data(steps)["opens"] == [1, None] and page.page_data([])["opens"] == [None, None]
+
+
 @needs_chromium
 def test_tokens_are_coloured_by_the_selected_quantity(tmp_path: Path) -> None:
     actions = """

@@ -1,9 +1,11 @@
 """MLflow itself: registering models, refusing addresses without a server, reading runs back as records."""
 
+import json
 import shlex
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,7 @@ import pytest
 import rlx
 from rlx.config.errors import ConfigError
 from rlx.config.sections.base import flatten
+from rlx.samples import last_page
 from rlx.tracking.base import MetricPoint, RunStatus
 from rlx.tracking.metrics import meaning
 from rlx.tracking.services import mlflow, mlflow_page
@@ -101,7 +104,9 @@ def test_the_page_of_a_run_has_a_description_its_data_sets_and_its_best(uri: str
         writer.end(status, 3000)
     run = mlflow.client(uri).get_run(run_id)
     assert run.data.tags["mlflow.note.content"] == (
-        "PPO (gae) of tiny on reasoning_gym:chain_sum: 40 steps of 64 prompts x 4 completions. Kept in /runs/a."
+        "PPO (gae) of tiny on reasoning_gym:chain_sum: 40 steps of 64 prompts x 4 completions. Kept in /runs/a. "
+        "Its completions: `rlx samples a`; as a page: `rlx samples a --html a.html`. "
+        "Some of them are in its artifact completions.html when it has ended."
     )
     sets = {used.tags[0].value: used.dataset for used in run.inputs.dataset_inputs}
     assert {use: each.name for use, each in sets.items()} == dict.fromkeys(
@@ -109,6 +114,59 @@ def test_the_page_of_a_run_has_a_description_its_data_sets_and_its_best(uri: str
     )
     assert sets["training"].digest != sets["evaluation"].digest and "data.num_prompts" in sets["training"].source
     assert mlflow.history(uri, run_id, "best/eval/accuracy") == [MetricPoint(2, 0.75, 3000)]  # of trained steps
+
+
+@pytest.mark.parametrize(
+    ("folder", "storage", "words"),
+    [
+        ("/my runs/runs/a", "/my runs", "a --storage '/my runs'"),
+        ("bucket/x/runs/a", "s3://bucket/x?region=eu", "a --storage 's3://bucket/x?region=eu'"),
+        ("/s/sweeps/b/runs/t_1", "/s", "/s/sweeps/b/runs/t_1"),
+        ("bucket/sweeps/b/runs/t_1", "s3://bucket", "s3://bucket/sweeps/b/runs/t_1"),
+    ],
+)
+def test_the_description_says_how_to_read_the_completions(uri: str, folder: str, storage: str, words: str) -> None:
+    name = folder.rpartition("/")[2]
+    told = f"`rlx samples {words}`; as a page: `rlx samples {words} --html {name}.html`. Some of them are "
+    told += f"in its artifact {last_page.FILE} when it has ended."
+    assert note_of(uri, {"storage": storage}, folder).endswith(f" Kept in {folder}. Its completions: {told}")
+    assert note_of(uri, {"storage": storage, "tracking.completions": "0.0"}, folder).endswith(f" Kept in {folder}.")
+
+
+def note_of(uri: str, changes: dict[str, str], folder: str = "/s/runs/a") -> str:
+    """The description of a new run."""
+    service, tags = mlflow.MLflowService(uri), {"rlx.kind": "run", "rlx.folder": folder}
+    run_id = service.make_run(uuid.uuid4().hex, "rlx", "a", parent=None, params=SETTINGS | changes, tags=tags, at=1)
+    return mlflow.get_run(uri, run_id).tags["mlflow.note.content"]
+
+
+SUMS = {"source": "reasoning_gym:chain_sum", "name": "sums", "params": {"max_digits": 2}, "weight": 2.0}
+WORDS = {"source": "/p/words.jsonl", "held_out": "/p/more.jsonl", "weight": 1.0}
+
+
+def test_each_of_several_sources_is_named_and_a_data_set(uri: str) -> None:
+    tags = {"rlx.kind": "run", "rlx.folder": "/s/runs/a"}
+    several = SETTINGS | {"data.sources": str([SUMS, WORDS])}
+    run_id = mlflow.MLflowService(uri).make_run("1", "rlx", "a", parent=None, params=several, tags=tags, at=1000)
+    run = mlflow.client(uri).get_run(run_id)
+    named = "on sums (reasoning_gym:chain_sum), words (/p/words.jsonl): 40 steps"
+    assert named in run.data.tags["mlflow.note.content"]
+    used = [
+        (each.tags[0].value, each.dataset.name, json.loads(each.dataset.source)) for each in run.inputs.dataset_inputs
+    ]
+    assert sorted(each[:2] for each in used) == [
+        ("evaluation", "sums (reasoning_gym:chain_sum)"),
+        ("evaluation", "words (/p/more.jsonl)"),
+        ("training", "sums (reasoning_gym:chain_sum)"),
+        ("training", "words (/p/words.jsonl)"),
+    ]
+    assert {each["data.source"] for _, _, each in used} == {SUMS["source"], WORDS["source"]}
+    assert not any("data.sources" in each or "data.params.max_terms" in each for _, _, each in used)
+    assert len({each.dataset.digest for each in run.inputs.dataset_inputs}) == 4
+    earlier = {"data.sources": "(SourceConfig(source='x'),)"}  # as it was recorded before
+    assert " on reasoning_gym:chain_sum: " in note_of(uri, earlier)
+    many = [{"source": f"/{'long/' * 40}{number}.jsonl"} for number in range(100)]
+    assert note_of(uri, {"data.sources": str(many)}).endswith("has ended.")  # MLflow refuses longer ones
 
 
 def test_the_duration_leaves_out_the_pauses_before_a_resume(uri: str) -> None:

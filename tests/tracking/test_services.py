@@ -32,6 +32,7 @@ def recorded(service: TrackingService, folder: Storage, *steps: int, status: Run
     tags = {"rlx.kind": "run", "rlx.sweep": "s"}
     record.open("rlx", "s.trial_00000", params={"train.actor_lr": 1e-05, "model.path": "tiny"}, tags=tags)
     record.log_text("config.yaml", "seed: 1\n")
+    record.log_text("completions.html", "<p>shown by services that show pages")
     for step in steps:
         record.log_samples([{"step": step, "prompt": "1 + 1 =\n", "response": "2 | 3"}], step)
         record.log({"reward/mean": step / 8, "kl/ref": 1.0}, step)
@@ -75,6 +76,7 @@ def test_tensorboard_gets_each_step_once_over_attempts(tmp_path: Path, folder: S
     assert scalars(board) == expected(0, 1, 2, 3)
     assert texts(board)["tags/status/text_summary"] == "FINISHED"
     assert texts(board)["config.yaml/text_summary"] == "    seed: 1"
+    assert not any("html" in name for name in texts(board))
     assert texts(board)["samples/text_summary"].splitlines()[2] == "| 3 | 1 + 1 =<br> | 2 \\| 3 |"
     tags = {value.tag for event in all_events(board) for value in event.summary.value}
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= tags

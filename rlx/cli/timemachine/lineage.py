@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlx.cli import listing
-from rlx.cli.options import CommandParser, exit_code, storage_words
+from rlx.cli.options import CommandParser, exit_code
 from rlx.cli.timemachine import running
 from rlx.config.errors import ConfigError
-from rlx.config.run import RunConfig
+from rlx.config.run import RunConfig, storage_words
 
 if TYPE_CHECKING:
     from rlx.sweeps.records import SweepPlan

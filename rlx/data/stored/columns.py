@@ -17,6 +17,7 @@ import pyarrow as pa
 from rlx.config.errors import nearest
 from rlx.config.sections.data import DataConfig, template_parts
 from rlx.rewards.patterns import last_matches
+from rlx.types import AnswerCheck
 
 SYSTEM_ROLES = ("system", "developer")
 """roles of the message that says how to answer"""
@@ -57,12 +58,13 @@ class Columns:
     system: str | None = None
     template: str | None = None  # makes the question of several cells
     expected: str | None = None  # pattern of the expected answer in the answer's cell; None: all of it
+    check: AnswerCheck | None = None  # of each expected answer
 
     @classmethod
-    def of(cls, data: DataConfig, setting: str) -> Columns:
+    def of(cls, data: DataConfig, setting: str, check: AnswerCheck | None = None) -> Columns:
         """The columns that the settings name, for the rows of the address in a setting."""
         expected = None if setting == "data.ptx_source" else data.expected_pattern  # whole answers are learnt
-        return cls(data.prompt_column, data.answer_column, data.system_column, data.prompt_template, expected)
+        return cls(data.prompt_column, data.answer_column, data.system_column, data.prompt_template, expected, check)
 
     @functools.cached_property
     def parts(self) -> list[tuple[str, str]]:
@@ -94,7 +96,7 @@ class Columns:
         return list(found)
 
     def row(self, record: Mapping[str, Any]) -> Row:
-        """Returns the row of a record; raises ValueError if it has no question or no answer."""
+        """Returns the row of a record; raises ValueError if it has no question, or no answer that can be used."""
         answer = self._cell(record, self.answer)
         question, messages = self._prompt(record, answer)
         system = self._cell(record, self.system) if self.system else None
@@ -105,7 +107,10 @@ class Columns:
                 ChatMessage(role="system", content=system),
                 *(messages or [ChatMessage(role="user", content=question)]),
             ]
-        return {"question": question, "answer": self._expected(clean_answer(question, answer)), "messages": messages}
+        expected = self._expected(clean_answer(question, answer))
+        if self.check:
+            self.check(expected)
+        return {"question": question, "answer": expected, "messages": messages}
 
     def _expected(self, answer: str) -> str:
         """The part of an answer that is compared with completions."""

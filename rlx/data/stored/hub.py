@@ -110,7 +110,7 @@ class _SliceReader:
     columns: Columns
 
     def __call__(self, piece: tuple[int, int]) -> Iterator[pa.Table]:
-        yield from parsers.as_tables(parsers.table_rows(self.rows[slice(*piece)], self.columns))
+        yield from parsers.as_tables(parsers.table_rows(self.rows[slice(*piece)], self.columns, piece[0]))
 
 
 def _is_cached(name: str) -> bool:

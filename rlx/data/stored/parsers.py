@@ -120,7 +120,7 @@ def parse_csv(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row
         parse_options=pa.csv.ParseOptions(newlines_in_values=True),
         convert_options=as_text,
     )
-    yield from table_rows(table, columns)
+    yield from table_rows(table, columns, 1)  # below the header, which is a row of the file, too
 
 
 def parse_parquet(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row]:
@@ -128,10 +128,12 @@ def parse_parquet(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator
     content = pa.parquet.ParquetFile(file)
     wanted = columns.roots(content.schema_arrow.names)
     groups = list(range(*part.slice_of(content.num_row_groups)))
+    before = sum(content.metadata.row_group(group).num_rows for group in range(groups[0])) if groups else 0
     for batch in content.iter_batches(_TABLE_ROWS, row_groups=groups, columns=wanted, use_threads=False):
         if batch.nbytes > _TABLE_BYTES:
             raise ValueError(f"{part.name}: {len(batch)} rows unpack to {batch.nbytes >> 20} MiB")
-        yield from table_rows(pa.Table.from_batches([batch]), columns)
+        yield from table_rows(pa.Table.from_batches([batch]), columns, before)
+        before += len(batch)
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,18 @@ def _object(value: Any, each: str) -> dict[str, Any]:
     return value
 
 
-def table_rows(table: pa.Table, columns: Columns) -> Iterator[Row]:
-    """Yields the rows of a table; raises ValueError if they cannot be used."""
-    for record in table.select(columns.roots(table.column_names)).to_pylist():
-        yield columns.row(record)
+def table_rows(table: pa.Table, columns: Columns, before: int) -> Iterator[Row]:
+    """Yields the rows of a table; raises ValueError if they cannot be used.
+
+    Args:
+        before: rows of the source before the table, for errors.
+    """
+    number = before
+    try:
+        for record in table.select(columns.roots(table.column_names)).to_pylist():
+            number += 1
+            yield columns.row(record)
+    except ColumnError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"row {number}: {error}") from None

@@ -21,7 +21,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.data import ray_data
 from rlx.data.stored.columns import SCHEMA, Columns, Row
-from rlx.types import Checker
+from rlx.types import AnswerCheck, Checker
 
 if TYPE_CHECKING:
     import ray.data
@@ -57,13 +57,17 @@ class StoredSource(ABC):
     def reading(self, address: str, columns: Columns, setting: str) -> Reading:
         """Returns how the rows are read; raises ConfigError if they cannot be found."""
 
-    def first_rows(self, data: DataConfig, count: int, setting: str = "data.source") -> list[Row]:
+    def first_rows(
+        self, data: DataConfig, count: int, setting: str = "data.source", check: AnswerCheck | None = None
+    ) -> list[Row]:
         """Returns the first rows of data.source, which this process reads."""
-        return self.read_first(data.source, data, setting, count)
+        return self.read_first(data.source, data, setting, count, check)
 
-    def read_first(self, address: str, data: DataConfig, setting: str, count: int) -> list[Row]:
+    def read_first(
+        self, address: str, data: DataConfig, setting: str, count: int, check: AnswerCheck | None = None
+    ) -> list[Row]:
         """Returns the first rows at an address, which this process reads; raises ConfigError as `rows` does."""
-        reading = self.reading(address, Columns.of(data, setting), setting)
+        reading = self.reading(address, Columns.of(data, setting, check), setting)
         try:
             tables = (table for piece in reading.pieces for table in reading.read(piece))
             rows = (row for table in tables for row in table.slice(0, count).to_pylist())
@@ -72,13 +76,13 @@ class StoredSource(ABC):
             prefix = "" if reading.names_files else f"{address}: "
             raise ConfigError(f"{setting} {prefix}{error}") from None
 
-    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
+    def rows(self, address: str, data: DataConfig, setting: str, check: AnswerCheck | None = None) -> ray.data.Dataset:
         """Returns all rows in their order.
 
         Raises:
             ConfigError: the source or a row cannot be used; the text names the file, and the line of a .jsonl file.
         """
-        reading = self.reading(address, Columns.of(data, setting), setting)
+        reading = self.reading(address, Columns.of(data, setting, check), setting)
         try:
             rows = ray_data.read_pieces(reading.pieces, reading.read, SCHEMA, here=reading.here)
         except Exception as error:  # Ray wraps whatever a parser raises
@@ -88,13 +92,15 @@ class StoredSource(ABC):
             raise ConfigError(f"{setting} {address}: {NO_ROWS}")
         return rows
 
-    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[ray.data.Dataset, ray.data.Dataset]:
+    def split(
+        self, data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None = None
+    ) -> tuple[ray.data.Dataset, ray.data.Dataset]:
         """Returns the rows of data.source without the last ones and their repetitions, and the last ones.
 
         Raises:
             ConfigError: the source or a row cannot be used.
         """
-        training, last = hold_out(self.rows(data.source, data, "data.source"), held_out.num_prompts)
+        training, last = hold_out(self.rows(data.source, data, "data.source", check), held_out.num_prompts)
         return without_repetitions(training, last, data.source), ray_data.from_rows(last)
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:

@@ -6,13 +6,18 @@ endpoint show all nodes.) Left out: records and how they reach MLflow (mlflow.py
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import logging
+import re
 import shlex
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rlx.config.run import storage_words
+from rlx.config.sections.data import SourceConfig
 
 BEST = "best/"
 """the prefix of a metric that a table of runs can be sorted by: the best value of another one"""
@@ -25,6 +30,11 @@ PAUSED = "rlx.paused_ms"
 _DESCRIPTION = "mlflow.note.content"
 _DATA_SETS = {"training": "data.", "evaluation": "eval."}
 """by MLflow's word for what a data set is used for: the settings that make it"""
+_OF_ONE_SOURCE = ("data.source", "data.params")
+"""how the settings begin that say nothing of data.sources"""
+_MOST_NAMED = 2000  # characters of a description in which sources are named; MLflow takes no tags of more than 8000
+_RUN_PATH = re.compile(r"(?:^|/)((?:sweeps/[^/]+/)?runs/([^/]+))$")
+"""the path of a run's folder below its storage, and the name of the folder"""
 _DEFAULT_SERVER = "http://127.0.0.1:5000"  # where `mlflow ui` answers
 _TRAINING_VIEW = "?workflowType=machine_learning"  # without it, MLflow 3 opens its pages for traces and evaluations
 
@@ -69,22 +79,58 @@ def dress(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str
     """
     if tags.get("rlx.kind") != "run" or "data.source" not in params:  # a record of an earlier version
         return
+    sources = _sources(params)
+    named = ", ".join(f"{each.label} ({each.source})" for each in sources) or params["data.source"]
     size = f"{params['train.steps']} steps of {params['train.prompts_per_step']} prompts"
-    what = f"PPO ({params['algorithm.advantage']}) of {params['model.path']} on {params['data.source']}: {size}"
+    what = f"PPO ({params['algorithm.advantage']}) of {params['model.path']} on {named[:_MOST_NAMED]}: {size}"
     text = f"{what} x {params['train.samples_per_prompt']} completions. Kept in {tags['rlx.folder']}."
-    set_description(client, run_id, text)
-    client.log_inputs(run_id, [_data_set(params, use, prefix) for use, prefix in _DATA_SETS.items()])
+    set_description(client, run_id, text + _how_to_read(params, tags["rlx.folder"]))
+    uses = [(use, prefix, source) for use, prefix in _DATA_SETS.items() for source in sources or (None,)]
+    client.log_inputs(run_id, [_data_set(params, *use) for use in uses])
 
 
-def _data_set(params: Mapping[str, str], use: str, prefix: str) -> Any:
-    """Prompts as MLflow's data set; its digest is that of the settings that make them."""
+def _how_to_read(params: Mapping[str, str], folder: str) -> str:
+    """The commands that show the completions of a run, and the page that it leaves; empty if it keeps none."""
+    if float(params.get("tracking.completions", "0")) == 0 or not (found := _RUN_PATH.search(folder)):
+        return ""
+    storage, path, name = params["storage"], found[1], found[2]
+    words = [name, *storage_words(storage)]
+    if path != f"runs/{name}":  # a trial is not found by its name alone
+        place, mark, options = storage.partition("?")
+        words = [f"{place.rstrip('/')}/{path}{mark}{options}" if "://" in storage else folder]
+    to_read = ["rlx", "samples", *words]
+    to_write = [*to_read, "--html", f"{name}.html"]
+    some = "Some of them are in its artifact completions.html when it has ended."
+    return f" Its completions: `{shlex.join(to_read)}`; as a page: `{shlex.join(to_write)}`. {some}"
+
+
+def _sources(params: Mapping[str, str]) -> Sequence[SourceConfig]:
+    """The `data.sources` of a run; none also if an earlier version recorded them, in another form."""
+    try:
+        return [SourceConfig.model_validate(each) for each in ast.literal_eval(params.get("data.sources", "()"))]
+    except (ValueError, SyntaxError, TypeError):
+        return ()
+
+
+def _data_set(params: Mapping[str, str], use: str, prefix: str, source: SourceConfig | None) -> Any:
+    """Prompts as MLflow's data set; its digest is that of the settings that make them.
+
+    Args:
+        source: which of data.sources; None: data.source.
+    """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     settings = {key: value for key, value in params.items() if key.startswith(("data.", prefix))}
-    source = params.get(f"{prefix}source") or params["data.source"]
+    name = (params.get(f"{prefix}source") or params["data.source"])[-500:]
+    if source:
+        common = {key: value for key, value in settings.items() if not key.startswith(_OF_ONE_SOURCE)}
+        own = source.model_dump(mode="json", exclude_none=True, exclude={"name", "weight"})
+        settings = common | {f"data.{key}": str(value) for key, value in own.items()}
+        address = source.held_out if prefix == _DATA_SETS["evaluation"] and source.held_out else source.source
+        name = f"{source.label} ({address[-400:]})"
     text = json.dumps(settings, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    data_set = Dataset(name=source[-500:], digest=digest, source_type="rlx", source=text)
+    data_set = Dataset(name=name, digest=digest, source_type="rlx", source=text)
     return DatasetInput(data_set, [InputTag("mlflow.data.context", use)])
 
 

@@ -139,8 +139,9 @@ class TensorBoardRun:
             self._text("samples", "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
 
     def log_text(self, name: str, text: str) -> None:
-        """Writes a text as it is."""
-        self._text(name, "\n".join(f"    {line}" for line in text.splitlines()))
+        """Writes a text as it is; TensorBoard would show a page of HTML as a megabyte of source."""
+        if not name.endswith(".html"):
+            self._text(name, "\n".join(f"    {line}" for line in text.splitlines()))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Writes each tag as a text."""
