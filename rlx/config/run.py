@@ -33,32 +33,6 @@ _STEPS_TO_COMPILE = 100
 _CHANGING = ("algorithm", "train", "rollout")
 """the sections that may have schedules"""
 
-
-OTHER_NAMES = {
-    "lr": "train.actor-lr",
-    "learning-rate": "train.actor-lr",
-    "batch-size": "train.prompts-per-step",
-    "num-generations": "train.samples-per-prompt",
-    "num-ppo-epochs": "train.ppo-epochs",
-    "max-steps": "train.steps",
-    "beta": "algorithm.kl-coef",
-    "lam": "algorithm.gae-lambda",
-    "cliprange": "algorithm.clip-low",
-    "max-new-tokens": "rollout.max-tokens",
-    "max-completion-length": "rollout.max-tokens",
-    "model": "model.path",
-    "model-name-or-path": "model.path",
-    "dataset": "data.source",
-    "dataset-name": "data.source",
-    "output-dir": "storage",
-    "save-steps": "checkpoint.every",
-    "eval-steps": "eval.every",
-    "num-samples": "trials",
-    "num-trials": "trials",
-    "num-gpus": "scaling.num-workers",
-}
-"""what TRL, veRL and others call a setting or an option, and its name here, both with hyphens"""
-
 RUN_NAME, LONGEST_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 128
 """what runs and sweeps are called, and with them their folders"""
 
