@@ -174,7 +174,8 @@ def _check(config: RunConfig) -> None:
     rules.check_environment(config.environment, config.algorithm, config.reward)
     prompt_rules.check_sources(config.data, config.eval, config.reward)
     rules.check_signal(config.reward_parts, config.model)
-    prompt_rules.check_curriculum(config.data, config.rollout, config.algorithm, config.reward_parts)
+    prompt_rules.check_curriculum(config.data, config.rollout, config.algorithm)
+    prompt_rules.check_correctness(config.data, config.algorithm, config.reward_parts)
     prompt_rules.check_sets(config.eval, config.data, config.reward)
     for number, part in enumerate(config.data.parts):
         prompt_rules.check_prompts(part, config.eval.part(config.data, number))
