@@ -15,9 +15,9 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from rlx.config.errors import ConfigError, nearest
+from rlx.config.errors import ConfigError, called_here, nearest
 from rlx.config.loading import parse_yaml
-from rlx.config.run import OTHER_NAMES, RunConfig, is_setting, sections, settings
+from rlx.config.run import RunConfig, is_setting, sections, settings
 from rlx.config.sections.base import flatten
 
 _received: list[int] = []
@@ -143,7 +143,7 @@ def _about(word: str) -> list[str]:
         ConfigError: there is none.
     """
     name = word.lower().replace("-", "_")
-    meant = OTHER_NAMES.get(name.replace("_", "-"), "").replace("-", "_")
+    meant, _ = called_here(name, settings())
     if name in sections():
         return [key for key in settings() if key.startswith(f"{name}.")]
     found = [
@@ -202,6 +202,7 @@ def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
         key, equals, value = argument.lstrip("+").partition("=")
         hint = f"; here it is --{key} {value}" if equals and is_setting(key.replace("-", "_")) else ""
         hint = hint or (_meant(f"-{argument}", known) if re.match("-[a-z]", argument) else "")
+        hint = hint or (_elsewhere(key, known) if equals else "")  # as veRL's settings are written
         raise ConfigError(f"unexpected argument {argument!r}{hint}")
     name = argument.partition("=")[0]
     raise ConfigError(f"unknown option {name}{_meant(name, known)}")
@@ -218,9 +219,16 @@ def _refuse_empty(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 def _meant(name: str, known: Sequence[str]) -> str:
     """What an unknown option may mean: the one setting that ends so, a setting's name elsewhere, or the nearest one."""
     word = name.removeprefix("--").replace("_", "-")
-    elsewhere = f"--{OTHER_NAMES.get(word.rpartition('.')[2])}"
-    options = [elsewhere] if elsewhere in known else [option for option in known if option.endswith(f".{word}")]
+    if elsewhere := _elsewhere(word, known):
+        return elsewhere
+    options = [option for option in known if option.endswith(f".{word}")]
     return f"; here it is {options[0]}" if len(options) == 1 else nearest(name, known)
+
+
+def _elsewhere(name: str, known: Sequence[str]) -> str:
+    """The known option that another library or an earlier version calls so, in words; empty: there is none."""
+    here, note = called_here(name, [option.removeprefix("--").replace("-", "_") for option in known])
+    return f"; here it is --{here.replace('_', '-')}{note}" if here else ""
 
 
 def _split_entries(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rlx.cli.options import CommandParser, add_help, add_settings, end_on_signals, exit_code, parse, signal_received
 from rlx.cluster.resources import sharing_gpus
 from rlx.config.errors import ConfigError, one_line
-from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, with_experiment
+from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, takes_experiment, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import storage_words
 from rlx.config.sections.model import ModelConfig
@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.interleave > 1:
             shared = sharing_gpus(args.interleave, config.scaling, config.rollout, config.reward)
             tree = with_overrides(tree, shared)
-        if args.resume is None and not args.config and "model.path" not in given:
+        named = read_yaml(args.config) if args.config else {}
+        if args.resume is None and takes_experiment(with_overrides(named, given)):
             print(DEFAULT_EXPERIMENT)
         return start_sweep(args, tree, given)
 

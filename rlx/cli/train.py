@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser, signal_received
 from rlx.config.errors import ConfigError
-from rlx.config.experiment import DEFAULT_EXPERIMENT, with_experiment
+from rlx.config.experiment import DEFAULT_EXPERIMENT, takes_experiment, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, storage_words
 from rlx.config.sections.data import DataConfig, EvalConfig
@@ -87,11 +87,13 @@ def new_config(
         start: the checkpoint that the run starts from.
         trust: take all of the checkpoint's settings, whoever wrote them.
     """
-    base = with_experiment(read_yaml(file)) if file else {}
+    tree = with_overrides(read_yaml(file) if file else {}, given)
     if start:
-        return from_tree(with_overrides(inherited_tree(start, base, given, trust=trust), given))
-    config = from_tree(with_experiment(with_overrides(base, given)), file or "command line")
-    if not file and "model.path" not in given:
+        base = with_experiment(tree) if file else {}
+        config = from_tree(with_overrides(inherited_tree(start, base, given, trust=trust), given))
+    else:
+        config = from_tree(with_experiment(tree), file or "command line")
+    if (file or not start) and takes_experiment(tree):
         print(DEFAULT_EXPERIMENT)
     return config
 

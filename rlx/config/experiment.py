@@ -20,7 +20,7 @@ OWN_MODELS = (TINY, "tiny-calculator")
 DEFAULT_EXPERIMENT = (
     "the default experiment: the tiny model with its settings (arithmetic.yaml); --model.path names another"
 )
-"""what a command says when it was given neither a file of settings nor a model"""
+"""what a command says when settings are taken from there, because the model is the tiny one"""
 
 
 def with_experiment(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,6 +29,11 @@ def with_experiment(tree: Mapping[str, Any]) -> dict[str, Any]:
     A tree that names no model has that one. RunConfig itself does not do this: its defaults are the settings' own.
     """
     return over_experiment(tree) if has_tiny_model(tree) else dict(tree)
+
+
+def takes_experiment(tree: Mapping[str, Any]) -> bool:
+    """Whether `with_experiment` adds anything to a tree."""
+    return with_experiment(tree) != tree
 
 
 def has_tiny_model(tree: Mapping[str, Any]) -> bool:

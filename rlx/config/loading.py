@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlx.config.addresses import any_secret
-from rlx.config.errors import ConfigError, nearest, one_line
-from rlx.config.run import OTHER_NAMES, RunConfig, is_dict, sections, setting_keys, settings
+from rlx.config.errors import ConfigError, called_here, nearest, one_line
+from rlx.config.run import RunConfig, is_dict, sections, setting_keys, settings
 from rlx.config.sections.data import DEFAULT_SOURCE
 
 _QUOTED = r"'([^']*)'"
@@ -213,9 +213,9 @@ def _meant(key: str, location: Sequence[int | str]) -> str:
     name, colon, _ = str(location[-1]).partition(":")
     if colon:
         return f": YAML wants a space after {name}:"
-    elsewhere = OTHER_NAMES.get(key.rpartition(".")[2].replace("_", "-"), "").replace("-", "_")
-    if elsewhere in settings():
-        return f"; here it is {elsewhere}"
+    here, note = called_here(key, settings())
+    if here:
+        return f"; here it is {here}{note}"
     return nearest(key, [*_item_keys(location), *setting_keys(), *sections()])
 
 

@@ -14,6 +14,11 @@ from rlx.config.sections.data import DEFAULT_SOURCE, GENERATED, DataConfig, Eval
 from rlx.config.sections.reward import CORRECTNESS, RewardConfig
 from rlx.config.sections.rollout import RolloutConfig
 
+_UNJUDGED = (
+    f"measures right answers: name one of {', '.join(CORRECTNESS)} in reward.functions, with weight 0 if it is no "
+    f"reward"
+)
+
 
 def check_sources(data: DataConfig, evaluation: EvalConfig, reward: RewardConfig) -> None:
     """Raises ValueError if data.sources contradict data.source or one another, or reward with what is not there."""
@@ -42,10 +47,8 @@ def check_weights(where: str, weights: Mapping[str, float] | None, known: Sequen
     )
 
 
-def check_curriculum(
-    data: DataConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, rewards: Sequence[RewardConfig]
-) -> None:
-    """Raises ValueError if a curriculum cannot know in time how difficult prompts are; `rewards`: of each source."""
+def check_curriculum(data: DataConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
+    """Raises ValueError if a curriculum cannot know in time how difficult prompts are."""
     if data.curriculum == "none":
         return
     refuse_if(
@@ -58,10 +61,20 @@ def check_curriculum(
         "data.curriculum does not work with algorithm.filter_groups: both choose prompts by their scores: set only one "
         "of them",
     )
+
+
+def check_correctness(data: DataConfig, algorithm: AlgorithmConfig, rewards: Sequence[RewardConfig]) -> None:
+    """Raises ValueError if right answers choose the prompts and a source has no reward that judges answers.
+
+    Args:
+        rewards: those of each source.
+    """
+    by_correct = algorithm.filter_groups and algorithm.filter_by == "correct"
+    is_judged = all(set(reward.functions) & set(CORRECTNESS) for reward in rewards)
+    refuse_if(data.curriculum != "none" and not is_judged, f"data.curriculum {_UNJUDGED}")
     refuse_if(
-        not all(set(reward.functions) & set(CORRECTNESS) for reward in rewards),
-        f"data.curriculum measures right answers: name one of {', '.join(CORRECTNESS)} in reward.functions, with "
-        f"weight 0 if it is no reward",
+        by_correct and not is_judged,
+        f"algorithm.filter_by correct, the default of dapo, {_UNJUDGED}, or set algorithm.filter_by to reward",
     )
 
 

@@ -33,32 +33,6 @@ _STEPS_TO_COMPILE = 100
 _CHANGING = ("algorithm", "train", "rollout")
 """the sections that may have schedules"""
 
-
-OTHER_NAMES = {
-    "lr": "train.actor-lr",
-    "learning-rate": "train.actor-lr",
-    "batch-size": "train.prompts-per-step",
-    "num-generations": "train.samples-per-prompt",
-    "num-ppo-epochs": "train.ppo-epochs",
-    "max-steps": "train.steps",
-    "beta": "algorithm.kl-coef",
-    "lam": "algorithm.gae-lambda",
-    "cliprange": "algorithm.clip-low",
-    "max-new-tokens": "rollout.max-tokens",
-    "max-completion-length": "rollout.max-tokens",
-    "model": "model.path",
-    "model-name-or-path": "model.path",
-    "dataset": "data.source",
-    "dataset-name": "data.source",
-    "output-dir": "storage",
-    "save-steps": "checkpoint.every",
-    "eval-steps": "eval.every",
-    "num-samples": "trials",
-    "num-trials": "trials",
-    "num-gpus": "scaling.num-workers",
-}
-"""what TRL, veRL and others call a setting or an option, and its name here, both with hyphens"""
-
 RUN_NAME, LONGEST_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 128
 """what runs and sweeps are called, and with them their folders"""
 
@@ -197,7 +171,8 @@ def _check(config: RunConfig) -> None:
     rules.check_environment(config.environment, config.algorithm, config.reward)
     prompt_rules.check_sources(config.data, config.eval, config.reward)
     rules.check_signal(config.reward_parts, config.model)
-    prompt_rules.check_curriculum(config.data, config.rollout, config.algorithm, config.reward_parts)
+    prompt_rules.check_curriculum(config.data, config.rollout, config.algorithm)
+    prompt_rules.check_correctness(config.data, config.algorithm, config.reward_parts)
     prompt_rules.check_sets(config.eval, config.data, config.reward)
     for number, part in enumerate(config.data.parts):
         prompt_rules.check_prompts(part, config.eval.part(config.data, number))

@@ -131,26 +131,30 @@ def check_template_args(given: Mapping[str, Any], model: str, trust_remote_code:
         return
     try:
         template = load_tokenizer(model, trust_remote_code).chat_template
-        unknown = _unknown_argument(template, given, f"the chat template of {model}")
+        unknown = _unknown_argument(template, given, model)
     except Exception as error:  # of code that the model brings, too
         raise ConfigError(f"model.path {model}: its tokenizer: {one_line(error)}") from None
     if unknown:
         raise ConfigError(unknown)
 
 
-def _unknown_argument(template: Any, given: Mapping[str, Any], what: str) -> str | None:
+def _unknown_argument(template: Any, given: Mapping[str, Any], model: str | None = None) -> str | None:
     """What is wrong with the arguments of a tokenizer's chat template; None if it reads them all.
 
     Args:
         template: a text, several by their names, or none.
-        what: the template, in the message.
+        model: the folder or name of the model that has it, for the message.
 
     Raises:
         ValueError: the template is no template, or takes too long or too much memory.
     """
     if not given:
         return None
-    texts = list(template.values()) if isinstance(template, Mapping) else [template or ""]
+    if not template:
+        found = f"{model or 'the tokenizer'} has no chat template"
+        return f"data.chat_template_args: {next(iter(given))} is read by nothing: {found}"
+    what = f"the chat template of {model}" if model else "its chat template"
+    texts = list(template.values()) if isinstance(template, Mapping) else [template]
     read = set[str]().union(*map(_variables, texts))
     for name in given:
         if name not in read:
@@ -203,7 +207,7 @@ def encode_prompts(
     if not given:
         return []
     chats = [_with_system(each, system_prompt) for each in given]
-    if unknown := _unknown_argument(tokenizer.chat_template, template_args or {}, "its chat template"):
+    if unknown := _unknown_argument(tokenizer.chat_template, template_args or {}):
         raise ValueError(unknown)
     if not tokenizer.chat_template:
         return _text_ids(tokenizer, [_bare_text(chat) for chat in chats], add_special_tokens=True)

@@ -97,10 +97,10 @@ def prepare(
     tables: Mapping[str, Any] | None = None,
     model_path: str | None = None,
 ) -> PreparedRun:
-    """Checks all that can be checked without a cluster, and makes rlx's tiny model if the config asks for it.
+    """Checks all that can be checked without a cluster, and makes models of rlx's own if the config asks for them.
 
     Args:
-        progress: called while the tiny model is made.
+        progress: called while such a model is made.
         tables: prompt tables that `prompt_tables` made for this config; the prompt files need not be on this machine.
         model_path: the model's folder or name, if it is known already.
 
@@ -123,6 +123,8 @@ def prepare(
             try_environment(config.environment, tried)
         sources.check_enough(config.data, config.eval, config.train.prompts_per_step)
     path = model_path or model_folder(config.model.path, config.storage, progress)
+    made = {key: model_folder(other, config.storage, progress) for key, other in companions(config.model).items()}
+    config = from_tree(with_overrides(config.model_dump(exclude_unset=True), made))
     check_model(config, path)
     if not tables and (is_model_folder(path, "model.path") or not address_of(config.ray_address)):
         prompts.check_template_args(config.data.chat_template_args, path, config.model.trust_remote_code)
@@ -158,7 +160,8 @@ def check_quickly(config: RunConfig, *, has_prompts: bool = False) -> None:
         raise ConfigError("train.optimizer adamw_8bit needs torchao: pip install 'rlx[torchao]'")
     check_place(plan_resources(config), config.ray_address)
     for setting, other in companions(config.model).items():
-        if not is_model_folder(other, setting) and not address_of(config.ray_address):
+        is_there = other in OWN_MODELS or is_model_folder(other, setting)
+        if not is_there and not address_of(config.ray_address):
             check_hub_name(other, setting)
     if config.model.path in OWN_MODELS:
         return
@@ -287,6 +290,8 @@ def check_model(config: RunConfig, path: str) -> None:
         )
     check_model_files(path, "model.path")
     for setting, other in companions(config.model).items():
+        if other in OWN_MODELS:
+            continue  # `prepare` makes it and checks it then
         _check_companion(path, other, setting, needed)
         if config.parallel.tp > 1 and is_model_folder(other, setting):
             _check_layers(other, config.parallel.tp, config.model.trust_remote_code, setting)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlx.analysis.comparison.cost import Amount
-from rlx.config.errors import ConfigError, nearest
+from rlx.config.errors import ConfigError, called_here, nearest
 from rlx.config.run import is_setting, setting_keys
 from rlx.config.sections.reward import CORRECTNESS
 from rlx.config.sweep import DEFAULT_ALPHA, DEFAULT_METRIC, SchedulerName
@@ -146,7 +146,9 @@ def _check_metric(plan: SweepPlan) -> None:
 def check_key(key: Any, path: str) -> None:
     """Raises ConfigError if the space in a file cannot vary a setting of this name."""
     if not isinstance(key, str) or not is_setting(key):
-        raise ConfigError(f"--space {path}: unknown setting {key}{nearest(str(key), setting_keys())}")
+        here, note = called_here(str(key), setting_keys())
+        hint = f"; here it is {here}{note}" if here else nearest(str(key), setting_keys())
+        raise ConfigError(f"--space {path}: unknown setting {key}{hint}")
     if key.startswith(_RESOURCES):
         raise ConfigError(f"--space {path}: {key} changes the resources of a trial, which all trials share")
     if key.startswith(_SHARED):

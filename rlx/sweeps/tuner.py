@@ -250,9 +250,11 @@ def models_of(plan: SweepPlan, space: Space) -> list[NeededModel]:
     policies = [str(path) for path in _choices(space, "model.path", config.model.path)]
     needed = [NeededModel(preflight.model_folder(path, config.storage), "model.path") for path in policies]
     defaults = {"model.critic_path": config.model.critic_path, "model.reference_path": config.model.reference_path}
-    for setting, default in (defaults | {"reward.model": config.reward.model}).items():
-        needed += [NeededModel(str(path), setting) for path in _choices(space, setting, default) if path]
-    return needed
+    for setting, default in defaults.items():
+        given = [str(path) for path in _choices(space, setting, default) if path]
+        needed += [NeededModel(preflight.model_folder(path, config.storage), setting) for path in given]
+    rewards = _choices(space, "reward.model", config.reward.model)
+    return [*needed, *(NeededModel(str(path), "reward.model") for path in rewards if path)]
 
 
 def _choices(space: Space, key: str, default: str | None) -> list[Any]:

@@ -9,7 +9,7 @@ from rlx.cli import sweep, train
 from rlx.config import rules
 from rlx.config.defaults import fitting_lengths
 from rlx.config.errors import ConfigError
-from rlx.config.experiment import EXPERIMENT_FILE, OWN_MODELS, over_experiment, with_experiment
+from rlx.config.experiment import DEFAULT_EXPERIMENT, EXPERIMENT_FILE, OWN_MODELS, over_experiment, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections.base import flatten
@@ -128,6 +128,37 @@ def test_given_settings_override_the_default_experiment(tmp_path: Path) -> None:
     }  # fmt: skip
     assert differing(train.new_config(None, {"model.path": "tiny"}), BEFORE) == {"name"}
     assert differing(train.new_config(str(EXPERIMENT_FILE), {}), BEFORE) == {"name"}
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "is_said"),
+    [
+        ("model: {path: tiny}", {}, True),
+        ("train: {steps: 7}", {}, True),
+        (None, {"model.path": "tiny"}, True),
+        (EXPERIMENT_FILE.read_text(), {"train.steps": 7}, False),  # all of it is given
+        ("model: {path: tiny-calculator}", {}, False),
+        ("train: {steps: 7}", {"model.path": "org/name"}, False),
+    ],
+)
+def test_a_command_says_that_it_takes_settings_of_the_default_experiment(
+    text: str | None,
+    given: dict[str, Any],
+    is_said: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text or "")
+    config = train.new_config(str(file) if text else None, given)
+    said = f"{DEFAULT_EXPERIMENT}\n" * is_said
+    assert capsys.readouterr().out == said
+    assert (config.rollout.max_tokens == 16) == (config.model.path == "tiny")
+    monkeypatch.setattr(sweep, "start_sweep", lambda *_: 0)
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    assert sweep.main([*(["--config", str(file)] if text else []), *words]) == 0
+    assert capsys.readouterr().out == said
 
 
 def test_another_model_gets_nothing_of_the_default_experiment(

@@ -67,6 +67,27 @@ def test_a_curriculum_is_refused_where_difficulty_is_unknown(more: dict[str, Any
         from_tree(tree(data=data, **{key: value for key, value in more.items() if key != "reward"}) | more)
 
 
+def test_prompts_are_not_filtered_by_right_answers_that_no_reward_judges() -> None:
+    length = {"length": 1.0}
+
+    def dapo(functions: dict[str, float], reward: dict[str, float] | None = None, **given: Any) -> dict[str, Any]:
+        sources = [OTHER | ({"reward": reward} if reward else {}), {"source": "reasoning_gym:chain_sum"}]
+        rewards = {"functions": functions, "length_target": 4}
+        return tree(data={"sources": sources}, reward=rewards, algorithm={"advantage": "dapo"} | given)
+
+    said = r"^config: algorithm\.filter_by correct, the default of dapo, measures right answers: name one of task, .*, "
+    for wrong in (dapo(length), dapo(length | {"task": 1.0}, length)):
+        with pytest.raises(ConfigError, match=rf"{said}or set algorithm\.filter_by to reward$"):
+            from_tree(wrong)
+    for right in (
+        dapo(length | {"task": 0.0}),
+        dapo(length, filter_by="reward"),
+        dapo(length, filter_groups=False, filter_by="correct"),
+        dapo(length, advantage="grpo", filter_groups=True),
+    ):
+        from_tree(right)
+
+
 @pytest.mark.parametrize(
     ("each", "line"),
     [

@@ -114,8 +114,11 @@ def test_arguments_reach_the_chat_template_and_unknown_ones_are_refused(chat_mod
     with pytest.raises(ValueError, match=said):
         prompts.encode_prompt(tokenizer, "1", None, {"enable_thinkin": False})
     config = DataConfig(chat_template_args={"enable_thinking": False})
-    with pytest.raises(ConfigError, match=r"tokenizer: data\.chat_template_args: enable_thinking is not a variable"):
+    said = r"data\.chat_template_args: enable_thinking is read by nothing: "
+    with pytest.raises(ConfigError, match=rf"tokenizer: {said}the tokenizer has no chat template$"):
         prompts.tokenize_rows(rows("1"), config, prompts.TokenizerSource.of(base_model))
+    with pytest.raises(ConfigError, match=rf"^{said}{base_model} has no chat template$"):
+        prompts.check_template_args(config.chat_template_args, base_model)
 
 
 @pytest.mark.parametrize(

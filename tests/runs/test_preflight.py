@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from rlx.cluster import machine
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.reward import RewardConfig
+from rlx.models import tiny
 from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError
 from rlx.runs import preflight, run_folder
@@ -240,6 +242,23 @@ def test_a_critic_of_other_tokens_or_of_a_short_context_is_refused(tmp_path: Pat
             preflight.check_model(from_tree({"model": {key: short}}), path)
         with pytest.raises(ConfigError, match=rf"^model.{key} ./nosuch: no such folder"):
             preflight.check_quickly(from_tree({"model": {key: "./nosuch"}}), has_prompts=True)
+
+
+@pytest.mark.parametrize("key", ["critic_path", "reference_path"])
+def test_a_critic_or_a_reference_may_be_a_model_that_rlx_makes(
+    key: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folder_only(path: Path, progress: object, recipe: object) -> None:
+        shutil.copytree(tiny_model, path)
+
+    monkeypatch.setattr(tiny, "make_tiny_model", folder_only)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()  # which is no model
+    prepared = preflight.prepare(from_tree({"model": {"path": str(tiny_model), key: "tiny"}}))
+    path = Path(getattr(prepared.config.model, key))
+    assert path.parent == tmp_path / "storage" / "models" and (path / "config.json").is_file()
+    assert prepared.model_path == str(tiny_model)
+    assert preflight.prepare(from_tree(prepared.config.model_dump())).config == prepared.config  # of a resumed run
 
 
 def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are_not(tmp_path: Path) -> None:

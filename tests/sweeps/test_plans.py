@@ -221,6 +221,13 @@ def test_models_that_a_space_names_are_needed_by_name_or_folder(tmp_path: Path) 
         assert [(each.path, each.setting) for each in needed] == [(str(each), "model.path") for each in folders]
 
 
+def test_a_teacher_that_rlx_makes_is_needed_by_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner.preflight, "model_folder", lambda path, storage: f"{storage}/models/{path}")
+    plan = SweepPlan("s", {"storage": "/s", "model": {"path": "a/b", "reference_path": "tiny"}}, "space.py")
+    needed = [(each.path, each.setting) for each in tuner.models_of(plan, {})]
+    assert needed == [("/s/models/a/b", "model.path"), ("/s/models/tiny", "model.reference_path")]
+
+
 def test_prompts_that_trials_read_are_looked_for_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(tuner.nodes, "check_path", lambda path, setting: asked.append((setting, path)))
