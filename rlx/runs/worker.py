@@ -166,10 +166,10 @@ def run_job(spec: JobSpec, box: Box, number: int, train_folder: Storage) -> None
         spec.copies.bring_here()
     job = Job(spec, box, number, train_folder)
     with shown_warnings(job, ray.train.get_context().get_world_rank()):
-        do(job)
+        _train_or_examine(job)
 
 
-def do(job: Job) -> None:
+def _train_or_examine(job: Job) -> None:
     """Does a job on this worker, with all others; a collective call."""
     spec, inputs = job.spec, inputs_of(job)
     inputs.reporter.notify(Phase("models"))
