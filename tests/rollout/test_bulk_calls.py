@@ -27,6 +27,12 @@ class Worker(BulkActor):
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.gate = asyncio.Event()
+
+    async def at_gate(self, number: int) -> int:
+        self.asked.append(number)
+        await self.gate.wait()
+        return number
 
     async def after(self, seconds: float, number: int) -> int:
         self.asked.append(number)
@@ -100,17 +106,19 @@ def as_ray(method: Any) -> Any:
 
 
 def test_calls_travel_together_and_none_waits_for_another_to_end() -> None:
-    handle = Handle(Worker())
+    worker = Worker()
+    handle = Handle(worker)
     calls, ended = BulkCalls(handle, "worker"), list[int]()
 
-    async def made(seconds: float, number: int) -> None:
-        ended.append(await calls.call("after", seconds, number, timeout_s=5))
+    async def made(method: str, *args: Any) -> None:
+        ended.append(await calls.call(method, *args, timeout_s=30))
 
     async def run() -> None:
-        slow = asyncio.ensure_future(made(0.3, 0))
-        await asyncio.sleep(0.05)
-        await asyncio.gather(*(made(0.0, number) for number in range(1, 65)))
-        assert not slow.done()
+        slow = asyncio.ensure_future(made("at_gate", 0))
+        while not worker.asked:
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*(made("after", 0.0, number) for number in range(1, 65)))
+        worker.gate.set()
         await slow
 
     asyncio.run(run())
