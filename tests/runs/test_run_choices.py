@@ -81,7 +81,7 @@ def test_what_workers_warn_of_is_shown(nothing_left: NothingLeft, tiny_model: Pa
     name, notes = "tests.my_rewards:slow", list[str]()
     rewards = {"reward__functions": {name: 1.0}, "reward__timeout_s": 1.0, "reward__on_timeout": "zero"}
     done = train(
-        small(tiny_model, storage, "warned", train__steps=1, eval__every=0, **rewards),
+        small(tiny_model, storage, "warned", train__steps=1, eval__every=0, eval__num_prompts=8, **rewards),
         notify=lambda note: notes.append(str(note)),
     )
     shown = [note for note in notes if f"reward {name}: took longer than 1 s: 0 for 8 responses" in note]
