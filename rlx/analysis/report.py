@@ -154,26 +154,25 @@ def minimal_tree(config: RunConfig, without: Set[str] = frozenset(), keep: Set[s
     """
     values = {key: value for key, value in flatten(config).items() if key not in {*_LOCATION_KEYS, *without}}
     wanted = from_tree(with_experiment(with_overrides({}, values)))
+
+    def is_enough(fewer: Mapping[str, Any]) -> bool:
+        try:
+            return from_tree(with_experiment(with_overrides({}, fewer))) == wanted
+        except ConfigError:
+            return False
+
     groups = [[key for key in values if key not in keep]]
     while groups:  # most are needless: all at once, or else by halves
         group = groups.pop()
         fewer = {key: value for key, value in values.items() if key not in group}
-        if _is_same(fewer, wanted):
+        if is_enough(fewer):
             values = fewer
         elif len(group) > 1:
             groups += [group[len(group) // 2 :], group[: len(group) // 2]]
     for key in [key for key in values if key not in keep]:  # a default may depend on what was left out since
         fewer = {other: value for other, value in values.items() if other != key}
-        values = fewer if _is_same(fewer, wanted) else values
+        values = fewer if is_enough(fewer) else values
     return with_overrides({}, values)
-
-
-def _is_same(values: Mapping[str, Any], wanted: RunConfig) -> bool:
-    """Whether settings by dotted key give a config."""
-    try:
-        return from_tree(with_experiment(with_overrides({}, values))) == wanted
-    except ConfigError:
-        return False
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
