@@ -70,6 +70,14 @@ def test_an_address_that_is_malformed_is_refused(address: str) -> None:
         reachable.check_mlflow(address)
 
 
+def test_a_port_that_is_too_large_is_not_another_one() -> None:
+    """The system would take the rest by 65536, where somebody may answer."""
+    with web_server(200, '{"experiment": {}}') as address:
+        place, _, port = address.rpartition(":")
+        with pytest.raises(ConfigError, match="no server answers there .Port out of range"):
+            reachable.check_mlflow(f"{place}:{int(port) + 65_536}")
+
+
 @contextmanager
 def speaker(says: Iterable[bytes], every_s: float = 0.0) -> Iterator[str]:
     """What takes one connection and says something to it; yields its web address."""

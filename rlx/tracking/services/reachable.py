@@ -14,6 +14,7 @@ import os
 import ssl
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,7 @@ def _answer(url: str) -> _Answer | Exception:
 
 
 def _read(url: str) -> _Answer:
+    _ = urllib.parse.urlsplit(url).port  # a ValueError beyond 65535, of which the system may take the rest
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
             return _Answer(answer.status, answer.read(_LONGEST))
