@@ -74,7 +74,7 @@ def test_a_port_that_is_too_large_is_not_another_one() -> None:
     """The system would take the rest by 65536, where somebody may answer."""
     with web_server(200, '{"experiment": {}}') as address:
         place, _, port = address.rpartition(":")
-        with pytest.raises(ConfigError, match="no server answers there .Port out of range"):
+        with pytest.raises(ConfigError, match=r"no server answers there \(Port out of range"):
             reachable.check_mlflow(f"{place}:{int(port) + 65_536}")
 
 
