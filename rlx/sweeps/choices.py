@@ -65,6 +65,13 @@ def check_quickly(plan: SweepPlan) -> None:
 
 
 def check_choices(plan: SweepPlan) -> None:
+    """Refuses choices as `refuse_choices` does, and warns of those that are of little use."""
+    refuse_choices(plan)
+    _tell_idle(plan)
+    _tell_unrewarded(plan)
+
+
+def refuse_choices(plan: SweepPlan) -> None:
     """Raises ConfigError if choices of a plan do not go together, or its space is no Python file with space()."""
     _check_metric(plan)
     if "mlflow" not in plan.config.tracking.backends:
@@ -75,7 +82,6 @@ def check_choices(plan: SweepPlan) -> None:
         raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
     _check_race(plan)
     _check_rungs(plan)
-    _tell_idle(plan)
     if plan.budget:
         Amount.of(plan.budget)
     package = _PACKAGES.get(plan.search)
@@ -133,6 +139,10 @@ def _check_metric(plan: SweepPlan) -> None:
             f"--metric {plan.metric}: trials are compared by what every evaluation measures: {', '.join(choices)}"
             + nearest(plan.metric, choices)
         )
+
+
+def _tell_unrewarded(plan: SweepPlan) -> None:
+    """Warns of trials that are compared by what no reward asks for."""
     rewarded = {name for name, weight in plan.config.reward.functions.items() if weight}
     is_judged = plan.metric != DEFAULT_METRIC or plan.config.environment.name or rewarded & {*CORRECTNESS}
     if not is_judged:

@@ -34,7 +34,7 @@ from rlx.storage import signatures
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import searchers
-from rlx.sweeps.choices import check_choices
+from rlx.sweeps.choices import refuse_choices
 from rlx.sweeps.records import (
     DEFAULTS,
     PLAN_FILE,
@@ -68,7 +68,7 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
     Raises:
         ConfigError: its space cannot be used, or its search, scheduler and seeds do not fit together.
     """
-    check_choices(plan)
+    refuse_choices(plan)  # whoever has begun the sweep was warned of the others
     space = load_space(plan.space, plan.tree)
     plan = _with_metric(plan)
     if plan.seeds > 1 and "seed" in space:
