@@ -48,10 +48,10 @@ Reference (may be empty):
 Give your reasons in a few sentences. Then end with one line "Ranking: ...": the numbers of all answers, the best
 first, such as "Ranking: 2 > 1 > 3".
 """
-_FIELD = re.compile(r"\{(prompt|completions?|answer|low|high)\}")
+_FIELDS = ("prompt", "answer", "completion", "completions", "low", "high")
+_FIELD = re.compile(rf"\{{({'|'.join(_FIELDS)})\}}")
 _RANKING = r"[Rr]anking:\**\s*(\d+(?:\s*>\s*\d+)*)"
 _BRACED = re.compile(r"\{([a-z_]{3,})\}")
-_FIELDS = ("prompt", "answer", "completion", "completions", "low", "high")
 _OTHER_FIELDS = {
     "question": "prompt",
     "task": "prompt",
