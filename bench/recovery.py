@@ -119,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def described(config: RunConfig) -> dict[str, str]:
     """What was killed."""
-    return {"run": f"{config.scaling.num_workers} workers, {config.rollout.num_engines} engines, checkpoint every 5"}
+    workers, engines = config.scaling.num_workers, config.rollout.num_engines
+    return {"run": f"{workers} workers, {engines} engines, a checkpoint every {config.checkpoint.every} steps"}
 
 
 def measure(config: RunConfig, folder: Path) -> dict[str, float]:

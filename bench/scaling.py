@@ -80,8 +80,8 @@ def scaled(config: RunConfig, times: int, more: Mapping[str, Any]) -> RunConfig:
 
 def without_engines(config: RunConfig) -> dict[str, Any]:
     """The settings in which each worker has a GPU to itself, if there are any."""
-    worker = {"scaling.resources_per_worker": {"CPU": 1, "GPU": 1}} if config.scaling.use_gpu else {}
-    return workload.NO_ENGINES | worker | {"rollout.placement": "separate"}
+    alone = workload.gpu_shares(workload.gpus(), engines=False) if config.scaling.use_gpu else workload.NO_ENGINES
+    return alone | {"rollout.placement": "separate"}
 
 
 def fits(config: RunConfig) -> bool:
