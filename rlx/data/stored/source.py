@@ -130,6 +130,7 @@ def without_repetitions(
         ConfigError: there is no other one.
     """
     prompts = {_prompt_of(row) for row in held_out}
+    # Counted first: most sources repeat nothing, and what is filtered is a copy of all rows.
     found = ray_data.map_tables(training, _counted, prompts=prompts)
     if not (repeated := sum(row["repeated"] for row in found.take_all())):
         return training
