@@ -64,15 +64,15 @@ def cluster() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen2's shape, eight layers of it."""
+    """Qwen2's shape, eight layers of it, with heads that two and four GPUs can share."""
     folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(0)
     shape = Qwen2Config(
         hidden_size=896,
         intermediate_size=4864,
         num_hidden_layers=8,
-        num_attention_heads=14,
-        num_key_value_heads=2,
+        num_attention_heads=28,
+        num_key_value_heads=4,
         tie_word_embeddings=True,
     )
     Qwen2ForCausalLM(shape).to(torch.bfloat16).save_pretrained(folder)
@@ -272,9 +272,16 @@ def test_an_engine_that_sleeps_leaves_its_memory_to_the_trainer_also_after_it_wa
     assert_wakes_with_new_weights(on_all(ranks, "room")[0])
 
 
-def test_an_engine_on_another_gpu_is_sent_to_by_nccl(start: Start) -> None:
-    ranks, _ = start([1.0], [1.0])
-    assert_pushes_arrive(ranks, 1, {0: ["nccl"]})
+@pytest.mark.parametrize(("trainers", "tp", "engines"), [(1, 1, 1), (1, 1, 3), (2, 1, 2), (2, 2, 2)])
+def test_engines_on_other_gpus_are_sent_to_by_nccl(trainers: int, tp: int, engines: int, start: Start) -> None:
+    ranks, _ = start([1.0] * trainers, [1.0] * engines, tp=tp)
+    assert_pushes_arrive(ranks, engines, {index: ["nccl"] for index in range(engines)})
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_that_is_split_over_other_gpus_is_sent_to_by_nccl(tp: int, start: Start) -> None:
+    ranks, _ = start([1.0, 1.0], [2.0], tp=tp)
+    assert_pushes_arrive(ranks, 1, {0: ["nccl", "nccl"]})
 
 
 def test_completions_go_on_with_weights_that_come_meanwhile(start: Start) -> None:
@@ -301,9 +308,10 @@ def test_a_policy_whose_rows_and_layers_are_cut_is_sent_whole(start: Start) -> N
     assert_pushes_arrive(ranks, 2, {0: ["shared_memory"], 1: ["shared_memory"]})
 
 
-def test_a_model_that_is_split_over_gpus_is_read_on_one_and_sent_to_the_other(start: Start) -> None:
-    ranks, _ = start([0.0], [2.0], gpu="0")
-    assert_pushes_arrive(ranks, 1, {0: ["nccl", "shared_memory"]})
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_model_that_is_split_over_gpus_is_read_on_one_and_sent_to_the_others(parts: int, start: Start) -> None:
+    ranks, _ = start([0.0], [float(parts)], gpu="0")
+    assert_pushes_arrive(ranks, 1, {0: ["nccl"] * (parts - 1) + ["shared_memory"]})
 
 
 @pytest.mark.parametrize("trainer", [1.0, 0.4])
