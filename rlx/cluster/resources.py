@@ -173,7 +173,8 @@ def plan_resources(config: RunConfig) -> ResourcePlan:
 def sharing_gpus(runs: int, scaling: ScalingConfig, rollout: RolloutConfig, reward: RewardConfig) -> dict[str, Any]:
     """Returns the settings, by dotted key, with which so many runs share the GPUs that one would have to itself.
 
-    While one run updates, the engines draw for another. Each engine has so much less memory for its KV cache.
+    While one run updates, the engines draw for another: engines on one GPU take turns, so that runs do not draw at the
+    same time and then update at the same time. Each engine has so much less memory for its KV cache.
 
     Raises:
         ConfigError: a run uses no GPU, whole GPUs for a process, one GPU in turns, or several workers.
@@ -199,7 +200,8 @@ def sharing_gpus(runs: int, scaling: ScalingConfig, rollout: RolloutConfig, rewa
                 f"{option}: {key} has {gpus:g} GPUs; Ray shares a GPU only where a process has one at most"
             )
     shared = {key: _shared(bundle, runs) for key, bundle in bundles.items() if bundle.get("GPU")}
-    return {**shared, "rollout.gpu_memory_utilization": rollout.gpu_memory_utilization / runs}
+    memory = rollout.gpu_memory_utilization / runs
+    return {**shared, "rollout.gpu_memory_utilization": memory, "rollout.alternate": True}
 
 
 def _shared(bundle: Bundle, runs: int) -> Bundle:

@@ -43,6 +43,7 @@ class EngineSpec:
     adapter: dict[str, Any] | None = None  # peft's description of its adapters; None: it is sent whole models
     kind: str = "vllm"  # a key of ENGINES
     bring: Callable[[], None] | None = None  # called first in its process: brings the model's folder to the node
+    turn_s: float | None = None  # how long it waits while another engine on its GPU draws; None: it does not
 
     @property
     def environment(self) -> dict[str, str]:
@@ -84,5 +85,5 @@ def _start(spec: EngineSpec, environment: dict[str, str], **options: Any) -> Any
             runtime_env={"env_vars": environment},
             **options,
         )
-        .remote(spec.model, spec.args, spec.adapter, spec.bring)
+        .remote(spec.model, spec.args, spec.adapter, spec.bring, spec.turn_s)
     )

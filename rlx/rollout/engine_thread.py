@@ -1,16 +1,23 @@
 """The thread that steps an inference engine, so that its blocking calls leave an async actor free to take requests.
 
-It works with any engine that can be stepped; vllm_engine.py has such an engine.
+It works with any engine that can be stepped; vllm_engine.py has such an engine. `Turn` is for engines on the same GPU
+that are to step one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import queue
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import IO, Any, Generic, Protocol, TypeVar
+
+_MOMENT_S = 0.005  # between two looks at whose turn it is
 
 Report = Callable[[Mapping[str, Any]], None]
 """(results of jobs, or the exceptions that they failed with, by name): ends them, those of one call at the same time"""
@@ -18,6 +25,9 @@ Report = Callable[[Mapping[str, Any]], None]
 
 class Stepped(Protocol):
     """An engine whose methods run on the thread alone."""
+
+    turn: Turn
+    """it has this while it is busy"""
 
     @property
     def is_busy(self) -> bool:
@@ -110,7 +120,11 @@ class EngineThread(Generic[E]):
         self._loop.call_soon_threadsafe(self._engine.set_result, engine)
         try:
             while True:
+                if not engine.is_busy:
+                    engine.turn.leave()
                 self._do_jobs(engine)
+                if engine.is_busy:
+                    engine.turn.take()
                 engine.step()
         except BaseException as error:
             self._failure = _picklable(error)
@@ -129,6 +143,44 @@ class EngineThread(Generic[E]):
 
     def _report(self, results: Mapping[str, Any]) -> None:
         self._loop.call_soon_threadsafe(self._end_jobs, results)
+
+
+class Turn:
+    """The turn of one process at a time on a device of this node, such as a GPU.
+
+    It is a lock on a file, which ends with the process that holds it. It only saves time: who has waited for too long
+    goes on without it.
+    """
+
+    def __init__(self, device: str, patience_s: float | None) -> None:
+        """A turn on a device; without patience, it is always this process's turn."""
+        self._path = Path(tempfile.gettempdir(), f"rlx-{os.getuid()}-{device}.turn")
+        self._patience_s = patience_s
+        self._file: IO[str] | None = None  # between `take` and `leave`
+
+    def take(self) -> None:
+        """Waits for the turn, unless this process has it already."""
+        if self._file or self._patience_s is None:
+            return
+        self._file = self._path.open("w")
+        deadline = time.monotonic() + self._patience_s
+        while not _locked(self._file) and time.monotonic() < deadline:
+            time.sleep(_MOMENT_S)
+
+    def leave(self) -> None:
+        """Lets another process have the turn."""
+        if self._file:
+            self._file.close()
+            self._file = None
+
+
+def _locked(file: IO[str]) -> bool:
+    """Locks a file for this process if no other process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _picklable(error: BaseException) -> RuntimeError:

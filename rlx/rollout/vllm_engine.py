@@ -25,7 +25,7 @@ import ray
 from rlx.actors import BulkActor
 from rlx.rollout.base import Output, Request
 from rlx.rollout.engine_metrics import EngineMetrics
-from rlx.rollout.engine_thread import EngineThread, Report
+from rlx.rollout.engine_thread import EngineThread, Report, Turn
 from rlx.rollout.weight_sync.base import DeviceLocation, EngineLocation, Incoming, UpdateInterruptedError
 from rlx.types import Sampling, WeightSyncError
 
@@ -76,6 +76,7 @@ class VLLMEngine(BulkActor):
         options: dict[str, Any],
         adapter: dict[str, Any] | None = None,
         bring: Callable[[], None] | None = None,
+        turn_s: float | None = None,
     ) -> None:
         """Starts the engine; returns when it can take weights.
 
@@ -84,13 +85,14 @@ class VLLMEngine(BulkActor):
             options: vLLM's engine arguments that depend on the run.
             adapter: peft's description of the adapters that updates bring; None: they bring the whole model.
             bring: called first: brings the model's folder to this node.
+            turn_s: so long it waits while another engine on its GPU draws; None: it draws at the same time.
         """
         if bring:
             await asyncio.to_thread(bring)
         self.version: int | None = None  # None: the engine holds no complete weights of a step
         self._update: WeightUpdate | None = None
         self._process = uuid.uuid4().hex
-        self._thread = EngineThread(partial(SteppedVLLM, model, options, adapter))
+        self._thread = EngineThread(partial(SteppedVLLM, model, options, adapter, turn_s))
         engine = await self._thread.started()
         self._gpus, self._metrics = engine.gpus, EngineMetrics(engine.cache_tokens)
 
@@ -177,7 +179,9 @@ class VLLMEngine(BulkActor):
 class SteppedVLLM:
     """vLLM's engine as the thread steps it. Methods with a `name` are jobs, which end when they are reported."""
 
-    def __init__(self, model: str, options: dict[str, Any], adapter: dict[str, Any] | None, report: Report) -> None:
+    def __init__(
+        self, model: str, options: dict[str, Any], adapter: dict[str, Any] | None, turn_s: float | None, report: Report
+    ) -> None:
         """Builds the engine; see `VLLMEngine`."""
         self._adapter, self._report = adapter, report
         self._lora: Any = None  # vLLM's request for the newest adapters
@@ -187,6 +191,7 @@ class SteppedVLLM:
         if self._asleep:  # an engine restarted during training would take the trainer's memory
             self._llm.sleep(level=2)
         self.gpus: list[str] = self._llm.collective_rpc("rlx_gpu")  # of each worker, empty on CPU
+        self.turn = Turn(self.gpus[0] or "cpu", turn_s)
         cache = self._llm.vllm_config.cache_config
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that fit into the KV cache
         # Python's own collections look at all requests again and again: a tenth of a decode step of 512 requests.

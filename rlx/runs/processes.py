@@ -223,7 +223,8 @@ def engine_spec(
 ) -> EngineSpec:
     """Returns the specification with which a run's engines start; `bundle`: the resources of each."""
     args = engine_args(rollout, model, max_prompt_tokens=max_prompt_tokens, on_gpu=bundle.get("GPU", 0) > 0)
-    return EngineSpec(model_path, args, bundle, adapter_config(model))
+    turn_s = rollout.timeout_s / 2 if rollout.alternate else None  # the other half is for what it draws itself
+    return EngineSpec(model_path, args, bundle, adapter_config(model), turn_s=turn_s)
 
 
 def engine_spec_of(prepared: PreparedRun) -> EngineSpec:

@@ -1,12 +1,21 @@
-"""The thread that steps an engine: jobs and steps in order, results to their callers, and the end after an error."""
+"""The thread that steps an engine: jobs and steps in order, results to their callers, turns of engines on one GPU, and
+the end after an error."""
 
 import asyncio
+import itertools
 import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from rlx.rollout.engine_thread import EngineThread, Report
+from rlx.rollout.engine_thread import EngineThread, Report, Turn
 
 
 class Counter:
@@ -15,6 +24,7 @@ class Counter:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.left: dict[str, int] = {}
+        self.turn = Turn("counter", None)
 
     @property
     def is_busy(self) -> bool:
@@ -51,6 +61,71 @@ class Noting(Counter):
         self.left = {name: left for name, left in self.left.items() if left}
         if ended:
             self.report(ended)
+
+
+class Sharing(Counter):
+    """Notes its name at each step; two of them are on the same device, each with so much patience."""
+
+    def __init__(self, name: str, device: str, steps: list[str], patience_s: float, report: Report) -> None:
+        super().__init__(report)
+        self.name, self.steps, self.turn = name, steps, Turn(device, patience_s)
+
+    def step(self) -> None:
+        if self.left:
+            self.steps.append(self.name)
+            time.sleep(0.002)
+        super().step()
+
+
+def drawn_by_two(device: str, patience_s: float) -> list[str]:
+    """The names of two engines on a device, one for each step, in the order of their steps; both are asked twice."""
+    steps: list[str] = []
+
+    async def run() -> None:
+        threads = [EngineThread(partial(Sharing, name, device, steps, patience_s)) for name in "ab"]
+        for thread in threads:
+            await thread.started()
+        for _ in range(2):
+            await asyncio.gather(*(thread.submit(Counter.count, 50) for thread in threads))
+
+    asyncio.run(run())
+    assert sorted(steps) == ["a"] * 100 + ["b"] * 100
+    return steps
+
+
+def runs(steps: list[str]) -> int:
+    """How many times in a row one engine stepped."""
+    return len(list(itertools.groupby(steps)))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return uuid.uuid4().hex
+
+
+def test_engines_on_one_device_step_in_turns(device: str) -> None:
+    assert runs(drawn_by_two(device, patience_s=60.0)) <= 4
+
+
+def test_an_engine_that_has_waited_for_too_long_steps_at_the_same_time(device: str) -> None:
+    assert runs(drawn_by_two(device, patience_s=0.001)) > 4
+
+
+def test_the_turn_of_a_process_ends_with_it(device: str) -> None:
+    take = f"import time; from rlx.rollout.engine_thread import Turn; turn = Turn({device!r}, 60.0); turn.take()"
+    command = [sys.executable, "-c", f"{take}; print('has it', flush=True); time.sleep(100)"]
+    environment = os.environ | {"TMPDIR": tempfile.gettempdir()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as holder:
+        assert holder.stdout and holder.stdout.readline() == "has it\n"
+        mine, began = Turn(device, 0.2), time.monotonic()
+        mine.take()
+        assert time.monotonic() - began >= 0.2
+        mine.leave()
+        holder.kill()
+    patient, began = Turn(device, 60.0), time.monotonic()
+    patient.take()
+    assert time.monotonic() - began < 30.0
 
 
 def test_jobs_end_with_what_is_reported() -> None:

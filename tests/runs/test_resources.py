@@ -196,6 +196,7 @@ def test_runs_that_share_gpus_have_parts_of_them() -> None:
         "scaling.resources_per_worker": {"CPU": 0.5, "GPU": 0.5},
         "rollout.resources_per_engine": {"CPU": 1.0, "GPU": 0.5},
         "rollout.gpu_memory_utilization": 0.25,
+        "rollout.alternate": True,
     }
     model = {"model": "m", "resources_per_model": {"CPU": 1, "GPU": 0.5}, "functions": {"model": 1}}
     thirds = sharing(3, ENGINE_ON_GPU | {"reward": model})

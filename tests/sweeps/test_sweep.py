@@ -295,7 +295,8 @@ def test_a_trial_computes_the_same_alone_and_beside_another(tiny_model: Path, tm
         folder = tmp_path / f"at_once_{at_once}"
         (folder / "storage").mkdir(parents=True)
         shutil.copy(place / "storage" / "mlflow.db", folder / "storage")
-        plan, storage = prepared(tiny_model, folder, space, search="grid", max_concurrent=at_once)
+        rollout = small_tree(tiny_model, folder)["rollout"] | {"alternate": True}
+        plan, storage = prepared(tiny_model, folder, space, {"rollout": rollout}, search="grid", max_concurrent=at_once)
         states = {name: record.state for name, record in tuner.run_sweep(plan, storage, watch=News().watch).items()}
         assert states == {"trial_00000": "finished", "trial_00001": "finished"}
         found.append({name: comparable(history(plan, storage, name), range(11)) for name in states})

@@ -82,6 +82,8 @@ class RolloutConfig(ScheduledSection):
     """size of the engine's KV cache on CPU, in MiB"""
     gpu_memory_utilization: Fraction = 0.5
     """fraction of a GPU's memory that the engine uses"""
+    alternate: bool = False
+    """an engine waits while another one on its GPU draws, for half of timeout_s at most; --interleave sets it"""
     enforce_eager: bool = False
     """no CUDA graphs on GPU: starts faster, runs slower (CPU engines are always eager)"""
     timeout_s: PositiveFloat = 600.0
