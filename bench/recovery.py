@@ -17,20 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
 import table
 import workload
+from script_run import ScriptRun
 
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = "ppo.py"
 ENGINE, WORKER = "ray::VLLMEngine", "ray::RayTrainWorker"
 NAME = "recovery"
 LIMIT_S = 300.0
@@ -38,38 +37,10 @@ LIMIT_S = 300.0
 STEPS = 400  # more than the kills take; the run is ended before
 _TWO = {"scaling.num_workers": 2, "rollout.num_engines": 2, "checkpoint.every": 5, "train.prompts_per_step": 16}
 _BACK = re.compile(r"engine \d+ is back")
-_STEP = re.compile(r"^step (\d+)/", re.MULTILINE)
 
 
-class Run:
-    """`experiments/ppo.py` as a process group of its own; what it prints is in a file."""
-
-    def __init__(self, words: Sequence[str], output: Path) -> None:
-        self.output = output
-        self.mark = uuid.uuid4().hex  # in the environment of all its processes
-        with output.open("w") as file:
-            self.driver = subprocess.Popen(
-                [sys.executable, str(ROOT / "experiments" / "ppo.py"), *words],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"RLX_BENCH": self.mark},
-                start_new_session=True,
-            )
-
-    def step(self) -> int:
-        """The last step that it has shown; -1 before the first."""
-        return max(map(int, _STEP.findall(self.output.read_text())), default=-1)
-
-    def processes(self, name: str = "") -> list[psutil.Process]:
-        """Its processes whose command line has the name."""
-        return [process for process in psutil.process_iter() if self._has(process, name)]
-
-    def _has(self, process: psutil.Process, name: str) -> bool:
-        try:
-            is_mine = process.environ().get("RLX_BENCH") == self.mark and process.status() != psutil.STATUS_ZOMBIE
-            return is_mine and name in " ".join(process.cmdline())
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            return False
+class Run(ScriptRun):
+    """`experiments/ppo.py`, and the waits for what it does."""
 
     def wait(self, ready: Callable[[], bool], what: str) -> float:
         """The seconds until then.
@@ -79,7 +50,7 @@ class Run:
         """
         begun = time.monotonic()
         while not ready():
-            if time.monotonic() - begun > LIMIT_S or self.driver.poll() is not None:
+            if time.monotonic() - begun > LIMIT_S or self.process.poll() is not None:
                 raise SystemExit(f"no {what}: {self.output.read_text()[-2000:]}")
             time.sleep(0.02)
         return time.monotonic() - begun
@@ -127,17 +98,17 @@ def measure(config: RunConfig, folder: Path) -> dict[str, float]:
     """The table; the run is ended when all of it is there."""
     settings = folder / "settings.yaml"
     settings.write_text(config.model_dump_json())  # which is YAML, too
-    runs = [run := Run(["--config", str(settings)], folder / "first.txt")]
+    runs = [run := Run(folder / "first.txt", SCRIPT, "--config", str(settings))]
     try:
         figures = {"start to step 0, s": run.wait(lambda: run.step() >= 0, "step 0")}
         run.wait_for_new_step(2)  # the first ones are slower
         figures["step, s"] = run.wait_for_new_step(4) / 4
         figures |= engine_killed(run) | worker_killed(run) | driver_killed(run)
-        runs.append(again := Run(["--resume", NAME, "--storage", config.storage], folder / "again.txt"))
+        runs.append(again := Run(folder / "again.txt", SCRIPT, "--resume", NAME, "--storage", config.storage))
         last = run.step()
         figures["driver's run resumed to a new step, s"] = again.wait(lambda: again.step() > last, f"step after {last}")
     finally:
-        runs[-1].driver.terminate()
+        runs[-1].process.terminate()
         ending = runs[-1].wait_for_end()
     return figures | {"SIGTERM: all processes gone after, s": ending} | gpu_memory()
 
@@ -161,8 +132,7 @@ def worker_killed(run: Run) -> dict[str, float]:
 def driver_killed(run: Run) -> dict[str, float]:
     """The seconds until nothing is left of a run without a driver."""
     run.wait_for_new_step(2)
-    run.driver.kill()
-    run.driver.wait()
+    run.kill()
     return {"driver killed: all processes gone after, s": run.wait_for_end()}
 
 

@@ -4,8 +4,6 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -13,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 import s3
@@ -21,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.state import list_actors
+from script_run import ScriptRun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -253,21 +251,8 @@ def mlflow_history(storage: Path, run_id: str) -> History:
     return history
 
 
-class Script:
-    """One of experiments/ as a process group of its own, as a shell starts it."""
-
-    def __init__(self, output: Path, name: str, *words: str) -> None:
-        self.output = output
-        self.mark = uuid.uuid4().hex  # in the environment of all its descendants
-        path = Path(__file__).resolve().parent.parent / "experiments" / name
-        with output.open("w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, str(path), *words],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"RLX_TEST": self.mark},
-                start_new_session=True,
-            )
+class Script(ScriptRun):
+    """One of experiments/, and what a test does with it."""
 
     def wait_for(self, text: str, seconds: float = 240) -> None:
         """Returns when it has printed the text; an error if it ends or takes longer."""
@@ -276,24 +261,9 @@ class Script:
             assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.1)
 
-    def kill(self) -> None:
-        """kill -9 of the driver alone."""
-        self.process.kill()
-        self.process.wait()
-
     def interrupt(self) -> None:
         """Ctrl-C in its terminal."""
         os.killpg(self.process.pid, signal.SIGINT)
-
-    def alive(self) -> list[psutil.Process]:
-        """Its processes."""
-        return [process for process in psutil.process_iter() if self._is_mine(process)]
-
-    def _is_mine(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get("RLX_TEST") == self.mark and process.status() != psutil.STATUS_ZOMBIE
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            return False
 
 
 KILLED_S = 90.0
@@ -303,7 +273,7 @@ KILLED_S = 90.0
 def assert_all_end(script: Script, seconds: float) -> None:
     """All of a script's processes are gone in so many seconds."""
     deadline = time.monotonic() + seconds
-    while (left := script.alive()) and time.monotonic() < deadline:
+    while (left := script.processes()) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []
 
@@ -319,7 +289,7 @@ def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
 
     yield start
     for one in started:
-        for process in one.alive():
+        for process in one.processes():
             process.kill()
         one.process.wait()
 

@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     def script() -> int:
         args, given = parse(parser, list(sys.argv[1:] if argv is None else argv))
         _check_options(parser, args, given)
-        tree = new_tree(args.config, given)
+        own = read_yaml(args.config) if args.config else None
+        tree = new_tree(own, given)
         config = from_tree(tree, args.config or "command line")  # refused before anything slow is imported
         if args.interleave > 1:
             shared = sharing_gpus(args.interleave, config.scaling, config.rollout, config.reward)
             tree = with_overrides(tree, shared)
-        named = read_yaml(args.config) if args.config else {}
-        if args.resume is None and takes_experiment(with_overrides(named, given)):
+        if args.resume is None and takes_experiment(with_overrides(own or {}, given)):
             print(DEFAULT_EXPERIMENT)
         return start_sweep(args, tree, given)
 
@@ -179,12 +179,17 @@ def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, gi
             raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
 
 
-def new_tree(file: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config tree of a new sweep: of the file, or of the default experiment's sweep, or of the options."""
-    if file:
-        return with_experiment(with_overrides(read_yaml(file), given))
-    tree = with_overrides({}, given)
-    return with_experiment(with_overrides(read_yaml(DEFAULT_SETTINGS), given)) if has_tiny_model(tree) else tree
+def new_tree(own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config tree of a new sweep.
+
+    Args:
+        own: the settings of the user's file; None: without a file, the tiny model has those of DEFAULT_SETTINGS.
+        given: the settings of the command line by dotted key, which override the file.
+    """
+    tree = with_overrides(own or {}, given)
+    if own is None and has_tiny_model(tree):
+        tree = with_overrides(read_yaml(DEFAULT_SETTINGS), given)
+    return with_experiment(tree)
 
 
 def default_space(model: ModelConfig) -> Path:

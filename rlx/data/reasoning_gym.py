@@ -47,9 +47,10 @@ class ReasoningGymSource:
             raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
         _check_names(address.removeprefix(GENERATED), data.params, setting)
 
-    def first_rows(
-        self, data: DataConfig, count: int, setting: str = "data.source", check: AnswerCheck | None = None
-    ) -> list[Row]:
+    def requiring(self, check: AnswerCheck | None) -> ReasoningGymSource:
+        return self
+
+    def first_rows(self, data: DataConfig, count: int, setting: str = "data.source") -> list[Row]:
         """Returns the rows of the first seeds; raises ConfigError if the dataset or its parameters cannot be used."""
         rows = generated_questions(data, data.seed, count, setting)
         return [Row(question=row["question"], answer=row["answer"], messages=None) for row in rows]
@@ -57,13 +58,11 @@ class ReasoningGymSource:
     def resolve(self, address: str) -> str:
         return address
 
-    def rows(self, address: str, data: DataConfig, setting: str, check: AnswerCheck | None = None) -> ray.data.Dataset:
+    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
         """Raises ConfigError: no rows are stored."""
         raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
 
-    def split(
-        self, data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None = None
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Returns rows of two ranges of seeds; a training question that is also held out is left out of the first.
 
         Raises:

@@ -38,20 +38,19 @@ class PromptSource(Protocol):
             setting: the setting that has the address, for errors.
         """
 
-    def first_rows(self, data: DataConfig, count: int, setting: str, check: AnswerCheck | None) -> list[Row]:
+    def requiring(self, check: AnswerCheck | None) -> PromptSource:
+        """Returns the source that refuses stored rows whose answer does not pass a check; None: any answer will do."""
+
+    def first_rows(self, data: DataConfig, count: int, setting: str) -> list[Row]:
         """Returns the first rows of data.source without Ray; raises ConfigError as `rows` does."""
 
     def resolve(self, address: str) -> str:
         """Returns an address that means the same in any working directory."""
 
-    def rows(self, address: str, data: DataConfig, setting: str, check: AnswerCheck | None) -> ray.data.Dataset:
-        """Returns all stored rows in their order; raises ConfigError if they cannot be used, or are generated.
+    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
+        """Returns all stored rows in their order; raises ConfigError if they cannot be used, or are generated."""
 
-        Args:
-            check: of the answer of each row; None: any will do.
-        """
-
-    def split(self, data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None) -> tuple[Rows, Rows]:
+    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[Rows, Rows]:
         """Returns rows of data.source to train on and others to evaluate on; raises ConfigError as `rows` does."""
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
@@ -99,7 +98,7 @@ def first_rows(
     Raises:
         ConfigError: the source or one of these rows cannot be used.
     """
-    return find_source(data.source).first_rows(data, count, setting, check)
+    return find_source(data.source).requiring(check).first_rows(data, count, setting)
 
 
 def check_enough(data: DataConfig, evaluation: EvalConfig, needed: int) -> None:
@@ -159,7 +158,7 @@ def read_rows(address: str, data: DataConfig, setting: str, check: AnswerCheck |
     Raises:
         ConfigError: the source or a row of it cannot be used.
     """
-    return find_source(address).rows(address, data, setting, check)
+    return find_source(address).requiring(check).rows(address, data, setting)
 
 
 def training_and_held_out_rows(
@@ -173,10 +172,10 @@ def training_and_held_out_rows(
     Raises:
         ConfigError: the sources or their rows cannot be used.
     """
-    source = find_source(data.source)
+    source = find_source(data.source).requiring(check)
     if not held_out.source:
-        return source.split(data, held_out, check)
-    training = source.rows(data.source, data, "data.source", check)
+        return source.split(data, held_out)
+    training = source.rows(data.source, data, "data.source")
     return training, read_rows(held_out.source, data, "eval.source", check).limit(held_out.num_prompts)
 
 

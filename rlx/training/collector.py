@@ -1,32 +1,29 @@
 """Rollouts of one rank: prompts in, scored completions out, and the choice of those that a step trains on.
 
-This module leaves out how engines work (rlx.rollout), what a reward function computes (rlx.rewards) and the queue of
+This module leaves out how engines work (rlx.rollout), how completions are scored (rlx.rewards) and the queue of
 rollouts that run ahead of training (rollout_queue).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from rlx.algorithms import advantages
 from rlx.config.sections.algorithm import AlgorithmConfig
-from rlx.config.sections.data import EvalSetConfig
-from rlx.config.sections.reward import RewardConfig
 from rlx.config.sections.rollout import RolloutConfig
 from rlx.config.sections.train import TrainConfig
-from rlx.mesh import Mesh
-from rlx.rewards import functions, scoring
+from rlx.rewards.completions import CompletionScorer
 from rlx.rollout.base import Engines
 from rlx.samples.columns import Kind, StepCompletions, TrainedTokens
 from rlx.samples.evaluations import EvaluationFile, Outcomes, OutcomeWriter
 from rlx.samples.writer import CompletionWriter
+from rlx.training.evaluation.sets import QuestionSet
 from rlx.training.experience import Experience, RolloutBatch, build_batch
 from rlx.training.rollout_queue import RolloutQueue
-from rlx.types import Completion, Prompt, Response, Sampling, ScoredCompletion, Scorer
+from rlx.types import Completion, Sampling, ScoredCompletion
 
 
 class Selection:
@@ -98,66 +95,6 @@ class Selection:
         taken = [each for group in groups for each in group]
         self.taken += taken
         return taken
-
-
-@dataclass(frozen=True)
-class SourceRewards:
-    """How completions of prompts from one source are scored."""
-
-    reward: RewardConfig
-    functions: Mapping[str, Scorer]
-
-
-@dataclass(frozen=True)
-class CompletionScorer:
-    """Turns completions into scored completions: decodes them, finds the answers, calls the reward functions."""
-
-    sources: Sequence[SourceRewards]  # by the number of the source
-    tokenizer: Any
-    mesh: Mesh
-
-    def __call__(self, completions: Sequence[Completion]) -> list[ScoredCompletion]:
-        """Each completion with its score; a collective call of a replica's ranks."""
-        scored: dict[int, ScoredCompletion] = {}
-        for number, source in enumerate(self.sources):
-            own = [place for place, each in enumerate(completions) if each.prompt.source == number]
-            if own:  # neighbours have the same completions
-                scored |= zip(own, self._of_source(source, [completions[place] for place in own]), strict=True)
-        return [scored[place] for place in range(len(completions))]
-
-    def _of_source(self, source: SourceRewards, completions: Sequence[Completion]) -> list[ScoredCompletion]:
-        texts = self.tokenizer.batch_decode([c.said for c in completions], skip_special_tokens=True)
-        answers = functions.extract_answers(texts, source.reward.answer_pattern)
-        responses = [
-            Response(c.prompt, text, answer, c.num_drawn, c.finished, c.episode.score if c.episode else None)
-            for c, text, answer in zip(completions, texts, answers, strict=True)
-        ]
-        # One rank of a replica scores for all: a reward function may fail, or give random scores.
-        is_leader = self.mesh.is_tp_leader
-        scores = self.mesh.broadcast_from_leader(
-            scoring.score(responses, source.functions, source.reward) if is_leader else None
-        )
-        rows = zip(*scores.by_function.values(), strict=True)
-        by_function = [dict(zip(scores.by_function, row, strict=True)) for row in rows]
-        columns = zip(completions, scores.total, scores.is_correct, by_function, strict=True)
-        said = zip(texts, answers, strict=True)
-        return [
-            ScoredCompletion(*row, text=text, answer=answer) for row, (text, answer) in zip(columns, said, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
-class QuestionSet:
-    """Questions that are evaluated together, as one replica has them."""
-
-    name: str
-    prompts: Sequence[Prompt]  # this replica's share; the ids are rows of all questions
-    size: int  # questions of all replicas
-    samplings: Sequence[Sampling]  # each question gets one answer by each
-    score: CompletionScorer
-    every: int  # steps between evaluations, see `Trainer.is_due`
-    labels: Sequence[str]  # what the sources of the questions are called, by their numbers
-    settings: EvalSetConfig | None = None  # if it is one of eval.sets
 
 
 @dataclass(frozen=True)

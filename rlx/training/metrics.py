@@ -237,7 +237,7 @@ def _of_policy(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
         return updates
     updates |= {name: (Ratio, sums[name], sums["updated"]) for name in _PER_TOKEN if name in sums}
     updates |= {name: _per_pass(trainer, name, sums) for name in ("policy/loss", "kl/loss", "ptx/loss") if name in sums}
-    return updates | {"policy/grad_norm": (Ratio, sums["grad_norm/policy"], sums["updates/policy"])}
+    return updates | {"policy/grad_norm": (Ratio, sums["grad_norm/policy"], sums["updates"])}
 
 
 _PER_TOKEN = (
@@ -265,7 +265,7 @@ def _of_values(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
         "value/explained_variance": (ExplainedVariance, batch.values, batch.returns, batch.mask),
     }
     if trainer.critic is not None:  # a head's gradient is part of the policy's
-        updates["value/grad_norm"] = (Ratio, sums["grad_norm/critic"], sums["updates/critic"])
+        updates["value/grad_norm"] = (Ratio, sums["grad_norm/critic"], sums["updates"])
     return updates
 
 
@@ -304,7 +304,7 @@ def _known_here(trainer: Trainer, sums: Sums) -> dict[str, float]:
         metrics["kl/coef"] = trainer.kl.coef
     if "policy/loss" in sums:  # else the critic warms up: the policy has no learning rate
         rates = trainer.models["policy"].optimizer.param_groups
-        metrics |= {"policy/lr": float(rates[0]["lr"]), "policy/updates": float(sums["updates/policy"])}
+        metrics |= {"policy/lr": float(rates[0]["lr"]), "policy/updates": float(sums["updates"])}
     if trainer.config.algorithm.normalize_rewards:
         running_mean, scale = trainer.reward_stats.shift_and_scale()
         metrics |= {"reward/running_mean": running_mean, "reward/running_std": 1 / scale}

@@ -36,8 +36,8 @@ from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.checkpoint_writer import CheckpointWriter
 from rlx.storage.filesystem import Storage
 from rlx.training.checkpointing import Checkpointer
-from rlx.training.collector import QuestionSet, RolloutCollector
-from rlx.training.evaluation.sets import ScoredSource, ScorerMaker, SetMaker
+from rlx.training.collector import RolloutCollector
+from rlx.training.evaluation.sets import QuestionSet, ScoredSource, ScorerMaker, SetMaker
 from rlx.training.optimizers.choice import make_optimizer
 from rlx.training.optimizers.groups import base_lrs
 from rlx.training.reporting import Reporter

@@ -28,7 +28,7 @@ from rlx.training.optimizers.groups import base_lrs
 from rlx.types import Completion, ScoredCompletion
 
 Sums = dict[str, float | Tensor]
-"""statistics of this rank by name; they are summed over ranks before anything is divided"""
+"""statistics of this rank by name, those that apply to the step; summed over ranks before anything is divided"""
 
 
 @dataclass(frozen=True)

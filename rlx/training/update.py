@@ -338,8 +338,8 @@ def optimizer_step(trainer: Trainer, number: int) -> Sums:
     """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping."""
     norms: Sums = {"updates": 1.0}
     for name in trainer.learning:
-        norm = fsdp.clip_gradients(trainer.models[name].model, trainer.config.train.max_grad_norm)
-        norms |= {f"grad_norm/{name}": norm, f"updates/{name}": 1.0}
+        model, limit = trainer.models[name].model, trainer.config.train.max_grad_norm
+        norms[f"grad_norm/{name}"] = fsdp.clip_gradients(model, limit)
     for name in trainer.learning:
         optimizer = trainer.models[name].optimizer
         for group, lr in zip(optimizer.param_groups, trainer.base_lrs[name], strict=True):

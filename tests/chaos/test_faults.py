@@ -43,19 +43,12 @@ def expected(place: Place, script: Start) -> History:
 
 def part(run: Script, name: str, chance: random.Random) -> psutil.Process:
     """One of the run's processes of that name."""
-    found = [process for process in run.alive() if name in " ".join(process.cmdline())]
-    return chance.choice(sorted(found, key=lambda process: process.pid))
-
-
-def step_of(run: Script) -> int:
-    """The last step that the run has shown."""
-    lines = [line for line in run.output.read_text().splitlines() if line.startswith("step ")]
-    return int(lines[-1].split()[1].split("/")[0]) if lines else -1
+    return chance.choice(sorted(run.processes(name), key=lambda process: process.pid))
 
 
 def wait_for_step(run: Script, step: int) -> None:
     deadline = time.monotonic() + 300
-    while step_of(run) < step:
+    while run.step() < step:
         assert run.process.poll() is None and time.monotonic() < deadline, run.output.read_text()
         time.sleep(0.02)
 
@@ -81,7 +74,7 @@ def test_what_dies_in_a_run_is_replaced_and_nothing_differs(
 def test_all_engines_die_at_once(place: Place, expected: History, script: Start) -> None:
     run = script("ppo.py", *place.words("no-engine", 2), *TWO)
     wait_for_step(run, 4)
-    for process in [process for process in run.alive() if ENGINE in " ".join(process.cmdline())]:
+    for process in run.processes(ENGINE):
         process.kill()
     finish(run)
     assert place.history("no-engine") == expected

@@ -48,12 +48,6 @@ def newest(storage: Path, name: str) -> int:
     return checkpoint_catalog.complete_checkpoints(open_storage(str(storage)) / "runs" / name)[-1].step
 
 
-def last_step(script: Script) -> int:
-    """The last step that it has shown."""
-    lines = [line for line in script.output.read_text().splitlines() if line.startswith("step ")]
-    return int(lines[-1].split()[1].split("/")[0])
-
-
 def test_a_killed_run_resumes_as_if_nothing_had_been(tiny_model: Path, tmp_path: Path, script: Start) -> None:
     whole = script("ppo.py", *words(tmp_path, tiny_model, "whole", 6))
     assert whole.process.wait(300) == 0, whole.output.read_text()
@@ -80,7 +74,7 @@ def test_ctrl_c_ends_a_run_cleanly(tiny_model: Path, tmp_path: Path, script: Sta
     assert run.output.read_text().endswith(
         f"interrupted: rlx train --resume stopped --storage {tmp_path} continues the run from its newest checkpoint\n"
     )
-    assert newest(tmp_path, "stopped") == last_step(run)
+    assert newest(tmp_path, "stopped") == run.step()
     assert status(tmp_path, run_folder.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
 
 
@@ -93,7 +87,7 @@ def test_batch_systems_and_closed_terminals_end_a_run_as_ctrl_c_does(
     run.process.send_signal(number)
     assert run.process.wait(40) == code, run.output.read_text()
     assert_all_end(run, 5)
-    assert newest(tmp_path, "stopped") == last_step(run) >= 3
+    assert newest(tmp_path, "stopped") == run.step() >= 3
 
 
 def test_sigterm_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Path, script: Start) -> None:

@@ -45,11 +45,10 @@ def killed(run: Script, victim: str) -> bool:
         run.kill()
         assert_all_end(run, KILLED_S)
         return True
-    for process in run.alive():
+    for process in run.processes(victim):
         try:
-            if victim in " ".join(process.cmdline()):
-                process.kill()
-                return True
+            process.kill()
+            return True
         except psutil.NoSuchProcess:
             continue
     return False

@@ -58,7 +58,7 @@ def process_of(run: Script, kind: str) -> psutil.Process | None:
     """One of the sweep's processes of a kind; None if there is none now."""
     if kind == "driver":
         return psutil.Process(run.process.pid)
-    found = [process for process in run.alive() if " ".join(process.cmdline()).startswith(PROCESSES[kind])]
+    found = [process for process in run.processes() if " ".join(process.cmdline()).startswith(PROCESSES[kind])]
     return found[0] if found else None
 
 

@@ -1,5 +1,6 @@
 """Whose defaults a config gets: the settings' own, those that follow other settings, the default experiment's."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,18 @@ def test_a_command_says_that_it_takes_settings_of_the_default_experiment(
     assert capsys.readouterr().out == said
 
 
+def test_a_sweep_can_read_its_settings_from_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "start_sweep", lambda *_: 0)
+    reading, writing = os.pipe()
+    os.write(writing, b"model: {path: tiny-calculator}")
+    os.close(writing)
+    assert sweep.main(["--config", f"/dev/fd/{reading}"]) == 0
+    os.close(reading)
+    assert capsys.readouterr().out == ""
+
+
 def test_another_model_gets_nothing_of_the_default_experiment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,7 +184,7 @@ def test_another_model_gets_nothing_of_the_default_experiment(
         train.new_config(None, {"model.path": "org/name"}),
         train.new_config(str(file), {}),
         from_tree(sweep.new_tree(None, {"model.path": "org/name"})),
-        from_tree(sweep.new_tree(str(file), {})),
+        from_tree(sweep.new_tree(read_yaml(file), {})),
     ):
         assert config == own
     assert capsys.readouterr().out == ""

@@ -66,7 +66,7 @@ def recorded_run(kind: str, model: Path, storage: Path) -> RecordedRun:
             script.kill()
             assert_all_end(script, KILLED_S)
         finally:
-            for process in script.alive():
+            for process in script.processes():
                 process.kill()
         assert train(config, resume=True).reports[0][0]["step"] in range(EVERY, STEPS, EVERY)
     return RecordedRun.read(kind, str(storage))

@@ -51,7 +51,7 @@ def resumed(run: Done, tiny_model: Path, storage: Path) -> Done:
         script.kill()
         assert checkpoint_catalog.complete_checkpoints(open_storage(there) / "runs" / "killed")[-1].step >= 2
     finally:
-        for process in script.alive():
+        for process in script.processes():
             process.kill()
     return train(config, resume=True, records=storage)
 

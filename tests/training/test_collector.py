@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rlx.config.loading import from_tree
-from rlx.training.collector import CompletionScorer, RolloutCollector, Selection, SourceRewards, apply_length_penalty
+from rlx.rewards.completions import CompletionScorer, SourceRewards
+from rlx.training.collector import RolloutCollector, Selection, apply_length_penalty
 from rlx.training.loop import needs_more
 from rlx.training.metrics import StepTimer, sample_rows
 from rlx.training.reporting import MemoryReporter

@@ -19,10 +19,9 @@ from rlx.mesh import Mesh
 from rlx.samples import evaluations
 from rlx.samples.evaluations import EvaluationFile, Outcomes
 from rlx.storage.addresses import open_storage
-from rlx.training.collector import QuestionSet
 from rlx.training.evaluation.evaluate import unread_answers
 from rlx.training.evaluation.outcomes import eval_metrics, gather_outcomes
-from rlx.training.evaluation.sets import set_sampling
+from rlx.training.evaluation.sets import QuestionSet, set_sampling
 from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
 
 SET = EvalSetConfig(name="sums", samples=3)

@@ -24,8 +24,9 @@ from rlx.models.loading import load_policy
 from rlx.samples.evaluations import AVERAGED, HELD_OUT, Outcomes
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import experience, loop, metrics, setup, trainer, update
-from rlx.training.collector import QuestionSet, Selection
+from rlx.training.collector import Selection
 from rlx.training.evaluation.evaluate import evaluate
+from rlx.training.evaluation.sets import QuestionSet
 from rlx.training.experience import Experience
 from rlx.types import Completion, Prompt, ScoredCompletion
 

@@ -10,8 +10,8 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -40,10 +40,17 @@ class Reading:
     names_files: bool = False  # whether errors of `read` begin with the name of a file
 
 
+@dataclass(frozen=True)
 class StoredSource(ABC):
     """A source with stored rows; see `rlx.data.sources.PromptSource`."""
 
+    answer_check: AnswerCheck | None = None  # of each row that is read
+
     is_generated = False
+
+    def requiring(self, check: AnswerCheck | None) -> Self:
+        """Returns the source with another check of answers."""
+        return replace(self, answer_check=check)
 
     @abstractmethod
     def check(self, address: str, data: DataConfig, setting: str) -> None:
@@ -57,17 +64,13 @@ class StoredSource(ABC):
     def reading(self, address: str, columns: Columns, setting: str) -> Reading:
         """Returns how the rows are read; raises ConfigError if they cannot be found."""
 
-    def first_rows(
-        self, data: DataConfig, count: int, setting: str = "data.source", check: AnswerCheck | None = None
-    ) -> list[Row]:
+    def first_rows(self, data: DataConfig, count: int, setting: str = "data.source") -> list[Row]:
         """Returns the first rows of data.source, which this process reads."""
-        return self.read_first(data.source, data, setting, count, check)
+        return self.read_first(data.source, data, setting, count)
 
-    def read_first(
-        self, address: str, data: DataConfig, setting: str, count: int, check: AnswerCheck | None = None
-    ) -> list[Row]:
+    def read_first(self, address: str, data: DataConfig, setting: str, count: int) -> list[Row]:
         """Returns the first rows at an address, which this process reads; raises ConfigError as `rows` does."""
-        reading = self.reading(address, Columns.of(data, setting, check), setting)
+        reading = self.reading(address, Columns.of(data, setting, self.answer_check), setting)
         try:
             tables = (table for piece in reading.pieces for table in reading.read(piece))
             rows = (row for table in tables for row in table.slice(0, count).to_pylist())
@@ -76,13 +79,13 @@ class StoredSource(ABC):
             prefix = "" if reading.names_files else f"{address}: "
             raise ConfigError(f"{setting} {prefix}{error}") from None
 
-    def rows(self, address: str, data: DataConfig, setting: str, check: AnswerCheck | None = None) -> ray.data.Dataset:
+    def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
         """Returns all rows in their order.
 
         Raises:
             ConfigError: the source or a row cannot be used; the text names the file, and the line of a .jsonl file.
         """
-        reading = self.reading(address, Columns.of(data, setting, check), setting)
+        reading = self.reading(address, Columns.of(data, setting, self.answer_check), setting)
         try:
             rows = ray_data.read_pieces(reading.pieces, reading.read, SCHEMA, here=reading.here)
         except Exception as error:  # Ray wraps whatever a parser raises
@@ -92,15 +95,13 @@ class StoredSource(ABC):
             raise ConfigError(f"{setting} {address}: {NO_ROWS}")
         return rows
 
-    def split(
-        self, data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None = None
-    ) -> tuple[ray.data.Dataset, ray.data.Dataset]:
+    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[ray.data.Dataset, ray.data.Dataset]:
         """Returns the rows of data.source without the last ones and their repetitions, and the last ones.
 
         Raises:
             ConfigError: the source or a row cannot be used.
         """
-        training, last = hold_out(self.rows(data.source, data, "data.source", check), held_out.num_prompts)
+        training, last = hold_out(self.rows(data.source, data, "data.source"), held_out.num_prompts)
         return without_repetitions(training, last, data.source), ray_data.from_rows(last)
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:

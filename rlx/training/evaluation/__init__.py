@@ -3,8 +3,8 @@
 `sets` has the questions of one rank: the held-out prompts with one greedy answer each, and those of eval.sets with
 several. `evaluate` asks those that are due; `outcomes` gives every rank all outcomes, and computes metrics from them.
 
-Left out: how answers are generated and scored (rlx.training.collector), formulas (rlx.algorithms.sampled_answers), and
-the files of outcomes (rlx.samples.evaluations).
+Left out: how answers are generated (rlx.training.collector) and scored (rlx.rewards), formulas
+(rlx.algorithms.sampled_answers), and the files of outcomes (rlx.samples.evaluations).
 
 Example:
     from rlx.config.sections.data import EvalSetConfig

@@ -13,8 +13,9 @@ import torch
 
 from rlx.config.sections.reward import CORRECTNESS, RewardConfig
 from rlx.samples.evaluations import AVERAGED, HELD_OUT
-from rlx.training.collector import QuestionSet, RolloutCollector
+from rlx.training.collector import RolloutCollector
 from rlx.training.evaluation.outcomes import eval_metrics, gather_outcomes
+from rlx.training.evaluation.sets import QuestionSet
 from rlx.training.metrics import mean_over_ranks, sample_rows
 from rlx.training.trainer import Trainer
 from rlx.types import ScoredCompletion

@@ -16,7 +16,7 @@ import torch
 from rlx.algorithms.sampled_answers import majority, pass_at_k, standard_error
 from rlx.config.sections.data import EvalSetConfig, error_of
 from rlx.samples.evaluations import Outcomes
-from rlx.training.collector import QuestionSet
+from rlx.training.evaluation.sets import QuestionSet
 from rlx.training.trainer import Trainer
 from rlx.types import ScoredCompletion
 

@@ -13,9 +13,23 @@ from rlx.data import sources
 from rlx.data.stream import Share
 from rlx.mesh import Mesh
 from rlx.rewards import scoring
+from rlx.rewards.completions import CompletionScorer, SourceRewards
 from rlx.samples.evaluations import HELD_OUT
-from rlx.training.collector import CompletionScorer, QuestionSet, SourceRewards
-from rlx.types import Sampling, Scorer
+from rlx.types import Prompt, Sampling, Scorer
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions that are evaluated together, as one replica has them."""
+
+    name: str
+    prompts: Sequence[Prompt]  # this replica's share; the ids are rows of all questions
+    size: int  # questions of all replicas
+    samplings: Sequence[Sampling]  # each question gets one answer by each
+    score: CompletionScorer
+    every: int  # steps between evaluations, see `Trainer.is_due`
+    labels: Sequence[str]  # what the sources of the questions are called, by their numbers
+    settings: EvalSetConfig | None = None  # if it is one of eval.sets
 
 
 @dataclass(frozen=True)
