@@ -26,6 +26,8 @@ from rlx.config.sections.data import DEFAULT_SOURCE
 _QUOTED = r"'([^']*)'"
 _SHOWN_CHARACTERS = 300
 _MOST_VALUES = 100_000
+_NOT_OF_TEXT = ("float_parsing", "int_parsing", "bool_parsing", "float_type", "tuple_type", "dict_type", "model_type")
+"""errors of pydantic for a text where none can stand"""
 
 
 def from_tree(tree: dict[str, Any], origin: str = "config") -> RunConfig:
@@ -183,7 +185,9 @@ def _explain(error: ErrorDetails) -> str:
         return f"unknown setting {key}{_meant(key, error['loc'])}"
     if error["type"] == "missing":
         return f"{key} is missing"
-    if error["type"] == "model_type":
+    if error["type"] in _NOT_OF_TEXT and (problem := _in_brackets(value)):
+        message = problem
+    elif error["type"] == "model_type":
         inside = next((name for name in settings() if name.startswith(f"{key}.")), f"{key}.source")
         message = f"expected a section of settings, such as {inside}"
     elif error["type"] == "dict_type":
@@ -203,6 +207,18 @@ def _explain(error: ErrorDetails) -> str:
         return message
     shown = "" if any_secret(value) else f" = {_shorten(value)}"
     return f"{key}{shown}: {message[0].lower()}{message[1:]}"
+
+
+def _in_brackets(value: Any) -> str | None:
+    """What is wrong with a list or a mapping that has remained text; None for anything else."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        parse_yaml(value)
+    except ValueError as error:
+        is_open = sum(map(value.count, "[{")) > sum(map(value.count, "]}"))
+        return "a bracket is not closed" if is_open else str(error)
+    return "remove the quotes, which make it a text"
 
 
 def _meant(key: str, location: Sequence[int | str]) -> str:

@@ -47,6 +47,43 @@ def check_weights(where: str, weights: Mapping[str, float] | None, known: Sequen
     )
 
 
+def check_reward_use(data: DataConfig, evaluation: EvalConfig, reward: RewardConfig) -> None:
+    """Raises ValueError if a reward function scores no prompts, or a setting is for a function that is not there."""
+    own = [*data.sources, *(each for each in evaluation.sets if each.source or each.reward)]
+    if data.sources and all(each.reward for each in own):
+        used = {name for each in own for name in each.reward or {}}
+        for name in reward.functions:
+            refuse_if(
+                name not in used,
+                f"reward.functions has {name}, which scores nothing: every one of data.sources has a reward of its own "
+                f"without it; name it there or leave it out",
+            )
+    for key, field in RewardConfig.model_fields.items():
+        refuse_if(
+            key.startswith("code_") and getattr(reward, key) != field.default and "code" not in reward.functions,
+            f"reward.{key} does nothing without code in reward.functions",
+        )
+    refuse_if(
+        reward.on_timeout != "fail" and not any(name == "judge" or ":" in name for name in reward.functions),
+        "reward.on_timeout does nothing without judge or a function of your own in reward.functions",
+    )
+
+
+def check_ranking(rewards: Sequence[RewardConfig], algorithm: AlgorithmConfig, samples: int) -> None:
+    """Raises ValueError if a judge has nothing to compare a completion with.
+
+    Args:
+        rewards: those of each source.
+        samples: train.samples_per_prompt.
+    """
+    ranks = any("judge" in each.functions and each.judge_mode == "rank" for each in rewards)
+    refuse_if(
+        ranks and samples + algorithm.estimator.needs_greedy < 2,
+        "reward.judge_mode rank compares the completions of a prompt, and train.samples_per_prompt is 1: set it to 2 "
+        "or more, or reward.judge_mode to score",
+    )
+
+
 def check_curriculum(data: DataConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     """Raises ValueError if a curriculum cannot know in time how difficult prompts are."""
     if data.curriculum == "none":

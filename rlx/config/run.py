@@ -170,6 +170,8 @@ def _check(config: RunConfig) -> None:
     rules.check_engine_gpus(config.rollout)
     rules.check_environment(config.environment, config.algorithm, config.reward)
     prompt_rules.check_sources(config.data, config.eval, config.reward)
+    prompt_rules.check_reward_use(config.data, config.eval, config.reward)
+    prompt_rules.check_ranking(config.reward_parts, config.algorithm, config.train.samples_per_prompt)
     rules.check_signal(config.reward_parts, config.model)
     prompt_rules.check_curriculum(config.data, config.rollout, config.algorithm)
     prompt_rules.check_correctness(config.data, config.algorithm, config.reward_parts)

@@ -118,20 +118,25 @@ _OF_TRANSFORMERS = ("tools", "documents", "raise_exception", "strftime_now")
 """names in chat templates that transformers gives a value; besides special tokens, such as bos_token"""
 
 
-def check_template_args(given: Mapping[str, Any], model: str, trust_remote_code: bool = False) -> None:
-    """Raises ConfigError if the chat template of a model reads one of the arguments nowhere.
+def check_template(
+    given: Mapping[str, Any], chats: Sequence[Sequence[ChatMessage]], model: str, trust_remote_code: bool = False
+) -> None:
+    """Raises ConfigError if a model's chat template reads an argument nowhere, or does not take a conversation.
 
-    It would be ignored without a word. To load the tokenizer takes seconds, so it is done only if there are arguments.
+    The argument would be ignored without a word. To load the tokenizer takes seconds, so it is done only if there are
+    arguments or conversations.
 
     Args:
         given: `data.chat_template_args`.
+        chats: the conversations of the first rows, without `data.system_prompt`.
         model: its folder, or its name on the hub.
     """
-    if not given:
+    if not given and not chats:
         return
     try:
-        template = load_tokenizer(model, trust_remote_code).chat_template
-        unknown = _unknown_argument(template, given, model)
+        tokenizer = load_tokenizer(model, trust_remote_code)
+        if not (unknown := _unknown_argument(tokenizer.chat_template, given, model)):
+            encode_prompts(tokenizer, chats, None, given)
     except Exception as error:  # of code that the model brings, too
         raise ConfigError(f"model.path {model}: its tokenizer: {one_line(error)}") from None
     if unknown:

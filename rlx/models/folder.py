@@ -19,6 +19,8 @@ from rlx.config.reach import ANSWER_S, why_silent
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "*.gguf")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
 _LARGEST_HEADER = 100 << 20  # bytes, as safetensors has it
+_PLAIN_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1, "lm_head_multiplier": 1}
+"""what Gemma 2, Cohere, Granite and Falcon H1 call a change of their logits, and the value that changes nothing"""
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,20 @@ class ModelShape:
     @classmethod
     def read(cls, path: str, setting: str = "model.path") -> ModelShape:
         """Raises ConfigError if config.json is no JSON object."""
-        try:
-            content = json.loads((Path(path) / "config.json").read_text())
-            positions = content.get("max_position_embeddings") or content.get("n_positions")  # the latter in GPT-2
-            return cls(positions, content.get("num_attention_heads"))
-        except (ValueError, AttributeError):
-            raise ConfigError(f"{setting} {path}: its config.json is not a JSON object") from None
+        content = _config_json(path, setting)
+        positions = content.get("max_position_embeddings") or content.get("n_positions")  # the latter in GPT-2
+        return cls(positions, content.get("num_attention_heads"))
+
+
+def _config_json(path: str, setting: str) -> dict[str, Any]:
+    """The content of a folder's config.json; raises ConfigError if it is no JSON object."""
+    try:
+        content = json.loads((Path(path) / "config.json").read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{setting} {path}: its config.json is not a JSON object")
+    return content
 
 
 def is_model_folder(path: str, setting: str) -> bool:
@@ -69,11 +79,12 @@ def shape_on_hub(name: str) -> ModelShape:
 
 
 def check_hub_name(name: str, setting: str) -> None:
-    """Raises ConfigError if the Hugging Face hub has no such model, or does not answer and none is in the cache."""
+    """Raises ConfigError if the hub has no such model, or does not answer and none is in the cache, or it cannot be
+    trained."""
     from huggingface_hub import errors
 
     try:
-        _hub_config(name)
+        _check_logits(str(Path(_hub_config(name)).parent), name, setting)
     except (errors.LocalEntryNotFoundError, ConnectionError) as error:
         reason = one_line(error, 200)
         raise ConfigError(
@@ -105,7 +116,7 @@ def _hub_config(name: str) -> str:
 
 
 def check_model_files(path: str, setting: str) -> None:
-    """Raises ConfigError if a model's folder has no tokenizer, a damaged one, or no weights."""
+    """Raises ConfigError if a model's folder has no tokenizer, a damaged one, or no weights, or cannot be trained."""
     folder = Path(path)
     if not _has_any(folder, _TOKENIZER_FILES):
         raise ConfigError(
@@ -116,6 +127,26 @@ def check_model_files(path: str, setting: str) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (file := folder / name).is_file():
             _check_json(file, setting)
+    _check_logits(path, path, setting)
+
+
+def _check_logits(folder: str, name: str, setting: str) -> None:
+    """Raises ConfigError if a model's config.json says that it changes the logits of its output layer.
+
+    Log-probabilities are computed from these logits as they are. Models that change them in a way that is not known
+    here are refused when they are loaded (`loading.load_policy`).
+    """
+    if setting == "model.critic_path":  # its logits are not used
+        return
+    content = _config_json(folder, setting)
+    of_text = content.get("text_config")  # where a model also takes images
+    for part in (content, of_text if isinstance(of_text, dict) else {}):
+        for key, plain in _PLAIN_LOGITS.items():
+            if part.get(key) not in (None, plain):
+                raise ConfigError(
+                    f"{setting} {name}: {key} {part[key]} in its config.json changes the logits of its output layer, "
+                    f"which rlx does not train: take a model that leaves them, such as Llama, Qwen or Gemma 3"
+                )
 
 
 def check_same_tokens(path: str, other: str, setting: str) -> None:

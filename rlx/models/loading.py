@@ -17,6 +17,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -60,6 +61,23 @@ def load_policy(
     if adapters:
         add_adapters(lm, adapters)
     return policy
+
+
+def end_tokens(path: str, tokenizer: Any, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """Returns the tokens that end an answer of the model: its tokenizer's EOS first, then those of its
+    generation_config.json, or of its config.json if it has none.
+
+    vLLM ends answers with all of them, asked or not, and draws none before `rollout.min_tokens`
+    (`SamplingParams.update_from_generation_config`); so the trainer has to know them, too.
+    """
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # there is no such file
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        generation = GenerationConfig.from_model_config(config)
+    further = generation.eos_token_id
+    ends = [tokenizer.eos_token_id, *(further if isinstance(further, list) else [further])]
+    return tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
 def load_critic(

@@ -31,6 +31,7 @@ from rlx.config.sections.reward import RewardConfig
 from rlx.config.sections.rollout import RolloutConfig
 from rlx.config.vllm_options import check_option_names
 from rlx.data import prompts, sources
+from rlx.data.stored.columns import ChatMessage
 from rlx.data.stored.source import NO_ROWS
 from rlx.environments.base import load_environment
 from rlx.environments.trial import try_environment
@@ -110,7 +111,7 @@ def prepare(
     """
     config = from_tree(with_overrides(config.model_dump(exclude_unset=True), absolute_paths(config)))
     check_quickly(config, has_prompts=bool(tables))
-    resources = plan_resources(config)
+    resources, chats = plan_resources(config), list[Sequence[ChatMessage]]()
     if not tables:
         parts = enumerate(zip(config.data.parts, config.reward_parts, strict=True))
         tried_parts = {config.data.setting_of(number): each for number, each in parts}
@@ -121,13 +122,14 @@ def prepare(
             tried = [Prompt(i, (), row["question"], row["answer"]) for i, row in enumerate(rows)]
             scoring.try_rewards(reward, tried, on_gpu=bool(resources.workers[0].get("GPU")))
             try_environment(config.environment, tried)
+            chats += [chat for row in rows if (chat := row.get("messages"))]
         sources.check_enough(config.data, config.eval, config.train.prompts_per_step)
     path = model_path or model_folder(config.model.path, config.storage, progress)
     made = {key: model_folder(other, config.storage, progress) for key, other in companions(config.model).items()}
     config = from_tree(with_overrides(config.model_dump(exclude_unset=True), made))
     check_model(config, path)
     if not tables and (is_model_folder(path, "model.path") or not address_of(config.ray_address)):
-        prompts.check_template_args(config.data.chat_template_args, path, config.model.trust_remote_code)
+        prompts.check_template(config.data.chat_template_args, chats, path, config.model.trust_remote_code)
     config = from_tree(with_overrides(config.model_dump(), lengths(config.data, config.rollout, path)))
     if not config.checkpoint.init_from:  # its critic has learnt
         for line in rules.warnings(config.algorithm, config.model, config.train, config.rollout):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections.base import flatten
+from rlx.config.sections.base import differences, flatten
 from rlx.config.sections.data import GENERATED
 from rlx.config.sections.records import CheckpointConfig
 from rlx.config.sections.reward import SCORERS
@@ -264,12 +264,9 @@ def is_fixed(key: str) -> bool:
 
 def check_resumable(config: RunConfig, saved: RunConfig) -> None:
     """Raises ConfigError if a setting that cannot change differs between a resume and the saved run."""
-    values, saved_values = flatten(config), flatten(saved)
-    for key in values:
-        if is_fixed(key) and values[key] != saved_values[key] and not _has_moved(saved_values[key], values[key]):
-            raise ConfigError(
-                f"{key} is {saved_values[key]} in run {saved.name}, which cannot change now: start a new run"
-            )
+    for key, now, before in differences(config, saved):
+        if is_fixed(key) and not _has_moved(before, now):
+            raise ConfigError(f"{key} is {before} in run {saved.name}, which cannot change now: start a new run")
 
 
 def _has_moved(before: Any, now: Any) -> bool:

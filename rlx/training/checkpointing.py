@@ -138,9 +138,11 @@ class Checkpointer:
         manifest, trainer, what = entry.manifest, self.trainer, f"reading {entry.folder.path}"
         retry(partial(checkpoint_files.load_state, entry.files, trainer.models, trainer.ema), what)
         trainer.step = self._saved_step = manifest.step
-        self.restored_metrics = manifest.metrics
+        # What the run has no eval.sets for any more would else be reported with every step to come.
+        evaluation = trainer.config.eval
+        self.restored_metrics = evaluation.still_measured(manifest.metrics)
         trainer.tokens, trainer.seconds = manifest.tokens, manifest.seconds
-        trainer.evaluation = dict(manifest.evaluation)
+        trainer.evaluation = evaluation.still_measured(manifest.evaluation)
         trainer.kl.load_state_dict(manifest.kl)
         trainer.reward_stats.load_state_dict(manifest.scores)
         self.queue.prompts.seek(manifest.cursor)

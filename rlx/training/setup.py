@@ -132,11 +132,12 @@ def _collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> Roll
     config, mesh = inputs.config, trainer.mesh
     engines = inputs.connect_engines(mesh, partial(weights_for_engines, config.rollout, config.model, trainer.policy))
     remote = inputs.connect_scorers(mesh)
-    sampling, scorer = sampling_of(config.rollout, tokenizer), ScorerMaker(remote, tokenizer, mesh)
+    ends = loading.end_tokens(inputs.model_path, tokenizer, config.model.trust_remote_code)
+    sampling, scorer = sampling_of(config.rollout, ends), ScorerMaker(remote, tokenizer, mesh)
     parts = zip(config.data.parts, config.reward_parts, strict=True)
     return RolloutCollector(
         engines=engines,
-        queue=_queue(trainer, engines, tokenizer, _training_prompts(inputs, mesh)),
+        queue=_queue(trainer, engines, ends, _training_prompts(inputs, mesh)),
         sampling=sampling,
         score=scorer([ScoredSource(part, reward, part.seed, part.num_prompts) for part, reward in parts]),
         evaluations=_evaluations(inputs, sampling, scorer),
@@ -204,14 +205,14 @@ def weights_for_engines(rollout: RolloutConfig, model: ModelConfig, policy: Any)
     return lora.adapter_weights(policy) if adapters_only else lora.engine_weights(policy)
 
 
-def sampling_of(rollout: RolloutConfig, tokenizer: Any) -> Sampling:
-    """How training completions are sampled."""
+def sampling_of(rollout: RolloutConfig, ends: tuple[int, ...]) -> Sampling:
+    """How training completions are sampled; `ends`: the tokens that end one, see `loading.end_tokens`."""
     return Sampling(
         rollout.temperature,
         rollout.top_p,
         rollout.top_k,
         rollout.max_tokens,
-        (tokenizer.eos_token_id,),
+        ends,
         min_p=rollout.min_p,
         min_tokens=rollout.min_tokens,
         repetition_penalty=rollout.repetition_penalty,
@@ -223,14 +224,14 @@ def sampling_of(rollout: RolloutConfig, tokenizer: Any) -> Sampling:
     )
 
 
-def _queue(trainer: Trainer, engines: Engines, tokenizer: Any, prompts: PromptStream) -> RolloutQueue:
+def _queue(trainer: Trainer, engines: Engines, ends: tuple[int, ...], prompts: PromptStream) -> RolloutQueue:
     """Each prompt gets `samples_per_prompt` completions, and a greedy one where the estimator needs it."""
     config = trainer.config
     train, rollout = config.train, config.rollout
 
     def samplings(step: int) -> list[Sampling]:
         """Of the completions that are trained on after so many steps."""
-        sampling = sampling_of(config.at(step, trainer.tokens).rollout, tokenizer)
+        sampling = sampling_of(config.at(step, trainer.tokens).rollout, ends)
         greedy = [sampling.greedy] if config.algorithm.estimator.needs_greedy else []
         return [sampling] * train.samples_per_prompt + greedy
 

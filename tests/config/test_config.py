@@ -13,7 +13,7 @@ import yaml
 
 import rlx.config
 from rlx.algorithms.advantages import ADVANTAGES
-from rlx.cli.options import add_settings, parse
+from rlx.cli.options import add_settings, parse, settings_parser
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, parse_yaml, read_yaml, with_overrides
@@ -370,6 +370,29 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
 def test_settings_that_contradict_each_other_are_refused(tree: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_tree(over_experiment(tree))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--data.sources", "[{source: q.jsonl"], "data.sources = '[{source: q.jsonl': a bracket is not closed"),
+        (["--data.params", "{max_terms: 3"], "data.params = '{max_terms: 3': a bracket is not closed"),
+        (["--data.params", "{a: 1, a: 2}"], "data.params = '{a: 1, a: 2}': not valid YAML: line 1: a is there twice"),
+        (["--algorithm.kl-coef", "{0: 0.1, 200: 0"], "algorithm.kl_coef = '{0: 0.1, 200: 0': a bracket is not closed"),
+        (["--algorithm.kl-coef", "{0: 0.1, 200: 0}"], None),
+        (["--reward.answer-pattern", "[a"], "reward.answer_pattern = '[a': not a regular expression"),
+    ],
+)
+def test_a_list_or_mapping_that_is_not_one_is_refused_with_what_is_wrong(
+    option: list[str], message: str | None
+) -> None:
+    _, given = parse(settings_parser("a command", ""), option)
+    if message is None:
+        from_tree(with_overrides({}, given))
+        return
+    with pytest.raises(ConfigError) as refused:
+        from_tree(with_overrides({}, given))
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(

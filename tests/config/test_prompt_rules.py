@@ -49,6 +49,82 @@ def test_rewards_of_sources_alone_are_enough() -> None:
     assert [part.functions["numeric"] for part in config.reward_parts] == [1.0, 2.0]
 
 
+JUDGE = {"functions": {"judge": 1.0}, "judge_url": "http://h/v1", "judge_model": "m"}
+LENGTH = {"functions": {"numeric": 1.0, "length": 0.5}, "length_target": 4}
+NUMERIC = FILE | {"reward": {"numeric": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        (
+            {"reward": LENGTH, "data": {"sources": [NUMERIC, OTHER | {"reward": {"numeric": 2.0}}]}},
+            "reward.functions has length, which scores nothing: every one of data.sources has a reward of its own",
+        ),
+        ({"reward": LENGTH, "data": {"sources": [NUMERIC, OTHER]}}, None),
+        (
+            {"reward": LENGTH, "data": {"sources": [NUMERIC]}, "eval": {"sets": [{"name": "a"}]}},
+            "reward.functions has length, which scores nothing",
+        ),
+        ({"reward": LENGTH, "data": {"sources": [NUMERIC]}, "eval": {"sets": [OTHER | {"name": "a"}]}}, None),
+        (
+            {
+                "reward": LENGTH,
+                "data": {"sources": [NUMERIC]},
+                "eval": {"sets": [{"name": "a", "reward": {"length": 1}}]},
+            },
+            None,
+        ),
+        (
+            {"reward": JUDGE | {"judge_mode": "rank"}, "train": {"samples_per_prompt": 1}},
+            "reward.judge_mode rank compares the completions of a prompt, and train.samples_per_prompt is 1: set it to",
+        ),
+        ({"reward": JUDGE | {"judge_mode": "rank"}, "train": {"samples_per_prompt": 2}}, None),
+        ({"reward": JUDGE, "train": {"samples_per_prompt": 1}}, None),
+        (
+            {
+                "reward": JUDGE | {"judge_mode": "rank"},
+                "train": {"samples_per_prompt": 1},
+                "algorithm": {"advantage": "remax"},  # it is compared with the greedy answer
+            },
+            None,
+        ),
+        ({"reward": {"judge_mode": "rank"}}, "reward.judge_mode does nothing without reward.judge_url"),
+        ({"reward": {"judge_scale": [0, 1]}}, "reward.judge_scale does nothing without reward.judge_url"),
+        ({"reward": {"code_score": "share"}}, "reward.code_score does nothing without code in reward.functions"),
+        ({"reward": {"code_cpu_s": 1}}, "reward.code_cpu_s does nothing without code in reward.functions"),
+        ({"reward": {"code_score": "share", "functions": {"code": 1}}}, None),
+        ({"reward": {"on_timeout": "zero"}}, "reward.on_timeout does nothing without judge or a function of your own"),
+        ({"reward": {"on_timeout": "zero", "functions": {"my_rewards:short": 1}}}, None),
+        ({"reward": JUDGE | {"on_timeout": "zero"}}, None),
+    ],
+)
+def test_settings_of_rewards_that_do_nothing_are_refused(sections: dict[str, Any], line: str | None) -> None:
+    if line is None:
+        from_tree(sections)
+        return
+    with pytest.raises(ConfigError) as refused:
+        from_tree(sections)
+    assert line in str(refused.value)
+
+
+def test_programs_are_not_looked_for_with_the_pattern_of_other_sources() -> None:
+    functions = {"numeric": 1.0, "code": 0.0}
+    coded = {"source": "programs.jsonl", "reward": {"code": 1.0}}
+    own = {"source": "own.jsonl", "reward": {"code": 1.0}, "answer_pattern": "(?s)<py>(.*)</py>"}
+    tree = {
+        "reward": {"functions": functions, "answer_pattern": r"-?\d+"},
+        "data": {"sources": [NUMERIC, coded, own]},
+        "eval": {"sets": [coded | {"name": "a"}, {"name": "b", "source": "b.jsonl"}]},
+    }
+    config = from_tree(tree)
+    assert [part.answer_pattern for part in config.reward_parts] == [r"-?\d+", None, "(?s)<py>(.*)</py>"]
+    sets = config.eval.own_parts(config.data, config.reward)
+    assert [reward.answer_pattern for _, reward in sets.values()] == [None, r"-?\d+"]
+    single = from_tree({"reward": {"functions": {"code": 1.0}, "answer_pattern": "x"}})
+    assert [part.answer_pattern for part in single.reward_parts] == ["x"]  # it is for the programs
+
+
 @pytest.mark.parametrize(
     ("more", "line"),
     [

@@ -87,6 +87,12 @@ def test_a_reference_is_there_while_the_kl_counts_in_any_step() -> None:
         ({"train__actor_lr": {0: 1, 5: 2, "5": 3}}, "one value for each place"),
         ({"train__actor_lr": {0: 1, 5: 2, "9tok": 3}}, "places are all steps or all tokens"),
         ({"train__actor_lr": {0: 1, "interpolate": "cubic"}}, "interpolate is cubic"),
+        (
+            {"algorithm__kl_coef": "{0: 0.1, 200 tokens: 0, interpolate: linear}"},
+            "algorithm.kl_coef = '{0: 0.1, 200 tokens: 0, interpolate: linear}': remove the quotes, which make it a",
+        ),
+        ({"algorithm__kl_coef": "{0: 0.1, 200: 0"}, "algorithm.kl_coef = '{0: 0.1, 200: 0': a bracket is not closed"),
+        ({"algorithm__kl_coef": "{0: 0.1, 200: 0]"}, "not valid YAML: line 1, column 16: expected ',' or '}', but got"),
         ({"train__steps": {0: 1, 5: 2}}, "train.steps = {0: 1, 5: 2}: it cannot change during a run; of this section"),
         ({"rollout__top_p": {0: 1, 5: 0.9}}, "rollout.top_p: engines then draw from another distribution"),
         ({"algorithm__kl_coef": {0: 1, 5: 0}, "algorithm__adaptive_kl_target": 1}, "which changes it too"),

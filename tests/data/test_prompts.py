@@ -118,7 +118,7 @@ def test_arguments_reach_the_chat_template_and_unknown_ones_are_refused(chat_mod
     with pytest.raises(ConfigError, match=rf"tokenizer: {said}the tokenizer has no chat template$"):
         prompts.tokenize_rows(rows("1"), config, prompts.TokenizerSource.of(base_model))
     with pytest.raises(ConfigError, match=rf"^{said}{base_model} has no chat template$"):
-        prompts.check_template_args(config.chat_template_args, base_model)
+        prompts.check_template(config.chat_template_args, [], base_model)
 
 
 @pytest.mark.parametrize(
@@ -145,23 +145,23 @@ def test_an_argument_of_a_chat_template_is_a_variable_that_it_reads(
     )
     said = rf"^data\.chat_template_args: {name} is not a variable of the chat template of {folder}{ending}$"
     with pytest.raises(ConfigError, match=said) if ending else nullcontext():
-        prompts.check_template_args({name: []}, str(folder))
+        prompts.check_template({name: []}, [], str(folder))
 
 
 def test_arguments_of_one_of_several_chat_templates_are_known(chat_model: str, tmp_path: Path) -> None:
     folder = shutil.copytree(chat_model, tmp_path / "model")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ thorough }}")
-    prompts.check_template_args({"thorough": True}, str(folder))
+    prompts.check_template({"thorough": True}, [], str(folder))
     with pytest.raises(ConfigError, match=r"thorogh is not a variable of .*; nearest: thorough$"):
-        prompts.check_template_args({"thorogh": True}, str(folder))
+        prompts.check_template({"thorogh": True}, [], str(folder))
 
 
 def test_what_is_no_chat_template_has_no_variables(chat_model: str, tmp_path: Path) -> None:
     folder = shutil.copytree(chat_model, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match=rf"^model.path {folder}: its tokenizer: its chat template: Expected an expr"):
-        prompts.check_template_args({"a": 1}, str(folder))
+        prompts.check_template({"a": 1}, [], str(folder))
 
 
 def test_over_long_prompts_are_left_out_and_counted(base_model: str, caplog: pytest.LogCaptureFixture) -> None:

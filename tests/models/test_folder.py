@@ -1,13 +1,15 @@
 """Names of models on the hub are checked before Ray starts, with one quick connection."""
 
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
 from rlx.config.errors import ConfigError
-from rlx.models.folder import ModelShape, check_hub_name, shape_on_hub
+from rlx.models.folder import ModelShape, check_hub_name, check_model_files, shape_on_hub
 
 
 def test_a_model_is_taken_from_the_cache_or_refused_at_once_without_a_network(
@@ -32,3 +34,37 @@ def test_a_model_is_taken_from_the_cache_or_refused_at_once_without_a_network(
 def test_what_cannot_be_a_name_is_refused_as_that(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.path {name}: no folder here, and no model of the Hugging Face"):
         check_hub_name(name, "model.path")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),  # Gemma 2
+        ({"final_logit_softcapping": None}, None),  # Gemma 3
+        ({"text_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping 30.0"),
+        ({"logit_scale": 0.0625}, "logit_scale 0.0625"),  # Cohere
+        ({"logit_scale": 1.0, "logits_scaling": 1, "text_config": None}, None),
+        ({"logits_scaling": 8.0}, "logits_scaling 8.0"),  # Granite
+    ],
+)
+def test_models_whose_config_says_that_they_change_their_logits_are_refused_before_they_are_loaded(
+    content: dict[str, Any], named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models--a--b" / "snapshots" / "c0ffee"  # also a model of the hub in its cache
+    folder.mkdir(parents=True)
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("c0ffee")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").write_text("{}")
+    check_model_files(str(folder), "model.critic_path")
+    check_hub_name("a/b", "model.critic_path")
+    if not named:
+        check_model_files(str(folder), "model.path")
+        check_hub_name("a/b", "model.path")
+        return
+    with pytest.raises(ConfigError, match=rf"^model\.path {folder}: {named} in its config\.json changes the logits of"):
+        check_model_files(str(folder), "model.path")
+    with pytest.raises(ConfigError, match=rf"^model\.reference_path a/b: {named} in its"):
+        check_hub_name("a/b", "model.reference_path")

@@ -139,6 +139,23 @@ BOTH = CODE | {"functions": {"task": 1, "code": 1}}
 LAMBDA = {"algorithm.gae_lambda": 0.9}
 
 
+def test_a_conversation_for_a_model_without_a_chat_template_is_refused_without_ray(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    said = [{"role": role, "content": f"{n} + 1?"} for n, role in enumerate(["user", "assistant", "user"])]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"question": said[2 * (n < 9) :], "answer": "3"}) + "\n" for n in range(99)))
+    tree = {"storage": str(tmp_path / "storage"), "data": {"source": str(file), "params": {}}}
+    preflight.prepare(from_tree(tree | {"model": {"path": str(base)}}))  # the first rows are single messages
+    file.write_text(f"{json.dumps({'question': said, 'answer': '3'})}\n" * 99)
+    preflight.prepare(from_tree(tree | {"model": {"path": str(tiny_model)}}))
+    needed = rf"^model\.path {base}: its tokenizer: there is no chat template, which a conversation of 3 messages needs"
+    with pytest.raises(ConfigError, match=needed):
+        preflight.prepare(from_tree(tree | {"model": {"path": str(base)}}))
+
+
 def test_lengths_are_settled_by_the_model_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
     """The tiny model has 512 positions. What is settled is saved with the run, and is then as given."""
     given = {"storage": str(tmp_path), "model.path": str(tiny_model)}

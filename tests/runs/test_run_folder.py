@@ -335,6 +335,32 @@ def test_a_prompt_file_may_lie_elsewhere_when_a_run_goes_on(now: str, refused: b
         run_folder.check_resumable(after, before)
 
 
+PLAIN, SUMS = {"source": "/here/q.jsonl", "name": "plain"}, {"source": "reasoning_gym:chain_sum", "name": "sums"}
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ([PLAIN | {"weight": 3}, SUMS], "data.sources plain.weight is 2.0 in"),
+        ([PLAIN | {"weight": 2}, SUMS | {"params": {"max_terms": 3}}], "data.sources sums.params is None in"),
+        ([PLAIN | {"weight": 2, "source": "/here/r.jsonl"}, SUMS], "data.sources plain.source is /here/q.jsonl in"),
+        ([PLAIN | {"weight": 2}], "data.sources is plain, sums in"),
+        ([], "data.sources is plain, sums in"),
+        ([PLAIN | {"weight": 2, "source": "/there/q.jsonl"}, SUMS], None),  # on another machine
+        ([PLAIN | {"weight": 2}, SUMS], None),
+    ],
+)
+def test_a_source_that_changes_is_named_by_its_entry_and_setting(now: list[dict[str, Any]], said: str | None) -> None:
+    sources = ([PLAIN | {"weight": 2}, SUMS], now)
+    before, after = (from_tree({"name": "a1", "data": {"sources": each}}) for each in sources)
+    if not said:
+        run_folder.check_resumable(after, before)
+        return
+    with pytest.raises(ConfigError) as refused:
+        run_folder.check_resumable(after, before)
+    assert str(refused.value) == f"{said} run a1, which cannot change now: start a new run"
+
+
 def test_new_runs_get_names_of_their_own_and_leave_none_behind(tmp_path: Path) -> None:
     config = from_tree({"storage": str(tmp_path)})
     with run_folder.new_run(config) as (first, folder), run_folder.new_run(config) as (second, _):

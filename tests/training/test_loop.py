@@ -247,6 +247,27 @@ def test_a_run_ends_at_the_evaluation_because_of_which_it_is_stopped(runs: Runs)
     assert steps == {row["step"]: unmeasured(row) for row in whole.reporter.metrics if row["step"] >= 2}
 
 
+def resumed_with_other_sets(rank: int, ranks: int, path: str, folder: str) -> Outcome:
+    """What continues a run of three eval.sets with fewer samples of one, the same ones of another, and no third."""
+    two, once = {"name": "two", "samples": 2}, {"name": "once", "samples": 1}
+    trained(path, folder, Stopping(), eval__sets=[{"name": "four"}, two, once])
+    return trained(path, folder, eval__sets=[{"name": "four", "samples": 2}, two], eval__every=0)
+
+
+def test_an_evaluation_that_a_resumed_run_no_longer_makes_is_not_reported(
+    on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
+) -> None:
+    (outcome,) = on_ranks(1, resumed_with_other_sets, str(tiny_model), str(tmp_path))
+    kept = {"pass_at_1", "pass_at_2", "reward", "length"}  # four had them, too
+    names = [{name for name in row if name.startswith("eval/")} for row in outcome.reporter.reports]
+    plain = {"eval/accuracy", "eval/reward", "eval/length", "eval/questions"}
+    both = {f"eval/two/{each}" for each in (*kept, "avg_at_2", "maj_at_2")} | {f"eval/four/{each}" for each in kept}
+    own = {name for name in names[0] if not name.endswith("_se")}
+    assert plain | both == own
+    assert all(each.removesuffix("_se") in own for each in names[0]) and "eval/four/reward_se" in names[0]
+    assert "eval/four/avg_at_2" in names[-1] and "eval/four/avg_at_4" not in names[-1]
+
+
 def opened_or_not(rank: int, ranks: int, path: str, folder: str) -> list[Any]:
     """A run that opens its third step, a plain one, and the shares that each has kept of steps 2 to 4."""
     opened, plain = (trained(path, f"{folder}/{step}", attributed_step=step) for step in (3, None))

@@ -1,18 +1,22 @@
 """What of a rank's objects follows from the config alone."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
+from rlx.models import tiny
+from rlx.models.engine_logprobs import engine_logits
+from rlx.models.loading import end_tokens
 from rlx.models.policy import Policy
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training.optimizers.choice import make_optimizer
 from rlx.training.optimizers.groups import base_lrs
-from rlx.training.setup import can_pack, threads
+from rlx.training.setup import can_pack, sampling_of, threads
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -61,3 +65,36 @@ def test_updates_of_models_that_cannot_be_packed_are_padded_unless_packing_was_a
     ids = torch.tensor([[1, 2, 3]])  # the trial left the model as it was
     assert window.lm(input_ids=ids).logits.shape == (1, 3, 9)
     assert (plain.lm.config._attn_implementation, plain.packs) == ("sdpa", False)
+
+
+TOKENIZER = tiny.build_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("in_generation", "in_config", "ends"),
+    [
+        (None, END, (END,)),  # no generation_config.json
+        (END, None, (END,)),
+        ([7, END, 5], END, (END, 7, 5)),
+        (None, [7, 5], (END, 7, 5)),
+    ],
+)
+def test_answers_end_with_every_token_that_vllm_ends_them_with(
+    in_generation: Any, in_config: Any, ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    """vLLM adds what generation_config.json names, and bans all of it before rollout.min_tokens."""
+    from vllm import SamplingParams
+
+    LlamaConfig(**SIZES, eos_token_id=in_config).save_pretrained(tmp_path)
+    if in_generation:
+        GenerationConfig(eos_token_id=in_generation).save_pretrained(tmp_path)
+    config = from_tree({"rollout": {"min_tokens": 1}, "algorithm": {"rollout_correction": "tis"}})
+    sampling = sampling_of(config.rollout, end_tokens(str(tmp_path), TOKENIZER))
+    assert sampling.stop_token_ids == ends
+    theirs = SamplingParams(min_tokens=1, stop_token_ids=[])
+    theirs.update_from_generation_config({"eos_token_id": in_generation or in_config}, END)
+    assert theirs.all_stop_token_ids == set(ends)
+    none = torch.tensor([], dtype=torch.int64)
+    first = engine_logits(torch.zeros(9), none, none, sampling, [])
+    assert set((first == -torch.inf).nonzero().flatten().tolist()) == set(ends)

@@ -6,6 +6,7 @@ The text under a setting is its --help text.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Self
 
 import pydantic
@@ -75,3 +76,29 @@ def flatten(config: Section, prefix: str = "") -> dict[str, Any]:
         value = config.as_given(key)
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Section) else {f"{prefix}{key}": value}
     return flat
+
+
+def differences(now: Section, before: Section) -> Iterator[tuple[str, Any, Any]]:
+    """Yields each setting that differs between two configs: its name, its value now and before.
+
+    Of a list of entries, such as data.sources, it yields what differs in an entry (`data.sources sums.weight`), or the
+    names of the entries where these differ.
+    """
+    values, earlier = flatten(now), flatten(before)
+    for key in values:
+        if values[key] == earlier[key]:
+            continue
+        own, theirs = _entries(values[key]), _entries(earlier[key])
+        if not own and not theirs:
+            yield key, values[key], earlier[key]
+        elif list(own) != list(theirs):
+            yield key, ", ".join(own), ", ".join(theirs) or "unset"
+        else:
+            for name, entry in own.items():
+                yield from ((f"{key} {name}.{part}", *pair) for part, *pair in differences(entry, theirs[name]))
+
+
+def _entries(value: Any) -> dict[str, Section]:
+    """The entries of a setting that is a list of sections, by what they are called; none of any other setting."""
+    given = value if isinstance(value, tuple) else ()
+    return {f"{getattr(each, 'label', number)}": each for number, each in enumerate(given) if isinstance(each, Section)}

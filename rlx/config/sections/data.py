@@ -255,6 +255,12 @@ def error_of(metric: str) -> str:
     return f"{metric}_se"
 
 
+def _is_of_set(metric: str) -> bool:
+    """Whether a metric is one of eval.sets: eval/NAME/..., where NAME has no other meaning."""
+    parts = metric.split("/")
+    return len(parts) > 2 and parts[0] == "eval" and parts[1] not in _TAKEN
+
+
 class EvalConfig(Section):
     """When the policy is evaluated, and on which held-out prompts."""
 
@@ -298,6 +304,12 @@ class EvalConfig(Section):
         """The prompts and rewards of those sets that have sources of their own, by what errors call the set."""
         own = {f"eval.sets {each.name}": each for each in self.sets if each.source}
         return {name: (each.prompts(data), reward.part(each.reward, each.answer_pattern)) for name, each in own.items()}
+
+    def still_measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics without those of sets, or of numbers of samples, that it does not have."""
+        names = {name for each in self.sets for name in each.metrics}
+        names |= {error_of(name) for name in names}
+        return {name: value for name, value in metrics.items() if name in names or not _is_of_set(name)}
 
     def every_of(self, metric: str) -> int:
         """The steps between evaluations that measure a metric."""

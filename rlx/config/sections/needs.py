@@ -21,6 +21,13 @@ NEEDS = {
     "reward.url_key_env": "reward.url",
     "reward.judge_url_key_env": "reward.judge_url",
     "reward.judge_rubric": "reward.judge_url",
+    **dict.fromkeys(
+        (
+            *("reward.judge_mode", "reward.judge_pattern", "reward.judge_scale", "reward.judge_default"),
+            *("reward.judge_max_tokens", "reward.judge_seed", "reward.judge_parallel"),
+        ),
+        "reward.judge_url",
+    ),
     "algorithm.adaptive_kl_target": "algorithm.kl_coef",
     "algorithm.adaptive_kl_horizon": "algorithm.adaptive_kl_target",
     "algorithm.filter_rounds": "algorithm.filter_groups",

@@ -123,9 +123,13 @@ class RewardConfig(Section):
         return [*self.functions, *marks, *late]
 
     def part(self, functions: dict[str, float] | None, answer_pattern: str | None) -> RewardConfig:
-        """The same for one source of prompts, with what that source has of its own."""
+        """The same for one source of prompts, with what that source has of its own.
+
+        With `code` of its own it takes no pattern of others, which might find the last number of a program.
+        """
         own = {"functions": functions, "answer_pattern": answer_pattern}
-        return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+        given = {name: value for name, value in own.items() if value is not None}
+        return self.model_copy(update=own if "code" in (functions or {}) else given)
 
     @pydantic.field_validator("functions")
     @classmethod
