@@ -1,7 +1,7 @@
 """The thread that steps an inference engine, so that its blocking calls leave an async actor free to take requests.
 
-It works with any engine that can be stepped; vllm_engine.py has such an engine. `Turn` is for engines on the same GPU
-that are to step one after the other.
+It works with any engine that can be stepped; vllm_engine.py has such an engine. `DeviceTurn` is for engines on the same
+GPU that are to step one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Report = Callable[[Mapping[str, Any]], None]
 class Stepped(Protocol):
     """An engine whose methods run on the thread alone."""
 
-    turn: Turn
+    turn: DeviceTurn
     """it has this while it is busy"""
 
     @property
@@ -145,7 +145,7 @@ class EngineThread(Generic[E]):
         self._loop.call_soon_threadsafe(self._end_jobs, results)
 
 
-class Turn:
+class DeviceTurn:
     """The turn of one process at a time on a device of this node, such as a GPU.
 
     It is a lock on a file, which ends with the process that holds it. It only saves time: who has waited for too long

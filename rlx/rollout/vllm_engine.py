@@ -25,7 +25,7 @@ import ray
 from rlx.actors import BulkActor
 from rlx.rollout.base import Output, Request
 from rlx.rollout.engine_metrics import EngineMetrics
-from rlx.rollout.engine_thread import EngineThread, Report, Turn
+from rlx.rollout.engine_thread import DeviceTurn, EngineThread, Report
 from rlx.rollout.weight_sync.base import DeviceLocation, EngineLocation, Incoming, UpdateInterruptedError
 from rlx.types import Sampling, WeightSyncError
 
@@ -191,7 +191,7 @@ class SteppedVLLM:
         if self._asleep:  # an engine restarted during training would take the trainer's memory
             self._llm.sleep(level=2)
         self.gpus: list[str] = self._llm.collective_rpc("rlx_gpu")  # of each worker, empty on CPU
-        self.turn = Turn(self.gpus[0] or "cpu", turn_s)
+        self.turn = DeviceTurn(self.gpus[0] or "cpu", turn_s)
         cache = self._llm.vllm_config.cache_config
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that fit into the KV cache
         # Python's own collections look at all requests again and again: a tenth of a decode step of 512 requests.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.rollout.engine_thread import EngineThread, Report, Turn
+from rlx.rollout.engine_thread import DeviceTurn, EngineThread, Report
 
 
 class Counter:
@@ -24,7 +24,7 @@ class Counter:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.left: dict[str, int] = {}
-        self.turn = Turn("counter", None)
+        self.turn = DeviceTurn("counter", None)
 
     @property
     def is_busy(self) -> bool:
@@ -68,7 +68,7 @@ class Sharing(Counter):
 
     def __init__(self, name: str, device: str, steps: list[str], patience_s: float, report: Report) -> None:
         super().__init__(report)
-        self.name, self.steps, self.turn = name, steps, Turn(device, patience_s)
+        self.name, self.steps, self.turn = name, steps, DeviceTurn(device, patience_s)
 
     def step(self) -> None:
         if self.left:
@@ -113,17 +113,17 @@ def test_an_engine_that_has_waited_for_too_long_steps_at_the_same_time(device: s
 
 
 def test_the_turn_of_a_process_ends_with_it(device: str) -> None:
-    take = f"import time; from rlx.rollout.engine_thread import Turn; turn = Turn({device!r}, 60.0); turn.take()"
-    command = [sys.executable, "-c", f"{take}; print('has it', flush=True); time.sleep(100)"]
+    take = f"from rlx.rollout.engine_thread import DeviceTurn as Turn; turn = Turn({device!r}, 60.0); turn.take()"
+    command = [sys.executable, "-c", f"{take}; print('has it', flush=True); import time; time.sleep(100)"]
     environment = os.environ | {"TMPDIR": tempfile.gettempdir()}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as holder:
         assert holder.stdout and holder.stdout.readline() == "has it\n"
-        mine, began = Turn(device, 0.2), time.monotonic()
+        mine, began = DeviceTurn(device, 0.2), time.monotonic()
         mine.take()
         assert time.monotonic() - began >= 0.2
         mine.leave()
         holder.kill()
-    patient, began = Turn(device, 60.0), time.monotonic()
+    patient, began = DeviceTurn(device, 60.0), time.monotonic()
     patient.take()
     assert time.monotonic() - began < 30.0
 
