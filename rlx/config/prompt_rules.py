@@ -29,6 +29,10 @@ def check_sources(data: DataConfig, evaluation: EvalConfig, reward: RewardConfig
     refuse_if(evaluation.source, "eval.source does nothing with data.sources: name held_out of each source there")
     for label in labels:
         refuse_if(labels.count(label) > 1, f"data.sources: two are called {label}: give each a name of its own")
+    refuse_if(
+        data.params and not any(each.takes_params for each in data.sources),
+        f"data.params does nothing: no {GENERATED}DATASET of data.sources is without params of its own: set it to {{}}",
+    )
     for each in data.sources:
         check_weights(f"data.sources {each.label}", each.reward, list(reward.functions))
 

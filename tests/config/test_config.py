@@ -699,6 +699,27 @@ def test_stale_completions_are_corrected_unless_configured_otherwise() -> None:
         )
 
 
+def test_generated_sources_without_params_take_those_of_the_section() -> None:
+    sums, words = {"source": "reasoning_gym:chain_sum"}, {"source": "reasoning_gym:spell_backward"}
+    own, stored = sums | {"name": "own", "params": {"max_terms": 9}}, {"source": "b.csv"}
+
+    def params(*sources: dict[str, Any], **data: Any) -> list[dict[str, Any]]:
+        config = from_tree({"data": {"sources": list(sources)} | data})
+        again = from_tree(config.model_dump(mode="json"))  # as a resume and --config read it
+        assert again.data.parts == config.data.parts and again.data.params == config.data.params
+        return [part.params for part in config.data.parts]
+
+    given = {"min_terms": 6, "max_terms": 6}
+    assert params(sums, own, stored, params=given) == [given, {"max_terms": 9}, {}]
+    assert params(words, stored, params={"max_word_len": 4}) == [{"max_word_len": 4}, {}]
+    # Without any, each has the default of its own address.
+    assert params(sums, words, own, stored) == params(sums, words, own, stored, params={})
+    assert params(sums, words) == [PARAMS, {}]
+    assert params(sums, words, params=PARAMS) == [PARAMS, {}]  # as configs of earlier versions have it
+    entry = with_overrides({"data": {"sources": [words]}}, {"data.params.max_word_len": 4})
+    assert from_tree(entry).data.parts[0].params == {"max_word_len": 4}
+
+
 def test_sources_take_what_they_do_not_say_from_the_section() -> None:
     given = [
         {"source": "hf:openai/gsm8k/main@train", "weight": 2, "answer_column": "solution"},

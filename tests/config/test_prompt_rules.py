@@ -32,6 +32,10 @@ def tree(**sections: Any) -> dict[str, Any]:
             "data.expected_pattern: reasoning_gym:DATASET has answers that need none",
         ),
         (
+            {"params": {"x": 1}, "sources": [FILE, {"source": "reasoning_gym:chain_sum", "params": {}}]},
+            "data.params does nothing: no reasoning_gym:DATASET of data.sources is without params of its own: set",
+        ),
+        (
             FILE | {"params": {}, "expected_pattern": "#### ("},
             "data.expected_pattern = '#### (': not a regular expression",
         ),

@@ -62,6 +62,12 @@ def test_an_error_of_one_of_several_sources_names_it(given: dict[str, Any], erro
     assert str(refused.value).replace(f"{Path.cwd()}/", "").startswith(error)  # addresses are absolute by then
 
 
+def test_params_of_all_sources_are_checked_for_each(tmp_path: Path) -> None:
+    data = {"sources": [{"source": "reasoning_gym:spell_backward"}], "params": {"max_terms": 3}}
+    with pytest.raises(ConfigError, match=r"^data\.sources\.0\.params\.max_terms: spell_backward has no such"):
+        preflight.prepare(from_tree({"storage": str(tmp_path / "storage"), "data": data}))
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [
