@@ -82,6 +82,15 @@ def check_correctness(data: DataConfig, algorithm: AlgorithmConfig, rewards: Seq
     )
 
 
+def check_parts(data: DataConfig, evaluation: EvalConfig) -> None:
+    """Raises ValueError as `check_prompts` for data.source, or for one of data.sources, which the message names."""
+    for number, part in enumerate(data.parts):
+        try:
+            check_prompts(part, evaluation.part(data, number))
+        except ValueError as error:
+            raise ValueError(f"data.sources {data.labels[number]}: {error}" if data.sources else str(error)) from None
+
+
 def check_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
     """Raises ValueError if a setting is for another kind of prompts, or training and held-out prompts share seeds."""
     generated = data.source.startswith(GENERATED)
@@ -108,7 +117,7 @@ def check_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
     )
     refuse_if(
         generated and evaluation.source is not None,
-        "eval.source is for prompt files: generated held-out prompts come from data.source",
+        "eval.source, or held_out of a source, is for prompt files: generated held-out prompts come from their source",
     )
     refuse_if(
         generated

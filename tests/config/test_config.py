@@ -196,7 +196,7 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
         ({"rollout": {"top_k": 5}}, "set algorithm.rollout_correction to tis or mask"),
         ({"data": {"source": "a.csv", "params": {"x": 1}}}, "data.params are for reasoning_gym:DATASET"),
         ({"data": {"source": "a.csv", "prompt_column": "answer"}}, "are both 'answer'"),
-        ({"eval": {"source": "a.csv"}}, "eval.source is for prompt files"),
+        ({"eval": {"source": "a.csv"}}, "eval.source, or held_out of a source, is for prompt files"),
         ({"eval": {"seed": 4095}}, r"eval.seed \(4095\) is too close to data.seed \(0\)"),
         ({"eval": {"seed": 0}, "data": {"seed": 255}}, "too close"),
         ({"model": {"critic": "none"}}, "advantage gae needs a critic"),

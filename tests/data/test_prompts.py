@@ -18,10 +18,12 @@ import ray.data
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
 from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.data import prompts, sources
 from rlx.data.blocks import SMALL, rows_of
 from rlx.data.stream import Share
+from rlx.data.tables import source_tables
 from rlx.models import tiny
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -339,6 +341,47 @@ def test_another_tokenizer_in_the_same_folder_is_another_source(chat_model: str,
     assert prompts.TokenizerSource.of(str(folder), False) == before
     (folder / "tokenizer.json").write_text("{}")
     assert prompts.TokenizerSource.of(str(folder), False) != before
+
+
+def stored(file: Path, *questions: str) -> dict[str, Any]:
+    """A file with these questions as one of data.sources."""
+    file.write_text("".join(json.dumps({"question": question, "answer": "1"}) + "\n" for question in questions))
+    return {"source": str(file)}
+
+
+def tables_of(model: str, *several: dict[str, Any], num_prompts: int = 4, **data: Any) -> dict[str, list[str]]:
+    """The questions of each table of these data.sources."""
+    config = from_tree({"data": {"sources": list(several)} | data, "eval": {"num_prompts": num_prompts}})
+    tokenizer = prompts.TokenizerSource.of(model)
+    tables = source_tables(config.data, config.eval, [None] * len(several), tokenizer)
+    return {name: [row["question"] for row in table.take_all()] for name, table in tables.items()}
+
+
+def test_the_source_whose_prompts_are_too_long_is_named(
+    base_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short, long = stored(tmp_path / "a.jsonl", "a", "b", "c"), stored(tmp_path / "b.jsonl", LONG, LONG + "?", "d")
+    with caplog.at_level(logging.WARNING, logger="rlx"), pytest.raises(ConfigError) as refused:
+        tables_of(base_model, short, long, max_prompt_tokens=24)
+    told = "are longer than data.max_prompt_tokens (24)"
+    place = f"training prompts of data.sources.1.source {tmp_path}/b.jsonl"
+    assert str(refused.value) == f"no prompt is left: 2 of 2 {place} {told}"
+    own = short | {"name": "own", "held_out": long["source"]}
+    with caplog.at_level(logging.WARNING, logger="rlx"):
+        tables_of(base_model, short, own, num_prompts=6, max_prompt_tokens=24)
+    place = f"held-out prompts of data.sources.1.held_out {tmp_path}/b.jsonl"
+    assert f"2 of 3 {place} {told} and left out" in caplog.messages
+
+
+def test_the_source_that_cannot_be_split_is_named(base_model: str, tmp_path: Path) -> None:
+    several = stored(tmp_path / "a.jsonl", "a", "b", "c"), stored(tmp_path / "b.jsonl", "d")
+    with pytest.raises(
+        ConfigError, match=r"^data\.sources\.1\.source: 1 rows are too few .*; set data\.sources\.1\.held_out$"
+    ):
+        tables_of(base_model, *several)
+    several = several[0], stored(tmp_path / "b.jsonl", *"dddd")
+    with pytest.raises(ConfigError, match=r"b\.jsonl: every training prompt .*; set data\.sources\.1\.held_out$"):
+        tables_of(base_model, *several)
 
 
 def test_nothing_of_it_needs_a_free_cpu(base_model: str, tmp_path: Path) -> None:

@@ -108,6 +108,12 @@ def label_of(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", shown.partition(".")[0])[:40].lstrip("_.-") or "source"
 
 
+def held_out_setting(setting: str) -> str:
+    """The setting that names held-out prompts beside the training prompts of a setting (`DataConfig.setting_of`)."""
+    is_one_of_several = setting.startswith("data.sources.")
+    return f"{setting.removesuffix('source')}held_out" if is_one_of_several else "eval.source"
+
+
 def _is_default(data: Mapping[str, Any]) -> bool:
     """Whether settings of the section `data` name the default source, and no other one."""
     return data.get("source", "") == DEFAULT_SOURCE and not data.get("sources")

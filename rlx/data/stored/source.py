@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections.data import DataConfig, EvalConfig
+from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
 from rlx.data import ray_data
 from rlx.data.stored.columns import SCHEMA, Columns, Row
 from rlx.types import AnswerCheck, Checker
@@ -93,22 +93,24 @@ class StoredSource(ABC):
         return rows
 
     def split(
-        self, data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None = None
+        self, data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None = None, setting: str = "data.source"
     ) -> tuple[ray.data.Dataset, ray.data.Dataset]:
         """Returns the rows of data.source without the last ones and their repetitions, and the last ones.
 
         Raises:
             ConfigError: the source or a row cannot be used.
         """
-        training, last = hold_out(self.rows(data.source, data, "data.source", check), held_out.num_prompts)
-        return without_repetitions(training, last, data.source), ray_data.from_rows(last)
+        training, last = hold_out(self.rows(data.source, data, setting, check), held_out.num_prompts, setting)
+        return without_repetitions(training, last, data.source, setting), ray_data.from_rows(last)
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
         """Returns exact match of the texts, without blanks around them."""
         return lambda answers: [float(answer.given.strip() == answer.expected.strip()) for answer in answers]
 
 
-def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.MaterializedDataset, list[dict[str, Any]]]:
+def hold_out(
+    rows: ray.data.Dataset, count: int, setting: str = "data.source"
+) -> tuple[ray.data.MaterializedDataset, list[dict[str, Any]]]:
     """Returns (training rows, held-out rows): the last `count` rows are held out, at most a tenth, at least one.
 
     Raises:
@@ -116,13 +118,13 @@ def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.MaterializedD
     """
     rows = rows.materialize()
     total = rows.count()
-    count = held_out_count(total, count)
+    count = held_out_count(total, count, setting)
     # Not Dataset.split_at_indices: its tasks take a CPU each, and there may be none.
     return rows.limit(total - count).materialize(), _last_rows(rows, count)
 
 
 def without_repetitions(
-    training: ray.data.MaterializedDataset, held_out: Sequence[dict[str, Any]], address: str
+    training: ray.data.MaterializedDataset, held_out: Sequence[dict[str, Any]], address: str, setting: str
 ) -> ray.data.Dataset:
     """Returns the training rows of a source whose prompts are not held out; says how many are left out.
 
@@ -136,7 +138,9 @@ def without_repetitions(
         return training
     total = training.count()
     if repeated == total:
-        raise ConfigError(f"data.source {address}: every training prompt is also a held-out one; set eval.source")
+        raise ConfigError(
+            f"{setting} {address}: every training prompt is also a held-out one; set {held_out_setting(setting)}"
+        )
     _LOG.warning("%s: %d of %d training prompts are also held out: they are left out", address, repeated, total)
     return ray_data.map_tables(training, _others, prompts=prompts)
 
@@ -164,11 +168,15 @@ def _prompt_of(row: Mapping[str, Any]) -> tuple[str, str]:
     return row["question"], json.dumps(row["messages"], sort_keys=True)
 
 
-def held_out_count(total: int, wanted: int) -> int:
+def held_out_count(total: int, wanted: int, setting: str) -> int:
     """Returns how many of the rows of a source are held out, if at most `wanted` shall be; raises ConfigError if there
-    are too few."""
+    are too few.
+
+    Args:
+        setting: the setting that has the address of the source, for errors.
+    """
     if total < 2:
-        raise ConfigError(f"data.source: {total} rows are too few to hold one out; set eval.source")
+        raise ConfigError(f"{setting}: {total} rows are too few to hold one out; set {held_out_setting(setting)}")
     return max(1, min(wanted, total // 10))
 
 
