@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,8 @@ class StoredSource(ABC):
             ConfigError: the source or a row cannot be used.
         """
         training, last = hold_out(self.rows(data.source, data, setting, check), held_out.num_prompts, setting)
-        return without_repetitions(training, last, data.source, setting), ray_data.from_rows(last)
+        hint = f"; set {held_out_setting(setting)}"
+        return without_repetitions(training, last, f"{setting} {data.source}", hint), ray_data.from_rows(last)
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
         """Returns exact match of the texts, without blanks around them."""
@@ -124,9 +125,14 @@ def hold_out(
 
 
 def without_repetitions(
-    training: ray.data.MaterializedDataset, held_out: Sequence[dict[str, Any]], address: str, setting: str
-) -> ray.data.Dataset:
+    training: ray.data.MaterializedDataset, held_out: Sequence[dict[str, Any]], place: str, hint: str
+) -> ray.data.MaterializedDataset:
     """Returns the training rows of a source whose prompts are not held out; says how many are left out.
+
+    Args:
+        training, held_out: rows with token ids, which are compared; or both without.
+        place: where the training rows come from, for the warning and the error.
+        hint: how the error goes on.
 
     Raises:
         ConfigError: there is no other one.
@@ -138,10 +144,8 @@ def without_repetitions(
         return training
     total = training.count()
     if repeated == total:
-        raise ConfigError(
-            f"{setting} {address}: every training prompt is also a held-out one; set {held_out_setting(setting)}"
-        )
-    _LOG.warning("%s: %d of %d training prompts are also held out: they are left out", address, repeated, total)
+        raise ConfigError(f"{place}: every training prompt is also a held-out one{hint}")
+    _LOG.warning("%s: %d of %d training prompts are also held out: they are left out", place, repeated, total)
     return ray_data.map_tables(training, _others, prompts=prompts)
 
 
@@ -157,7 +161,7 @@ def _repeated(table: pa.Table, prompts: set[tuple[str, str]]) -> np.ndarray:
     """Whether each row has one of the prompts, `[N]`."""
     questions = pa.array(sorted({question for question, _ in prompts}), pa.string())
     places = np.flatnonzero(pc.is_in(table["question"], value_set=questions).to_numpy())
-    own = table.select(["question", "messages"]).take(pa.array(places)).to_pylist()
+    own = table.select(["question", _read_of(table.column_names)]).take(pa.array(places)).to_pylist()
     mask = np.zeros(len(table), dtype=bool)
     mask[[place for place, row in zip(places, own, strict=True) if _prompt_of(row) in prompts]] = True
     return mask
@@ -165,7 +169,12 @@ def _repeated(table: pa.Table, prompts: set[tuple[str, str]]) -> np.ndarray:
 
 def _prompt_of(row: Mapping[str, Any]) -> tuple[str, str]:
     """All that the policy reads of a row."""
-    return row["question"], json.dumps(row["messages"], sort_keys=True)
+    return row["question"], json.dumps(row[_read_of(row)], sort_keys=True)
+
+
+def _read_of(names: Container[str]) -> str:
+    """The column that says, with the question, what the policy reads: system messages and templates are in tokens."""
+    return "token_ids" if "token_ids" in names else "messages"
 
 
 def held_out_count(total: int, wanted: int, setting: str) -> int:
