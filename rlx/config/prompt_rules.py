@@ -29,6 +29,10 @@ def check_sources(data: DataConfig, evaluation: EvalConfig, reward: RewardConfig
     refuse_if(evaluation.source, "eval.source does nothing with data.sources: name held_out of each source there")
     for label in labels:
         refuse_if(labels.count(label) > 1, f"data.sources: two are called {label}: give each a name of its own")
+    refuse_if(
+        data.params and not any(each.takes_params for each in data.sources),
+        f"data.params does nothing: no {GENERATED}DATASET of data.sources is without params of its own: set it to {{}}",
+    )
     for each in data.sources:
         check_weights(f"data.sources {each.label}", each.reward, list(reward.functions))
 
@@ -115,6 +119,15 @@ def check_correctness(data: DataConfig, algorithm: AlgorithmConfig, rewards: Seq
     )
 
 
+def check_parts(data: DataConfig, evaluation: EvalConfig) -> None:
+    """Raises ValueError as `check_prompts` for data.source, or for one of data.sources, which the message names."""
+    for number, part in enumerate(data.parts):
+        try:
+            check_prompts(part, evaluation.part(data, number))
+        except ValueError as error:
+            raise ValueError(f"data.sources {data.labels[number]}: {error}" if data.sources else str(error)) from None
+
+
 def check_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
     """Raises ValueError if a setting is for another kind of prompts, or training and held-out prompts share seeds."""
     generated = data.source.startswith(GENERATED)
@@ -141,7 +154,7 @@ def check_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
     )
     refuse_if(
         generated and evaluation.source is not None,
-        "eval.source is for prompt files: generated held-out prompts come from data.source",
+        "eval.source, or held_out of a source, is for prompt files: generated held-out prompts come from their source",
     )
     refuse_if(
         generated

@@ -151,7 +151,7 @@ def check_losses(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
 def check_ptx(algorithm: AlgorithmConfig, data: DataConfig, replicas: int) -> None:
     """Raises ValueError if the supervised loss lacks its weight or its prompts, or its rows do not divide evenly."""
     refuse_if(
-        (algorithm.ptx_coef > 0) != (data.ptx_source is not None),
+        any(algorithm.values("ptx_coef")) != (data.ptx_source is not None),
         "algorithm.ptx_coef and data.ptx_source need each other: set both or neither",
     )
     refuse_if(

@@ -176,8 +176,7 @@ def _check(config: RunConfig) -> None:
     prompt_rules.check_curriculum(config.data, config.rollout, config.algorithm)
     prompt_rules.check_correctness(config.data, config.algorithm, config.reward_parts)
     prompt_rules.check_sets(config.eval, config.data, config.reward)
-    for number, part in enumerate(config.data.parts):
-        prompt_rules.check_prompts(part, config.eval.part(config.data, number))
+    prompt_rules.check_parts(config.data, config.eval)
     problem = schedule.conflict(
         config.schedules,
         adapts_kl=config.algorithm.adaptive_kl_target is not None,

@@ -50,8 +50,11 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 
 def tokenize_rows(
-    rows: ray.data.Dataset | Iterable[dict[str, Any]], config: DataConfig, tokenizer: TokenizerSource
-) -> ray.data.Dataset:
+    rows: ray.data.Dataset | Iterable[dict[str, Any]],
+    config: DataConfig,
+    tokenizer: TokenizerSource,
+    what: str = "prompts",
+) -> ray.data.MaterializedDataset:
     """Returns the rows with a column `token_ids`: the question or the conversation in the model's chat template.
 
     Rows with more than `data.max_prompt_tokens` tokens are left out, with a warning.
@@ -59,6 +62,7 @@ def tokenize_rows(
     Args:
         rows: {question, answer[, messages][, entry]} each; `messages` are left out of what is returned.
         tokenizer: of the model.
+        what: the rows are, for the warning and for errors.
 
     Raises:
         ConfigError: the tokenizer cannot be used, or no prompt is short enough.
@@ -78,7 +82,7 @@ def tokenize_rows(
         ).materialize()
     except Exception as error:
         raise ConfigError(f"model.path {tokenizer.model}: its tokenizer: {ray_data.error_reason(error)}") from None
-    _report_long_prompts(source.count(), table.count(), config.max_prompt_tokens)
+    _report_long_prompts(source.count(), table.count(), config.max_prompt_tokens, what)
     return table
 
 
@@ -91,9 +95,9 @@ def _in_blocks(rows: ray.data.Dataset | Iterable[dict[str, Any]]) -> ray.data.Da
     return ray.data.from_items(rows, override_num_blocks=max(1, -(-len(rows) // _BLOCK_ROWS)))
 
 
-def _report_long_prompts(total: int, left: int, max_tokens: int) -> None:
+def _report_long_prompts(total: int, left: int, max_tokens: int, what: str) -> None:
     """Warns if some prompts are too long; raises ConfigError if all are."""
-    too_long = f"{total - left} of {total} prompts are longer than data.max_prompt_tokens ({max_tokens})"
+    too_long = f"{total - left} of {total} {what} are longer than data.max_prompt_tokens ({max_tokens})"
     if not left:
         raise ConfigError(f"no prompt is left: {too_long}")
     if left < total:

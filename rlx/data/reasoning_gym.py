@@ -43,7 +43,7 @@ class ReasoningGymSource:
     def check(self, address: str, data: DataConfig, setting: str) -> None:
         """Raises ConfigError for any setting but data.source, data.sources and eval.sets, and for names of datasets and
         parameters that reasoning-gym does not know."""
-        if not setting.startswith(_GENERATING):
+        if not setting.startswith(_GENERATING) or setting.endswith(".held_out"):
             raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
         _check_names(address.removeprefix(GENERATED), data.params, setting)
 
@@ -62,24 +62,27 @@ class ReasoningGymSource:
         """Raises ConfigError: no rows are stored."""
         raise ConfigError(f"{setting} {address}: expected a prompt file; only data.source may generate prompts")
 
-    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def split(
+        self, data: DataConfig, held_out: EvalConfig, setting: str = "data.source"
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Returns rows of two ranges of seeds; a training question that is also held out is left out of the first.
 
         Raises:
             ConfigError: the dataset or its parameters cannot be used, or no training question is left.
         """
-        held_out_rows = list(generated_questions(data, held_out.seed, held_out.num_prompts))
+        held_out_rows = list(generated_questions(data, held_out.seed, held_out.num_prompts, setting))
         held_out_questions = {row["question"] for row in held_out_rows}
-        questions = list(generated_questions(data, data.seed, data.num_prompts))
+        questions = list(generated_questions(data, data.seed, data.num_prompts, setting))
         training_rows = [row for row in questions if row["question"] not in held_out_questions]
         if not training_rows:
-            raise ConfigError(f"data.source {data.source}: every training question is also a held-out one")
+            raise ConfigError(f"{setting} {data.source}: every training question is also a held-out one")
         if (left_out := 1 - len(training_rows) / len(questions)) > _MOST_LEFT_OUT:
             _LOG.warning(
                 "%s: %.0f%% of its training questions are also held out and left out, so the mix of the others may be "
-                "another one: give data.params with more different questions, or a smaller eval.num_prompts",
+                "another one: give %s with more different questions, or a smaller eval.num_prompts",
                 data.source,
                 100 * left_out,
+                _params_of(setting),
             )
         return training_rows, held_out_rows
 
@@ -95,7 +98,7 @@ class ReasoningGymSource:
             try:
                 scores = process.call((seed, size, [(answer.given, answer.entry) for answer in answers]))
             except ChildError as error:
-                raise RuntimeError(f"data.source {data.source}: its scorer {error}") from None
+                raise RuntimeError(f"{data.source}: its scorer {error}") from None
             if given_up := scores.count(None):
                 _LOG.warning("%s gave up on %d of %d answers: they score 0", data.source, given_up, len(scores))
             return [score if score and 0 < score <= 1 else 0.0 for score in scores]  # others are forged

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections.data import GENERATED, DataConfig, EvalConfig
+from rlx.config.sections.data import GENERATED, DataConfig, EvalConfig, held_out_setting
 from rlx.data import reasoning_gym
 from rlx.data.reasoning_gym import ReasoningGymSource
 from rlx.data.stored.columns import Row
@@ -50,7 +50,7 @@ class PromptSource(Protocol):
     def rows(self, address: str, data: DataConfig, setting: str) -> ray.data.Dataset:
         """Returns all stored rows in their order; raises ConfigError if they cannot be used, or are generated."""
 
-    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[Rows, Rows]:
+    def split(self, data: DataConfig, held_out: EvalConfig, setting: str) -> tuple[Rows, Rows]:
         """Returns rows of data.source to train on and others to evaluate on; raises ConfigError as `rows` does."""
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
@@ -115,8 +115,9 @@ def check_enough(data: DataConfig, evaluation: EvalConfig, needed: int) -> None:
     count = 0
     for number, part in enumerate(data.parts):
         held_out = evaluation.part(data, number)
-        found = len(first_rows(part, needed + held_out.num_prompts, data.setting_of(number)))
-        count += found if held_out.source else found - held_out_count(found, held_out.num_prompts)
+        setting = data.setting_of(number)
+        found = len(first_rows(part, needed + held_out.num_prompts, setting))
+        count += found if held_out.source else found - held_out_count(found, held_out.num_prompts, setting)
         if count >= needed:
             return
     raise ConfigError(f"train.prompts_per_step ({needed}) is more than the {count} prompts to train on")
@@ -162,21 +163,24 @@ def read_rows(address: str, data: DataConfig, setting: str, check: AnswerCheck |
 
 
 def training_and_held_out_rows(
-    data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None = None
+    data: DataConfig, held_out: EvalConfig, check: AnswerCheck | None = None, setting: str = "data.source"
 ) -> tuple[Rows, Rows]:
     """Returns the rows to train on, from data.source, and the rows to evaluate on, from eval.source or data.source.
 
     Args:
+        data, held_out: the settings of one source.
         check: of the answer of each stored row.
+        setting: the setting that has the address of that source, for errors.
 
     Raises:
         ConfigError: the sources or their rows cannot be used.
     """
     source = find_source(data.source).requiring(check)
     if not held_out.source:
-        return source.split(data, held_out)
-    training = source.rows(data.source, data, "data.source")
-    return training, read_rows(held_out.source, data, "eval.source", check).limit(held_out.num_prompts)
+        return source.split(data, held_out, setting)
+    training = source.rows(data.source, data, setting)
+    last = read_rows(held_out.source, data, held_out_setting(setting), check)
+    return training, last.limit(held_out.num_prompts)
 
 
 def answer_checker(data: DataConfig, seed: int, size: int) -> Checker:

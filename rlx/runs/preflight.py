@@ -24,7 +24,7 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.config.reach import why_silent
 from rlx.config.run import RunConfig
 from rlx.config.sections.base import flatten
-from rlx.config.sections.data import DataConfig, EvalConfig, EvalSetConfig, SourceConfig
+from rlx.config.sections.data import DataConfig, EvalConfig, EvalSetConfig, SourceConfig, held_out_setting
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.records import TrackingConfig
 from rlx.config.sections.reward import RewardConfig
@@ -33,6 +33,7 @@ from rlx.config.vllm_options import check_option_names
 from rlx.data import prompts, sources
 from rlx.data.stored.columns import ChatMessage
 from rlx.data.stored.source import NO_ROWS
+from rlx.data.tables import source_tables
 from rlx.environments.base import load_environment
 from rlx.environments.trial import try_environment
 from rlx.models.folder import (
@@ -229,9 +230,10 @@ def tracking_services(tracking: TrackingConfig, storage: str) -> Sequence[Tracki
 def check_files(data: DataConfig, evaluation: EvalConfig) -> None:
     """Raises ConfigError if a prompt source cannot be used, e.g. a file that does not exist."""
     for number, part in enumerate(data.parts):
-        sources.check_source(part.source, part, data.setting_of(number))
+        setting = data.setting_of(number)
+        sources.check_source(part.source, part, setting)
         if held_out := evaluation.part(data, number).source:
-            sources.check_source(held_out, part, "eval.source")
+            sources.check_source(held_out, part, held_out_setting(setting))
     for each in evaluation.sets:
         if each.source:
             sources.check_source(each.source, each.prompts(data), f"eval.sets {each.name}")
@@ -366,21 +368,19 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
         ConfigError: there are no prompts, or fewer than a step needs, or a row cannot be used.
     """
     data, tokenizer = config.data, prompts.TokenizerSource.of(path, config.model.trust_remote_code)
-    training, held_out = sources.table_names(data, "train"), sources.table_names(data, "held_out")
-    tables = {}
-    for number, (part, reward) in enumerate(zip(data.parts, config.reward_parts, strict=True)):
-        check = scoring.answer_check(reward)
-        rows = sources.training_and_held_out_rows(part, config.eval.part(data, number), check)
-        for names, each in zip((training, held_out), rows, strict=True):
-            tables[names[number]] = prompts.tokenize_rows(each, part, tokenizer)
+    checks = [scoring.answer_check(reward) for reward in config.reward_parts]
+    tables = source_tables(data, config.eval, checks, tokenizer)
     for each in (each for each in config.eval.sets if each.source):
         part, reward = each.prompts(data), config.reward.part(each.reward, each.answer_pattern)
         asked = sources.set_rows(part, config.eval.of(each), each.name, scoring.answer_check(reward))
-        tables[sources.set_table(each.name)] = prompts.tokenize_rows(asked, part, tokenizer)
+        tables[sources.set_table(each.name)] = prompts.tokenize_rows(
+            asked, part, tokenizer, f"prompts of eval.sets {each.name}"
+        )
     if data.ptx_source:
         rows = sources.read_rows(data.ptx_source, data, "data.ptx_source")
-        tables["ptx"] = prompts.tokenize_rows(rows, data, tokenizer)
-    if (count := sum(tables[name].count() for name in training)) < config.train.prompts_per_step:
+        tables["ptx"] = prompts.tokenize_rows(rows, data, tokenizer, f"prompts of data.ptx_source {data.ptx_source}")
+    count = sum(tables[name].count() for name in sources.table_names(data, "train"))
+    if count < config.train.prompts_per_step:
         raise ConfigError(
             f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts to train on"
         )

@@ -21,7 +21,7 @@ from rlx.cluster import nodes
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections.base import flatten
-from rlx.config.sections.data import DataConfig, EvalConfig
+from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
 from rlx.runs import launch, preflight, relay, run_folder
 from rlx.runs.mailbox import start_mailbox
 from rlx.runs.run_folder import saved_config
@@ -239,8 +239,10 @@ def _prompts_of(data: DataConfig, judged: EvalConfig, space: Space) -> Iterator[
     single = {"data.source": data.source, "data.ptx_source": data.ptx_source, "eval.source": judged.source}
     for setting, default in single.items():
         yield from ((setting, str(address)) for address in _choices(space, setting, default) if address)
-    for each in data.sources:
-        yield from (("data.sources", address) for address in (each.source, each.held_out) if address)
+    for number, each in enumerate(data.sources):
+        setting = data.setting_of(number)
+        several = {setting: each.source, held_out_setting(setting): each.held_out}
+        yield from ((name, address) for name, address in several.items() if address)
     yield from (("eval.sets", each.source) for each in judged.sets if each.source)
 
 

@@ -181,9 +181,18 @@ def _of_scores(trainer: Trainer, selection: Selection) -> Updates:
     for name in trainer.config.reward.reported:
         own = [each.scores_by_function[name] for each in candidates if name in each.scores_by_function]
         updates[f"reward/{name}"] = (Mean, own)
-    for number, label in enumerate(trainer.config.data.labels):
-        updates[f"source/fraction/{label}"] = (Mean, [each.completion.prompt.source == number for each in candidates])
+    updates |= _of_sources(trainer.config.data.labels, selection)
     return updates | ({"groups/generated": (Total, groups)} if selection.filtered else {})
+
+
+def _of_sources(labels: Sequence[str], selection: Selection) -> Updates:
+    """The share of each source of prompts in what is trained on, and in what was generated where that is more."""
+    counted = {"fraction": selection.taken} | ({"generated": selection.candidates} if selection.filtered else {})
+    return {
+        f"source/{name}/{label}": (Mean, [each.completion.prompt.source == number for each in completions])
+        for name, completions in counted.items()
+        for number, label in enumerate(labels)
+    }
 
 
 def _of_episodes(selection: Selection) -> Updates:

@@ -169,7 +169,7 @@ def accumulate(
     """
     sums: Sums = {"passes": 1.0}
     trainer.set_gradient_sync(last=False)
-    if trainer.supervised and "policy" in trainer.learning:
+    if trainer.supervised and trainer.config.algorithm.ptx_coef and "policy" in trainer.learning:  # 0 by a schedule
         sums["ptx/loss"] = backward_supervised(trainer, number)
     done = []
     for i, micro_batch in enumerate(micro_batches):

@@ -167,8 +167,8 @@ def config(tiny_model: Path, tmp_path: Path, empty_database: Path) -> dict[str, 
     [
         ('{"question": "1 + 1 =", "answer": "2"}\n{"question": \n', "{path}:2: malformed JSON"),
         pytest.param(
-            '{"question": "%s", "answer": "2"}\n' % ("1 + " * 40) * 3,
-            "no prompt is left: 2 of 2 prompts are longer",
+            "".join(f'{{"question": "{number} {"+ 1 " * 40}", "answer": "2"}}\n' for number in range(72)),
+            "no prompt is left: 70 of 70 training prompts of data.source {path} are longer",
             marks=pytest.mark.slow,
         ),
     ],

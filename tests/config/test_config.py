@@ -196,7 +196,7 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
         ({"rollout": {"top_k": 5}}, "set algorithm.rollout_correction to tis or mask"),
         ({"data": {"source": "a.csv", "params": {"x": 1}}}, "data.params are for reasoning_gym:DATASET"),
         ({"data": {"source": "a.csv", "prompt_column": "answer"}}, "are both 'answer'"),
-        ({"eval": {"source": "a.csv"}}, "eval.source is for prompt files"),
+        ({"eval": {"source": "a.csv"}}, "eval.source, or held_out of a source, is for prompt files"),
         ({"eval": {"seed": 4095}}, r"eval.seed \(4095\) is too close to data.seed \(0\)"),
         ({"eval": {"seed": 0}, "data": {"seed": 255}}, "too close"),
         ({"model": {"critic": "none"}}, "advantage gae needs a critic"),
@@ -720,6 +720,27 @@ def test_stale_completions_are_corrected_unless_configured_otherwise() -> None:
         assert (
             from_tree({"rollout": {"max_staleness": 1}, "algorithm": algorithm}).resolved_rollout_correction == "none"
         )
+
+
+def test_generated_sources_without_params_take_those_of_the_section() -> None:
+    sums, words = {"source": "reasoning_gym:chain_sum"}, {"source": "reasoning_gym:spell_backward"}
+    own, stored = sums | {"name": "own", "params": {"max_terms": 9}}, {"source": "b.csv"}
+
+    def params(*sources: dict[str, Any], **data: Any) -> list[dict[str, Any]]:
+        config = from_tree({"data": {"sources": list(sources)} | data})
+        again = from_tree(config.model_dump(mode="json"))  # as a resume and --config read it
+        assert again.data.parts == config.data.parts and again.data.params == config.data.params
+        return [part.params for part in config.data.parts]
+
+    given = {"min_terms": 6, "max_terms": 6}
+    assert params(sums, own, stored, params=given) == [given, {"max_terms": 9}, {}]
+    assert params(words, stored, params={"max_word_len": 4}) == [{"max_word_len": 4}, {}]
+    # Without any, each has the default of its own address.
+    assert params(sums, words, own, stored) == params(sums, words, own, stored, params={})
+    assert params(sums, words) == [PARAMS, {}]
+    assert params(sums, words, params=PARAMS) == [PARAMS, {}]  # as configs of earlier versions have it
+    entry = with_overrides({"data": {"sources": [words]}}, {"data.params.max_word_len": 4})
+    assert from_tree(entry).data.parts[0].params == {"max_word_len": 4}
 
 
 def test_sources_take_what_they_do_not_say_from_the_section() -> None:

@@ -26,10 +26,21 @@ def tree(**sections: Any) -> dict[str, Any]:
         ),
         ({"sources": [FILE | {"reward": {"numerics": 1}}]}, "data.sources prompts: reward.functions has no 'numerics'"),
         ({"sources": [FILE | {"reward": {"numeric": 0}}]}, "data.sources prompts: at least one reward function must"),
-        ({"sources": [FILE | {"answer_column": "question"}]}, "data.prompt_column and data.answer_column are both"),
+        (
+            {"sources": [OTHER, FILE | {"answer_column": "question"}]},
+            "data.sources prompts: data.prompt_column and data.answer_column are both",
+        ),
+        (
+            {"sources": [FILE, {"source": "reasoning_gym:chain_sum", "held_out": "h.jsonl"}]},
+            "data.sources chain_sum: eval.source, or held_out of a source, is for prompt files",
+        ),
         (
             {"sources": [FILE, {"source": "reasoning_gym:chain_sum", "expected_pattern": "x"}]},
-            "data.expected_pattern: reasoning_gym:DATASET has answers that need none",
+            "data.sources chain_sum: data.expected_pattern: reasoning_gym:DATASET has answers that need none",
+        ),
+        (
+            {"params": {"x": 1}, "sources": [FILE, {"source": "reasoning_gym:chain_sum", "params": {}}]},
+            "data.params does nothing: no reasoning_gym:DATASET of data.sources is without params of its own: set",
         ),
         (
             FILE | {"params": {}, "expected_pattern": "#### ("},

@@ -70,6 +70,14 @@ def test_a_reference_is_there_while_the_kl_counts_in_any_step() -> None:
     assert of(algorithm__kl_coef={0: 0, 5: 0}).resolved_reference == "none"
 
 
+@pytest.mark.parametrize("points", [{0: 0.1, 1: 0}, {0: 0, 1: 0.1}, {0: 0, "9 tokens": 1, "interpolate": "linear"}])
+def test_a_supervised_loss_may_end_or_begin(points: dict[Any, Any]) -> None:
+    assert of(algorithm__ptx_coef=points, data__ptx_source="a.csv").at(1, 0).data.ptx_source == "a.csv"
+    for source in ({}, {"data__ptx_source": "a.csv", "algorithm__ptx_coef": {0: 0, 1: 0}}):
+        with pytest.raises(ConfigError, match=r"ptx_coef and data\.ptx_source need each other"):
+            of(**{"algorithm__ptx_coef": points} | source)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

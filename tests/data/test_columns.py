@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from rlx.config.errors import ConfigError
@@ -34,6 +35,29 @@ def test_a_conversation_has_the_text_of_its_one_question_or_of_all_turns() -> No
 def test_parts_of_text_are_one_content() -> None:
     parts = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
     assert conversation([{"role": "user", "content": parts, "name": None}]) == [user("1 + 1?")]
+
+
+def test_a_message_may_name_calls_that_it_does_not_make() -> None:
+    """Tables of one schema give each message each entry."""
+    assert conversation([{**user("1"), "tool_calls": None}, {**user("2"), "tool_calls": []}]) == [user("1"), user("2")]
+
+
+def test_a_conversation_may_be_json_in_a_text(tmp_path: Path) -> None:
+    turns: list[ChatMessage] = [system("Add."), user("hi"), {"role": "assistant", "content": "yes?"}, user("1 + 1?")]
+    file = tmp_path / "p.csv"
+    pd.DataFrame({"question": [json.dumps(turns), f" {json.dumps(turns[3:])}"], "answer": [2, 2]}).to_csv(file)
+    rows = sources.first_rows(DataConfig(source=str(file)), 2)
+    assert [row["messages"] for row in rows] == [turns, turns[3:]] and rows[1]["question"] == "1 + 1?"
+    called = {"role": "assistant", "tool_calls": [{"name": "add"}]}
+    pd.DataFrame({"question": ["1?", json.dumps([*turns, called, turns[3]])], "answer": [2, 2]}).to_csv(file)
+    with pytest.raises(ConfigError, match=r"p\.csv: row 3: a message has tool_calls beside its content"):
+        sources.first_rows(DataConfig(source=str(file)), 2)
+
+
+@pytest.mark.parametrize("text", ["[]", "[1, 2]", '[{"role": "admin"}]', '[{"a": 1}, 2]', "[x] or not?", "[" * 99_999])
+def test_other_text_in_brackets_is_a_question(text: str) -> None:
+    row = Columns().row({"question": text, "answer": 1})
+    assert row["question"] == text and row["messages"] is None
 
 
 def test_the_expected_answer_is_the_last_match_in_its_cell() -> None:
@@ -71,6 +95,14 @@ def test_whole_answers_are_learnt_where_part_of_them_is_expected(tmp_path: Path)
         ),
         ([user("1"), {"role": "Assistant", "content": "2"}], "is 'Assistant', expected .*; nearest: assistant$"),
         ([{"role": "observation", "content": "1"}], "is 'observation', expected one of .*, ipython$"),
+        (
+            [user("1"), {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, user("2")],
+            "a message has tool_calls beside its content, which is not read: write them into its content$",
+        ),
+        (
+            [{"role": "assistant", "content": None, "function_call": {"name": "f"}}, user("2")],
+            "has function_call beside",
+        ),
         ([{"role": "user", "content": 5}], "the content of a message is 5, expected text"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "x"}]}],

@@ -18,10 +18,13 @@ import ray.data
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
 from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.data import prompts, sources
 from rlx.data.blocks import SMALL, rows_of
+from rlx.data.reasoning_gym import generated_questions
 from rlx.data.stream import Share
+from rlx.data.tables import source_tables
 from rlx.models import tiny
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -341,6 +344,95 @@ def test_another_tokenizer_in_the_same_folder_is_another_source(chat_model: str,
     assert prompts.TokenizerSource.of(str(folder), False) != before
 
 
+def stored(file: Path, *questions: str) -> dict[str, Any]:
+    """A file with these questions as one of data.sources."""
+    file.write_text("".join(json.dumps({"question": question, "answer": "1"}) + "\n" for question in questions))
+    return {"source": str(file)}
+
+
+def tables_of(model: str, *several: dict[str, Any], num_prompts: int = 4, **data: Any) -> dict[str, list[str]]:
+    """The questions of each table of these data.sources."""
+    config = from_tree({"data": {"sources": list(several)} | data, "eval": {"num_prompts": num_prompts}})
+    tokenizer = prompts.TokenizerSource.of(model)
+    tables = source_tables(config.data, config.eval, [None] * len(several), tokenizer)
+    return {name: [row["question"] for row in table.take_all()] for name, table in tables.items()}
+
+
+def test_the_source_whose_prompts_are_too_long_is_named(
+    base_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short, long = stored(tmp_path / "a.jsonl", "a", "b", "c"), stored(tmp_path / "b.jsonl", LONG, LONG + "?", "d")
+    with caplog.at_level(logging.WARNING, logger="rlx"), pytest.raises(ConfigError) as refused:
+        tables_of(base_model, short, long, max_prompt_tokens=24)
+    told = "are longer than data.max_prompt_tokens (24)"
+    place = f"training prompts of data.sources.1.source {tmp_path}/b.jsonl"
+    assert str(refused.value) == f"no prompt is left: 2 of 2 {place} {told}"
+    own = short | {"name": "own", "held_out": long["source"]}
+    with caplog.at_level(logging.WARNING, logger="rlx"):
+        tables_of(base_model, short, own, num_prompts=6, max_prompt_tokens=24)
+    place = f"held-out prompts of data.sources.1.held_out {tmp_path}/b.jsonl"
+    assert f"2 of 3 {place} {told} and left out" in caplog.messages
+
+
+def test_the_source_that_cannot_be_split_is_named(base_model: str, tmp_path: Path) -> None:
+    several = stored(tmp_path / "a.jsonl", "a", "b", "c"), stored(tmp_path / "b.jsonl", "d")
+    with pytest.raises(
+        ConfigError, match=r"^data\.sources\.1\.source: 1 rows are too few .*; set data\.sources\.1\.held_out$"
+    ):
+        tables_of(base_model, *several)
+    several = several[0], stored(tmp_path / "b.jsonl", *"dddd")
+    with pytest.raises(ConfigError, match=r"b\.jsonl: every training prompt .*; set data\.sources\.1\.held_out$"):
+        tables_of(base_model, *several)
+
+
+@pytest.mark.parametrize("held_out", [None, "held.jsonl"])
+def test_a_prompt_that_one_source_holds_out_is_trained_on_through_no_other(
+    base_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, held_out: str | None
+) -> None:
+    """The first source holds out c, its last row or what its file has; the sums hold out what they generate."""
+    made = {"source": "reasoning_gym:chain_sum", "num_prompts": 30}
+    (held, *_) = generated_questions(DataConfig(), seed=10_000_000, size=1)
+    first, named = stored(tmp_path / "a.jsonl", "a", "b", "c"), {}
+    if held_out:
+        named = {"held_out": stored(tmp_path / held_out, "c")["source"]}
+    second = stored(tmp_path / "b.jsonl", "c", "d", held["question"], "c", "e", "f")
+    found = tables_of(base_model, first | named, second, made)
+    assert found["held_out.0"] == ["c"] and found["held_out.1"] == ["f"] and held["question"] in found["held_out.2"]
+    assert (found["train.0"], found["train.1"]) == (["a", "b"], ["d", "e"])
+    told = [line for line in caplog.messages if "also held out" in line]
+    of_second = (
+        f"data.sources.1.source {tmp_path}/b.jsonl: 3 of 5 training prompts are also held out: they are left out"
+    )
+    of_first = f"data.sources.0.source {tmp_path}/a.jsonl: 1 of 3 training prompts are also held out: they are left out"
+    assert told == ([of_first, of_second] if held_out else [of_second])
+
+
+def test_a_prompt_with_another_system_message_is_another_one(chat_model: str, tmp_path: Path) -> None:
+    first, second = stored(tmp_path / "a.jsonl", "a", "c"), stored(tmp_path / "b.jsonl", "c", "d", "e")
+    assert tables_of(chat_model, first, second | {"system_prompt": "Add."})["train.1"] == ["c", "d"]
+    assert tables_of(chat_model, first, second)["train.1"] == ["d"]
+    chat = json.dumps([{"role": "user", "content": "c"}])
+    second = stored(tmp_path / "b.jsonl", chat, "d", "e")
+    assert tables_of(chat_model, first, second)["train.1"] == ["d"]  # c is the same prompt as text and as conversation
+
+
+def test_prompts_of_a_file_to_evaluate_on_are_not_trained_on(base_model: str, tmp_path: Path) -> None:
+    first, second = stored(tmp_path / "a.jsonl", "a", "b", "c"), stored(tmp_path / "b.jsonl", "c", "d", "a")
+
+    def trained(num_prompts: int) -> list[str]:
+        data = DataConfig(source=first["source"], params={})
+        held_out = EvalConfig(source=second["source"], num_prompts=num_prompts)
+        table = source_tables(data, held_out, [None], prompts.TokenizerSource.of(base_model))["train"]
+        return [row["question"] for row in table.take_all()]
+
+    assert trained(2) == ["a", "b"] and trained(3) == ["b"]
+    stored(tmp_path / "b.jsonl", "c", "b", "a")
+    with pytest.raises(
+        ConfigError, match=r"^data\.source .*a\.jsonl: every training prompt is also a held-out one, of eval\.source$"
+    ):
+        trained(3)
+
+
 def test_nothing_of_it_needs_a_free_cpu(base_model: str, tmp_path: Path) -> None:
     """The workers and engines of a run hold all CPUs when its prompts are made."""
     cpus = int(ray.cluster_resources()["CPU"])
@@ -357,5 +449,7 @@ def test_nothing_of_it_needs_a_free_cpu(base_model: str, tmp_path: Path) -> None
         rows = [rows_of(table, small) for table in tables for small in (0, SMALL)]
         assert [len(each) for each in rows] == [37, 37, 3, 3]
         assert [prompt.question for prompt in Share(rows[2]).in_order()] == ["37?", "38?", "39?"]
+        several = stored(tmp_path / "a.jsonl", "a", "b"), stored(tmp_path / "b.jsonl", "b", "c", "d")
+        assert tables_of(base_model, *several)["train.1"] == ["c"]
     finally:
         remove_placement_group(group)

@@ -72,7 +72,7 @@ def test_a_scorer_gives_garbage_no_full_score_and_never_raises(name: str) -> Non
 
 
 def test_an_entry_that_is_not_there_is_an_error_and_no_wrong_answer() -> None:
-    with pytest.raises(RuntimeError, match=r"^data.source reasoning_gym:chain_sum: its scorer raised TypeError"):
+    with pytest.raises(RuntimeError, match=r"^reasoning_gym:chain_sum: its scorer raised TypeError"):
         answer_checker(SUMS, seed=7, size=5)([GivenAnswer("1", "1", None)])
 
 

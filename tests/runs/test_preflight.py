@@ -51,15 +51,36 @@ def test_a_missing_prompt_file_is_refused_before_a_model_is_created(setting: str
         ({"params": {"min_terms": 5, "max_terms": 2}}, "data.sources.1.params {'min_terms': 5, 'max_terms': 2}: chain"),
         ({"source": "reasoning_gym:chain_sums"}, "data.sources.1.source: reasoning-gym has no dataset 'chain_sums'; n"),
         ({"source": "nosuch.jsonl"}, "data.sources.1.source nosuch.jsonl: no such file"),
+        (
+            {"source": "there.jsonl", "held_out": "nofile.jsonl"},
+            "data.sources.1.held_out nofile.jsonl: no such file",
+        ),
+        (
+            {"source": "there.jsonl", "held_out": "reasoning_gym:chain_sum"},
+            "data.sources.1.held_out reasoning_gym:chain_sum: expected a prompt file; only",
+        ),
+        ({"source": "one.jsonl"}, "data.sources.1.source: 1 rows are too few to hold one out; set data.sources.1.held"),
     ],
 )
-def test_an_error_of_one_of_several_sources_names_it(given: dict[str, Any], error: str, tmp_path: Path) -> None:
+def test_an_error_of_one_of_several_sources_names_it(
+    given: dict[str, Any], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("there", 9), ("one", 1)):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * count)
     second = {"source": "reasoning_gym:chain_sum", "name": "second"} | given
-    sources = [{"source": "reasoning_gym:spell_backward"}, second]
+    first = "there.jsonl" if given.get("source") == "one.jsonl" else "reasoning_gym:spell_backward"
+    sources = [{"source": first}, second]
     tree = {"storage": str(tmp_path / "storage"), "data": {"sources": sources}}
     with pytest.raises(ConfigError) as refused:
         preflight.prepare(from_tree(tree))
     assert str(refused.value).replace(f"{Path.cwd()}/", "").startswith(error)  # addresses are absolute by then
+
+
+def test_params_of_all_sources_are_checked_for_each(tmp_path: Path) -> None:
+    data = {"sources": [{"source": "reasoning_gym:spell_backward"}], "params": {"max_terms": 3}}
+    with pytest.raises(ConfigError, match=r"^data\.sources\.0\.params\.max_terms: spell_backward has no such"):
+        preflight.prepare(from_tree({"storage": str(tmp_path / "storage"), "data": data}))
 
 
 @pytest.mark.parametrize(

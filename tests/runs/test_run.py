@@ -38,6 +38,7 @@ ONLY_WHEN_ASKED_FOR = {
     "reward/task_late",
     "reward/mean/SOURCE",
     "source/fraction/SOURCE",
+    "source/generated/SOURCE",
     "task/accuracy/SOURCE",
     "eval/accuracy/SOURCE",
     "eval/reward/SOURCE",

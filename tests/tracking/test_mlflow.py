@@ -163,6 +163,10 @@ def test_each_of_several_sources_is_named_and_a_data_set(uri: str) -> None:
     assert {each["data.source"] for _, _, each in used} == {SUMS["source"], WORDS["source"]}
     assert not any("data.sources" in each or "data.params.max_terms" in each for _, _, each in used)
     assert len({each.dataset.digest for each in run.inputs.dataset_inputs}) == 4
+    plain = SETTINGS | {"data.sources": str([SUMS | {"params": None}]), "data.params": "{'max_terms': 9}"}
+    run_id = mlflow.MLflowService(uri).make_run("2", "rlx", "b", parent=None, params=plain, tags=tags, at=1000)
+    of_all = json.loads(mlflow.client(uri).get_run(run_id).inputs.dataset_inputs[0].dataset.source)
+    assert of_all["data.params"] == "{'max_terms': 9}"
     earlier = {"data.sources": "(SourceConfig(source='x'),)"}  # as it was recorded before
     assert " on reasoning_gym:chain_sum: " in note_of(uri, earlier)
     many = [{"source": f"/{'long/' * 40}{number}.jsonl"} for number in range(100)]

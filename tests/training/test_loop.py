@@ -289,23 +289,30 @@ SCHEDULES: dict[str, Any] = {
     "train__actor_lr": {0: 1e-3, 1: 0.0, 3: 1e-4},
     "train__warmup_steps": 0,
     "algorithm__kl_coef": {0: 0.1, "20 tokens": 0.2, "interpolate": "linear"},
+    "algorithm__ptx_coef": {0: 0.5, 2: 0},
     "rollout__temperature": {0: 1.0, 2: 0.5},
     "rollout__max_staleness": 1,
 }
 
 
 def scheduled_and_resumed(rank: int, ranks: int, path: str, folder: str) -> list[Outcome]:
-    """Runs whose settings change: to the end, and one that stops after two steps with what continues it."""
+    """Runs whose settings change: to the end, and one that stops after two steps with what continues it.
+
+    And one whose supervised loss begins where that of the others ends.
+    """
     whole = trained(path, f"{folder}/whole", **SCHEDULES)
     first = trained(path, f"{folder}/stopped", Stopping(), **SCHEDULES)
-    return [whole, first, trained(path, f"{folder}/stopped", **SCHEDULES)]
+    second = trained(path, f"{folder}/stopped", **SCHEDULES)
+    return [whole, first, second, trained(path, f"{folder}/later", **SCHEDULES | {"algorithm__ptx_coef": {0: 0, 2: 1}})]
 
 
 def test_settings_with_a_schedule_change_and_a_resume_is_exact(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
-    whole, first, second = on_ranks(1, scheduled_and_resumed, str(tiny_model), str(tmp_path))[0]
+    whole, first, second, later = on_ranks(1, scheduled_and_resumed, str(tiny_model), str(tmp_path))[0]
     rows = whole.reporter.metrics[1:]
+    assert ["ptx/loss" in row for row in rows] == [True, True, False, False]
+    assert ["ptx/loss" in row for row in later.reporter.metrics[1:]] == [False, False, True, True]
     assert [row["policy/lr"] for row in rows] == [row["schedule/train.actor_lr"] for row in rows] == [1e-3, 0, 0, 1e-4]
     assert [row["schedule/rollout.temperature"] for row in rows] == [1, 1, 0.5, 0.5]
     of_both = {row["step"]: row for row in (*first.reporter.metrics, *second.reporter.metrics) if row["step"]}

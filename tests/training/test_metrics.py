@@ -1,6 +1,7 @@
 """The metrics of a step by hand: the same four completions on one rank and on two."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config import loading
 from rlx.mesh import Mesh
+from rlx.tracking.metrics import meaning
 from rlx.training import loop, metrics
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience
@@ -19,6 +21,7 @@ from rlx.types import Completion, Prompt, ScoredCompletion
 
 LENGTHS = (1, 2, 2, 3)
 SCORES = (0.0, 1.0, 0.5, 0.5)
+OF_SECOND = Prompt(9, (7, 8), "question", "answer", source=1)
 
 
 def scored() -> list[ScoredCompletion]:
@@ -66,13 +69,13 @@ def experience(rows: slice) -> Experience:
     return batch if rows == slice(0, 4) else batch.rows(rows)
 
 
-def trainer_of(mesh: Mesh) -> Any:
-    """What metrics are computed from, but for the models."""
+def trainer_of(mesh: Mesh, **more: Any) -> Any:
+    """What metrics are computed from, but for the models; `more`: further sections of the config."""
     algorithm = {"kl_coef": 0.1, "adaptive_kl_target": 0.5, "adaptive_kl_horizon": 100, "rollout_correction": "tis"}
     train = {"prompts_per_step": 2, "samples_per_prompt": 2, "num_minibatches": 1, "ppo_epochs": 2}
     reward = {"functions": {"length": 1.0}, "length_target": 3}
     return SimpleNamespace(
-        config=loading.from_tree({"algorithm": algorithm, "train": train, "reward": reward}),
+        config=loading.from_tree({"algorithm": algorithm, "train": train, "reward": reward} | more),
         mesh=mesh,
         device=torch.device("cpu"),
         models={"policy": SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.25}]))},
@@ -176,9 +179,24 @@ BY_HAND = {
 
 
 def warmed_up(rank: int, ranks: int) -> dict[str, float]:
-    """The metrics of a step in which the critic alone has learned."""
-    selection, batch = Selection(2, 2, filtered=False, greedy=False), experience(slice(0, 4))
+    """Those of a step that trains on all completions."""
+    selection = Selection(2, 2, filtered=False, greedy=False)
     selection.add(scored())
+    return of_critic_alone(selection)
+
+
+def filtered(rank: int, ranks: int) -> dict[str, float]:
+    """Those of a step that trains on one of three groups; the second and the third are of another source."""
+    selection, rows = Selection(1, 2, filtered=True, greedy=False), scored()
+    second = [replace(row, completion=replace(row.completion, prompt=OF_SECOND)) for row in rows[2:]]
+    selection.add([*rows[:2], *second, *second])
+    selection.take(last=True)
+    return of_critic_alone(selection, data={"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl"}]})
+
+
+def of_critic_alone(selection: Selection, **more: Any) -> dict[str, float]:
+    """The metrics of a step in which the critic alone has learned."""
+    batch = experience(slice(0, 4))
     sums: dict[str, Any] = {
         "kl/ref": 0.0,
         "kl/penalty": 0.0,
@@ -189,7 +207,7 @@ def warmed_up(rank: int, ranks: int) -> dict[str, float]:
     }
     sums |= {"value/loss": 8.0, "value/clip_fraction": 0.0, "grad_norm/critic": 6.0}
     seconds, queue = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}, SimpleNamespace(seconds=1.0)
-    trainer = trainer_of(Mesh.of("cpu", 1))
+    trainer = trainer_of(Mesh.of("cpu", 1), **more)
     found, counts = metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
     assert counts.kl is None
     return found
@@ -199,6 +217,15 @@ def test_nothing_is_said_of_a_policy_that_does_not_learn(on_ranks: OnRanks) -> N
     (found,) = on_ranks(1, warmed_up)
     assert {name for name in found if name.startswith("policy/")} == {"policy/entropy"}
     assert found["value/grad_norm"] == 3.0 and found["kl/coef"] == 0.1
+
+
+def test_shares_of_sources_are_those_of_what_is_trained_on(on_ranks: OnRanks) -> None:
+    (found,) = on_ranks(1, filtered)
+    shares = {name: value for name, value in found.items() if name.startswith("source/")}
+    trained, generated = {"source/fraction/a": 1.0, "source/fraction/b": 0.0}, {"source/generated/a": 1 / 3}
+    assert shares == pytest.approx(trained | generated | {"source/generated/b": 2 / 3})
+    assert found["reward/mean/b"] == 0.5  # of all that was generated, as reward/mean is
+    assert all(meaning(name) for name in shares)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -94,6 +94,11 @@ class SourceConfig(PromptSettings):
         """The name, or what stands for it: the data set, file or folder in the address."""
         return self.name or label_of(self.source)
 
+    @property
+    def takes_params(self) -> bool:
+        """Whether data.params are for it: it generates prompts and has no params of its own."""
+        return self.source.startswith(GENERATED) and self.params is None
+
 
 def label_of(source: str) -> str:
     """The data set, file or folder in the address of a source, as a name."""
@@ -101,6 +106,17 @@ def label_of(source: str) -> str:
     last = (address[2] or address[0]).split("/")
     shown = last[1] if address[0] == "hf" and len(last) == 3 else last[-1]
     return re.sub(r"[^A-Za-z0-9_.-]", "_", shown.partition(".")[0])[:40].lstrip("_.-") or "source"
+
+
+def held_out_setting(setting: str) -> str:
+    """The setting that names held-out prompts beside the training prompts of a setting (`DataConfig.setting_of`)."""
+    is_one_of_several = setting.startswith("data.sources.")
+    return f"{setting.removesuffix('source')}held_out" if is_one_of_several else "eval.source"
+
+
+def _is_default(data: Mapping[str, Any]) -> bool:
+    """Whether settings of the section `data` name the default source, and no other one."""
+    return data.get("source", "") == DEFAULT_SOURCE and not data.get("sources")
 
 
 class DataConfig(Section):
@@ -111,10 +127,12 @@ class DataConfig(Section):
     .csv or .parquet file, a folder of them or a glob (data/**/*.jsonl), on this machine or s3://BUCKET/PATH;
     hf:ORGANIZATION/NAME[/CONFIG][@SPLIT]: a Hugging Face data set (split train if none is named); a folder that
     Dataset.save_to_disk wrote, with a split hf:FOLDER@SPLIT"""
-    params: dict[str, Any] = Field(
-        default_factory=lambda data: dict(_DEFAULT_PARAMS) if data.get("source", "") == DEFAULT_SOURCE else {}
-    )
-    """parameters of the reasoning-gym dataset, e.g. --data.params.max_digits 3"""
+    sources: tuple[SourceConfig, ...] = ()
+    """several sources instead of data.source, mixed by weight, e.g. [{source: "prompts.jsonl", weight: 2},
+    {source: "reasoning_gym:chain_sum", reward: {task: 1}}]; see docs/data.md"""
+    params: dict[str, Any] = Field(default_factory=lambda data: dict(_DEFAULT_PARAMS) if _is_default(data) else {})
+    """parameters of the reasoning-gym dataset, e.g. --data.params.max_digits 3; with data.sources of those that have
+    none of their own, if there are any"""
     num_prompts: PositiveInt = 4096
     """number of training prompts to generate (reasoning-gym only; held-out questions among them are removed)"""
     seed: NonNegativeInt = 0
@@ -139,9 +157,6 @@ class DataConfig(Section):
     max_prompt_tokens: PositiveInt = 1024
     """longest prompt in tokens; longer prompts are removed, and their number is shown; unset: 1024, or less where the
     model's context is short: what rollout.max_tokens leaves, or half of it if that is unset too"""
-    sources: tuple[SourceConfig, ...] = ()
-    """several sources instead of data.source, mixed by weight, e.g. [{source: "prompts.jsonl", weight: 2},
-    {source: "reasoning_gym:chain_sum", reward: {task: 1}}]; see docs/data.md"""
     curriculum: Literal["none", "difficulty"] = "none"
     """difficulty: prompts whose completions are nearly always right, or nearly always wrong, come less often"""
     curriculum_range: tuple[Probability, Probability] = (0.1, 0.9)
@@ -157,7 +172,11 @@ class DataConfig(Section):
     @property
     def parts(self) -> list[DataConfig]:
         """The settings of each source alone, in the order of data.sources; of data.source without any."""
-        return [self.part(each.model_dump(exclude_none=True)) for each in self.sources] or [self]
+        shared = {"params": self.params} if self.params else {}
+        return [
+            self.part((shared if each.takes_params else {}) | each.model_dump(exclude_none=True))
+            for each in self.sources
+        ] or [self]
 
     def setting_of(self, number: int) -> str:
         """The setting that has the address of one of `parts`, for errors."""
@@ -173,6 +192,12 @@ class DataConfig(Section):
     def labels(self) -> list[str]:
         """The names of data.sources; none without any."""
         return [each.label for each in self.sources]
+
+    @pydantic.field_validator("params")
+    @classmethod
+    def _leave_default_out(cls, params: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
+        """Earlier versions wrote the default of data.source into configs with data.sources, which did not read it."""
+        return {} if info.data.get("sources") and params == _DEFAULT_PARAMS else params
 
     @pydantic.field_validator("params")
     @classmethod

@@ -1,12 +1,13 @@
 """Which cells of a stored row are its prompt and its answer, and the row that they make.
 
-A prompt is text, a conversation (a list of {role, content}, as chat templates take it), or text that a template makes
-of several cells. Left out: reading cells (parsers.py, hub.py) and chat templates (rlx.data.prompts).
+A prompt is text, a conversation (a list of {role, content}, as chat templates take it, or as JSON), or text that a
+template makes of several cells. Left out: reading cells (parsers.py, hub.py) and chat templates (rlx.data.prompts).
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ SYSTEM_ROLES = ("system", "developer")
 _ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool", "function", "ipython")
 """chat templates may pass over a message with another role, or write it as if a user had said it; the last two are of
 older templates and of Llama's"""
+_CALLS = ("tool_calls", "function_call")
+"""what a message has beside its content if it calls tools"""
 
 
 class ChatMessage(TypedDict):
@@ -124,6 +127,8 @@ class Columns:
         if self.template:
             return "".join(text + self._filled(record, column) for text, column in self.parts), None
         given = self._cell(record, self.question)
+        if isinstance(given, str):
+            given = _from_json(given)
         if isinstance(given, list):
             messages = conversation(given)
             return text_of(messages), messages
@@ -165,6 +170,20 @@ def no_column(column: str, names: Sequence[str], setting: str) -> str:
     return f"{found}{nearest(column, names)}; {setting} names another"
 
 
+def _from_json(cell: str) -> str | list[Any]:
+    """The messages in a cell that is a conversation as JSON, as formats without lists have it; else the cell itself."""
+    if not cell.lstrip().startswith("["):
+        return cell
+    try:
+        found = json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+    are_messages = all(
+        isinstance(each, dict) and "role" in each and each.keys() & {"content", *_CALLS} for each in found
+    )
+    return found if found and are_messages else cell
+
+
 def conversation(given: Sequence[Any]) -> list[ChatMessage]:
     """Returns a cell's list as messages, the last of which asks for an answer.
 
@@ -185,6 +204,8 @@ def _message(given: Any) -> ChatMessage:
     if (role := given["role"]) not in _ROLES:
         hint = nearest(role.lower(), _ROLES)
         raise ValueError(f"the role of a message is {role!r:.80}, expected one of {', '.join(_ROLES)}{hint}")
+    if calls := [name for name in _CALLS if given.get(name)]:
+        raise ValueError(f"a message has {calls[0]} beside its content, which is not read: write them into its content")
     content = given.get("content")
     if isinstance(content, list):  # parts, of which some may be images
         texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in content]

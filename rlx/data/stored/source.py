@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections.data import DataConfig, EvalConfig
+from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
 from rlx.data import ray_data
 from rlx.data.stored.columns import SCHEMA, Columns, Row
 from rlx.types import AnswerCheck, Checker
@@ -95,21 +95,26 @@ class StoredSource(ABC):
             raise ConfigError(f"{setting} {address}: {NO_ROWS}")
         return rows
 
-    def split(self, data: DataConfig, held_out: EvalConfig) -> tuple[ray.data.Dataset, ray.data.Dataset]:
+    def split(
+        self, data: DataConfig, held_out: EvalConfig, setting: str = "data.source"
+    ) -> tuple[ray.data.Dataset, ray.data.Dataset]:
         """Returns the rows of data.source without the last ones and their repetitions, and the last ones.
 
         Raises:
             ConfigError: the source or a row cannot be used.
         """
-        training, last = hold_out(self.rows(data.source, data, "data.source"), held_out.num_prompts)
-        return without_repetitions(training, last, data.source), ray_data.from_rows(last)
+        training, last = hold_out(self.rows(data.source, data, setting), held_out.num_prompts, setting)
+        hint = f"; set {held_out_setting(setting)}"
+        return without_repetitions(training, last, f"{setting} {data.source}", hint), ray_data.from_rows(last)
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
         """Returns exact match of the texts, without blanks around them."""
         return lambda answers: [float(answer.given.strip() == answer.expected.strip()) for answer in answers]
 
 
-def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.MaterializedDataset, list[dict[str, Any]]]:
+def hold_out(
+    rows: ray.data.Dataset, count: int, setting: str = "data.source"
+) -> tuple[ray.data.MaterializedDataset, list[dict[str, Any]]]:
     """Returns (training rows, held-out rows): the last `count` rows are held out, at most a tenth, at least one.
 
     Raises:
@@ -117,15 +122,20 @@ def hold_out(rows: ray.data.Dataset, count: int) -> tuple[ray.data.MaterializedD
     """
     rows = rows.materialize()
     total = rows.count()
-    count = held_out_count(total, count)
+    count = held_out_count(total, count, setting)
     # Not Dataset.split_at_indices: its tasks take a CPU each, and there may be none.
     return rows.limit(total - count).materialize(), _last_rows(rows, count)
 
 
 def without_repetitions(
-    training: ray.data.MaterializedDataset, held_out: Sequence[dict[str, Any]], address: str
-) -> ray.data.Dataset:
+    training: ray.data.MaterializedDataset, held_out: Sequence[dict[str, Any]], place: str, hint: str
+) -> ray.data.MaterializedDataset:
     """Returns the training rows of a source whose prompts are not held out; says how many are left out.
+
+    Args:
+        training, held_out: rows with token ids, which are compared; or both without.
+        place: where the training rows come from, for the warning and the error.
+        hint: how the error goes on.
 
     Raises:
         ConfigError: there is no other one.
@@ -137,8 +147,8 @@ def without_repetitions(
         return training
     total = training.count()
     if repeated == total:
-        raise ConfigError(f"data.source {address}: every training prompt is also a held-out one; set eval.source")
-    _LOG.warning("%s: %d of %d training prompts are also held out: they are left out", address, repeated, total)
+        raise ConfigError(f"{place}: every training prompt is also a held-out one{hint}")
+    _LOG.warning("%s: %d of %d training prompts are also held out: they are left out", place, repeated, total)
     return ray_data.map_tables(training, _others, prompts=prompts)
 
 
@@ -154,7 +164,7 @@ def _repeated(table: pa.Table, prompts: set[tuple[str, str]]) -> np.ndarray:
     """Whether each row has one of the prompts, `[N]`."""
     questions = pa.array(sorted({question for question, _ in prompts}), pa.string())
     places = np.flatnonzero(pc.is_in(table["question"], value_set=questions).to_numpy())
-    own = table.select(["question", "messages"]).take(pa.array(places)).to_pylist()
+    own = table.select(["question", _read_of(table.column_names)]).take(pa.array(places)).to_pylist()
     mask = np.zeros(len(table), dtype=bool)
     mask[[place for place, row in zip(places, own, strict=True) if _prompt_of(row) in prompts]] = True
     return mask
@@ -162,14 +172,23 @@ def _repeated(table: pa.Table, prompts: set[tuple[str, str]]) -> np.ndarray:
 
 def _prompt_of(row: Mapping[str, Any]) -> tuple[str, str]:
     """All that the policy reads of a row."""
-    return row["question"], json.dumps(row["messages"], sort_keys=True)
+    return row["question"], json.dumps(row[_read_of(row)], sort_keys=True)
 
 
-def held_out_count(total: int, wanted: int) -> int:
+def _read_of(names: Container[str]) -> str:
+    """The column that says, with the question, what the policy reads: system messages and templates are in tokens."""
+    return "token_ids" if "token_ids" in names else "messages"
+
+
+def held_out_count(total: int, wanted: int, setting: str) -> int:
     """Returns how many of the rows of a source are held out, if at most `wanted` shall be; raises ConfigError if there
-    are too few."""
+    are too few.
+
+    Args:
+        setting: the setting that has the address of the source, for errors.
+    """
     if total < 2:
-        raise ConfigError(f"data.source: {total} rows are too few to hold one out; set eval.source")
+        raise ConfigError(f"{setting}: {total} rows are too few to hold one out; set {held_out_setting(setting)}")
     return max(1, min(wanted, total // 10))
 
 

@@ -30,8 +30,8 @@ PAUSED = "rlx.paused_ms"
 _DESCRIPTION = "mlflow.note.content"
 _DATA_SETS = {"training": "data.", "evaluation": "eval."}
 """by MLflow's word for what a data set is used for: the settings that make it"""
-_OF_ONE_SOURCE = ("data.source", "data.params")
-"""how the settings begin that say nothing of data.sources"""
+_OF_ONE_SOURCE, _PARAMS = "data.source", "data.params"
+"""how the settings begin that say nothing of data.sources; and those that some of them take"""
 _MOST_NAMED = 2000  # characters of a description in which sources are named; MLflow takes no tags of more than 8000
 _RUN_PATH = re.compile(r"(?:^|/)((?:sweeps/[^/]+/)?runs/([^/]+))$")
 """the path of a run's folder below its storage, and the name of the folder"""
@@ -123,7 +123,8 @@ def _data_set(params: Mapping[str, str], use: str, prefix: str, source: SourceCo
     settings = {key: value for key, value in params.items() if key.startswith(("data.", prefix))}
     name = (params.get(f"{prefix}source") or params["data.source"])[-500:]
     if source:
-        common = {key: value for key, value in settings.items() if not key.startswith(_OF_ONE_SOURCE)}
+        left_out = (_OF_ONE_SOURCE,) if source.takes_params else (_OF_ONE_SOURCE, _PARAMS)
+        common = {key: value for key, value in settings.items() if not key.startswith(left_out)}
         own = source.model_dump(mode="json", exclude_none=True, exclude={"name", "weight"})
         settings = common | {f"data.{key}": str(value) for key, value in own.items()}
         address = source.held_out if prefix == _DATA_SETS["evaluation"] and source.held_out else source.source
