@@ -102,8 +102,10 @@ def comparisons(
     if by:
         compared[f"by {by}"] = group_trials(sweep, metric, mode, by)
     if against:
-        ours, theirs = compared[SETTINGS][0], group_trials(against, metric, mode)[0]
-        winners = (_labelled(sweep.name, ours), _labelled(against.name, theirs))
+        winners = (
+            _winner(sweep.name, compared[SETTINGS]),
+            _winner(against.name, group_trials(against, metric, mode)),
+        )
         compared[f"{_AGAINST}{against.name}"] = best_first(winners, mode)
     return compared
 
@@ -205,7 +207,8 @@ def _comparison_files(compared: Mapping[str, Sequence[Group]], sweep_name: str, 
     return texts | pictures
 
 
-def _labelled(sweep_name: str, group: Group) -> Group:
-    """A group that names the sweep it comes from."""
-    settings: dict[str, Setting] = {"sweep": sweep_name}
-    return replace(group, label=f"{sweep_name}: {group.label}", settings=settings | group.settings)
+def _winner(sweep_name: str, groups: Sequence[Group]) -> Group:
+    """The best of a sweep's settings, with the name of the sweep."""
+    best, settings = groups[0], dict[str, Setting](sweep=sweep_name)
+    label = f"{sweep_name}: {best.label}"
+    return replace(best, label=label, settings=settings | best.settings, chosen_from=len(groups))

@@ -52,6 +52,7 @@ class Group:
     mean: float  # NaN without values
     half_width: float  # of the 95 % interval of the mean; NaN for fewer than two values
     num_questions: int | None  # each value is a share of correct answers to this number; None for other metrics
+    chosen_from: int = 1  # so many settings, of which it was the best: the reason why it is compared
 
     @property
     def ends(self) -> tuple[float, float]:

@@ -185,6 +185,19 @@ def test_two_sweeps_are_paired_by_their_questions(uri: str, tmp_path: Path) -> N
     assert all(f"<h2>{heading}</h2>" in html for heading in headings)
 
 
+def test_the_best_of_several_needs_more_to_be_ahead_of_another_sweep(uri: str) -> None:
+    first, other = loaded(uri)[0], loaded(uri, "other")[0]
+    pair = report.comparisons(first, against=other)["against other"]
+    alone, chosen = (
+        weighing.between(uri, *(replace(group, chosen_from=count) for group in pair), DEFAULT_METRIC, "max")
+        for count in (1, 3)
+    )
+    assert {group.chosen_from for group in pair} == {len(loaded(uri)[1]), len(loaded(uri, "other")[1])}
+    assert alone and chosen and alone.chance < chosen.chance == min(1.0, 3 * alone.chance)
+    assert gap_sentence(chosen).count("is the best of 3 settings, and was lucky, too") == 2
+    assert "lucky" not in gap_sentence(alone)
+
+
 def test_runs_are_paired_by_seed_or_in_order() -> None:
     one, two, three = (SimpleNamespace(seed=seed) for seed in (1, 2, 3))
     other = SimpleNamespace(seed=2)
@@ -225,7 +238,7 @@ def test_the_front_has_whom_nobody_beats() -> None:
 def test_a_plan_is_described_with_what_more_would_cost() -> None:
     assert spread_of([]) is None
     first, more = plan_lines(options(ASSUMED, 3, 256), assumed=True)
-    assert first.startswith("3 seeds and 256 questions show differences of 0.088")
+    assert first.startswith("3 seeds and 256 questions show differences of 0.095")
     assert "5 seeds: 0.0" in more and "1.7 times the training" in more and "1024 questions: " in more
     alone = plan_lines(options(ASSUMED, 1, 256), assumed=True)[0]
     assert alone.startswith("1 seed and 256 questions show nothing of a setting")

@@ -12,8 +12,10 @@ from rlx.analysis.comparison.power import ASSUMED, detectable, options
 
 def test_the_luck_of_seeds_alone_is_that_of_a_t_test() -> None:
     """Variance 0.0003 by seed, none by question: three seeds have an error of 0.01 with two degrees of freedom."""
-    expected = 0.01 * (stats.t.ppf(0.975, 2) + stats.t.ppf(0.8, 2))
-    assert detectable(Spread(0.0003, 0.0, 0.0), 3, 100) == pytest.approx(expected)
+    gap = detectable(Spread(0.0003, 0.0, 0.0), 3, 100)
+    widest = stats.t.ppf(0.975, 2)
+    shown = stats.nct.sf(widest, 2, gap / 0.01) + stats.nct.cdf(-widest, 2, gap / 0.01)
+    assert shown == pytest.approx(0.8, abs=0.01)
 
 
 def test_one_seed_shows_nothing_of_a_setting() -> None:

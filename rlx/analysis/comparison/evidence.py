@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -79,11 +79,16 @@ def weigh(uri: str, groups: Sequence[Group], metric: str, mode: Mode, against: S
 
 
 def between(uri: str, first: Group, second: Group, metric: str, mode: Mode) -> PairedGap | None:
-    """Two settings of two sweeps on the questions and seeds that they have in common, each as it was in the end."""
+    """The best settings of two sweeps on the questions and seeds that they have in common, each as it was in the end.
+
+    The chance is corrected (Bonferroni) for the settings that each was chosen from.
+    """
     if not first.values or not second.values:
         return None
     runs = (evaluated_runs(uri, first, metric), evaluated_runs(uri, second, metric))
-    return paired_gap((first, second), runs, 1.0 if mode == "max" else -1.0, at_ends=True)
+    pair = paired_gap((first, second), runs, 1.0 if mode == "max" else -1.0, at_ends=True)
+    chosen_from = max(first.chosen_from, second.chosen_from)
+    return replace(pair, chance=min(1.0, chosen_from * pair.chance)) if pair else None
 
 
 def flips_of(pair: PairedGap | None) -> Flips | None:

@@ -1,8 +1,9 @@
 """Which difference of two settings a number of seeds and questions can show, and what more of each would show and cost.
 
 A difference is shown if its paired 95 % interval (`crossed`) leaves out 0. The smallest that four of five sweeps of
-the same size would show is (t(0.975) + t(0.8)) x its standard error, with the degrees of freedom that Satterthwaite's
-formula expects. Left out: corrections for many comparisons, which make a sweep show somewhat less.
+the same size would show is found with intervals that are drawn as such sweeps would have them: their width is known no
+better than few seeds tell. With two seeds more questions may therefore show less: the width then hangs on the seeds
+alone. Left out: corrections for many comparisons, which make a sweep show somewhat less.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scipy.special import stdtrit
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import ndtr, stdtrit
 
 from rlx.analysis.comparison.crossed import Spread
 from rlx.analysis.statistics import LEVEL
@@ -22,6 +25,9 @@ ASSUMED = Spread(seed=0.02**2, question=0.1**2, rest=0.15)
 """how paired differences are assumed to vary where no sweep has told: by 0.02 from seed to seed (runs of the better
 settings of the 12 x 3 sweep in experiments/LOG.md vary by 0.010 to 0.023 each), and as if two runs answered a seventh
 of the questions differently by chance"""
+
+
+_DRAWN = 20_000  # intervals: the difference is right to about 1 %
 
 
 class Option(NamedTuple):
@@ -42,16 +48,31 @@ def detectable(spread: Spread, seeds: int, questions: int) -> float:
     """
     if seeds < 2:
         return math.inf
-    parts = spread.of_mean(seeds, questions)
-    variance = sum(parts)
-    squares = (  # expected mean squares / (seeds x questions), with their degrees of freedom
-        (parts.seed + parts.rest, seeds - 1),
-        (parts.question + parts.rest, max(1, questions - 1)),
-        (parts.rest, (seeds - 1) * max(1, questions - 1)),
-    )
-    weight = sum(square**2 / degrees for square, degrees in squares)
-    degrees = variance**2 / weight if weight else math.inf
-    return float(stdtrit(degrees, (1 + LEVEL) / 2) + stdtrit(degrees, POWER)) * math.sqrt(variance)
+    deviation = math.sqrt(sum(spread.of_mean(seeds, questions)))
+    if not deviation:
+        return 0.0
+    widths = _half_widths(spread, seeds, questions) / deviation
+
+    def lacking(difference: float) -> float:
+        """The chance that is lacking, for a difference in standard deviations."""
+        return POWER - float(np.mean(ndtr(difference - widths) + ndtr(-difference - widths)))
+
+    return deviation * brentq(lacking, 0.0, float(widths.max()) + 10.0, xtol=1e-6)
+
+
+def _half_widths(spread: Spread, seeds: int, questions: int) -> np.ndarray:
+    """Half widths of the intervals (`crossed.crossed_mean`) of so many sweeps, `[_DRAWN]`; always the same ones."""
+    parts, generator = spread.of_mean(seeds, questions), np.random.default_rng(0)
+    others = max(1, questions - 1)
+    degrees = (seeds - 1, others, (seeds - 1) * others)
+    expected = (parts.seed + parts.rest, parts.question + parts.rest, parts.rest)  # mean squares / (seeds x questions)
+    squares = [
+        square * generator.chisquare(free, _DRAWN) / free for square, free in zip(expected, degrees, strict=True)
+    ]
+    by_seed, by_question, rest = squares
+    variance = np.maximum(0.0, by_seed - rest) + np.maximum(0.0, by_question - rest) + rest
+    weight = sum(square**2 / free for square, free in zip(squares, degrees, strict=True))
+    return np.asarray(stdtrit(variance**2 / weight, (1 + LEVEL) / 2) * np.sqrt(variance))
 
 
 def options(spread: Spread, seeds: int, questions: int) -> Sequence[Option]:

@@ -34,7 +34,15 @@ def gap_sentence(pair: PairedGap) -> str:
             f"{pair.first.label} and {pair.second.label} differ by {as_text(pair.gap.value)} on one seed: no interval."
         )
     verdict = "more than chance" if pair.is_shown else "which may be chance"
-    return f"{pair.first.label} against {pair.second.label}: {interval_text(pair)}, {verdict}.{_one_run(pair)}"
+    compared = f"{pair.first.label} against {pair.second.label}: {interval_text(pair)}, {verdict}.{_one_run(pair)}"
+    return compared + _chosen(pair.first) + _chosen(pair.second)
+
+
+def _chosen(group: Group) -> str:
+    """That a setting was the best of several, so that some of its lead is luck."""
+    if group.chosen_from < 2:
+        return ""
+    return f" {group.label} is the best of {group.chosen_from} settings, and was lucky, too: fresh seeds tell more."
 
 
 def interval_text(pair: PairedGap) -> str:
@@ -99,4 +107,7 @@ def _luck(evidence: Evidence) -> list[str]:
         return []
     seen, fresh = evidence.winner.seen, evidence.winner.fresh
     lucky = f", not {as_text(seen)}: the best of {evidence.compared} was lucky, too" if fresh.value != seen else ""
-    return [f"On fresh seeds, expect {as_text(fresh.value)} ± {as_text(fresh.half_width, 2)}{lucky}."]
+    count = len(evidence.gaps) + 1
+    early = count - evidence.compared
+    less = f"; {early} of {count} settings ended early, so it may be less" if early > 0 else ""
+    return [f"On fresh seeds, expect {as_text(fresh.value)} ± {as_text(fresh.half_width, 2)}{lucky}{less}."]
