@@ -1,8 +1,8 @@
 """The time machine: steps of a recorded run done again, and compared with what was logged of them.
 
 `recorded` reads a run's records, `branches` does its steps again in another folder, `comparing` compares metrics,
-completions and weights, and `inside_step` shows what a step trained on. `pairs` compares two branches, `verifying` a
-whole record.
+completions, weights and outcomes of questions, and `inside_step` shows what a step trained on. `pairs` compares two
+branches, `verifying` a whole record.
 
 Left out: what a step does (rlx.training), and how a run is started (rlx.runs). The run that is replayed is only read.
 

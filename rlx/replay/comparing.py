@@ -1,4 +1,5 @@
-"""What was logged against what came again: metrics by step, completions token by token, weights by checksum.
+"""What was logged against what came again: metrics by step, completions token by token, weights by checksum, and what
+came of each question of an evaluation.
 
 Values are equal if they are the same to the last bit; a gap may be allowed, for GPUs. Left out: tables (rlx.cli).
 """
@@ -8,18 +9,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlx.replay.branches import Branch
+from rlx.config.errors import ConfigError
+from rlx.replay.branches import MOVABLE, Branch
 from rlx.replay.recorded import RecordedRun, StepMetrics
-from rlx.samples import reader
+from rlx.samples import evaluations, reader
 from rlx.samples.columns import Kind
+from rlx.samples.evaluations import EvaluationFile
 from rlx.storage import checkpoint_catalog
 from rlx.storage.checkpoint_manifest import FileRecord
-from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import Storage, StorageError
 from rlx.tracking.metrics import MEASURED
 
 _SECONDS = re.compile(r'"seconds": [^,}]+')  # in an episode as JSON
@@ -53,6 +56,7 @@ class Comparison:
     completions: tuple[str, ...] | None  # columns that differ in the last step; None: the run has not kept them
     weights: bool | None  # whether the weights of the last step are equal; None: the run has no checkpoint of it
     allowed: float = 0.0  # the relative gap up to which metrics count as equal
+    questions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # columns that differ, by evaluation file
 
     @property
     def different(self) -> tuple[Compared, ...]:
@@ -61,10 +65,15 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the record is confirmed: completions and weights count only where metrics must be equal."""
+        """Whether the record is confirmed: all but metrics counts only where metrics must be equal."""
         if self.different or not self.metrics:
             return False
-        return self.allowed > 0 or not (self.completions or self.weights is False)
+        return self.allowed > 0 or not (self.completions or self.weights is False or self.forged)
+
+    @property
+    def forged(self) -> Mapping[str, tuple[str, ...]]:
+        """The evaluation files that are not as they came again, each with its columns that differ."""
+        return {file: columns for file, columns in self.questions.items() if columns}
 
     @property
     def largest(self) -> float:
@@ -104,6 +113,7 @@ def compare(branch: Branch, folder: Storage, logged: StepMetrics, again: StepMet
         different_columns(branch.run.folder, folder, branch.until),
         same_weights(branch.run, folder, branch.until),
         allowed,
+        different_questions(branch, folder, steps),
     )
 
 
@@ -123,6 +133,30 @@ def different_columns(run: Storage, again: Storage, step: int) -> tuple[str, ...
     empty = {name for name in found.column_names if found[name].null_count == len(found)}
     names = dict.fromkeys([*kept.column_names, *(name for name in found.column_names if name not in empty)])
     return tuple(name for name in names if _values(kept, name) != _values(found, name))
+
+
+def different_questions(branch: Branch, again: Storage, steps: Iterable[int]) -> dict[str, tuple[str, ...]]:
+    """The columns that differ in each evaluation file that the run has kept of these steps; empty if it kept none.
+
+    What a source is called is left out where the branch reads it from another place.
+    """
+    wanted, is_moved = set(steps), any(key in branch.changes for key in MOVABLE if key.endswith("source"))
+    found = {}
+    for file in evaluations.kept_evaluations(branch.run.folder):
+        if file.step in wanted:
+            before, after = _columns(branch.run.folder, file), _columns(again, file)
+            names = [name for name in {**before, **after} if name != "sources" or not is_moved]
+            found[str(file)] = tuple(name for name in names if before.get(name) != after.get(name))
+    return found
+
+
+def _columns(run: Storage, file: EvaluationFile) -> dict[str, str]:
+    """The columns of an evaluation file as texts, by which no bit is lost; empty if it is damaged or not there."""
+    try:
+        columns = asdict(evaluations.read_outcomes(run, file))
+    except (ConfigError, StorageError):
+        return {}
+    return {name: repr(list(column) if name == "sources" else column.tolist()) for name, column in columns.items()}
 
 
 def step_completions(run: Storage, step: int) -> pa.Table | None:

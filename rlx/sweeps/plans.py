@@ -133,8 +133,9 @@ def prospects(plan: SweepPlan) -> list[str]:
     spread = known_spread(plan.tracking_uri, experiment, plan.metric)
     if not judged or (judged.quantity in ("reward", "length") and not spread):
         return lines  # what is assumed is of shares of right answers
-    plans = options(spread or ASSUMED, plan.seeds, own[0] if own else evaluation.num_prompts)
-    return [*lines, *plan_lines(plans, assumed=spread is None)]
+    questions = own[0] if own else evaluation.num_prompts
+    lines += plan_lines(options(spread or ASSUMED, plan.seeds, questions), assumed=spread is None)
+    return [*lines, f"at most {questions} questions: one that repeats counts once, and fewer show less"]
 
 
 def _with_metric(plan: SweepPlan) -> SweepPlan:

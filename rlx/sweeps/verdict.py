@@ -1,4 +1,8 @@
-"""What a race has shown, in sentences. Left out: the comparisons themselves (rlx.sweeps.schedulers.race)."""
+"""What a race has shown, in sentences. Left out: the comparisons themselves (rlx.sweeps.schedulers.race).
+
+One thing is guaranteed: the best setting of a rung is out in at most alpha of all races. That one setting is better
+than another is not: among equal settings some seem behind by chance, and most of their intervals leave out the true 0.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,12 @@ def race_lines(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> list[str]
     labels = [settings_label({k: v for k, v in records[name].settings.items() if k != "seed"}) for name in names]
     out = sorted((each for each in race.standings.items() if each[1].is_out), key=_last_first)
     lost = [i for i in range(plan.trials) if i not in race.live and i not in dict(out)]
-    beaten = [_beaten(labels, setting, standing) for setting, standing in out]
-    return [*_left(race, labels), *beaten, *(f"{labels[i]}: out, a trial of it ended early" for i in lost)]
+    behind = [_behind(labels, setting, standing) for setting, standing in out]
+    if out:
+        behind.append(
+            f"the best setting of a rung is out in at most {100 * plan.alpha:.3g} % of races; one line may be chance"
+        )
+    return [*_left(race, labels), *behind, *(f"{labels[i]}: out, a trial of it ended early" for i in lost)]
 
 
 def _last_first(each: tuple[int, Standing]) -> tuple[int, int, float]:
@@ -38,15 +46,17 @@ def _left(race: Race, labels: list[str]) -> list[str]:
     if not live:
         return [f"{labels[setting]} is left, the only one that could be compared" for setting in race.live]
     live.sort(key=lambda setting: race.standings[setting].deficit.value)
-    mean = as_text(race.standings[live[0]].mean)
+    best = race.standings[live[0]]
     if len(live) == 1:
-        return [f"{labels[live[0]]} wins with {mean}"]
+        return [
+            f"{labels[live[0]]} wins with {as_text(best.mean)} at step {best.look.step}, where it was compared last"
+        ]
     named = f"{', '.join(labels[setting] for setting in live[:-1])} and {labels[live[-1]]}"
-    return [f"{named} tied: after {race.standings[live[0]].look.seeds} seeds none is behind for certain"]
+    return [f"{named} tied: after {best.look.seeds} seeds none is shown to be behind"]
 
 
-def _beaten(labels: list[str], setting: int, standing: Standing) -> str:
+def _behind(labels: list[str], setting: int, standing: Standing) -> str:
     value, half_width = standing.deficit.value, standing.deficit.half_width
     interval = f"95 %: {as_text(value - half_width, 2)} to {as_text(value + half_width, 2)}"
     when = f"{standing.look.seeds} seeds, step {standing.look.step}"
-    return f"{labels[standing.leader]} beats {labels[setting]} by {as_text(value, 2)} ({interval}; {when})"
+    return f"{labels[setting]} is out: behind {labels[standing.leader]} by {as_text(value, 2)} ({interval}; {when})"

@@ -119,6 +119,8 @@ def test_the_page_pairs_settings_with_the_best(found: Found) -> None:
     assert paired.table["behind by"].tolist() == pytest.approx([0.3, 0.3])
     assert paired.table["step"].tolist() == [4, 2]
     assert chance.table is not None and chance.table["sampling"].isna().all()  # one answer to each question
+    assert chance.table["step"].tolist() == [4, 4, 2]
+    assert "no part of a difference" not in chance.note
     assert plans.table is not None and plans.table["seeds"].tolist() == [3, 5, 8, 3]
 
 
@@ -146,6 +148,7 @@ def test_the_race_is_drawn_rung_by_rung_with_its_lines(found: Found) -> None:
     (section,) = comparison_sections.races(read, groups, DEFAULT_METRIC, "max", "one beats another")
     assert (section.title, section.text) == ("The race, rung by rung", "one beats another")
     assert section.figure is not None
+    assert list(section.figure.layout.xaxis.range) == [-0.5, 1.5]  # room for the names of the first and the last rung
     last = section.figure.data[0]  # the worst is drawn first
     assert (last.name, list(last.marker.symbol)) == ("3  actor_lr 0.2", ["x"])
     assert [list(trace.marker.symbol) for trace in section.figure.data[1:]] == [["circle"] * 2] * 2

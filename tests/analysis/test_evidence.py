@@ -79,6 +79,24 @@ def test_settings_are_paired_by_seed_and_question(uri: str) -> None:
     assert found.compared == 2 and found.winner is not None and found.winner.seen == pytest.approx(11 / 16)
 
 
+def test_questions_whose_mean_was_not_logged_are_no_evidence(
+    tmp_path: Path, empty_database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file was made better by hand: its setting is compared by the logged means alone, the other by questions."""
+    shutil.copy(empty_database, tmp_path)
+    uri = mlflow.default_uri(tmp_path)
+    log_judged_sweep(uri, tmp_path, "judged", [{LR: 1e-4}, {LR: 2e-4}, {LR: 3e-4}], RIGHT, [LR])
+    forged = tmp_path / "judged" / "run_1_1"
+    keep(forged, {4: answers(*"2222")})
+    gaps = weigh(uri, loaded(uri)[1], DEFAULT_METRIC, "max").gaps
+    assert [gap.is_by_question for gap in gaps] == [False, True]
+    assert gaps[0].gap.value == pytest.approx(3 / 16)  # as it was logged
+    line = (
+        f"{forged}/evaluations/step_000004-held_out.parquet is left out: the mean of eval/accuracy is 1 there, but 0.5"
+    )
+    assert capsys.readouterr().err == f"warning: {line} was logged\n"
+
+
 def test_low_can_be_good(uri: str) -> None:
     groups = list(reversed(loaded(uri)[1]))
     gaps = weigh(uri, groups, DEFAULT_METRIC, "min").gaps

@@ -44,6 +44,20 @@ def cells_of(line: str) -> list[str]:
             Comparison(FAULTY[:4], None, None, allowed=0.1),
             ["4 metrics of steps 4 to 6 are equal within 0.1: 2.2e-16 at most"],
         ),
+        (
+            Comparison(EQUAL, None, None, questions={"step_000005-held_out.parquet": ()}),
+            [
+                "4 metrics of steps 4 to 6 are equal to the last bit",
+                "outcomes of questions are equal: 1 evaluation file",
+            ],
+        ),
+        (
+            Comparison(EQUAL, None, None, questions={"step_000005-held_out.parquet": ("right", "scores")}),
+            [
+                "4 metrics of steps 4 to 6 are equal to the last bit",
+                "evaluations/step_000005-held_out.parquet differs in right, scores",
+            ],
+        ),
         (Comparison((), None, None), ["nothing was logged of steps 4 to 6: there is nothing to compare with"]),
     ],
 )
@@ -135,8 +149,8 @@ def test_the_verdict_on_a_record(tmp_path: Path) -> None:
     table = verify.steps_table([(branch, good), (branch, bad)]).splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert cells == [
-        ["12", "step_000010", "4", "0", "0", "equal", "-"],
-        ["12", "step_000010", "5", "2", "inf", "DIFFER", "DIFFER"],
+        ["12", "step_000010", "4", "0", "0", "equal", "-", "-"],
+        ["12", "step_000010", "5", "2", "inf", "DIFFER", "DIFFER", "-"],
     ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from replay_cases import keep, run_of, with_score
+from replay_cases import evaluated, keep, run_of, with_score
 
 from rlx.config.errors import ConfigError
 from rlx.replay import comparing, inside_step
@@ -112,6 +112,37 @@ def test_weights_are_compared_by_checksum(tmp_path: Path) -> None:
     other.write_text(other.read_text().replace(file_of(run), "0" * 64))
     assert comparing.same_weights(run, same.folder, 10) is None  # a damaged manifest is none
     assert comparing.same_weights(run_of(tmp_path, "c", steps=()), same.folder, 10) is None
+
+
+def test_a_forged_evaluation_file_is_found(tmp_path: Path) -> None:
+    """Of the steps that were done again; the mean over the questions may be as it was logged."""
+    run, again = run_of(tmp_path), open_storage(str(tmp_path / "again"))
+    for step in (20, 24, 28):
+        evaluated(run.folder, step, [True, False, True])
+        evaluated(again, step, [True, False, True])
+    logged = {step: {"policy/loss": 0.5} for step in range(1, 31)}
+    branch = Branch(run, run.checkpoints[-1], 28)
+
+    def compared() -> Comparison:
+        return comparing.compare(branch, again, logged, logged, 0.0)
+
+    files = ["step_000024-held_out.parquet", "step_000028-held_out.parquet"]
+    assert compared().holds and compared().questions == dict.fromkeys(files, ())
+    evaluated(run.folder, 24, [True, True, False])
+    assert not compared().holds and compared().forged == {files[0]: ("right",)}
+    assert replace(compared(), allowed=0.05).holds  # on a GPU
+    (Path(again.path) / "evaluations" / files[1]).unlink()  # what did not come again was made up
+    assert "rows" in compared().forged[files[1]]
+
+
+def test_of_a_source_that_lies_elsewhere_the_name_is_not_compared(tmp_path: Path) -> None:
+    run, again = run_of(tmp_path), open_storage(str(tmp_path / "again"))
+    evaluated(run.folder, 24, [True, False])
+    evaluated(again, 24, [True, False], source="other")
+    branch = Branch(run, run.checkpoints[-1], 24)
+    moved = replace(branch, changes={"data.source": "other"})
+    found = [list(comparing.different_questions(each, again, [24]).values()) for each in (branch, moved)]
+    assert found == [[("sources",)], [()]]
 
 
 def test_the_last_step_of_a_run_is_not_compared_with_a_branch_that_goes_beyond_it(tmp_path: Path) -> None:

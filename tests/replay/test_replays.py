@@ -21,6 +21,7 @@ from rlx.replay import branches, comparing, inside_step, pairs, recorded
 from rlx.replay.branches import Branch, Scratch
 from rlx.replay.comparing import Comparison
 from rlx.replay.recorded import RecordedRun
+from rlx.samples.evaluations import kept_evaluations
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking.services import mlflow
@@ -123,6 +124,8 @@ def test_random_steps_are_equal_to_the_last_bit(
         comparison, folder = done_again(branch)
         assert comparison.different == () and comparison.completions == () and comparison.holds
         assert comparison.weights is (True if step % EVERY == 0 else None)
+        kept = {file for file in kept_evaluations(run.folder) if file.step in branch.steps}
+        assert comparison.questions == {str(file): () for file in kept}
         assert {each.step for each in comparison.metrics} == set(branch.steps)
         assert len(comparison.metrics) > 25 * (step - (step - 1) // EVERY * EVERY)
         prompts = inside_step.step_prompts(folder, step)

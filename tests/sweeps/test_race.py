@@ -291,9 +291,18 @@ def test_the_result_is_said_in_sentences() -> None:
     for means, said in (
         (
             [0.5, 0.3, 0.5001],
-            ["ppo_epochs 1 and ppo_epochs 3 tied: after 3 seeds none is behind for certain", "ppo_epochs 1 beats"],
+            [
+                "ppo_epochs 1 and ppo_epochs 3 tied: after 3 seeds none is shown to be behind",
+                "ppo_epochs 2 is out: behind",
+            ],
         ),
-        ([0.3, 0.31, 0.5], ["ppo_epochs 3 wins with 0.52", "ppo_epochs 3 beats ppo_epochs 2 by 0.19 (95 %: 0.1"]),
+        (
+            [0.3, 0.31, 0.5],
+            [
+                "ppo_epochs 3 wins with 0.52 at step 2, where it was compared last",
+                "ppo_epochs 2 is out: behind ppo_epochs 3 by 0.19 (95 %: 0.1",
+            ],
+        ),
     ):
         values = curves(means, 3, given)
         records = records_of(play(given, values), values)
@@ -304,3 +313,4 @@ def test_the_result_is_said_in_sentences() -> None:
         lines = race_lines(plan, records)
         assert all(line.startswith(start) for line, start in zip(lines, said, strict=False)), lines
         assert "3 seeds, step 2)" in lines[1]
+        assert lines[-1] == "the best setting of a rung is out in at most 5 % of races; one line may be chance"

@@ -129,9 +129,8 @@ def variance_table(gaps: Sequence[PairedGap]) -> pd.DataFrame:
     """One row per setting: which share of the chance in its mean is due to seeds, questions, and the rest; of the rest,
     sampling where several answers to a question were drawn. Empty without outcomes of questions."""
     known = [gap for gap in gaps if gap.is_by_question and gap.seeds > 1]
-    tables = [(gap.second.label, gap.tables[1], _samples(gap, 1)) for gap in known]
-    tables = [(known[0].first.label, known[0].tables[0], _samples(known[0], 0)), *tables] if known else []
-    return pd.DataFrame([_shares(*each) for each in tables])
+    rows = [_shares(gap, 1) for gap in known]
+    return pd.DataFrame([_shares(known[0], 0), *rows] if known else [])
 
 
 def known_spread(uri: str, experiment: str, metric: str) -> Spread | None:
@@ -176,14 +175,17 @@ def _samples(gap: PairedGap, side: int) -> int:
     return outcomes.right.shape[1] if outcomes else 1
 
 
-def _shares(label: str, table: np.ndarray, samples: int) -> dict[str, str | float]:
+def _shares(gap: PairedGap, side: int) -> dict[str, str | float]:
+    """The row of one side of a pair, at the step at which it was compared."""
+    table = gap.tables[side]
     seeds, questions = table.shape
     estimate = crossed_mean(table)
-    parts, sampling = estimate.spread.of_mean(seeds, questions), sampling_variance(table, samples)
+    parts, sampling = estimate.spread.of_mean(seeds, questions), sampling_variance(table, _samples(gap, side))
     total = sum(parts) or math.nan
     drawn = math.nan if math.isnan(sampling) else min(parts.rest, sampling / seeds / questions)
     return {
-        "setting": label,
+        "setting": (gap.first, gap.second)[side].label,
+        "step": gap.steps[side],
         "mean": estimate.value,
         "standard error": estimate.error,
         "seeds": parts.seed / total,

@@ -6,6 +6,8 @@ Left out: writing these files (rlx.samples.evaluations), and comparing settings 
 from __future__ import annotations
 
 import functools
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +25,7 @@ from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError
 from rlx.tracking.services import mlflow
 
+_TOLERANCE = 1e-6  # between the mean over a file's questions and the value that was logged
 WHOLE = "all questions"
 """the one question of a run that has kept nothing but the mean over all of them"""
 
@@ -99,13 +102,23 @@ class EvaluatedRun:
             return None
 
     def values(self, step: int) -> Mapping[str, float]:
-        """The value of each question by its id; empty if they are not known."""
+        """The value of each question by its id; empty if they are not known, or their mean is not the logged one."""
         if step not in self._read:
             outcomes = self.outcomes(step)
             each = question_values(outcomes, self.judged.quantity) if outcomes and self.judged else None
-            questions = outcomes.questions if outcomes and each is not None else []
-            self._read[step] = dict(zip(questions, [] if each is None else each.tolist(), strict=True))
+            self._read[step] = {}
+            if outcomes and each is not None and self._is_as_logged(step, float(each.mean())):
+                self._read[step] = dict(zip(outcomes.questions, each.tolist(), strict=True))
         return self._read[step]
+
+    def _is_as_logged(self, step: int, mean: float) -> bool:
+        """Whether the mean over the questions is the value that was logged; if not, says so once."""
+        logged = self.mean(step).get(WHOLE, mean)
+        if self.run and self.judged and not math.isclose(mean, logged, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
+            file = self.run / evaluations.EVALUATIONS / str(EvaluationFile(step, self.judged.name))
+            _warn(f"{file.path} is left out: the mean of {self.metric} is {mean:g} there, but {logged:g} was logged")
+            return False
+        return True
 
     def mean(self, step: int) -> Mapping[str, float]:
         """The metric as it was logged, as if it were one question; empty if it was not."""
@@ -138,6 +151,12 @@ def _storage(address: str) -> Storage | None:
         return open_storage(address, create=False)
     except StorageError:
         return None
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Prints a warning, once."""
+    print(f"warning: {line}", file=sys.stderr)
 
 
 def _order(seed: Setting) -> tuple[bool, float, str]:

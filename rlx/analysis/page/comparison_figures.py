@@ -75,7 +75,8 @@ def race(standings: Sequence[RungStanding], ranks: Mapping[str, int], unit: Rung
         )
     figure.add_hline(0, line={"color": "#222", "width": 1})
     names = [rung_text(rung, unit) for rung in rungs]
-    figure.update_xaxes(tickvals=list(range(len(rungs))), ticktext=names, showgrid=False, zeroline=False)
+    figure.update_xaxes(tickvals=list(range(len(rungs))), ticktext=names, range=[-0.5, len(rungs) - 0.5])
+    figure.update_xaxes(showgrid=False, zeroline=False)
     values = [standing.behind for standing in standings]
     room = 0.25 * max(max(values) - min(values), 1e-9)
     figure.update_yaxes(title="behind the best of the others by", range=[max(values) + room, min(values) - room])

@@ -51,9 +51,9 @@ def _chance(gaps: Sequence[PairedGap]) -> list[PageSection]:
     note = (
         "Which share of the variance of a setting's mean is due to its seeds, to the choice of questions, to seeds "
         "that help with other questions, and to sampling (known where several answers to a question are drawn, "
-        "otherwise in seed by question). "
-        "Questions "
-        "are the same for all settings, so their share is no part of a difference."
+        "otherwise in seed by question). A difference of two settings has a share of questions of its own: not "
+        "all questions gain alike. Each row is of the step at which its setting was compared "
+        "with the best; the best is at the step of the first such comparison."
     )
     sections = [PageSection("What the chance is made of", note, table=shares)]
     if not plans.empty:

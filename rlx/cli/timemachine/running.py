@@ -187,7 +187,7 @@ def difference_table(differences: Sequence[Compared]) -> str:
 
 
 def verdict_lines(comparison: Comparison, steps: range) -> list[str]:
-    """What a replay has shown: a line on metrics, one each on completions and weights, and a table of differences."""
+    """What a replay has shown: a line each on metrics, completions, weights and questions; a table of differences."""
     lines = [compared_line(comparison, steps)]
     if comparison.completions is not None:
         different = ", ".join(comparison.completions)
@@ -196,7 +196,17 @@ def verdict_lines(comparison: Comparison, steps: range) -> list[str]:
     if comparison.weights is not None:
         are = "are equal" if comparison.weights else "differ"
         lines.append(f"weights and optimizer state after step {steps[-1]} {are}, by checksum")
+    lines += question_lines(comparison)
     return lines + ([f"\n{difference_table(comparison.different)}"] if comparison.different else [])
+
+
+def question_lines(comparison: Comparison) -> list[str]:
+    """Whether what came of each question came again: a line for each file that differs, or one for all."""
+    if comparison.forged:
+        return [f"evaluations/{file} differs in {', '.join(columns)}" for file, columns in comparison.forged.items()]
+    count = len(comparison.questions)
+    files = "1 evaluation file" if count == 1 else f"{count} evaluation files"
+    return [f"outcomes of questions are equal: {files}"] if count else []
 
 
 def compared_line(comparison: Comparison, steps: range) -> str:

@@ -103,6 +103,7 @@ def steps_table(done: Sequence[tuple[Branch, Comparison]]) -> str:
             "largest gap": f"{comparison.largest:.1e}" if comparison.largest else "0",
             "completions": said[None if comparison.completions is None else not comparison.completions],
             "weights": said[comparison.weights],
+            "questions": said[not comparison.forged if comparison.questions else None],
         }
         for branch, comparison in done
     ]

@@ -4,7 +4,7 @@ All of them judge trials at their evaluations alone. A trial waits there, so it 
 To all but PBT a setting is one thing, whatever the number of its seeds: its runs are judged and stop together.
 `by_name` lists the schedulers, `schedule` is what they know of a sweep. `seeds_as_one` shows Ray's schedulers a
 setting as one trial, `remembering` tells them on a resume what they were told before, `doubling` is Ray's ASHA with
-rungs in tokens or GPU-seconds, `population` is Ray's PBT, `race` decides which settings are behind for certain,
+rungs in tokens or GPU-seconds, `population` is Ray's PBT, `race` decides which settings are out,
 `racing` tells Tune.
 
 Left out: which settings are tried (rlx.sweeps.searchers).

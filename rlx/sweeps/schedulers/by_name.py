@@ -58,7 +58,7 @@ def _pbt(schedule: Schedule) -> TrialScheduler:
 
 
 def _race(schedule: Schedule) -> TrialScheduler:
-    """Stops the settings that are behind the best for certain, and adds seeds to those that are left."""
+    """Stops the settings that are shown to be behind the best, and adds seeds to those that are left."""
     return RaceScheduler(schedule)
 
 

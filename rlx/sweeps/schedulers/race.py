@@ -1,4 +1,4 @@
-"""`Race`: which settings of a sweep are behind the best one for certain, decided from reports alone.
+"""`Race`: which settings of a sweep are shown to be behind the best one, decided from reports alone.
 
 The race has a list of looks, known beforehand: one at each rung with the first seeds, and at the last step a further
 one for each seed that may be added. At a look the settings that are left are compared on the same seeds; one that is
