@@ -237,11 +237,49 @@ def test_settings_that_are_withheld_stand_in_a_comment_alone(uri: str) -> None:
     assert LR.removeprefix("train.") not in str(yaml.safe_load(text)) and yaml.safe_load(text)["algorithm"]
 
 
+LISTS: dict[str, dict[str, Any]] = {
+    "sets": {"eval.sets": [{"name": "held", "samples": 8}, {"name": "mine", "source": "/m.jsonl", "num_prompts": 9}]},
+    "sources": {"data.sources": [{"source": "/a.jsonl", "weight": 2.0}, {"source": "/b.jsonl"}], "data.params": {}},
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_best_setting_of_a_sweep_with_lists_of_entries_is_written(
+    empty_database: Path, tmp_path: Path, name: str
+) -> None:
+    uri, out = mlflow.default_uri(tmp_path), tmp_path / "out"
+    shutil.copy(empty_database, tmp_path)
+    log_sweep(uri, name, [Run({LR: 3e-4, **LISTS[name]}, {0: 0.1, 4: 0.5})], [LR])
+    report.write_report(loading.load_sweep(uri, "rlx", name), out, uri)
+    assert {path.name for path in out.iterdir()} == ALWAYS | {"best.yaml"}
+    again, ran = from_tree(with_experiment(read_yaml(out / "best.yaml"))), config("any", {LR: 3e-4, **LISTS[name]})
+    assert again == ran.model_copy(update={"name": None, "storage": again.storage})
+    assert "temperature" not in str(read_yaml(out / "best.yaml"))  # entries without what is at its default
+
+
+def test_a_best_setting_that_cannot_be_written_does_not_take_the_page_down(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(report, "minimal_tree", lambda *_, **__: {"x": object()})
+    report.write_report(loading.load_sweep(uri, "rlx", "nothing-varied"), tmp_path, uri)
+    assert {path.name for path in tmp_path.iterdir()} == ALWAYS
+    assert "warning: no best.yaml: ('cannot represent an object'" in caplog.text
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_entries_that_are_withheld_stand_in_a_comment(uri: str, name: str) -> None:
+    loaded, key = loading.load_sweep(uri, "rlx", "lr"), next(iter(LISTS[name]))
+    entries = flatten(config("any", LISTS[name]))[key]
+    text = report.best_yaml(loaded, report.comparisons(loaded)[report.SETTINGS], uri, lambda *_: {key: entries})
+    assert f'#   {key}: [{{"' in text
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {},
         {KIND: "grpo"},
+        *LISTS.values(),
         GRPO,
         {"algorithm.value_clip": None, "checkpoint.keep_last": None},
         {"model.lora_rank": 4, "model.lora_alpha": 8, "seed": 7},
