@@ -58,7 +58,8 @@ def write_report(
 ) -> list[Path]:
     """Writes tables, pictures and the page into a folder and stores them with the MLflow run of the sweep.
 
-    The run also gets the result in one sentence as its description, and the mean of the best setting as its metric.
+    The run also gets the result in one sentence as its description, and the mean of the best setting as its metric,
+    unless the analysis is by another metric than the sweep's own: its files have a folder of their own in MLflow, too.
     `compared` (`comparisons`) and `evidence` (`evidence_of`) are worked out if they are not given; for `withheld` see
     `best_yaml`.
 
@@ -82,10 +83,22 @@ def write_report(
     texts |= {"best.yaml": recipe} if recipe else {}
     files = {name: text.encode() for name, text in texts.items()} | _comparison_files(compared, sweep.name, metric)
     paths = _write(folder, files)
-    mlflow.log_files(uri, sweep.run_id, paths, "analysis")
+    place = other_place(sweep, metric, mode)
+    mlflow.log_files(uri, sweep.run_id, paths, f"analysis/{place}" if place else "analysis")
+    if place:
+        return paths
     description = f"{sweep_verdict(settings, evidence, metric)} analysis/analysis.html has the rest."
     mlflow.log_summary(uri, sweep.run_id, description, _best_metrics(settings, evidence, metric))
     return paths
+
+
+def other_place(sweep: Sweep, metric: str, mode: Mode) -> str:
+    """The folder within a sweep's analysis for one by another metric, so that it does not replace the sweep's own.
+
+    Empty for the sweep's own metric.
+    """
+    is_own = (metric, mode) == (sweep.metric, sweep.mode)
+    return "" if is_own else f"{mode}_{metric.replace('/', '_')}"
 
 
 def comparisons(

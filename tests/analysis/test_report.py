@@ -21,6 +21,8 @@ from sweep_cases import BASE, Run, config, log_sweep
 from rlx.analysis import loading, report, tables
 from rlx.analysis.importance import MIN_GROUPS
 from rlx.analysis.sentences import summary_sentence
+from rlx.cli import analyze
+from rlx.config.errors import ConfigError
 from rlx.config.experiment import with_experiment
 from rlx.config.loading import from_tree, read_yaml
 from rlx.config.sections.base import flatten
@@ -344,6 +346,36 @@ def test_the_script_ranks_by_another_metric_and_end(
     ]
     assert script.main(arguments) == 0
     assert "(kl/ref 0.4 over 1 run against 0.4 over 1 run)" in capsys.readouterr().out
+
+
+def test_the_script_ranks_by_what_the_sweep_was_judged_by(
+    empty_database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri, out = mlflow.default_uri(tmp_path), tmp_path / "analysis" / "s"
+    shutil.copy(empty_database, tmp_path)
+    runs = [Run({LR: 1e-4}, {0: 0.1, 4: 0.9}), Run({LR: 1e-3}, {0: 0.1, 3: 0.5})]
+    run_id = log_sweep(uri, "s", runs, [LR], {"rlx.metric": "kl/ref", "rlx.mode": "min"})
+    assert analyze.main(["--storage", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "2 trials by kl/ref" in output and "|    1 |    0.001 |" in output
+    own, said = (out / "trials.csv").read_text(), mlflow.get_run(uri, run_id).tags["mlflow.note.content"]
+    assert analyze.main(["--storage", str(tmp_path), "--metric", "eval/accuracy"]) == 0
+    assert "|    1 |   0.0001 |" in capsys.readouterr().out
+    assert (out / "trials.csv").read_text() == own != (out / "max_eval_accuracy" / "trials.csv").read_text()
+    stored = mlflow.artifact_names(uri, run_id, "analysis/max_eval_accuracy")
+    assert "analysis/max_eval_accuracy/analysis.html" in stored
+    assert mlflow.get_run(uri, run_id).tags["mlflow.note.content"] == said
+
+
+@pytest.mark.parametrize(("tag", "value"), [("rlx.metric", "no/such"), ("rlx.mode", "MAX")])
+def test_a_record_that_says_something_else_is_damaged(
+    empty_database: Path, tmp_path: Path, tag: str, value: str
+) -> None:
+    uri = mlflow.default_uri(tmp_path)
+    shutil.copy(empty_database, tmp_path)
+    log_sweep(uri, "s", [Run({LR: 1e-4}, {0: 0.1})], [LR], {tag: value})
+    with pytest.raises(ConfigError, match=f"^the record of sweep s is damaged: its tag {tag}$"):
+        loading.load_sweep(uri, "rlx", "s")
 
 
 def test_the_script_takes_the_newest_sweep_of_a_storage(
