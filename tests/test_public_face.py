@@ -302,12 +302,13 @@ def test_an_installed_rlx_finds_its_defaults(wheel: Path, tmp_path: Path) -> Non
     code = (
         "from rlx.cli.sweep import DEFAULT_SETTINGS, ModelConfig, default_space; from rlx.config import experiment\n"
         "models = (ModelConfig(), ModelConfig(path='m'), ModelConfig(path='m', lora_rank=4))\n"
-        "print(experiment.EXPERIMENT_FILE, DEFAULT_SETTINGS, *map(default_space, models))"
+        "print(experiment.EXPERIMENT_FILE, DEFAULT_SETTINGS, *map(default_space, models), "
+        "*(default_space(model, 'pbt') for model in models))"
     )
     environment = os.environ | {"PYTHONPATH": str(wheel)}
     out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
     assert all(Path(file).is_file() and Path(file).is_relative_to(wheel) for file in out.split())
     links = ["experiments/configs/arithmetic.yaml", "experiments/configs/sweep.yaml"]
-    links += [f"search_spaces/{name}.py" for name in ("ppo_tiny", "ppo", "ppo_lora")]
+    links += [f"search_spaces/{name}.py" for name in ("ppo_tiny", "ppo", "ppo_lora", "pbt_tiny", "pbt", "pbt_lora")]
     for file, link in zip(out.split(), links, strict=True):
         assert Path(file).read_text() == (ROOT / link).read_text()

@@ -10,6 +10,7 @@ import ast
 import json
 import re
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ import pandas as pd
 from rlx.config.errors import ConfigError, nearest, printable
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import LONGEST_NAME, RUN_NAME, RunConfig
-from rlx.config.sweep import DEFAULT_METRIC, PROGRESS, RungUnit
+from rlx.config.sweep import DEFAULT_METRIC, PROGRESS, Mode, RungUnit
 from rlx.tracking.base import RunStatus, TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
 from rlx.tracking.services import mlflow
@@ -100,6 +101,8 @@ class Sweep:
     planned: Mapping[str, float] = field(default_factory=dict)  # its cost at most, and the GPUs of a run; if recorded
     rungs: tuple[int, ...] = ()  # the steps at which the scheduler judged trials, if it says so beforehand
     rung_by: RungUnit = "steps"  # at equal amounts of which it compared them
+    metric: str = DEFAULT_METRIC  # by which it compared its trials
+    mode: Mode = "max"
 
     def num_questions_of(self, metric: str) -> int | None:
         """The number of held-out questions, if the metric is the share of correct answers to them; otherwise None."""
@@ -121,7 +124,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     Args:
         name: name of the sweep or id of its MLflow run. Of several sweeps with the name, the newest is read; None
             reads the newest of all.
-        metrics: loaded in addition to `WATCHED`, and to what the rungs of the sweep are in.
+        metrics: loaded in addition to `WATCHED`, to the sweep's own metric, and to what its rungs are in.
 
     Raises:
         ConfigError: an unknown metric; no such store, experiment or sweep; the sweep has no trials.
@@ -139,9 +142,9 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     attempts = _attempts_by_trial(uri, parent)
     if not attempts:
         raise ConfigError(f"sweep {parent.name!r} has no trials yet")
-    unit = _rung_unit(parent)
+    unit, (metric, mode) = _rung_unit(parent), _judged_by(parent)
     counted = [] if unit == "steps" else [PROGRESS[unit]]
-    loaded = tuple(dict.fromkeys([*WATCHED, *counted, *metrics]))
+    loaded = tuple(dict.fromkeys([*WATCHED, *counted, metric, *metrics]))
     first_params = attempts[0][0].params
     asked = mlflow.history(uri, attempts[0][0].id, "eval/questions")
     num_questions = asked[-1].value if asked else first_params.get("eval.num_prompts")  # of before it was measured
@@ -158,6 +161,8 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         planned=_tag(parent, "rlx.planned", {}),
         rungs=tuple(_tag(parent, "rlx.rungs", [])),
         rung_by=unit,
+        metric=metric,
+        mode=mode,
     )
 
 
@@ -259,6 +264,20 @@ def _rung_unit(parent: TrackedRun) -> RungUnit:
         if unit == said:
             return unit
     raise ConfigError(f"the record of sweep {parent.name} is damaged: its tag rlx.rung_by")
+
+
+def _judged_by(parent: TrackedRun) -> tuple[str, Mode]:
+    """By what a sweep compared its trials, and whether high or low is good; the defaults if it does not say.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    metric, said = parent.tags.get("rlx.metric", DEFAULT_METRIC), parent.tags.get("rlx.mode", "max")
+    for mode in typing.get_args(Mode):
+        if mode == said and meaning(metric):
+            return metric, mode
+    wrong = "rlx.mode" if meaning(metric) else "rlx.metric"
+    raise ConfigError(f"the record of sweep {parent.name} is damaged: its tag {wrong}")
 
 
 def _options(parent: TrackedRun, steps: str | None) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +21,16 @@ from rlx.analysis.comparison.evidence import EVIDENCE_FILE, Evidence, as_json, w
 from rlx.analysis.comparison.wording import sweep_verdict
 from rlx.analysis.loading import Setting, Sweep, Trial
 from rlx.analysis.statistics import Group, best_first, group_trials
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import with_experiment
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sections.base import flatten
+from rlx.config.sections.base import Section, flatten
 from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.storage.filesystem import StorageError, replace_file
 from rlx.tracking.services import mlflow
 
+_LOG = logging.getLogger("rlx")
 SETTINGS = "settings"
 """the title of the comparison of all settings, which every analysis has"""
 _AGAINST = "against "  # what the title of a comparison with another sweep begins with
@@ -56,7 +58,8 @@ def write_report(
 ) -> list[Path]:
     """Writes tables, pictures and the page into a folder and stores them with the MLflow run of the sweep.
 
-    The run also gets the result in one sentence as its description, and the mean of the best setting as its metric.
+    The run also gets the result in one sentence as its description, and the mean of the best setting as its metric,
+    unless the analysis is by another metric than the sweep's own: its files have a folder of their own in MLflow, too.
     `compared` (`comparisons`) and `evidence` (`evidence_of`) are worked out if they are not given; for `withheld` see
     `best_yaml`.
 
@@ -80,10 +83,22 @@ def write_report(
     texts |= {"best.yaml": recipe} if recipe else {}
     files = {name: text.encode() for name, text in texts.items()} | _comparison_files(compared, sweep.name, metric)
     paths = _write(folder, files)
-    mlflow.log_files(uri, sweep.run_id, paths, "analysis")
+    place = other_place(sweep, metric, mode)
+    mlflow.log_files(uri, sweep.run_id, paths, f"analysis/{place}" if place else "analysis")
+    if place:
+        return paths
     description = f"{sweep_verdict(settings, evidence, metric)} analysis/analysis.html has the rest."
     mlflow.log_summary(uri, sweep.run_id, description, _best_metrics(settings, evidence, metric))
     return paths
+
+
+def other_place(sweep: Sweep, metric: str, mode: Mode) -> str:
+    """The folder within a sweep's analysis for one by another metric, so that it does not replace the sweep's own.
+
+    Empty for the sweep's own metric.
+    """
+    is_own = (metric, mode) == (sweep.metric, sweep.mode)
+    return "" if is_own else f"{mode}_{metric.replace('/', '_')}"
 
 
 def comparisons(
@@ -126,25 +141,29 @@ def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str, withheld: Withh
     """The best setting as YAML for `rlx train --config`, without the seed if seeds were varied.
 
     What is withheld stands in a comment. Empty if no trial has a result, or if the config of the best trial is not in
-    MLflow or comes from another version of rlx.
+    MLflow, comes from another version of rlx, or cannot be written as YAML.
     """
     if not settings[0].values:
         return ""
     trial = settings[0].ended[0]
+    seed = {statistics.SEED} & set(sweep.varied)
     try:
         config = loading.run_config(uri, trial)
+        left_out = withheld(trial, config.model_dump(mode="json"))
+        tree = minimal_tree(config, without=seed | set(left_out), keep=set(sweep.varied) - seed - set(left_out))
+        text = yaml.safe_dump(tree, sort_keys=False) if tree else ""
     except ConfigError:
         return ""
-    seed = {statistics.SEED} & set(sweep.varied)
-    left_out = withheld(trial, config.model_dump(mode="json"))
-    tree = minimal_tree(config, without=seed | set(left_out), keep=set(sweep.varied) - seed - set(left_out))
+    except yaml.YAMLError as error:  # the page is worth more than this file
+        _LOG.warning("warning: no best.yaml: %s", one_line(error, 300))
+        return ""
     comment = f"# The best setting of the sweep {sweep.name}; all other settings have their defaults.\n"
     comment += "# The trial changed while it ran: these are its last settings.\n" if trial.origins else ""
     if left_out:
-        values = "".join(f"#   {key}: {json.dumps(value)}\n" for key, value in left_out.items())
+        values = "".join(f"#   {key}: {json.dumps(_plain(value))}\n" for key, value in left_out.items())
         comment += "# Somebody else wrote these, which name code, models or addresses; analyze --trust takes them:\n"
         comment += values
-    return comment + (yaml.safe_dump(tree, sort_keys=False) if tree else "")
+    return comment + text
 
 
 def minimal_tree(config: RunConfig, without: Set[str] = frozenset(), keep: Set[str] = frozenset()) -> dict[str, Any]:
@@ -154,7 +173,8 @@ def minimal_tree(config: RunConfig, without: Set[str] = frozenset(), keep: Set[s
         without: dotted keys to leave out.
         keep: dotted keys that stay even if they have their default.
     """
-    values = {key: value for key, value in flatten(config).items() if key not in {*_LOCATION_KEYS, *without}}
+    left_out = {*_LOCATION_KEYS, *without}
+    values = {key: _plain(value) for key, value in flatten(config).items() if key not in left_out}
     wanted = from_tree(with_experiment(with_overrides({}, values)))
 
     def is_enough(fewer: Mapping[str, Any]) -> bool:
@@ -175,6 +195,15 @@ def minimal_tree(config: RunConfig, without: Set[str] = frozenset(), keep: Set[s
         fewer = {other: value for other, value in values.items() if other != key}
         values = fewer if is_enough(fewer) else values
     return with_overrides({}, values)
+
+
+def _plain(value: Any) -> Any:
+    """The value of a setting as YAML and JSON have it: each entry of a list such as data.sources as a mapping."""
+    if not isinstance(value, tuple):
+        return value
+    return [
+        each.model_dump(mode="json", exclude_defaults=True) if isinstance(each, Section) else each for each in value
+    ]
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RUN_NAME
-from rlx.config.sweep import DEFAULT_METRIC, metric_name
+from rlx.config.sweep import Mode, metric_name
 from rlx.runs import run_folder
 from rlx.storage import signatures
 from rlx.storage.addresses import local_folder, open_storage
@@ -27,7 +27,7 @@ from rlx.tracking.services import mlflow
 from rlx.tracking.services.reachable import check_mlflow
 
 if TYPE_CHECKING:
-    from rlx.analysis.loading import Trial
+    from rlx.analysis.loading import Sweep, Trial
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: in --storage)")
     parser.add_argument("--storage", default="storage", help="folder with the runs (default: %(default)s)")
     parser.add_argument(
-        "--metric", type=metric_name, default=DEFAULT_METRIC, help="metric to rank settings by (default: %(default)s)"
+        "--metric", type=metric_name, help="metric to rank settings by (default: the one that the sweep compared by)"
     )
-    parser.add_argument("--mode", choices=("max", "min"), default="max", help="whether high or low is good")
+    parser.add_argument(
+        "--mode", choices=get_args(Mode), help="whether high or low is good (default: as in the sweep, or max)"
+    )
     parser.add_argument(
         "--by",
         metavar="SETTING",
@@ -68,29 +70,37 @@ def print_analysis(args: argparse.Namespace) -> int:
     from rlx.analysis.comparison.wording import gap_sentence, sweep_verdict
 
     names = loading.sweep_names(uri, args.experiment)
-    sweep = loading.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric])
-    against = loading.load_sweep(uri, args.experiment, args.against, [args.metric]) if args.against else None
+    sweep = loading.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric] if args.metric else [])
+    metric, mode = judged_by(args, sweep)
+    against = loading.load_sweep(uri, args.experiment, args.against, [metric]) if args.against else None
     if not args.sweep and len(names) > 1:
         print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
-    print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {args.metric}\n")
+    print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {metric}\n")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    compared = report.comparisons(sweep, args.metric, args.mode, args.by, against)
+    compared = report.comparisons(sweep, metric, mode, args.by, against)
     for groups in compared.values():
         print(f"{tables.format_table(tables.group_table(groups), width)}\n")
     settings = compared[report.SETTINGS]
-    evidence = report.evidence_of(compared, uri, args.metric, args.mode)
-    print(f"{sweep_verdict(settings, evidence, args.metric)}\n")
+    evidence = report.evidence_of(compared, uri, metric, mode)
+    print(f"{sweep_verdict(settings, evidence, metric)}\n")
     if evidence.against:
         print(f"{gap_sentence(evidence.against)}\n")
     if settings[0].ended:
         run = shlex.quote(loading.folder_of(uri, settings[0].trials[0]) or "RUN")
         print(f"its model: rlx export {run} --checkpoint best --register NAME\n")
-    folder = Path(args.out) if args.out else storage / "analysis" / sweep.name
+    folder = storage / "analysis" / sweep.name / report.other_place(sweep, metric, mode)
+    folder = Path(args.out) if args.out else folder
     runs = open_storage(args.storage, create=False) / "sweeps" / sweep.name / "runs"
     withheld = report.withhold_nothing if args.trust else partial(_not_own, runs)
-    paths = report.write_report(sweep, folder, uri, args.metric, args.mode, compared, evidence, withheld)
+    paths = report.write_report(sweep, folder, uri, metric, mode, compared, evidence, withheld)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
     return 0
+
+
+def judged_by(args: argparse.Namespace, sweep: Sweep) -> tuple[str, Mode]:
+    """The metric to rank by and whether high or low is good: those of the sweep, unless others are given."""
+    metric = args.metric or sweep.metric
+    return metric, args.mode or (sweep.mode if metric == sweep.metric else "max")
 
 
 def _not_own(runs: Storage, trial: Trial, tree: Mapping[str, Any]) -> Mapping[str, Any]:

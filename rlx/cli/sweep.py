@@ -94,7 +94,8 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--space",
         metavar="FILE",
-        help="Python file with the search space (default: learning rates of this kind of model, KL, passes)",
+        help="Python file with the search space (default: learning rates of this kind of model, KL, and without "
+        "--scheduler pbt passes)",
     )
     parser.add_argument("--trials", metavar="N", type=int, default=4, help="settings to try (a grid tries all)")
     parser.add_argument("--seeds", metavar="K", type=int, default=1, help="runs of each setting, with different seeds")
@@ -192,11 +193,15 @@ def new_tree(own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[st
     return with_experiment(tree)
 
 
-def default_space(model: ModelConfig) -> Path:
-    """Returns the search space for a kind of model: their learning rates are hundreds of times apart."""
+def default_space(model: ModelConfig, scheduler: SchedulerName = "none") -> Path:
+    """Returns the search space for a kind of model: their learning rates are hundreds of times apart.
+
+    That of pbt has only settings that can have a schedule.
+    """
+    name = "pbt" if scheduler == "pbt" else "ppo"
     if model.path == TINY:
-        return _DEFAULTS / "ppo_tiny.py"
-    return _DEFAULTS / ("ppo_lora.py" if model.lora_rank else "ppo.py")
+        return _DEFAULTS / f"{name}_tiny.py"
+    return _DEFAULTS / (f"{name}_lora.py" if model.lora_rank else f"{name}.py")
 
 
 def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[str, Any]) -> int:
@@ -316,7 +321,7 @@ def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> Sw
     return SweepPlan(
         name=name,
         tree={key: value for key, value in tree.items() if key != "name"},
-        space=str(Path(args.space or default_space(from_tree(dict(tree)).model)).resolve()),
+        space=str(Path(args.space or default_space(from_tree(dict(tree)).model, args.scheduler)).resolve()),
         **{option: getattr(args, option) for option in _OF_THE_PLAN if option != "space"},
     )
 

@@ -226,6 +226,13 @@ def is_setting(key: str) -> bool:
     return key in settings() or any(key.startswith(f"{name}.") for name in dict_keys)
 
 
+def may_change(key: str) -> bool:
+    """Whether a setting can have a schedule."""
+    section, _, name = key.partition(".")
+    kind = sections().get(section, Section)
+    return issubclass(kind, schedule.ScheduledSection) and name in kind.CHANGING
+
+
 def is_dict(field: FieldInfo) -> bool:
     """Whether the value of a setting is a dict."""
     return typing.get_origin(field.annotation) is dict

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from rlx.analysis.comparison.cost import Amount
 from rlx.config.errors import ConfigError, called_here, nearest
-from rlx.config.run import is_setting, setting_keys
+from rlx.config.run import is_setting, may_change, setting_keys
 from rlx.config.sections.reward import CORRECTNESS
 from rlx.config.sweep import DEFAULT_ALPHA, DEFAULT_METRIC, SchedulerName
 from rlx.runs import preflight, run_folder
@@ -150,6 +150,17 @@ def _tell_unrewarded(plan: SweepPlan) -> None:
             "warning: trials are compared by right answers (%s), which reward.functions does not reward: "
             "--metric eval/reward compares them by what it does",
             plan.metric,
+        )
+
+
+def tell_unscheduled(plan: SweepPlan, keys: Iterable[str]) -> None:
+    """Warns of settings of which pbt may find changes that `rlx lineage` cannot write down."""
+    unscheduled = [key for key in keys if not may_change(key)]
+    if plan.scheduler == "pbt" and unscheduled:
+        _LOG.warning(
+            "warning: --scheduler pbt: %s can have no schedule: rlx lineage will refuse a trial in which it changed; "
+            "leave it out of the space",
+            ", ".join(unscheduled),
         )
 
 

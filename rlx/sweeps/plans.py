@@ -34,7 +34,7 @@ from rlx.storage import signatures
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import searchers
-from rlx.sweeps.choices import refuse_choices
+from rlx.sweeps.choices import refuse_choices, tell_unscheduled
 from rlx.sweeps.records import (
     DEFAULTS,
     PLAN_FILE,
@@ -206,6 +206,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
     """
     folder, plan = storage / "sweeps" / plan.name, check_sweep(plan)
     refuse_existing(folder)
+    tell_unscheduled(plan, load_space(plan.space, plan.tree))
     for service in plan.tracking:
         service.check()
     _create_mlflow_run(plan, folder)

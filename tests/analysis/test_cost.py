@@ -30,7 +30,10 @@ def test_amounts_are_read(text: str, amount: tuple[float, str]) -> None:
     assert Amount.of(text) == amount
 
 
-@pytest.mark.parametrize("text", ["", "8", "8h", "gpu-h", "-1steps", "0steps", "8 GPU-h", "1e999999x"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "8", "8h", "gpu-h", "-1steps", "0steps", "8 GPU-h", "1e999999x", "1e999steps", "1e308Mtokens", "1e308gpu-h"],
+)
 def test_other_texts_are_refused_with_what_can_be_written(text: str) -> None:
     with pytest.raises(ConfigError, match=r"an amount such as 500steps, 2Mtokens, 90gpu-min or 8gpu-h$"):
         Amount.of(text)

@@ -21,6 +21,8 @@ from sweep_cases import BASE, Run, config, log_sweep
 from rlx.analysis import loading, report, tables
 from rlx.analysis.importance import MIN_GROUPS
 from rlx.analysis.sentences import summary_sentence
+from rlx.cli import analyze
+from rlx.config.errors import ConfigError
 from rlx.config.experiment import with_experiment
 from rlx.config.loading import from_tree, read_yaml
 from rlx.config.sections.base import flatten
@@ -237,11 +239,49 @@ def test_settings_that_are_withheld_stand_in_a_comment_alone(uri: str) -> None:
     assert LR.removeprefix("train.") not in str(yaml.safe_load(text)) and yaml.safe_load(text)["algorithm"]
 
 
+LISTS: dict[str, dict[str, Any]] = {
+    "sets": {"eval.sets": [{"name": "held", "samples": 8}, {"name": "mine", "source": "/m.jsonl", "num_prompts": 9}]},
+    "sources": {"data.sources": [{"source": "/a.jsonl", "weight": 2.0}, {"source": "/b.jsonl"}], "data.params": {}},
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_best_setting_of_a_sweep_with_lists_of_entries_is_written(
+    empty_database: Path, tmp_path: Path, name: str
+) -> None:
+    uri, out = mlflow.default_uri(tmp_path), tmp_path / "out"
+    shutil.copy(empty_database, tmp_path)
+    log_sweep(uri, name, [Run({LR: 3e-4, **LISTS[name]}, {0: 0.1, 4: 0.5})], [LR])
+    report.write_report(loading.load_sweep(uri, "rlx", name), out, uri)
+    assert {path.name for path in out.iterdir()} == ALWAYS | {"best.yaml"}
+    again, ran = from_tree(with_experiment(read_yaml(out / "best.yaml"))), config("any", {LR: 3e-4, **LISTS[name]})
+    assert again == ran.model_copy(update={"name": None, "storage": again.storage})
+    assert "temperature" not in str(read_yaml(out / "best.yaml"))  # entries without what is at its default
+
+
+def test_a_best_setting_that_cannot_be_written_does_not_take_the_page_down(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(report, "minimal_tree", lambda *_, **__: {"x": object()})
+    report.write_report(loading.load_sweep(uri, "rlx", "nothing-varied"), tmp_path, uri)
+    assert {path.name for path in tmp_path.iterdir()} == ALWAYS
+    assert "warning: no best.yaml: ('cannot represent an object'" in caplog.text
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_entries_that_are_withheld_stand_in_a_comment(uri: str, name: str) -> None:
+    loaded, key = loading.load_sweep(uri, "rlx", "lr"), next(iter(LISTS[name]))
+    entries = flatten(config("any", LISTS[name]))[key]
+    text = report.best_yaml(loaded, report.comparisons(loaded)[report.SETTINGS], uri, lambda *_: {key: entries})
+    assert f'#   {key}: [{{"' in text
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {},
         {KIND: "grpo"},
+        *LISTS.values(),
         GRPO,
         {"algorithm.value_clip": None, "checkpoint.keep_last": None},
         {"model.lora_rank": 4, "model.lora_alpha": 8, "seed": 7},
@@ -306,6 +346,36 @@ def test_the_script_ranks_by_another_metric_and_end(
     ]
     assert script.main(arguments) == 0
     assert "(kl/ref 0.4 over 1 run against 0.4 over 1 run)" in capsys.readouterr().out
+
+
+def test_the_script_ranks_by_what_the_sweep_was_judged_by(
+    empty_database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri, out = mlflow.default_uri(tmp_path), tmp_path / "analysis" / "s"
+    shutil.copy(empty_database, tmp_path)
+    runs = [Run({LR: 1e-4}, {0: 0.1, 4: 0.9}), Run({LR: 1e-3}, {0: 0.1, 3: 0.5})]
+    run_id = log_sweep(uri, "s", runs, [LR], {"rlx.metric": "kl/ref", "rlx.mode": "min"})
+    assert analyze.main(["--storage", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "2 trials by kl/ref" in output and "|    1 |    0.001 |" in output
+    own, said = (out / "trials.csv").read_text(), mlflow.get_run(uri, run_id).tags["mlflow.note.content"]
+    assert analyze.main(["--storage", str(tmp_path), "--metric", "eval/accuracy"]) == 0
+    assert "|    1 |   0.0001 |" in capsys.readouterr().out
+    assert (out / "trials.csv").read_text() == own != (out / "max_eval_accuracy" / "trials.csv").read_text()
+    stored = mlflow.artifact_names(uri, run_id, "analysis/max_eval_accuracy")
+    assert "analysis/max_eval_accuracy/analysis.html" in stored
+    assert mlflow.get_run(uri, run_id).tags["mlflow.note.content"] == said
+
+
+@pytest.mark.parametrize(("tag", "value"), [("rlx.metric", "no/such"), ("rlx.mode", "MAX")])
+def test_a_record_that_says_something_else_is_damaged(
+    empty_database: Path, tmp_path: Path, tag: str, value: str
+) -> None:
+    uri = mlflow.default_uri(tmp_path)
+    shutil.copy(empty_database, tmp_path)
+    log_sweep(uri, "s", [Run({LR: 1e-4}, {0: 0.1})], [LR], {tag: value})
+    with pytest.raises(ConfigError, match=f"^the record of sweep s is damaged: its tag {tag}$"):
+        loading.load_sweep(uri, "rlx", "s")
 
 
 def test_the_script_takes_the_newest_sweep_of_a_storage(

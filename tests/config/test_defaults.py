@@ -12,9 +12,11 @@ from rlx.config.defaults import fitting_lengths
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import DEFAULT_EXPERIMENT, EXPERIMENT_FILE, OWN_MODELS, over_experiment, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
-from rlx.config.run import RunConfig
+from rlx.config.run import RunConfig, may_change
 from rlx.config.sections.base import flatten
+from rlx.config.sweep import SchedulerName
 from rlx.rewards.patterns import last_matches
+from rlx.sweeps.space import load_space
 
 BEFORE = read_yaml(Path(__file__).with_name("old_run.yaml"))
 """every setting of the default experiment, written out by an rlx whose own defaults they were"""
@@ -213,11 +215,24 @@ def test_what_was_saved_before_keeps_its_settings() -> None:
 
 
 def test_sweeps_vary_learning_rates_that_suit_the_kind_of_model() -> None:
-    def space(**given: Any) -> str:
-        return sweep.default_space(built(**given).model).stem
+    def space(scheduler: SchedulerName = "none", **given: Any) -> str:
+        return sweep.default_space(built(**given).model, scheduler).stem
 
     assert (space(), space(model__lora_rank=4)) == ("ppo_tiny", "ppo_tiny")
     assert (space(model__path="org/name"), space(model__path="org/name", model__lora_rank=4)) == ("ppo", "ppo_lora")
+    assert (space("pbt"), space("pbt", model__path="org/name")) == ("pbt_tiny", "pbt")
+    assert space("pbt", model__path="org/name", model__lora_rank=4) == "pbt_lora"
+
+
+def test_a_sweep_takes_the_space_of_its_scheduler() -> None:
+    for words, name in (([], "ppo_tiny.py"), (["--scheduler", "pbt"], "pbt_tiny.py")):
+        plan = sweep.new_plan(sweep.argument_parser().parse_args(words), sweep.new_tree(None, {}), "s")
+        assert Path(plan.space).name == name
+
+
+@pytest.mark.parametrize("name", ["pbt", "pbt_lora", "pbt_tiny"])
+def test_the_default_spaces_of_pbt_have_only_settings_that_can_have_a_schedule(name: str) -> None:
+    assert all(map(may_change, load_space(str(Path(sweep.__file__).parent / "defaults" / f"{name}.py"), {})))
 
 
 # --- combinations that are known to fail

@@ -14,6 +14,7 @@ from test_sweep import News, history, prepared
 from rlx.cli.timemachine import lineage as command
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.run import may_change
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import tuner
@@ -83,8 +84,8 @@ def test_a_value_that_comes_back_is_a_point_of_its_own() -> None:
 
 def test_what_can_have_no_schedule_is_refused_if_it_changed() -> None:
     stretches = [Stretch("r", 0, 3, {"train.ppo_epochs": 1}), Stretch("r", 3, 6, {"train.ppo_epochs": 2})]
-    assert lineage.may_change("train.actor_lr") and not lineage.may_change("train.ppo_epochs")
-    assert not lineage.may_change("seed") and not lineage.may_change("data.source")
+    assert may_change("train.actor_lr") and not may_change("train.ppo_epochs")
+    assert not may_change("seed") and not may_change("data.source")
     with pytest.raises(ConfigError, match=r"train.ppo_epochs changed in the lineage, and can have no schedule"):
         lineage.scheduled_settings(stretches)
     assert lineage.scheduled_settings(stretches[:1]) == {"train.ppo_epochs": 1}
@@ -143,8 +144,11 @@ def test_the_command_shows_the_lineage_and_writes_both_settings(
     assert config.schedules["train.actor_lr"].points == {"0": 1e-4, "4": 2e-4, "8": 3e-4}
     constant = from_tree(read_yaml(tmp_path / "out" / "constant.yaml"))
     assert (constant.train.actor_lr, constant.train.steps, constant.schedules) == (1e-4, 12, {})
+    (tmp_path / "out" / "schedule.yaml").unlink()
     assert command.main([*words, "--trial", "trial_00000"]) == 0
-    assert from_tree(read_yaml(tmp_path / "out" / "schedule.yaml")).train.actor_lr == 1e-4
+    said = "trial_00000 never changed its settings: there is no schedule to compare with constant ones"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert not (tmp_path / "out" / "schedule.yaml").exists()
     assert command.main([*words, "--trial", "trial_00009"]) == 1
     assert "--trial trial_00009: sweep s has trial_00000, trial_00001, trial_00002" in capsys.readouterr().err
 

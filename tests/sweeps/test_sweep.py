@@ -129,6 +129,13 @@ def test_the_rungs_of_a_sweep_are_recorded_with_it(scheduler: Any, rungs: str | 
     assert run.data.tags.get("rlx.rungs") == rungs
 
 
+def test_a_new_sweep_tells_once_of_what_can_have_no_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="pbt"), storage)
+    plans.saved_sweep(storage, "s")
+    assert [message for message in caplog.messages if "train.ppo_epochs can have no schedule" in message] == [ANY]
+
+
 def test_rungs_in_tokens_are_recorded_and_read_back(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     plan = SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="asha", rung_by="tokens")

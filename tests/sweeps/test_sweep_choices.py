@@ -8,7 +8,7 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import SchedulerName
-from rlx.sweeps.choices import check_choices
+from rlx.sweeps.choices import check_choices, tell_unscheduled
 from rlx.sweeps.plans import schedule_of
 from rlx.sweeps.records import SweepPlan, read_plan
 
@@ -116,6 +116,17 @@ def test_a_scheduler_that_has_nothing_to_decide_is_told_of(
     assert caplog.messages == is_told * [
         f"warning: --scheduler {scheduler}: it has nothing to decide: trials are evaluated before the first and after "
         "the last step only; give a smaller --eval.every"
+    ]
+
+
+def test_pbt_tells_of_what_can_have_no_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    keys = ["train.actor_lr", "train.ppo_epochs"]
+    for scheduler in ("none", "pbt"):
+        tell_unscheduled(SweepPlan("s", {}, "space.py", scheduler=scheduler), keys)
+    tell_unscheduled(SweepPlan("s", {}, "space.py", scheduler="pbt"), keys[:1])
+    assert caplog.messages == [
+        "warning: --scheduler pbt: train.ppo_epochs can have no schedule: rlx lineage will refuse a trial in which it "
+        "changed; leave it out of the space"
     ]
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # slow to import, and the options of a sweep are read at once
 
 _UNITS = {"steps": 1.0, "tokens": 1.0, "gpu-s": 1.0, "gpu-min": 60.0, "gpu-h": 3600.0}
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+_TOO_MUCH = 1e18
+"""more than any sweep costs, in every unit; infinity is, too"""
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([kMG]?) ?(.+)")
 
 
@@ -51,9 +53,10 @@ class Amount(NamedTuple):
             ConfigError: it is none of these.
         """
         found = _AMOUNT.fullmatch(text.strip())
-        if not found or found[3] not in _UNITS or not float(found[1]):
+        number = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
+        if not found or found[3] not in _UNITS or not 0 < number < _TOO_MUCH:
             raise ConfigError(f"--budget {text}: an amount such as 500steps, 2Mtokens, 90gpu-min or 8gpu-h")
-        return cls(float(found[1]) * _PREFIXES[found[2]], found[3])
+        return cls(number, found[3])
 
     def part_of(self, cost: Cost) -> float:
         """What a cost is in this unit."""

@@ -66,10 +66,13 @@ def write_lineage(args: argparse.Namespace) -> int:
                 raise
     if winner not in lineages:
         raise ConfigError(f"--trial {winner}: sweep {plan.name} has {', '.join(lineages)}")
-    constant, which = lineage.constant_settings(plan, records, lineages, winner)
-    schedule = lineage.scheduled_settings(lineages[winner])
     print(f"{winner} of sweep {plan.name}: {plan.metric} {records[winner].reports[-1][1]:.4g}\n")
     print(f"{stretches_table(lineages[winner])}\n")
+    if lineage.never_changed(lineages[winner]):
+        print(f"{winner} never changed its settings: there is no schedule to compare with constant ones")
+        return 0
+    constant, which = lineage.constant_settings(plan, records, lineages, winner)
+    schedule = lineage.scheduled_settings(lineages[winner])
     print(f"the constant settings beside it are {which}\n")
     out = Path(args.out) if args.out else local_folder(args.storage) / "analysis" / plan.name
     write_files(out, plan, {"schedule": schedule, "constant": constant}, varied)

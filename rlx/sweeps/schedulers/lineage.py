@@ -13,9 +13,8 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.run import RunConfig
+from rlx.config.run import may_change
 from rlx.config.sections.base import flatten
-from rlx.config.sections.schedule import ScheduledSection
 from rlx.runs.run_folder import saved_config
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecord
@@ -78,12 +77,9 @@ def scheduled_settings(lineage: Sequence[Stretch]) -> dict[str, Any]:
     return settings
 
 
-def may_change(key: str) -> bool:
-    """Whether a setting can have a schedule."""
-    section, _, name = key.partition(".")
-    field = RunConfig.model_fields.get(section)
-    kind = field.annotation if field else None
-    return isinstance(kind, type) and issubclass(kind, ScheduledSection) and name in kind.CHANGING
+def never_changed(lineage: Sequence[Stretch]) -> bool:
+    """Whether all stretches have the same settings, so that they are no schedule."""
+    return all(each.settings == lineage[0].settings for each in lineage)
 
 
 def best_trial(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> str:

@@ -1,0 +1,1 @@
+../rlx/cli/defaults/pbt_lora.py
