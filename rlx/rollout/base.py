@@ -56,6 +56,10 @@ class Engine(Protocol):
         """Does not return while the process runs; the call fails when it ends. A sync actor may return at once."""
         ...
 
+    def steps(self) -> ActorResult[int]:
+        """Returns how many steps of generation the engine has made since its process began: more while it works."""
+        ...
+
     def generate(self, requests: list[Request], version: int) -> ActorResult[tuple[list[Output], float]]:
         """Returns the completions in the order of the requests, and the seconds that they took.
 
@@ -106,8 +110,9 @@ class EngineCall:
     engine: int
     prompts: list[int]  # indices into the prompts of the pending rollout
     version: int  # of the engine's weights at the time of the call
-    deadline: float  # of `time.monotonic()`
+    deadline: float  # of `time.monotonic()`; later if the engine has worked until then
     tokens: int  # maximum number of tokens that it reads and generates: its load on the engine
+    steps: int | None = None  # of the engine when the deadline was last put off
 
 
 @dataclass

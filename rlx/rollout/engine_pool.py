@@ -35,7 +35,7 @@ class EnginePool:
     engines: Sequence[Any]  # actor handles, see `Engine`
     seed: int  # of the run
     rank: int = 0
-    timeout_s: float = 600.0  # longest wait for completions
+    timeout_s: float = 600.0  # longest wait for an engine that does nothing
     hang_s: float = 120.0  # an engine whose process runs but answers no probe for longer is replaced
     run: str = ""  # whose work the engines do, a tag of their metrics
     lost: dict[int, str] = field(default_factory=dict)  # engines that failed, and the reason
@@ -141,6 +141,9 @@ class EnginePool:
         ray.wait(list(pending.calls), timeout=max(0.0, first - time.monotonic()))
         for reference in [each for each, call in pending.calls.items() if is_done(each, call.deadline)]:
             call = pending.calls.pop(reference)
+            if later := self._put_off(reference, call):
+                pending.calls[reference] = later
+                continue
             self._loads[call.engine] -= call.tokens
             try:
                 outputs, seconds = get_result(reference, call.engine, call.deadline)
@@ -150,6 +153,20 @@ class EnginePool:
                 if call.version == version or isinstance(error, EngineTimeoutError):
                     self.mark_lost(call.engine, error)
                 yield call, None
+
+    def _put_off(self, reference: Any, call: EngineCall) -> EngineCall | None:
+        """The call with a later deadline if it is late, and its engine has stepped since the last time: it works."""
+        steps = None if is_done(reference, math.inf) else self._steps(call.engine)
+        if steps is None or steps == call.steps:
+            return None
+        return replace(call, deadline=time.monotonic() + self.timeout_s, steps=steps)
+
+    def _steps(self, index: int) -> int | None:
+        """The steps that an engine has made; None if it does not answer."""
+        try:
+            return int(get_result(self.engines[index].steps.remote(), index, time.monotonic() + PATIENCE_S))
+        except EngineLostError:
+            return None
 
     def _assign(self, pending: PendingRollout, version: int) -> None:
         """Sends the unassigned prompts to the engines that are alive; if there are none, they stay unassigned."""

@@ -55,6 +55,7 @@ class EngineThread(Generic[E]):
         self._submitted: list[Callable[[E], None]] = []  # jobs that the thread has not been given
         self._results: dict[str, asyncio.Future[Any]] = {}  # of the jobs that have not ended, by name
         self._count = 0  # of jobs
+        self.steps = 0  # of the busy engine
         self._failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._engine: asyncio.Future[E] = self._loop.create_future()
@@ -125,6 +126,7 @@ class EngineThread(Generic[E]):
                 self._do_jobs(engine)
                 if engine.is_busy:
                     engine.turn.take()
+                    self.steps += 1
                 engine.step()
         except BaseException as error:
             self._failure = _picklable(error)

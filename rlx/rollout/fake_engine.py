@@ -75,6 +75,7 @@ class FakeEngine:
         self.version: int | None = None  # None: it holds no complete weights
         self.weights: dict[str, Any] = {}  # tensors by name
         self.is_asleep = False
+        self._calls = 0  # of `generate`
         self._update = ""
         self._missing = 0  # tensors of the update that have not arrived
 
@@ -85,6 +86,10 @@ class FakeEngine:
     def lives(self) -> None:
         """Returns at once: a sync actor could do nothing else meanwhile."""
 
+    def steps(self) -> int:
+        """How many calls it has answered."""
+        return self._calls
+
     def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
         """See `Engine.generate`; takes 0 seconds.
 
@@ -93,6 +98,7 @@ class FakeEngine:
         """
         if version != self.version:
             raise WeightSyncError(f"asked for weight version {version} but holds version {self.version}")
+        self._calls += 1
         return [self.answer(request) for request in requests], 0.0
 
     def start_update(self, update: str, tensors: int, timeout_s: float, keep: bool = False) -> None:

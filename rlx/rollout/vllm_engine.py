@@ -108,6 +108,10 @@ class VLLMEngine(BulkActor):
         """See `Engine.lives`."""
         await asyncio.Event().wait()
 
+    async def steps(self) -> int:
+        """See `Engine.steps`."""
+        return self._thread.steps
+
     async def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
         """See `Engine.generate`.
 
@@ -323,10 +327,9 @@ def build_llm_engine(model: str, options: dict[str, Any]) -> Any:
 def with_newer_runner(build: Callable[[], Any]) -> Any:
     """The engine that `build` makes: on a GPU with vLLM's newer model runner, unless vLLM refuses it for its settings.
 
-    The older runner samples each token with a seed in a call of its own, which is slow for many requests. Versions of
-    vLLM that use the newer runner only for a list of models, such as 0.24, are told to use it for all models. Later
-    versions choose by themselves. If VLLM_USE_V2_MODEL_RUNNER is set, it decides: 0 is for models with which the newer
-    runner fails.
+    The older runner samples each token with a seed in a call of its own, which is slow for many requests. Versions that
+    use the newer one only for a list of models, such as 0.24, are told to use it for all. If VLLM_USE_V2_MODEL_RUNNER
+    is set, it decides: 0 is for models with which the newer runner fails.
     """
     import torch
     from vllm.config import vllm as choice

@@ -1,5 +1,6 @@
 """Engines that die while all ranks use them: others take over, the dead are replaced, completions stay the same."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -170,3 +171,31 @@ def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], 
         group.push(1, starting=True)
     for engine in broken:
         ray.kill(engine)
+
+
+@ray.remote
+class Late:
+    """Answers after two seconds; makes a step in each tenth of them, or is stuck."""
+
+    def __init__(self, works: bool) -> None:
+        self.works, self.began = works, time.monotonic()
+
+    async def steps(self) -> int:
+        return int(10 * (time.monotonic() - self.began)) if self.works else 7
+
+    async def generate(self, requests: list[Request], version: int) -> tuple[list[Output], float]:
+        await asyncio.sleep(2.0)
+        return [Output((7,), (-0.5,), True)] * len(requests), 2.0
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_engine_that_works_has_as_long_as_it_needs_and_one_that_is_stuck_has_not(
+    ray_cluster: None, works: bool
+) -> None:
+    engine = Late.remote(works)
+    ray.get(engine.steps.remote())  # it is up
+    pool = EnginePool([engine], seed=0, timeout_s=0.3)
+    pending = pool.begin(PROMPTS, [SAMPLING], 1)
+    pool.finish(pending, 1)
+    assert pending.is_complete is works
+    assert pool.lost == ({} if works else {0: "engine 0 did not answer in time"})

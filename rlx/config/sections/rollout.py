@@ -87,7 +87,7 @@ class RolloutConfig(ScheduledSection):
     enforce_eager: bool = False
     """no CUDA graphs on GPU: starts faster, runs slower (CPU engines are always eager)"""
     timeout_s: PositiveFloat = 600.0
-    """an engine that takes longer to answer is replaced, and its prompts go to another engine"""
+    """an engine that makes no step for so long is replaced, and its prompts go to another engine"""
     sync_timeout_s: PositiveFloat = 120.0
     """an engine that takes longer for a weight update is replaced"""
     retries: NonNegativeInt = 2
