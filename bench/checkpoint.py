@@ -1,8 +1,9 @@
 """How long training stands still for a checkpoint, and how many bytes one takes, beside a bare torch.save.
 
-    python bench/checkpoint.py [--storage ADDRESS | s3-local] [--checkpoints N] [--hidden N] [--layers N]
+    python bench/checkpoint.py [--gpu] [--storage ADDRESS | s3-local] [--checkpoints N] [--hidden N] [--layers N]
 
-A random Llama of about 30 million float32 parameters with AdamW, one process, no Ray. Everything is measured in one
+A random Llama of about 30 million float32 parameters with AdamW, one process, no Ray. On a GPU the state is copied into
+pinned memory, as in a run, and for comparison into other memory. Everything is measured in one
 run on one machine; only the ratios mean something elsewhere. `s3-local` starts a moto server. Prints a table and
 writes bench/results/checkpoint.json, one entry per kind of storage.
 """
@@ -26,6 +27,7 @@ from typing import Any
 import requests
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,10 +36,11 @@ from rlx.models.policy import Policy
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import Retention
-from rlx.storage.checkpoint_files import ModelAndOptimizer
+from rlx.storage.checkpoint_files import ModelAndOptimizer, Shard
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.checkpoint_writer import CheckpointWriter, FinishedCheckpoint
 from rlx.storage.filesystem import Storage, free_name
+from rlx.training.checkpointing import PINNED
 
 _WARM = 1  # first checkpoints that are not counted
 _START_S = 60.0
@@ -47,16 +50,20 @@ _BUCKET = "rlx-bench"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--storage", help="an address, or s3-local (default: a temporary folder)")
+    parser.add_argument("--gpu", action="store_true", help="the model is on a GPU")
     parser.add_argument("--checkpoints", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder, _storage(given.storage, folder) as address:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        device = "cuda" if given.gpu else "cpu"
+        dist.init_process_group(
+            "nccl" if given.gpu else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+        )
         place = open_storage(address)
         run = place / free_name(place, "bench-checkpoint")
         try:
-            results = measure(policy(given.hidden, given.layers), run, Path(folder), given.checkpoints)
+            results = measure(policy(given.hidden, given.layers, device), run, Path(folder), given.checkpoints)
         finally:
             run.delete()
             dist.destroy_process_group()
@@ -64,12 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(__file__).parent / "results" / "checkpoint.json"
     out.parent.mkdir(exist_ok=True)
     kinds = json.loads(out.read_text()) if out.exists() else {}
-    kinds["folder" if place.is_local else given.storage.partition("://")[0]] = results
+    kind = "folder" if place.is_local else given.storage.partition("://")[0]
+    kinds[f"{kind}, GPU" if given.gpu else kind] = results
     out.write_text(json.dumps(kinds, indent=1) + "\n")
     return 0
 
 
-def policy(hidden: int, layers: int) -> ModelAndOptimizer:
+def policy(hidden: int, layers: int, device: str) -> ModelAndOptimizer:
     """A random model that has taken one optimizer step, sharded over the one rank."""
     config = LlamaConfig(
         vocab_size=4096,
@@ -79,7 +87,7 @@ def policy(hidden: int, layers: int) -> ModelAndOptimizer:
         num_attention_heads=8,
         num_key_value_heads=8,
     )
-    sharded = fsdp.shard(Policy(LlamaForCausalLM(config)), init_device_mesh("cpu", (1,)), torch.float32)
+    sharded = fsdp.shard(Policy(LlamaForCausalLM(config)).to(device), init_device_mesh(device, (1,)), torch.float32)
     optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
     for parameter in sharded.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -91,24 +99,36 @@ def policy(hidden: int, layers: int) -> ModelAndOptimizer:
 def measure(trained: ModelAndOptimizer, run: Storage, disk: Path, count: int) -> dict[str, Any]:
     """Medians over the counted checkpoints, then the same state by torch.save to this machine's disk."""
     saver = CheckpointWriter(run, Retention())
-    stalls, writes, bare = [], [], []
+    stager = DefaultStager(PINNED) if next(trained.model.parameters()).is_cuda else None
+    stalls, unpinned, writes, bare = [], [], [], []
     for step in range(1, _WARM + count + 1):
+        if stager:
+            unpinned.append(_copy(trained, None)[1])
+        shards, seconds = _copy(trained, stager)
         started = time.perf_counter()
-        saver.save(checkpoint_files.copy_shards({"policy": trained}, {}), _manifest(step))
-        stalls.append(time.perf_counter() - started)
+        saver.save(shards, _manifest(step))
+        stalls.append(seconds + time.perf_counter() - started)
         writes.append(_awaited(saver).seconds)
         bare.append(_torch_save(trained, disk / "bare.pt"))
     place = checkpoint_catalog.complete_checkpoints(run)[-1].folder
     written = sum((place / name).size() or 0 for name in place.names())
     stall, write, plain = (statistics.median(seconds[_WARM:]) for seconds in (stalls, writes, bare))
+    pinned = {"the first time": stalls[0], "copy, not pinned": statistics.median(unpinned[_WARM:])} if stager else {}
     return {
         "parameters": sum(p.numel() for p in trained.model.parameters()),
-        "seconds": {"training stands still": stall, "whole write": write, "torch.save": plain},
+        "seconds": {"training stands still": stall, **pinned, "whole write": write, "torch.save": plain},
         "stall / write": stall / write,
         "stall / torch.save": stall / plain,
         "write / torch.save": write / plain,
         "bytes / state": written / _state_bytes(trained),
     }
+
+
+def _copy(trained: ModelAndOptimizer, stager: DefaultStager | None) -> tuple[dict[str, Shard], float]:
+    """Copies of the state in main memory, and the seconds that they take."""
+    started = time.perf_counter()
+    shards = checkpoint_files.copy_shards({"policy": trained}, {}, stager)
+    return shards, time.perf_counter() - started
 
 
 def _manifest(step: int) -> Manifest:

@@ -103,7 +103,7 @@ def with_model(config: RunConfig) -> RunConfig:
 def make_model(shape: str, folder: Path) -> None:
     """A model with random weights that draws tokens with a text about as often as all others together.
 
-    One number of its hidden states is large at every token, and the rows of those tokens in the output layer read it.
+    The rows of those tokens in the output layer read the number of its hidden states that is large at every token.
     """
     import torch
 
@@ -113,10 +113,7 @@ def make_model(shape: str, folder: Path) -> None:
     known = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
     with tiny.private_torch_state(0), torch.no_grad():
         model = workload.random_model(shape, tokenizer, tie_word_embeddings=False)
-        model.model.embed_tokens.weight[:, 0] = 100.0
-        ids = torch.tensor([known[:16]], device=model.device)
-        states = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        model.lm_head.weight[known, 0] += _LIKED / float(states[..., 0].float().mean())
+        model.lm_head.weight[known, 0] += _LIKED / workload.steady(model)
     workload.save_model(folder, model, tokenizer)
 
 

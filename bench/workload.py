@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 import sys
 import tempfile
@@ -127,6 +128,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+ENDING = {"qwen2-30m-ending": ("qwen2-30m", 64), "qwen2-1.5b-ending": ("qwen2-1.5b", 512)}
+"""models whose responses differ in length: their shapes, and how many tokens a response has in the mean if none is cut
+off; it may end at each token with the same chance, so a few are several times as long as the mean"""
 
 
 def parser(description: str | None, steps: tuple[int, int]) -> argparse.ArgumentParser:
@@ -234,7 +238,7 @@ def model_folder(config: RunConfig) -> str:
     from rlx.runs import preflight
     from rlx.storage.addresses import local_folder
 
-    name, known = config.model.path, [UNTRAINED, *SHAPES]
+    name, known = config.model.path, [UNTRAINED, *SHAPES, *ENDING]
     if name not in known:
         if name != "tiny" and "/" not in name and nearest(name, known):
             raise ConfigError(f"model.path {name}: no such model{nearest(name, known)}")
@@ -269,11 +273,38 @@ def random_model(name: str, tokenizer: Any, **other: Any) -> Any:
 
     if name == UNTRAINED:
         return tiny.build_model(tiny.WarmStart(), tokenizer)
+    if name in ENDING:
+        shape, mean = ENDING[name]
+        return ending(random_model(shape, tokenizer, tie_word_embeddings=False, **other), mean)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     shape = AutoConfig.for_model(**{"model_type": "qwen2"} | SHAPES[name] | ends | other)
     # Billions of random numbers take minutes on CPUs, and seconds on a GPU.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return AutoModelForCausalLM.from_config(shape).to(torch.bfloat16)
+
+
+def ending(model: Any, mean: int) -> Any:
+    """Gives each token of a random model the same chance to be the last one of a response, 1 / mean."""
+    import torch
+
+    end = model.config.eos_token_id
+    with torch.no_grad():
+        large = steady(model)
+        row = model.lm_head.weight[:, 0].float() * large  # the logits, but for what differs from token to token
+        row[end] = -math.inf
+        model.lm_head.weight[end] = 0.0
+        model.lm_head.weight[end, 0] = (row.logsumexp(0) - math.log(mean - 1)) / large
+    return model
+
+
+def steady(model: Any) -> float:
+    """Makes the first number of a random model's hidden states large at every token, and returns what the output layer
+    reads of it."""
+    import torch
+
+    model.model.embed_tokens.weight[:, 0] = 100.0
+    ids = torch.arange(6, 22, device=model.device)[None]
+    return float(model.model(input_ids=ids, use_cache=False).last_hidden_state[..., 0].float().mean())
 
 
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -73,28 +74,29 @@ class Shard:
 # Writing
 
 
-def copy_shards(models: Mapping[str, ModelAndOptimizer], ema: Mapping[str, Tensor]) -> dict[str, Shard]:
+def copy_shards(
+    models: Mapping[str, ModelAndOptimizer], ema: Mapping[str, Tensor], stager: DefaultStager | None = None
+) -> dict[str, Shard]:
     """Copies the shards that this rank must write to main memory; training may change the originals afterwards.
 
     Where several ranks hold the same part of a tensor, only the first of them copies it.
 
     Args:
         ema: the moving average of the policy's weights by name, each of the weight's shape; empty if there is none.
+        stager: has memory of its own for the copies, the same in each call; without one each call takes new memory.
 
     Returns:
         Shards by key (checkpoint_keys.py); `local` has the shape of this rank's part, which is never empty.
     """
     stepped = [name for name, trained in models.items() if trained.optimizer.state]
-    return _copied(_state_tensors(models, ema, stepped))
+    return _copied(_state_tensors(models, ema, stepped), stager)
 
 
-def _copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shard]:
+def _copied(tensors: Iterable[tuple[str, Tensor]], stager: DefaultStager | None = None) -> dict[str, Shard]:
     shards = {key: _local_shard(tensor) for key, tensor in tensors if _is_written_here(tensor)}
-    return {
-        key: Shard(shard.local.detach().to("cpu", copy=True), shard.offset, shard.shape)
-        for key, shard in shards.items()
-        if shard.local.numel()
-    }
+    here = {key: shard.local.detach() for key, shard in shards.items() if shard.local.numel()}
+    copies = cast(Any, stager).stage(here) if stager else {key: part.to("cpu", copy=True) for key, part in here.items()}
+    return {key: Shard(copy, shards[key].offset, shards[key].shape) for key, copy in copies.items()}
 
 
 def write_shards(shards: Mapping[str, Shard], file: Path) -> None:

@@ -101,7 +101,7 @@ METRICS = {
     "time/update": "seconds of forward passes, backward passes and optimizer steps",
     "time/sync": "seconds of sending weights to the engines",
     "time/eval": "seconds of evaluation",
-    "time/checkpoint": "seconds for which a checkpoint paused training",
+    "time/checkpoint": "seconds for which a checkpoint paused training, part of the step",
     "time/checkpoint_write": "seconds of writing the previous checkpoint, while training continued",
     "time/step": "seconds of the whole step",
     "time/total": "seconds of all steps since the start of the run, without those that a resume did again",

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
 from rlx import __version__
 from rlx.storage import checkpoint_files
 from rlx.storage.addresses import open_storage
@@ -22,6 +24,9 @@ from rlx.storage.filesystem import Storage, retry
 from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.trainer import Trainer, initial_ema
 from rlx.types import Notify
+
+PINNED = StagingOptions(use_shared_memory=False, use_async_staging=False)
+"""pinned memory, which a GPU copies into about ten times as fast as into any other; taken once and kept"""
 
 
 @dataclass
@@ -36,6 +41,11 @@ class Checkpointer:
     restored_metrics: dict[str, float] = field(default_factory=dict)  # of the step that was restored
     _saved_step: int = 0  # of the newest checkpoint, or of the state that the run began with
     _keeps_reference: bool = False  # see `Manifest.reference`
+    _stager: DefaultStager | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        on_gpu = self.trainer.device.type == "cuda"
+        self._stager = DefaultStager(PINNED) if on_gpu else None
 
     def is_due(self, is_last: bool) -> bool:
         """Whether the current step is saved: it is due or the last, and not saved yet."""
@@ -45,10 +55,10 @@ class Checkpointer:
     def copy_state(self) -> tuple[dict[str, Shard], float]:
         """Copies of this rank's tensors in main memory, and the seconds for which training paused for them."""
         started = time.perf_counter()
-        shards = checkpoint_files.copy_shards(self.trainer.models, self.trainer.ema)
+        self.writer.wait()  # for the previous checkpoint, whose memory these copies may take
+        shards = checkpoint_files.copy_shards(self.trainer.models, self.trainer.ema, self._stager)
         if self.trainer.mesh.is_tp_leader:  # tensor-parallel neighbours have the same completions
             shards |= self.queue.state()
-        self.writer.wait()  # for the previous checkpoint
         return shards, time.perf_counter() - started
 
     def save(self, shards: Mapping[str, Shard], metrics: Mapping[str, float], run_id: str | None) -> None:

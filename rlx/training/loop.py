@@ -213,9 +213,10 @@ def finish_step(
         metrics = metrics | {"time/checkpoint_write": finished[0].seconds}
     trainer.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
     is_due = checkpointer.is_due(is_last or is_asked)
-    shards, seconds = checkpointer.copy_state() if is_due else ({}, 0.0)
+    shards: Mapping[str, Shard] = {}
     if is_due:
-        metrics = metrics | {"time/checkpoint": seconds}
+        shards, seconds = checkpointer.copy_state()
+        metrics = metrics | with_pause(trainer, metrics, seconds)
     reporter.log_samples(samples, trainer.step)
     reporter.log(metrics, trainer.step)
     if is_due:
@@ -224,6 +225,13 @@ def finish_step(
         finished += checkpointer.finished(every=True)
     report(trainer, reporter, metrics, finished, is_last=is_last)
     return is_last or ("time/eval" in metrics and ends_here(trainer, checkpointer, reporter, metrics))
+
+
+def with_pause(trainer: Trainer, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """The times of a step in which training paused so long for a checkpoint."""
+    trainer.seconds += seconds
+    pause = {"time/checkpoint": seconds, "time/step": metrics["time/step"] + seconds}
+    return pause | {"time/total": trainer.seconds}
 
 
 def ends_here(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter, metrics: dict[str, float]) -> bool:
