@@ -27,7 +27,6 @@ from typing import Any
 import requests
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,11 +35,11 @@ from rlx.models.policy import Policy
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import Retention
-from rlx.storage.checkpoint_files import ModelAndOptimizer, Shard
+from rlx.storage.checkpoint_files import Copies, ModelAndOptimizer, Shard, new_copies
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.checkpoint_writer import CheckpointWriter, FinishedCheckpoint
 from rlx.storage.filesystem import Storage, free_name
-from rlx.training.checkpointing import PINNED
+from rlx.training.checkpointing import PinnedMemory
 
 _WARM = 1  # first checkpoints that are not counted
 _START_S = 60.0
@@ -99,12 +98,12 @@ def policy(hidden: int, layers: int, device: str) -> ModelAndOptimizer:
 def measure(trained: ModelAndOptimizer, run: Storage, disk: Path, count: int) -> dict[str, Any]:
     """Medians over the counted checkpoints, then the same state by torch.save to this machine's disk."""
     saver = CheckpointWriter(run, Retention())
-    stager = DefaultStager(PINNED) if next(trained.model.parameters()).is_cuda else None
+    pinned = PinnedMemory() if next(trained.model.parameters()).is_cuda else None
     stalls, unpinned, writes, bare = [], [], [], []
     for step in range(1, _WARM + count + 1):
-        if stager:
-            unpinned.append(_copy(trained, None)[1])
-        shards, seconds = _copy(trained, stager)
+        if pinned:
+            unpinned.append(_copy(trained, new_copies)[1])
+        shards, seconds = _copy(trained, pinned.copies if pinned else new_copies)
         started = time.perf_counter()
         saver.save(shards, _manifest(step))
         stalls.append(seconds + time.perf_counter() - started)
@@ -113,10 +112,10 @@ def measure(trained: ModelAndOptimizer, run: Storage, disk: Path, count: int) ->
     place = checkpoint_catalog.complete_checkpoints(run)[-1].folder
     written = sum((place / name).size() or 0 for name in place.names())
     stall, write, plain = (statistics.median(seconds[_WARM:]) for seconds in (stalls, writes, bare))
-    pinned = {"the first time": stalls[0], "copy, not pinned": statistics.median(unpinned[_WARM:])} if stager else {}
+    more = {"the first time": stalls[0], "copy, not pinned": statistics.median(unpinned[_WARM:])} if pinned else {}
     return {
         "parameters": sum(p.numel() for p in trained.model.parameters()),
-        "seconds": {"training stands still": stall, **pinned, "whole write": write, "torch.save": plain},
+        "seconds": {"training stands still": stall, **more, "whole write": write, "torch.save": plain},
         "stall / write": stall / write,
         "stall / torch.save": stall / plain,
         "write / torch.save": write / plain,
@@ -124,10 +123,10 @@ def measure(trained: ModelAndOptimizer, run: Storage, disk: Path, count: int) ->
     }
 
 
-def _copy(trained: ModelAndOptimizer, stager: DefaultStager | None) -> tuple[dict[str, Shard], float]:
+def _copy(trained: ModelAndOptimizer, copies: Copies) -> tuple[dict[str, Shard], float]:
     """Copies of the state in main memory, and the seconds that they take."""
     started = time.perf_counter()
-    shards = checkpoint_files.copy_shards({"policy": trained}, {}, stager)
+    shards = checkpoint_files.copy_shards({"policy": trained}, {}, copies)
     return shards, time.perf_counter() - started
 
 

@@ -158,15 +158,18 @@ def transformer(model: Any) -> Any:
     return model.lm if isinstance(model, Policy) else model.backbone
 
 
-def checkpoint_gradients(model: nn.Module) -> None:
-    """Makes a policy or critic drop the activations of its layers and compute them again in the backward pass."""
+def checkpoint_gradients(model: nn.Module, share: float = 1.0) -> None:
+    """Makes a policy or critic drop the activations of its layers, or of a share of them that lie evenly between the
+    others, and compute them again in the backward pass."""
     if isinstance(model, Policy):
         model.stored_logits = 0
     for module in list(model.modules()):
         if isinstance(module, PreTrainedModel) and module.supports_gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for place, layer in enumerate(layers):
+        layer.gradient_checkpointing = int((place + 1) * share + 1e-9) > int(place * share + 1e-9)
+        if layer.gradient_checkpointing:
             layer.training = True  # transformers requires it for checkpointing; the modules inside stay in eval mode
             for name, value in vars(layer).items():  # some layers apply dropout themselves
                 if "dropout" in name and isinstance(value, float):

@@ -129,6 +129,7 @@ def prepare(
     made = {key: model_folder(other, config.storage, progress) for key, other in companions(config.model).items()}
     config = from_tree(with_overrides(config.model_dump(exclude_unset=True), made))
     check_model(config, path)
+    check_disk(config.model, config.resolved_critic, path, config.storage)
     if not tables and (is_model_folder(path, "model.path") or not address_of(config.ray_address)):
         prompts.check_template(config.data.chat_template_args, chats, path, config.model.trust_remote_code)
     config = from_tree(with_overrides(config.model_dump(), lengths(config.data, config.rollout, path)))
@@ -170,6 +171,7 @@ def check_quickly(config: RunConfig, *, has_prompts: bool = False) -> None:
         return
     if is_model_folder(config.model.path, "model.path"):
         check_model(config, config.model.path)
+        check_disk(config.model, config.resolved_critic, config.model.path, config.storage)
     elif not address_of(config.ray_address):
         check_hub_name(config.model.path, "model.path")
 
@@ -241,9 +243,9 @@ def check_files(data: DataConfig, evaluation: EvalConfig) -> None:
         sources.check_source(data.ptx_source, data, "data.ptx_source")
 
 
-def _check_disk(model: ModelConfig, critic: str, path: str, storage: str) -> None:
+def check_disk(model: ModelConfig, critic: str, path: str, storage: str) -> None:
     """Raises StorageError if a disk of this machine has no room for a checkpoint of the model that is trained."""
-    if not model.lora_rank:
+    if not model.lora_rank and is_model_folder(path, "model.path"):
         numbers = count_parameters(path) + (count_parameters(model.critic_path or path) if critic == "separate" else 0)
         folder = open_storage(storage, create=False)
         check_free(folder, numbers * _CHECKPOINT_BYTES, "a checkpoint of this model")
@@ -299,7 +301,6 @@ def check_model(config: RunConfig, path: str) -> None:
         _check_companion(path, other, setting, needed)
         if config.parallel.tp > 1 and is_model_folder(other, setting):
             _check_layers(other, config.parallel.tp, config.model.trust_remote_code, setting)
-    _check_disk(config.model, config.resolved_critic, path, config.storage)
 
 
 def companions(model: ModelConfig) -> dict[str, str]:

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -70,12 +69,21 @@ class Shard:
     shape: tuple[int, ...]  # of the full tensor
 
 
+Copies = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""makes copies in main memory"""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
 
+def new_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors in main memory."""
+    return {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+
+
 def copy_shards(
-    models: Mapping[str, ModelAndOptimizer], ema: Mapping[str, Tensor], stager: DefaultStager | None = None
+    models: Mapping[str, ModelAndOptimizer], ema: Mapping[str, Tensor], copies: Copies = new_copies
 ) -> dict[str, Shard]:
     """Copies the shards that this rank must write to main memory; training may change the originals afterwards.
 
@@ -83,20 +91,19 @@ def copy_shards(
 
     Args:
         ema: the moving average of the policy's weights by name, each of the weight's shape; empty if there is none.
-        stager: has memory of its own for the copies, the same in each call; without one each call takes new memory.
+        copies: makes the copies.
 
     Returns:
         Shards by key (checkpoint_keys.py); `local` has the shape of this rank's part, which is never empty.
     """
     stepped = [name for name, trained in models.items() if trained.optimizer.state]
-    return _copied(_state_tensors(models, ema, stepped), stager)
+    return _copied(_state_tensors(models, ema, stepped), copies)
 
 
-def _copied(tensors: Iterable[tuple[str, Tensor]], stager: DefaultStager | None = None) -> dict[str, Shard]:
+def _copied(tensors: Iterable[tuple[str, Tensor]], copies: Copies = new_copies) -> dict[str, Shard]:
     shards = {key: _local_shard(tensor) for key, tensor in tensors if _is_written_here(tensor)}
-    here = {key: shard.local.detach() for key, shard in shards.items() if shard.local.numel()}
-    copies = cast(Any, stager).stage(here) if stager else {key: part.to("cpu", copy=True) for key, part in here.items()}
-    return {key: Shard(copy, shards[key].offset, shards[key].shape) for key, copy in copies.items()}
+    here = copies({key: shard.local.detach() for key, shard in shards.items() if shard.local.numel()})
+    return {key: Shard(copy, shards[key].offset, shards[key].shape) for key, copy in here.items()}
 
 
 def write_shards(shards: Mapping[str, Shard], file: Path) -> None:

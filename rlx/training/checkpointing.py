@@ -7,17 +7,19 @@ and `_load` are the two sides of it.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+import torch
+from torch import Tensor
 
 from rlx import __version__
 from rlx.storage import checkpoint_files
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import REFERENCE, CheckpointEntry, Retention, checkpoint_name
-from rlx.storage.checkpoint_files import CheckpointReader, Shard
+from rlx.storage.checkpoint_files import CheckpointReader, Copies, Shard
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.checkpoint_writer import CheckpointWriter, FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
@@ -25,8 +27,38 @@ from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.trainer import Trainer, initial_ema
 from rlx.types import Notify
 
-PINNED = StagingOptions(use_shared_memory=False, use_async_staging=False)
-"""pinned memory, which a GPU copies into about ten times as fast as into any other; taken once and kept"""
+
+class PinnedMemory:
+    """Main memory that a GPU copies into several times as fast as into other memory; taken once and kept.
+
+    torch's own pinned memory is rounded up to powers of two for each tensor, and its stager for checkpoints
+    (torch.distributed.checkpoint.staging, 2.11) fails the second time.
+    """
+
+    _ALIGNED = 64  # bytes; tensors of any dtype may begin there
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of tensors, until the next call."""
+        sizes = [-(-tensor.nbytes // self._ALIGNED) * self._ALIGNED for tensor in tensors.values()]
+        if sum(sizes) > self._memory.nbytes:
+            self._take(sum(sizes))
+        places = self._memory[: sum(sizes)].split(sizes)
+        copied = {}
+        for (key, tensor), place in zip(tensors.items(), places, strict=True):
+            copied[key] = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copied[key].copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+        return copied
+
+    def _take(self, size: int) -> None:
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        driver, address = torch.cuda.cudart(), self._memory.data_ptr()
+        torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
+        # Without `atexit`: when a process ends, its memory goes with it.
+        weakref.finalize(self._memory, driver.cudaHostUnregister, address).atexit = False
 
 
 @dataclass
@@ -37,15 +69,11 @@ class Checkpointer:
     queue: RolloutQueue
     writer: CheckpointWriter
     notify: Notify
+    copies: Copies  # of this rank's tensors
     signature: str = ""  # of the config
     restored_metrics: dict[str, float] = field(default_factory=dict)  # of the step that was restored
     _saved_step: int = 0  # of the newest checkpoint, or of the state that the run began with
     _keeps_reference: bool = False  # see `Manifest.reference`
-    _stager: DefaultStager | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        on_gpu = self.trainer.device.type == "cuda"
-        self._stager = DefaultStager(PINNED) if on_gpu else None
 
     def is_due(self, is_last: bool) -> bool:
         """Whether the current step is saved: it is due or the last, and not saved yet."""
@@ -56,7 +84,7 @@ class Checkpointer:
         """Copies of this rank's tensors in main memory, and the seconds for which training paused for them."""
         started = time.perf_counter()
         self.writer.wait()  # for the previous checkpoint, whose memory these copies may take
-        shards = checkpoint_files.copy_shards(self.trainer.models, self.trainer.ema, self._stager)
+        shards = checkpoint_files.copy_shards(self.trainer.models, self.trainer.ema, self.copies)
         if self.trainer.mesh.is_tp_leader:  # tensor-parallel neighbours have the same completions
             shards |= self.queue.state()
         return shards, time.perf_counter() - started

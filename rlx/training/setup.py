@@ -32,10 +32,10 @@ from rlx.rollout.base import Engines
 from rlx.samples.evaluations import OutcomeWriter
 from rlx.samples.writer import CompletionWriter, Keeping, discard_after
 from rlx.storage.checkpoint_catalog import Retention
-from rlx.storage.checkpoint_files import ModelAndOptimizer
+from rlx.storage.checkpoint_files import ModelAndOptimizer, new_copies
 from rlx.storage.checkpoint_writer import CheckpointWriter
 from rlx.storage.filesystem import Storage
-from rlx.training.checkpointing import Checkpointer
+from rlx.training.checkpointing import Checkpointer, PinnedMemory
 from rlx.training.collector import RolloutCollector
 from rlx.training.evaluation.sets import QuestionSet, ScoredSource, ScorerMaker, SetMaker
 from rlx.training.optimizers.choice import make_optimizer
@@ -95,7 +95,8 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
     retention = Retention(kept.keep_last, kept.best_by, kept.best_mode, kept.keep_every)
     settle = collector.completions.wait if collector.completions else None
     writer = CheckpointWriter(inputs.folder, retention, settle)
-    checkpointer = Checkpointer(trainer, collector.queue, writer, inputs.reporter.notify, inputs.signature)
+    copies = PinnedMemory().copies if trainer.device.type == "cuda" else new_copies
+    checkpointer = Checkpointer(trainer, collector.queue, writer, inputs.reporter.notify, copies, inputs.signature)
     checkpointer.restore()
     if mesh.rank == 0:
         discard_after(inputs.folder, trainer.step, inputs.reporter.notify)
@@ -337,7 +338,7 @@ class _Sharder:
 
     def trained(self, name: str, part: Any) -> ModelAndOptimizer:
         if self.config.train.gradient_checkpointing:
-            loading.checkpoint_gradients(part)
+            loading.checkpoint_gradients(part, self.config.train.checkpointed_layers)
         sharded, train = self.sharded(name, part), self.config.train
         return ModelAndOptimizer(
             sharded, make_optimizer(train, sharded, "critic_lr" if name == "critic" else "actor_lr")

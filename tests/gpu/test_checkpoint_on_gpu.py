@@ -3,10 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager
 
 from rlx.storage.checkpoint_files import ModelAndOptimizer, copy_shards
-from rlx.training.checkpointing import PINNED
+from rlx.training.checkpointing import PinnedMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -21,9 +20,9 @@ def stepped(trained: ModelAndOptimizer) -> ModelAndOptimizer:
 def test_pinned_copies_are_those_of_other_memory_and_take_no_new_one() -> None:
     model = nn.Linear(300, 40, device="cuda")
     trained = stepped(ModelAndOptimizer(model, torch.optim.AdamW(model.parameters(), fused=True)))
-    stager, average, places = DefaultStager(PINNED), {"model.weight": torch.ones(3, device="cuda")}, []
+    memory, average, places = PinnedMemory(), {"model.weight": torch.ones(3, device="cuda")}, []
     for _ in range(3):
-        pinned = copy_shards({"policy": stepped(trained)}, average, stager)
+        pinned = copy_shards({"policy": stepped(trained)}, average, memory.copies)
         plain = copy_shards({"policy": trained}, average)
         assert pinned.keys() == plain.keys()
         for key, shard in plain.items():

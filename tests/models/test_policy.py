@@ -17,6 +17,7 @@ from transformers import (
     OPTForCausalLM,
     PreTrainedConfig,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlx.config.errors import ConfigError
 from rlx.mesh import Mesh
@@ -176,20 +177,32 @@ def test_a_normal_value_head_is_small_and_the_same_on_every_rank(tiny_model: Pat
 
 
 def test_forgotten_activations_are_computed_again_without_dropout(tiny_model: Path) -> None:
-    plain, checkpointed = (load_policy(str(tiny_model), head=None) for _ in range(2))
+    plain, half, checkpointed = (load_policy(str(tiny_model), head=None) for _ in range(3))
     checkpoint_gradients(checkpointed)
+    checkpoint_gradients(half, 0.5)
     saved = []
-    for one in (plain, checkpointed):
+    for one in (plain, checkpointed, half):
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: k.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
             loss = one(padded(), 1.0).logprobs.sum()
         loss.backward()
         saved.append(sum(kept))
     assert saved[1] < 0.5 * saved[0]
-    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, atol=0, rtol=0)
+    assert saved[1] < 0.8 * saved[2] < 0.64 * saved[0]
+    for one, *others in zip(plain.parameters(), checkpointed.parameters(), half.parameters(), strict=True):
+        for other in others:
+            torch.testing.assert_close(one.grad, other.grad, atol=0, rtol=0)
     dropouts = [m for m in checkpointed.modules() if isinstance(m, torch.nn.Dropout) or "Attention" in type(m).__name__]
     assert dropouts and not any(module.training for module in dropouts)
+
+
+@pytest.mark.parametrize(("share", "places"), [(1.0, [0, 1, 2, 3]), (0.75, [1, 2, 3]), (0.5, [1, 3]), (0.1, [])])
+def test_a_share_of_the_layers_forgets_its_activations(share: float, places: list[int]) -> None:
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 99}
+    policy = Policy(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16, max_position_embeddings=32)).eval())
+    checkpoint_gradients(policy, share)
+    layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert [place for place, layer in enumerate(layers) if layer.gradient_checkpointing] == places
 
 
 def test_a_reference_is_frozen(tiny_model: Path) -> None:

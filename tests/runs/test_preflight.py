@@ -303,10 +303,10 @@ def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are
     header = json.dumps({"w": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4]}}).encode()
     weights = struct.pack("<Q", len(header)) + header
     path = model_folder(tmp_path, tokenizer__json=b"{}", model__safetensors=weights)
-    tree = {"storage": str(tmp_path / "new" / "storage")}
+    model, storage = from_tree({}).model, str(tmp_path / "new" / "storage")
     with pytest.raises(StorageError, match=r"MiB are free on its disk, and a checkpoint of this model takes about 22,"):
-        preflight.check_model(from_tree(tree), path)
-    preflight.check_model(from_tree({**tree, "model": {"lora_rank": 8}}), path)
+        preflight.check_disk(model, "separate", path, storage)
+    preflight.check_disk(from_tree({"model": {"lora_rank": 8}}).model, "separate", path, storage)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ NEEDS = {
     "reward.judge_max_tokens": "reward.judge_url",
     "reward.judge_seed": "reward.judge_url",
     "reward.judge_parallel": "reward.judge_url",
+    "train.checkpointed_layers": "train.gradient_checkpointing",
     "algorithm.adaptive_kl_target": "algorithm.kl_coef",
     "algorithm.adaptive_kl_horizon": "algorithm.adaptive_kl_target",
     "algorithm.filter_rounds": "algorithm.filter_groups",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlx.config.sections.base import Decay
 from rlx.config.sections.schedule import ScheduledSection
@@ -56,6 +56,8 @@ class TrainConfig(ScheduledSection):
     """gradients with a larger global norm are scaled down to it"""
     gradient_checkpointing: bool = False
     """recompute the activations of decoder layers in the backward pass: less memory, about a third more time"""
+    checkpointed_layers: float = Field(default=1.0, gt=0, le=1)
+    """the share of decoder layers for which gradient_checkpointing does so: as few as fit take the least time"""
     compile: bool | None = None
     """compile decoder layers with torch.compile: the first steps take a minute or two more, later ones a third less; a
     resumed run then equals an uninterrupted one only up to rounding; unset: on GPUs, for runs of 100 steps or more"""
