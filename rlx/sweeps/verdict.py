@@ -56,7 +56,7 @@ def _left(race: Race, labels: list[str]) -> list[str]:
 
 
 def _behind(labels: list[str], setting: int, standing: Standing) -> str:
-    value, half_width = standing.deficit.value, standing.deficit.half_width
-    interval = f"95 %: {as_text(value - half_width, 2)} to {as_text(value + half_width, 2)}"
+    value, (low, high) = standing.deficit.value, standing.deficit.ends
+    interval = f"95 %: {as_text(low, 2)} to {as_text(high, 2)}"
     when = f"{standing.look.seeds} seeds, step {standing.look.step}"
     return f"{labels[setting]} is out: behind {labels[standing.leader]} by {as_text(value, 2)} ({interval}; {when})"

@@ -31,6 +31,13 @@ class PairedGap:
     tables: tuple[Table, Table]  # [seeds, questions] the values of each
     gap: CrossedMean  # how far the first is ahead
     chance: float  # of such a difference if there is none, corrected for the number of comparisons
+    luck: float = 0.0  # how far the first seems ahead because it was chosen, see `winner`
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Both ends of the 95 % interval; the luck, which only makes the first seem better, is off the low end."""
+        low, high = self.gap.ends
+        return low - self.luck, high
 
     @property
     def step(self) -> int:
