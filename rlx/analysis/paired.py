@@ -17,7 +17,8 @@ so no chance below 1/20.
 An interval pays for what makes a setting seem further behind than it is: the looks that were taken until then, since it
 stops where it seems far behind, and the luck by which the best of the others was chosen
 (rlx.analysis.comparison.winner). In simulated races (bench/racing.py) the intervals hold the true distance in 0.94 to
-0.97, those of settings that are out and truly behind in 0.935 to 0.96. Tried and left: paying for all looks that may
+0.97, those of settings that are out and truly behind in 0.935 to 0.96, without added seeds in 0.85 to 0.95: who is out
+seemed far behind. Tried and left: paying for all looks that may
 come, and not for the luck (0.94 to 0.99: too wide for who is out early); Bonferroni's share of the looks taken instead
 of the luck (0.94 to 0.97, but 0.915 of those that are out where four are tied), or with it (up to 0.975).
 

@@ -2,6 +2,8 @@
 
 One thing is guaranteed: the best setting of a rung is out in at most alpha of all races. That one setting is better
 than another is not: among equal settings some seem behind by chance, and most of their intervals leave out the true 0.
+Tried and left: to mark the lines that hold all at once (alpha shared by the settings, too). In simulated races at most
+3 % have a false line among these (instead of 35 %), but only 1 to 16 % of the lines of settings that are behind are.
 """
 
 from __future__ import annotations

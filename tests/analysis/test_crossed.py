@@ -67,6 +67,12 @@ def test_one_seed_or_one_question_leaves_the_t_test_over_the_others(axis: int) -
     assert math.isnan(found.spread.seed if axis == 0 else found.spread.question)
 
 
+def test_means_of_runs_that_differ_equally_by_luck_prove_no_more_than_their_resolution() -> None:
+    """Two runs of each setting, shares of 256 questions, both 1/64 apart: known to (1/256) / sqrt(12) / sqrt(2)."""
+    found = crossed_mean(np.full((2, 1), 1 / 64), 1 / 256)
+    assert found.chance == pytest.approx(2 * stats.t.sf(4 * 24**0.5, 1))
+
+
 def test_one_value_has_no_interval() -> None:
     found = crossed_mean(np.array([[0.3]]))
     assert found.value == 0.3

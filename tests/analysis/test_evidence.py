@@ -103,6 +103,13 @@ def test_low_can_be_good(uri: str) -> None:
     assert gaps[-1].gap.value == pytest.approx(1 / 4)
 
 
+def test_the_luck_of_the_best_is_off_the_low_ends(uri: str) -> None:
+    found = weigh(uri, loaded(uri)[1], DEFAULT_METRIC, "max")
+    assert found.winner is not None and {gap.luck for gap in found.gaps} == {found.winner.luck}
+    low, high = found.gaps[0].gap.ends
+    assert replace(found.gaps[0], luck=0.05).ends == pytest.approx((low - 0.05, high))
+
+
 def test_other_quantities_of_a_question() -> None:
     found = outcomes(FIRST)
     expected = {

@@ -14,7 +14,7 @@ Tried and left: Satterthwaite's degrees of freedom (1946, Biometrics Bulletin 2)
 which hold 0.98 where seeds differ little, 0.92 where seeds and questions differ much, and with 2 seeds 0.87; the same
 without counting them as 0 (down to 0.92, or 0.87), the rest as the least that the mean square of seeds can be (0.99),
 generalized intervals (Weerahandi 1993; 0.99 where the rest is that least), and seeds that count only as far as they are
-seen to differ (0.91). That seeds differ little cannot be seen with three of them, so an interval that is to hold for
+seen to differ (0.91, or 0.86). That seeds differ little cannot be seen with three of them, so an interval that is to hold for
 all variances has to be the one of the t-test over seeds where questions add nothing.
 
 Left out: tables with gaps (`pairs` takes the seeds and questions that both settings have).
@@ -87,18 +87,22 @@ class CrossedMean(NamedTuple):
         return math.exp(brentq(beyond, _LEAST, 0.0, xtol=1e-9)) if beyond(_LEAST) > 0 else 0.0
 
 
-def crossed_mean(table: Table) -> CrossedMean:
+def crossed_mean(table: Table, step: float = 0.0) -> CrossedMean:
     """The mean of a table, [seeds, questions].
 
     With one seed the interval speaks of other questions alone: of these runs, not of the setting. With one question,
     such as the mean over all of them, it speaks of other seeds alone. With one of each there is no interval (NaN).
+
+    Args:
+        step: what the values of a single question are rounded to, which they are too few to tell by themselves.
     """
     seeds, questions = table.shape
     mean = float(table.mean())
     if 1 in table.shape:
         variance = float(table.var(ddof=1)) if table.size > 1 else math.nan
+        rounding = step**2 / 12 if questions == 1 else 0.0
         spread = Spread(math.nan, variance, 0.0) if seeds == 1 else Spread(variance, math.nan, 0.0)
-        return _estimate(mean, [Component(variance / table.size, max(1, table.size - 1))], spread)
+        return _estimate(mean, [Component((variance + rounding) / table.size, max(1, table.size - 1))], spread)
     by_seed, by_question = table.mean(axis=1), table.mean(axis=0)
     of_questions = seeds * float(np.sum((by_question - mean) ** 2)) / (questions - 1)
     of_seeds = questions * float(np.sum((by_seed - mean) ** 2)) / (seeds - 1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlx.analysis.comparison.crossed import CrossedMean, Table, crossed_mean, holm
 from rlx.analysis.comparison.outcomes import EvaluatedRun, evaluated_runs
-from rlx.analysis.statistics import LEVEL, SEED, Group, final_value
+from rlx.analysis.statistics import LEVEL, SEED, Group, final_value, resolution
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def paired_gap(
     if not steps:
         return None
     questions, tables = _tables(pairs, steps)
-    gap = crossed_mean(sign * (tables[0] - tables[1]))
+    gap = crossed_mean(sign * (tables[0] - tables[1]), resolution(np.stack(tables)))
     return PairedGap(*groups, tuple(pairs), steps, tuple(questions), (tables[0], tables[1]), gap, gap.chance)
 
 

@@ -8,15 +8,15 @@ Tried and left: shrinking by a normal or an estimated prior of the settings, whi
 since a few settings of a sweep are often far behind all others.
 
 The luck, by which the best mean is higher, is right as the mean over sweeps; in a single one it is known no better than
-the means themselves. So the interval of the corrected value is that of the winner's own mean, and wider by the luck on
-both sides: in simulated sweeps it holds the true value in 0.93 to 0.975 with 3 seeds and in 0.875 to 0.955 with 8, worst
+the means themselves. So the interval of the corrected value is that of the winner's own mean, wider by the luck on both
+sides: in simulated sweeps it holds the true value in 0.93 to 0.975 with 3 seeds and in 0.875 to 0.955 with 8, least
 where all settings are equal. (The spread of what the seeds say, or the winner's own if it is larger: 0.81 to 0.93.)
 
-The luck makes the winner seem further ahead of the others, too. It is off the low ends of their intervals (`pairs`), not
-off the differences: such intervals hold the true difference in 0.95 to 0.965 with 3 seeds, plain ones in 0.90 to 0.95;
-with 8 seeds in 0.925 to 0.955 (0.85 to 0.955). Tried and left, for these: differences and both ends without the luck
-(0.92 to 0.95 with 3 seeds, 0.89 to 0.955 with 8), the differences of the settings that the other seeds find best (0.90
-to 0.95), the same with the larger of both errors (up to 0.98).
+The luck makes the winner seem further ahead of the others, too. It is off the low ends of their intervals (`pairs`),
+not off the differences: these hold the true difference in 0.95 to 0.965 with 3 seeds, plain ones in 0.90 to 0.95; with
+8 seeds in 0.925 to 0.955 (0.85 to 0.955). Tried and left, for these: differences and both ends without the luck (0.92
+to 0.95 with 3 seeds, 0.89 to 0.955 with 8), the differences of the settings that the other seeds find best (0.90 to
+0.95), the same with the larger of both errors (up to 0.98).
 
 Left out: differences themselves (`pairs`).
 """
