@@ -18,9 +18,10 @@ An interval pays for what makes a setting seem further behind than it is: the lo
 stops where it seems far behind, and the luck by which the best of the others was chosen
 (rlx.analysis.comparison.winner). In simulated races (bench/racing.py) the intervals hold the true distance in 0.94 to
 0.97, those of settings that are out and truly behind in 0.935 to 0.96, without added seeds in 0.85 to 0.95: who is out
-seemed far behind. Tried and left: paying for all looks that may
-come, and not for the luck (0.94 to 0.99: too wide for who is out early); Bonferroni's share of the looks taken instead
-of the luck (0.94 to 0.97, but 0.915 of those that are out where four are tied), or with it (up to 0.975).
+seemed far behind (and where runs collapse now and then, in 0.99: they do not vary normally). Tried and left: paying for
+all looks that may come, and not for the luck (0.94 to 0.99: too wide for who is out early); Bonferroni's share of the
+looks taken instead of the luck (0.94 to 0.97, but 0.915 of those that are out where four are tied), or with it (up to
+0.975).
 
 Left out: when to look, and how to share alpha among looks (rlx.sweeps.schedulers.race).
 """

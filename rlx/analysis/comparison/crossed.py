@@ -7,15 +7,16 @@ to know (Searle, Casella and McCulloch 1992, "Variance Components", chapter 4). 
 means of seeds, plus what questions add to it. Each of the two has a half width of its own, with the quantile of its own
 degrees of freedom, and the half width is the root of the sum of their squares (Howe 1974, "Approximate confidence
 limits on the mean of X + Y", Journal of the American Statistical Association 69). It is exact where questions add
-nothing, and where seeds do not; between them it is somewhat too wide. Simulated tables (2 to 8 seeds, 64 to 2048
-questions, any variances) are covered by 0.95 to 0.975, with 2 seeds by up to 0.99 where questions differ much.
+nothing, and where all is due to questions; between them it is somewhat too wide. The means of simulated tables (2 to 8
+seeds, 64 to 2048 questions, any variances) are held by 0.95 to 0.975, with 2 seeds up to 0.99 where questions differ
+much.
 
 Tried and left: Satterthwaite's degrees of freedom (1946, Biometrics Bulletin 2) with negative components counted as 0,
 which hold 0.98 where seeds differ little, 0.92 where seeds and questions differ much, and with 2 seeds 0.87; the same
 without counting them as 0 (down to 0.92, or 0.87), the rest as the least that the mean square of seeds can be (0.99),
 generalized intervals (Weerahandi 1993; 0.99 where the rest is that least), and seeds that count only as far as they are
-seen to differ (0.91, or 0.86). That seeds differ little cannot be seen with three of them, so an interval that is to hold for
-all variances has to be the one of the t-test over seeds where questions add nothing.
+seen to differ (0.91, or 0.86). That seeds differ little cannot be seen with three of them, so an interval that is to
+hold for all variances has to be the one of the t-test over seeds where questions add nothing.
 
 Left out: tables with gaps (`pairs` takes the seeds and questions that both settings have).
 """
