@@ -14,7 +14,8 @@ analysis says of them (rlx.analysis.comparison), question by question: as many q
 difficulty of its own, one answer each:
 
     paired         how often the 95 % interval of the difference of two settings, drawn beforehand, holds the true one
-    to the best    the same for the settings that are compared with the one that seems best
+    to the best    the same for the settings that are compared with the one that seems best, whose luck is off the low
+                   ends of the intervals
     winner named   how often one setting is said to win; in brackets how often it is not the truly best one, or that is
                    neither the one that seems best nor among those that may be as good
     best mean      mean error of the best mean, as what a fresh run of the winner gives
@@ -220,8 +221,8 @@ def count(kind: Kind, schedule: Schedule, sweeps: int) -> Counts:
         counts.steps += steps
         for setting, standing in result.standings.items():
             ends = [kind.curve(each, standing.look.step, schedule.steps) for each in (standing.leader, setting)]
-            error = standing.deficit.value - (ends[0] - ends[1])
-            counts.covered.append(abs(error) <= standing.deficit.half_width)
+            low, high = standing.deficit.ends
+            counts.covered.append(low <= ends[0] - ends[1] <= high)
             counts.stated += counts.covered[-1:] if standing.is_out else []
     return counts
 
@@ -267,7 +268,8 @@ def _listen(sayings: Sayings, right: NDArray[np.float64], means: NDArray[np.floa
     top = winner.setting
     gaps = {other: crossed_mean(right[top] - right[other]) for other in range(len(means)) if other != top}
     chances = dict(zip(gaps, holm([gap.chance for gap in gaps.values()]), strict=True))
-    sayings.to_best += [abs(gap.value - (means[top] - means[i])) <= gap.half_width for i, gap in gaps.items()]
+    true = {i: means[top] - means[i] for i in gaps}
+    sayings.to_best += [gap.ends[0] - winner.luck <= true[i] <= gap.ends[1] for i, gap in gaps.items()]
     pair = crossed_mean(right[0] - right[1])
     sayings.paired.append(abs(pair.value - (means[0] - means[1])) <= pair.half_width)
     is_named = all(chance <= 0.05 for chance in chances.values())

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from rlx.analysis.loading import Setting, Sweep, Trial, check_metric
@@ -211,3 +212,9 @@ def _group(settings: dict[str, Setting], trials: Sequence[Trial], metric: str, n
         half_width=estimate.half_width,
         num_questions=num_questions,
     )
+
+
+def resolution(values: NDArray[np.float64]) -> float:
+    """The smallest difference between two values that are not equal, up to errors of floating point; 0 if all are."""
+    steps = np.diff(np.unique(np.round(values, 12)))
+    return float(steps.min()) if len(steps) else 0.0

@@ -2,6 +2,8 @@
 
 One thing is guaranteed: the best setting of a rung is out in at most alpha of all races. That one setting is better
 than another is not: among equal settings some seem behind by chance, and most of their intervals leave out the true 0.
+Tried and left: to mark the lines that hold all at once (alpha shared by the settings, too). In simulated races at most
+3 % have a false line among these (instead of 35 %), but only 1 to 16 % of the lines of settings that are behind are.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def _left(race: Race, labels: list[str]) -> list[str]:
 
 
 def _behind(labels: list[str], setting: int, standing: Standing) -> str:
-    value, half_width = standing.deficit.value, standing.deficit.half_width
-    interval = f"95 %: {as_text(value - half_width, 2)} to {as_text(value + half_width, 2)}"
+    value, (low, high) = standing.deficit.value, standing.deficit.ends
+    interval = f"95 %: {as_text(low, 2)} to {as_text(high, 2)}"
     when = f"{standing.look.seeds} seeds, step {standing.look.step}"
     return f"{labels[setting]} is out: behind {labels[standing.leader]} by {as_text(value, 2)} ({interval}; {when})"

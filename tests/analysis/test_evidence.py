@@ -103,6 +103,13 @@ def test_low_can_be_good(uri: str) -> None:
     assert gaps[-1].gap.value == pytest.approx(1 / 4)
 
 
+def test_the_luck_of_the_best_is_off_the_low_ends(uri: str) -> None:
+    found = weigh(uri, loaded(uri)[1], DEFAULT_METRIC, "max")
+    assert found.winner is not None and {gap.luck for gap in found.gaps} == {found.winner.luck}
+    low, high = found.gaps[0].gap.ends
+    assert replace(found.gaps[0], luck=0.05).ends == pytest.approx((low - 0.05, high))
+
+
 def test_other_quantities_of_a_question() -> None:
     found = outcomes(FIRST)
     expected = {
@@ -256,7 +263,7 @@ def test_the_front_has_whom_nobody_beats() -> None:
 def test_a_plan_is_described_with_what_more_would_cost() -> None:
     assert spread_of([]) is None
     first, more = plan_lines(options(ASSUMED, 3, 256), assumed=True)
-    assert first.startswith("3 seeds and 256 questions show differences of 0.095")
+    assert first.startswith("3 seeds and 256 questions show differences of 0.1 ")
     assert "5 seeds: 0.0" in more and "1.7 times the training" in more and "1024 questions: " in more
     alone = plan_lines(options(ASSUMED, 1, 256), assumed=True)[0]
     assert alone.startswith("1 seed and 256 questions show nothing of a setting")

@@ -20,6 +20,22 @@ def test_two_settings_are_compared_by_the_paired_t_test() -> None:
     assert worse.chance == pytest.approx(0.001372, abs=0.001)  # of 10 000 directions
 
 
+def test_looks_make_intervals_wider() -> None:
+    values = np.random.RandomState(1).standard_normal((3, 5))
+    once, twice = (deficits(values, looks)[0].half_width for looks in (1, 2))
+    assert twice / once == pytest.approx(stats.t.ppf(1 - 0.05 / 3, 4) / stats.t.ppf(0.975, 4))
+
+
+def test_the_luck_of_the_others_is_off_the_low_end() -> None:
+    """Of the last one's others the first has the best mean, 0.7. Seed 0 judges it by 0.8, for seed 1 finds it better;
+    seed 1 judges the second by 0.3: 0.55 on average."""
+    values = np.array([[0.8, 0.6], [0.9, 0.3], [0.1, 0.2]])
+    last = deficits(values)[2]
+    assert last.luck == pytest.approx(0.7 - 0.55)
+    assert last.ends == pytest.approx((last.value - last.half_width - last.luck, last.value + last.half_width))
+    assert [deficit.luck for deficit in deficits(values[1:])] == [0, 0]  # two settings: nobody was chosen
+
+
 @pytest.mark.parametrize(("seeds", "gap"), [(2, 3.0), (3, 1.5), (5, 0.6), (8, 0.3)])
 def test_the_chance_is_that_of_the_paired_t_test(seeds: int, gap: float) -> None:
     values = np.random.RandomState(seeds).standard_normal((2, seeds))

@@ -15,8 +15,9 @@ def test_each_seed_judges_the_winner_of_the_others() -> None:
     winner = corrected_best(VALUES)
     assert (winner.setting, winner.seen) == (0, pytest.approx(2.12 / 3))
     assert winner.fresh.value == pytest.approx(0.6)
-    error = VALUES[0].std(ddof=1) / 3**0.5  # more than that of the three judgements, 0.1 / sqrt(3)
-    assert winner.fresh.half_width == pytest.approx(stats.t.ppf(0.975, 2) * error)
+    assert winner.luck == pytest.approx(winner.seen - 0.6)
+    error = VALUES[0].std(ddof=1) / 3**0.5
+    assert winner.fresh.half_width == pytest.approx(stats.t.ppf(0.975, 2) * error + winner.luck)
 
 
 def test_low_can_be_good() -> None:
@@ -28,6 +29,13 @@ def test_low_can_be_good() -> None:
 def test_a_clear_winner_has_no_luck_to_lose() -> None:
     winner = corrected_best(np.array([[0.9, 0.8, 0.85], [0.1, 0.2, 0.1]]))
     assert winner.fresh.value == pytest.approx(winner.seen)
+    assert winner.luck == pytest.approx(0)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_luck_is_never_bad(sign: float) -> None:
+    rng = np.random.default_rng(0)
+    assert min(corrected_best(rng.standard_normal((4, 3)), sign).luck for _ in range(200)) > -1e-9
 
 
 def test_the_corrected_best_is_right_on_average() -> None:

@@ -75,7 +75,7 @@ def weigh(uri: str, groups: Sequence[Group], metric: str, mode: Mode, against: S
     winner = corrected_best(values, sign)
     if winner.setting:  # on the seeds that all have, another one is best
         return Evidence(gaps, against=other)
-    return Evidence(gaps, winner, len(whole), other)
+    return Evidence([replace(gap, luck=winner.luck) for gap in gaps], winner, len(whole), other)
 
 
 def between(uri: str, first: Group, second: Group, metric: str, mode: Mode) -> PairedGap | None:
@@ -106,7 +106,7 @@ def spread_of(gaps: Sequence[PairedGap]) -> Spread | None:
 def gap_table(gaps: Sequence[PairedGap]) -> pd.DataFrame:
     """One row per setting other than the best: how far the best is ahead, with the paired 95 % interval."""
     rows = [
-        {"setting": gap.second.label, "behind by": gap.gap.value, "from": gap.gap.ends[0], "to": gap.gap.ends[1]}
+        {"setting": gap.second.label, "behind by": gap.gap.value, "from": gap.ends[0], "to": gap.ends[1]}
         | {"chance": gap.chance, "step": gap.step, "seeds": gap.seeds}
         | {"questions": len(gap.questions) if gap.is_by_question else math.nan}
         for gap in gaps

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlx.analysis.comparison.crossed import CrossedMean, Table, crossed_mean, holm
 from rlx.analysis.comparison.outcomes import EvaluatedRun, evaluated_runs
-from rlx.analysis.statistics import LEVEL, SEED, Group, final_value
+from rlx.analysis.statistics import LEVEL, SEED, Group, final_value, resolution
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,13 @@ class PairedGap:
     tables: tuple[Table, Table]  # [seeds, questions] the values of each
     gap: CrossedMean  # how far the first is ahead
     chance: float  # of such a difference if there is none, corrected for the number of comparisons
+    luck: float = 0.0  # how far the first seems ahead because it was chosen, see `winner`
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Both ends of the 95 % interval; the luck, which only makes the first seem better, is off the low end."""
+        low, high = self.gap.ends
+        return low - self.luck, high
 
     @property
     def step(self) -> int:
@@ -85,7 +92,7 @@ def paired_gap(
     if not steps:
         return None
     questions, tables = _tables(pairs, steps)
-    gap = crossed_mean(sign * (tables[0] - tables[1]))
+    gap = crossed_mean(sign * (tables[0] - tables[1]), resolution(np.stack(tables)))
     return PairedGap(*groups, tuple(pairs), steps, tuple(questions), (tables[0], tables[1]), gap, gap.chance)
 
 

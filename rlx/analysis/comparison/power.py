@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import ndtr, stdtrit
+from scipy.special import ndtr
 
-from rlx.analysis.comparison.crossed import Spread
-from rlx.analysis.statistics import LEVEL
+from rlx.analysis.comparison.crossed import Spread, half_width, parts_of_mean
 
 POWER = 0.8
 """the share of sweeps that are to show a difference"""
@@ -69,10 +68,7 @@ def _half_widths(spread: Spread, seeds: int, questions: int) -> np.ndarray:
     squares = [
         square * generator.chisquare(free, _DRAWN) / free for square, free in zip(expected, degrees, strict=True)
     ]
-    by_seed, by_question, rest = squares
-    variance = np.maximum(0.0, by_seed - rest) + np.maximum(0.0, by_question - rest) + rest
-    weight = sum(square**2 / free for square, free in zip(squares, degrees, strict=True))
-    return np.asarray(stdtrit(variance**2 / weight, (1 + LEVEL) / 2) * np.sqrt(variance))
+    return half_width(parts_of_mean(squares, (seeds - 1, others)))
 
 
 def options(spread: Spread, seeds: int, questions: int) -> Sequence[Option]:

@@ -33,7 +33,7 @@ class RungStanding(NamedTuple):
     seeds: int
     mean: float
     behind: float  # the best of the others; below 0: ahead of them
-    half_width: float  # of the 95 % interval
+    ends: tuple[float, float]  # of the 95 % interval
     is_out: bool  # all its trials end here, and others go on
 
 
@@ -80,7 +80,7 @@ def _standings(
     values = np.array([[rows[group][seed] for seed in seeds] for group in reached])
     found = deficits((1.0 if mode == "max" else -1.0) * values)
     return [
-        RungStanding(group, at, len(seeds), float(row.mean()), deficit.value, deficit.half_width, group in out)
+        RungStanding(group, at, len(seeds), float(row.mean()), deficit.value, deficit.ends, group in out)
         for group, row, deficit in zip(reached, values, found, strict=True)
     ]
 

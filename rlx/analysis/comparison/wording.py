@@ -47,7 +47,7 @@ def _chosen(group: Group) -> str:
 
 def interval_text(pair: PairedGap) -> str:
     """0.011 (95 %: 0.006 to 0.015; paired by 3 seeds and 256 questions)."""
-    low, high = pair.gap.ends
+    low, high = pair.ends
     seeds = f"{pair.seeds} seed{'s' if pair.seeds > 1 else ''}"
     by = f"{seeds} and {len(pair.questions)} questions" if pair.is_by_question else seeds
     return f"{as_text(pair.gap.value, 2)} (95 %: {as_text(low, 2)} to {as_text(high, 2)}; paired by {by})"

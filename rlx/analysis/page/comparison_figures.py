@@ -30,7 +30,7 @@ def paired_gaps(gaps: Sequence[PairedGap], ranks: Mapping[str, int]) -> go.Figur
     labels = [f"{ranks[gap.second.label]}  {gap.second.label}" for gap in gaps]
     values = [gap.gap.value for gap in gaps]
     reach = _MOST_WIDE * max(max(map(abs, values)), 1e-9)
-    widths = [min(gap.gap.half_width, reach) if not math.isnan(gap.gap.half_width) else None for gap in gaps]
+    above, below = ([_drawn(abs(gap.ends[side] - gap.gap.value), reach) for gap in gaps] for side in (1, 0))
     figure = go.Figure()
     for name, color, is_shown in (("more than chance", _BLUE, True), ("may be chance", _GREY, False)):
         rows = [i for i, gap in enumerate(gaps) if gap.is_shown is is_shown]
@@ -39,7 +39,8 @@ def paired_gaps(gaps: Sequence[PairedGap], ranks: Mapping[str, int]) -> go.Figur
         figure.add_scatter(
             x=[values[i] for i in rows],
             y=[labels[i] for i in rows],
-            error_x={"array": [widths[i] for i in rows], "color": color, "thickness": 2.2, "width": 4},
+            error_x={"array": [above[i] for i in rows], "arrayminus": [below[i] for i in rows], "color": color}
+            | {"symmetric": False, "thickness": 2.2, "width": 4},
             mode="markers",
             marker={"color": color, "size": 9, "symbol": "diamond"},
             name=name,
@@ -50,6 +51,10 @@ def paired_gaps(gaps: Sequence[PairedGap], ranks: Mapping[str, int]) -> go.Figur
     figure.update_yaxes(type="category", categoryarray=labels, range=[len(gaps) - 0.5, -0.5], automargin=True)
     figure.update_xaxes(title="behind the best setting by", zeroline=False)
     return styled(figure, 46 + 28 * len(gaps), legend_lines=1)
+
+
+def _drawn(width: float, reach: float) -> float | None:
+    return None if math.isnan(width) else min(width, reach)
 
 
 def race(standings: Sequence[RungStanding], ranks: Mapping[str, int], unit: RungUnit = "steps") -> go.Figure:
@@ -65,7 +70,8 @@ def race(standings: Sequence[RungStanding], ranks: Mapping[str, int], unit: Rung
         figure.add_scatter(
             x=[rungs.index(standing.at) + apart[group] for standing in own],
             y=[standing.behind for standing in own],
-            error_y={"array": [standing.half_width for standing in own], "thickness": 1, "width": 3},
+            error_y={"array": [standing.ends[1] - standing.behind for standing in own], "thickness": 1, "width": 3}
+            | {"arrayminus": [standing.behind - standing.ends[0] for standing in own], "symmetric": False},
             mode="lines+markers",
             line={"color": tints[group], "width": 2 if is_named else 1},
             marker={"size": 9, "symbol": ["x" if standing.is_out else "circle" for standing in own]},

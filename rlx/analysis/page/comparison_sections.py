@@ -34,7 +34,8 @@ def paired(settings: Sequence[Group], evidence: Evidence) -> list[PageSection]:
         "so these intervals are narrower than those of the settings by themselves. A setting that was stopped is "
         "compared where it stopped. chance: how often settings that are equal would differ as much, corrected for the "
         "number of comparisons (Holm). The best one was chosen for its luck, too, so that it seems ahead by a little "
-        "more than it is; the chances take that into account."
+        "more than it is. The chances take that into account, and the low ends of the intervals, which are lower by as "
+        "much as its mean is above what is expected of it on fresh seeds."
     )
     if by_question:
         is_one_run = max(gap.seeds for gap in gaps) == 1

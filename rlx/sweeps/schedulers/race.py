@@ -135,9 +135,8 @@ class Race:
             ways = 2 if len(compared) == 2 else 1  # of two that are equal, either may seem to win
             level = self.schedule.alpha / len(self.looks) / ways
             values = np.array([[self._values[each][look.step] for each in trials[setting]] for setting in compared])
-            for setting, row, deficit in zip(
-                compared, values, deficits(self._sign * values, len(self.looks)), strict=True
-            ):
+            found = deficits(self._sign * values, self._taken + 1)
+            for setting, row, deficit in zip(compared, values, found, strict=True):
                 is_out = deficit.value > 0 and deficit.chance <= level  # whoever has the best mean stays
                 self.standings[setting] = Standing(look, float(row.mean()), deficit, compared[deficit.leader], is_out)
             self.live = [setting for setting in compared if not self.standings[setting].is_out]
