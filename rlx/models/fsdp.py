@@ -76,12 +76,17 @@ def reshard(model: nn.Module) -> None:
 
 
 def _units(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Splits layers, in order, into units of at least UNIT weights each; no unit if there would be only one."""
-    units: list[list[nn.Module]] = [[]]
-    for layer in layers:
-        if sum(weight.numel() for member in units[-1] for weight in member.parameters()) >= UNIT:
-            units.append([])
-        units[-1].append(layer)
+    """Splits layers, in order, into units of at least UNIT weights each; no unit if there would be only one.
+
+    A unit ends where layers are no longer computed again in the backward pass: FSDP gathers a unit for all of it.
+    """
+    units: list[list[nn.Module]] = []
+    for _, alike in itertools.groupby(layers, lambda layer: getattr(layer, "gradient_checkpointing", False)):
+        units.append([])
+        for layer in alike:
+            if sum(weight.numel() for member in units[-1] for weight in member.parameters()) >= UNIT:
+                units.append([])
+            units[-1].append(layer)
     return units if len(units) > 1 else []
 
 

@@ -159,8 +159,8 @@ def transformer(model: Any) -> Any:
 
 
 def checkpoint_gradients(model: nn.Module, share: float = 1.0) -> None:
-    """Makes a policy or critic drop the activations of its layers, or of a share of them that lie evenly between the
-    others, and compute them again in the backward pass."""
+    """Makes a policy or critic drop the activations of its layers, or of the first ones up to a share of them, and
+    compute them again in the backward pass."""
     if isinstance(model, Policy):
         model.stored_logits = 0
     for module in list(model.modules()):
@@ -168,7 +168,7 @@ def checkpoint_gradients(model: nn.Module, share: float = 1.0) -> None:
             module.gradient_checkpointing_enable({"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for place, layer in enumerate(layers):
-        layer.gradient_checkpointing = int((place + 1) * share + 1e-9) > int(place * share + 1e-9)
+        layer.gradient_checkpointing = place < round(len(layers) * share)
         if layer.gradient_checkpointing:
             layer.training = True  # transformers requires it for checkpointing; the modules inside stay in eval mode
             for name, value in vars(layer).items():  # some layers apply dropout themselves

@@ -57,6 +57,14 @@ def float32_numbers(model: nn.Module) -> int:
     return sum(weight.numel() for weight in weights if weight.dtype is torch.float32)
 
 
+@pytest.mark.parametrize(("share", "sizes"), [(0.5, [2, 2]), (0.25, [1, 3]), (1.0, []), (0.0, [])])
+def test_a_unit_has_only_layers_that_are_computed_again_or_none(share: float, sizes: list[int]) -> None:
+    layers = [nn.Linear(2, 2) for _ in range(4)]
+    for place, layer in enumerate(layers):
+        layer.gradient_checkpointing = place < 4 * share
+    assert [len(unit) for unit in fsdp._units(layers)] == sizes
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_rank_holds_a_whole_model_in_float32(on_ranks: OnRanks, half: Path, ranks: int) -> None:
     policy = loading.load_policy(str(half), head=None)

@@ -66,7 +66,12 @@ WAYS: list[dict[str, Any]] = [
         "algorithm.rollout_correction": "tis",
         "algorithm.rollout_correction_level": "sequence",
     },
-    {"algorithm.advantage": "reinforce++_baseline", "train.gradient_checkpointing": True, "train.ema_decay": 0.5},
+    {
+        "algorithm.advantage": "reinforce++_baseline",
+        "train.gradient_checkpointing": True,
+        "train.checkpointed_layers": 0.5,
+        "train.ema_decay": 0.5,
+    },
     {"algorithm.advantage": "remax", "algorithm.dual_clip": 1.5, **ALONE},
     {
         "algorithm.advantage": "rloo",

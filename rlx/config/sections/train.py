@@ -57,7 +57,7 @@ class TrainConfig(ScheduledSection):
     gradient_checkpointing: bool = False
     """recompute the activations of decoder layers in the backward pass: less memory, about a third more time"""
     checkpointed_layers: float = Field(default=1.0, gt=0, le=1)
-    """the share of decoder layers for which gradient_checkpointing does so: as few as fit take the least time"""
+    """the share of decoder layers, the first ones, for which gradient_checkpointing does so: fewer take less time"""
     compile: bool | None = None
     """compile decoder layers with torch.compile: the first steps take a minute or two more, later ones a third less; a
     resumed run then equals an uninterrupted one only up to rounding; unset: on GPUs, for runs of 100 steps or more"""
