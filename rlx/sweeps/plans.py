@@ -103,23 +103,23 @@ def _within_budget(plan: SweepPlan, trials: int) -> SweepPlan:
 def planned_cost(plan: SweepPlan) -> Cost:
     """Returns what all trials of a sweep cost at most, with all seeds that a race may add."""
     train = plan.config.train
-    seconds = _newest(plan, "time/step") if plan.gpus else math.nan
+    seconds = _newest_step(plan) if plan.gpus else math.nan
     completions = train.prompts_per_step * train.samples_per_prompt
     run = run_cost(train.steps, completions, plan.config.rollout.max_tokens, plan.gpus, seconds)
     return run.times(plan.trials * (plan.max_seeds or plan.seeds))
 
 
-def _newest(plan: SweepPlan, metric: str) -> float:
-    """Returns a metric of the last step of the newest run of the same experiment with the same model and batch; NaN if
-    there is none."""
+def _newest_step(plan: SweepPlan) -> float:
+    """Returns how long the last step of the newest run of the same experiment with the same model and batch took,
+    without the pause for the checkpoint; NaN if there is none."""
     same = {key: str(value) for key, value in flatten(plan.config).items() if key in _TIMED_BY}
     try:
         experiment = mlflow.find_experiment(plan.tracking_uri, plan.config.tracking.experiment)
         runs = mlflow.find_runs(plan.tracking_uri, experiment)
     except ConfigError:  # nothing was recorded yet
         return math.nan
-    found = [run for run in runs if metric in run.metrics and same.items() <= run.params.items()]
-    return found[-1].metrics[metric] if found else math.nan
+    found = [run.metrics for run in runs if "time/step" in run.metrics and same.items() <= run.params.items()]
+    return found[-1]["time/step"] - found[-1].get("time/checkpoint", 0.0) if found else math.nan
 
 
 def prospects(plan: SweepPlan) -> list[str]:
