@@ -6,6 +6,7 @@ Which transport reaches which engine is decided in topology.py; one update on on
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +49,8 @@ class WeightSync:
             device: on which this rank trains.
             dtype: in which the engines hold the weights.
             transport: the setting `rollout.transport`; None: the object store for all engines, as adapters need.
-            bucket_bytes: that travel at a time; None: BUCKET_BYTES of the weights' device.
+            bucket_bytes: that travel at a time; None: BUCKET_BYTES of the weights' device, or as many as the largest
+                weight has.
         """
         self.mesh, self.dtype, self.transport, self.bucket_bytes = mesh, dtype, transport, bucket_bytes
         self.plan: UpdatePlan | None = None  # of the newest update
@@ -78,7 +80,9 @@ class WeightSync:
             On rank 0: the engines that did not receive the weights, or received changed ones, and why.
         """
         failed: Failures = {}
-        limit = self.bucket_bytes or BUCKET_BYTES[weights[0].parts[0].device.type]
+        # A buffer must hold the largest weight, so the others may fill it, too.
+        largest = max(math.prod(weight.shape) for weight in weights) * self.dtype.itemsize
+        limit = self.bucket_bytes or max(largest, BUCKET_BYTES[weights[0].parts[0].device.type])
         groups = buckets.group_weights(weights, self.dtype, limit)
         layouts = tuple(buckets.layout(group, self.dtype) for group in groups)
         request = UpdateRequest(version, layouts, timeout_s, keep)
