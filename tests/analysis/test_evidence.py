@@ -23,9 +23,12 @@ from rlx.analysis.comparison.pareto import front
 from rlx.analysis.comparison.power import ASSUMED, options
 from rlx.analysis.comparison.rungs import rung_standings
 from rlx.analysis.comparison.wording import gap_sentence, plan_lines, sweep_verdict
+from rlx.analysis.paired import deficits
 from rlx.analysis.statistics import group_trials
+from rlx.cli.sweep import write_analysis
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
+from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
 
 LR = "train.actor_lr"
@@ -172,11 +175,24 @@ def test_the_verdict_says_what_is_certain_and_what_to_expect(uri: str) -> None:
     text = sweep_verdict(groups, found, DEFAULT_METRIC)
     assert text.startswith("actor_lr 0.0001 is ahead of actor_lr 0.0002 by 0.19 (95 %: ")
     assert "paired by 2 seeds and 4 questions), which may be chance. As good may be: actor_lr 0.0002; actor_lr" in text
-    assert "On fresh seeds, expect 0.688 ±" in text
+    assert "Over many fresh seeds, expect a mean of 0.688 ±" in text
     sure = replace(found, gaps=[replace(gap, chance=0.001) for gap in found.gaps])
     assert sweep_verdict(groups, sure, DEFAULT_METRIC).startswith(
         "actor_lr 0.0001 wins with eval/accuracy 0.688: actor_lr 0.0002,"
     )
+
+
+def test_none_is_ahead_by_nothing_or_less_than_that(uri: str) -> None:
+    """The first two settings have ended on both seeds, the third was stopped."""
+    groups = loaded(uri)[1]
+    found = weigh(uri, groups, DEFAULT_METRIC, "max")
+    text = sweep_verdict(groups, found, DEFAULT_METRIC)
+    assert "1 of 3 settings did not end on all of these seeds, so it may be less." in text
+    level, behind = ([replace(found.gaps[0], gap=found.gaps[0].gap._replace(value=value))] for value in (0.0, -0.1))
+    text = sweep_verdict(groups, replace(found, gaps=level), DEFAULT_METRIC)
+    assert text.startswith("actor_lr 0.0001 is level with actor_lr 0.0002: 0 (95 %: ")
+    text = sweep_verdict(groups, replace(found, gaps=behind), DEFAULT_METRIC)
+    assert "last, at step 4: it was behind there, which may be chance." in text
 
 
 def test_with_one_seed_nothing_is_said_of_settings(uri: str) -> None:
@@ -188,6 +204,18 @@ def test_with_one_seed_nothing_is_said_of_settings(uri: str) -> None:
     assert "paired by 1 seed and 4 questions). With one seed that speaks of these two runs, not of their" in text
     assert "wins" not in text and "fresh seeds" not in text
     assert "speaks of these two runs" in gap_sentence(sure.gaps[1])
+
+
+def test_a_sweep_ends_with_what_it_proves(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked = SimpleNamespace(tracking=SimpleNamespace(experiment="rlx"), storage=str(tmp_path))
+    plan: Any = SimpleNamespace(name="judged", tracking_uri=uri, config=tracked, metric=DEFAULT_METRIC, mode="max")
+    monkeypatch.setattr(outbox, "run_id", lambda folder: "")
+    write_analysis(plan, open_storage(str(tmp_path)))
+    groups = loaded(uri)[1]
+    verdict = sweep_verdict(groups, weigh(uri, groups, DEFAULT_METRIC, "max"), DEFAULT_METRIC)
+    assert f"\n{verdict}\n" in capsys.readouterr().out
 
 
 def test_numbers_are_kept_for_other_programs(uri: str) -> None:
@@ -254,6 +282,14 @@ def test_rungs_say_how_far_each_was_behind_and_who_was_stopped(uri: str) -> None
     ]
     assert standings[2].behind == pytest.approx((0.25 + 0.375) / 2 - 0.125 / 2)
     assert standings[0].behind == -standings[1].behind
+
+
+def test_intervals_pay_for_the_rungs_before(uri: str) -> None:
+    """As those of a race, whose second look it is."""
+    found, groups = loaded(uri)
+    first = rung_standings(found, groups, DEFAULT_METRIC, "max")[3]
+    last = [[trial.curve(DEFAULT_METRIC)[4] for trial in group.trials] for group in groups[:2]]
+    assert first.ends == pytest.approx(deficits(np.array(last), looks=2)[0].ends)
 
 
 def test_the_front_has_whom_nobody_beats() -> None:
