@@ -35,8 +35,8 @@ def paired(settings: Sequence[Group], evidence: Evidence) -> list[PageSection]:
         "is compared where it stopped. chance: how often settings that are equal would differ as much, corrected for "
         'the number of comparisons (Holm); up to 0.05 it is "more than chance". An interval is that of one comparison, '
         "so it may leave out 0 although the difference may be chance. The best setting was chosen for its luck, too, "
-        "so it seems further ahead than it is: the low ends of the intervals are lower by the difference between its mean "
-        "and the mean that is expected of it over many fresh seeds."
+        "so it seems further ahead than it is: the low ends of the intervals are lower by the difference between its "
+        "mean and the mean that is expected of it over many fresh seeds."
     )
     if by_question:
         is_one_run = max(gap.seeds for gap in gaps) == 1
