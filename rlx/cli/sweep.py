@@ -380,7 +380,7 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
         )
         folder = local_folder(plan.config.storage) / "analysis" / plan.name
         compared = report.comparisons(sweep, plan.metric, plan.mode)
-        evidence = report.evidence_of(compared, plan.tracking_uri, plan.metric, plan.mode)
+        evidence = report.evidence_of(sweep, compared, plan.tracking_uri, plan.metric, plan.mode)
         paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode, compared, evidence)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if spent := cost.cost_line(sweep):

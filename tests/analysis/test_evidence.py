@@ -15,6 +15,7 @@ from sweep_cases import sweep, trial
 
 from rlx.analysis import loading, report
 from rlx.analysis.comparison import evidence as weighing
+from rlx.analysis.comparison.crossed import half_width, holm
 from rlx.analysis.comparison.evidence import as_json, gap_table, plan_table, spread_of, variance_table, weigh
 from rlx.analysis.comparison.flips import row_of
 from rlx.analysis.comparison.outcomes import EvaluatedRun, Judged, question_values
@@ -284,12 +285,27 @@ def test_rungs_say_how_far_each_was_behind_and_who_was_stopped(uri: str) -> None
     assert standings[0].behind == -standings[1].behind
 
 
-def test_intervals_pay_for_the_rungs_before(uri: str) -> None:
-    """As those of a race, whose second look it is."""
+def test_intervals_and_chances_of_a_race_pay_for_the_rungs_before(uri: str) -> None:
+    """Step 4 is its second look, so the intervals are of the level 1 - 0.1 / 3."""
     found, groups = loaded(uri)
-    first = rung_standings(found, groups, DEFAULT_METRIC, "max")[3]
-    last = [[trial.curve(DEFAULT_METRIC)[4] for trial in group.trials] for group in groups[:2]]
-    assert first.ends == pytest.approx(deficits(np.array(last), looks=2)[0].ends)
+    race = replace(found, options={**found.options, "scheduler": "race"})
+    last = np.array([[trial.curve(DEFAULT_METRIC)[4] for trial in group.trials] for group in groups[:2]])
+    for each, looks in ((found, 1), (race, 2)):
+        standing = rung_standings(each, groups, DEFAULT_METRIC, "max")[3]
+        assert standing.ends == pytest.approx(deficits(last, looks)[0].ends)
+    compared = report.comparisons(found)
+    once, paid = (report.evidence_of(each, compared, uri, DEFAULT_METRIC, "max").gaps for each in (found, race))
+    assert paid[0].gap.half_width == pytest.approx(half_width(once[0].gap.parts, 0.1 / 3))
+    assert paid[1].gap == once[1].gap  # at step 2, the first look
+    once_by_hand = [pair.gap.chance for pair in once]
+    assert [pair.chance for pair in paid] == pytest.approx(holm([min(1, 1.5 * once_by_hand[0]), once_by_hand[1]]))
+
+
+def test_added_seeds_are_looks_of_a_race() -> None:
+    race = replace(sweep(trial(0, {LR: 1.0}, {4: 0.5})), options={"scheduler": "race", "seeds": "3"}, rungs=(1, 2))
+    assert [race.looks(step, seeds) for step, seeds in ((1, 3), (2, 3), (4, 3), (4, 2), (4, 5))] == [1, 2, 3, 3, 5]
+    assert replace(race, options={"scheduler": "asha", "seeds": "3"}).looks(4, 5) == 1
+    assert replace(race, options={"scheduler": "race", "seeds": "three"}).looks(4, 5) == 3
 
 
 def test_the_front_has_whom_nobody_beats() -> None:

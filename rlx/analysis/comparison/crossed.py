@@ -88,6 +88,14 @@ class CrossedMean(NamedTuple):
         return math.exp(brentq(beyond, _LEAST, 0.0, xtol=1e-9)) if beyond(_LEAST) > 0 else 0.0
 
 
+def after_looks(found: CrossedMean, looks: int) -> tuple[CrossedMean, float]:
+    """A mean, and its chance, that was looked at so often until it seemed to differ from 0: with a wider interval and a
+    larger chance (see rlx.analysis.paired.deficits, which has the same widths)."""
+    share = 2 / (looks + 1)
+    wide = found._replace(half_width=float(half_width(found.parts, share * (1 - LEVEL))))
+    return wide, min(1.0, found.chance / share)  # NaN stays
+
+
 def crossed_mean(table: Table, step: float = 0.0) -> CrossedMean:
     """The mean of a table, [seeds, questions].
 

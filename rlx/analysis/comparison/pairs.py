@@ -9,12 +9,12 @@ Left out: reading (`outcomes`) and the statistics of a table (`crossed`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlx.analysis.comparison.crossed import CrossedMean, Table, crossed_mean, holm
+from rlx.analysis.comparison.crossed import CrossedMean, Table, after_looks, crossed_mean, holm
 from rlx.analysis.comparison.outcomes import EvaluatedRun, evaluated_runs
 from rlx.analysis.statistics import LEVEL, SEED, Group, final_value, resolution
 
@@ -57,7 +57,18 @@ class PairedGap:
         return len(self.questions) > 1
 
 
-def gaps_to_best(uri: str, groups: Sequence[Group], metric: str, sign: float = 1.0) -> list[PairedGap]:
+Looks = Callable[[int, int], int]
+"""(step, seeds) -> how often settings had been compared when they were there, to stop who was shown to be behind"""
+
+
+def one_look(step: int, seeds: int) -> int:
+    """For settings that nobody stopped for that."""
+    return 1
+
+
+def gaps_to_best(
+    uri: str, groups: Sequence[Group], metric: str, sign: float = 1.0, looks: Looks = one_look
+) -> list[PairedGap]:
     """How far the best setting is from each of the others; none for those that have nothing in common with it.
 
     Args:
@@ -67,7 +78,7 @@ def gaps_to_best(uri: str, groups: Sequence[Group], metric: str, sign: float = 1
     rated = [group for group in groups if group.values]
     runs = [evaluated_runs(uri, group, metric) for group in rated]
     found = [paired_gap((rated[0], rated[i]), (runs[0], runs[i]), sign) for i in range(1, len(rated))]
-    gaps = [gap for gap in found if gap]
+    gaps = [_after_looks(gap, looks) for gap in found if gap]
     chances = holm([gap.chance for gap in gaps])
     return [replace(gap, chance=chance) for gap, chance in zip(gaps, chances, strict=True)]
 
@@ -94,6 +105,11 @@ def paired_gap(
     questions, tables = _tables(pairs, steps)
     gap = crossed_mean(sign * (tables[0] - tables[1]), resolution(np.stack(tables)))
     return PairedGap(*groups, tuple(pairs), steps, tuple(questions), (tables[0], tables[1]), gap, gap.chance)
+
+
+def _after_looks(pair: PairedGap, looks: Looks) -> PairedGap:
+    gap, chance = after_looks(pair.gap, looks(pair.step, pair.seeds))
+    return replace(pair, gap=gap, chance=chance)
 
 
 def pair_seeds(

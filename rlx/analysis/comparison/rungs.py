@@ -1,7 +1,7 @@
 """How settings stood at each rung of a sweep: how far each was behind the best of the others, on the same seeds.
 
 It is worked out from what the trials logged, with the statistics of a race (rlx.analysis.paired), for every scheduler.
-Each rung is a look, so the intervals of a race are those that it states, until it adds seeds.
+The intervals of a race are those that it states.
 Rungs are steps; or 1, 2, 4, 8, ... tokens or GPU-seconds, where a trial's value is on the straight line between its
 evaluations before and after.
 Left out: the race's own decisions, which also depend on alpha.
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from rlx.analysis.comparison.pairs import Looks, one_look
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.paired import deficits
 from rlx.analysis.statistics import SEED, Group
@@ -43,13 +44,13 @@ def rung_standings(sweep: Sweep, groups: Sequence[Group], metric: str, mode: Mod
     curves = {trial: curve_by_amount(sweep, trial, metric) for trial in sweep.trials}
     if sweep.rung_by != "steps":
         rungs = sorted(set[int]().union(*map(rungs_passed, curves.values())))
-        return [each for i, rung in enumerate(rungs) for each in _at_amount(groups, curves, mode, rung, i + 1)]
+        return [standing for rung in rungs for standing in _at_amount(groups, curves, mode, rung)]
     last = max((trial.last_step for trial in sweep.trials), default=0)
     steps = sorted({*sweep.rungs, *(trial.stopped_at for trial in sweep.trials if trial.stopped_at), last})
-    return [each for i, step in enumerate(steps) for each in _at(groups, curves, mode, step, last, i + 1)]
+    return [standing for step in steps for standing in _at(groups, curves, mode, step, last, sweep.looks)]
 
 
-def _at(groups: Sequence[Group], curves: Curves, mode: Mode, step: int, last: int, looks: int) -> list[RungStanding]:
+def _at(groups: Sequence[Group], curves: Curves, mode: Mode, step: int, last: int, looks: Looks) -> list[RungStanding]:
     out = [
         group
         for group in groups
@@ -59,7 +60,7 @@ def _at(groups: Sequence[Group], curves: Curves, mode: Mode, step: int, last: in
     return _standings(rows, out, mode, step, looks)
 
 
-def _at_amount(groups: Sequence[Group], curves: Curves, mode: Mode, rung: int, looks: int) -> list[RungStanding]:
+def _at_amount(groups: Sequence[Group], curves: Curves, mode: Mode, rung: int) -> list[RungStanding]:
     out = [
         group
         for group in groups
@@ -67,24 +68,19 @@ def _at_amount(groups: Sequence[Group], curves: Curves, mode: Mode, rung: int, l
         and all(max(rungs_passed(curves[trial]), default=0) <= rung for trial in group.trials)
     ]
     rows = {group: _by_seed(group, [value_at(curves[trial], rung) for trial in group.trials]) for group in groups}
-    return _standings(rows, out, mode, rung, looks)
+    return _standings(rows, out, mode, rung)
 
 
 def _standings(
-    rows: Mapping[Group, Mapping[str, float]], out: Sequence[Group], mode: Mode, at: int, looks: int
+    rows: Mapping[Group, Mapping[str, float]], out: Sequence[Group], mode: Mode, at: int, looks: Looks = one_look
 ) -> list[RungStanding]:
-    """Compares the settings that have come to a rung with two of the same seeds.
-
-    Args:
-        out: those that were stopped.
-        looks: how many rungs there were until now, with this one.
-    """
+    """Compares the settings that have come to a rung with two of the same seeds; `out`: those that were stopped."""
     reached = [group for group in rows if len(rows[group]) > 1]
     seeds = sorted(set.intersection(*(set(rows[group]) for group in reached))) if reached else []
     if len(reached) < 2 or len(seeds) < 2:
         return []
     values = np.array([[rows[group][seed] for seed in seeds] for group in reached])
-    found = deficits((1.0 if mode == "max" else -1.0) * values, looks)
+    found = deficits((1.0 if mode == "max" else -1.0) * values, looks(at, len(seeds)))
     return [
         RungStanding(group, at, len(seeds), float(row.mean()), deficit.value, deficit.ends, group in out)
         for group, row, deficit in zip(reached, values, found, strict=True)

@@ -96,9 +96,10 @@ def races(sweep: Sweep, settings: Sequence[Group], metric: str, mode: Mode, line
     seeds = max(standing.seeds for standing in standings)
     note = (
         f"How far each setting was behind the best of the others at each rung, on {seeds} seeds that they share, with "
-        "95 % intervals. They allow for the rungs before, since a setting stops where it seems far behind. Upwards is "
-        "ahead. A cross: the setting was stopped there."
+        "95 % intervals; upwards is ahead. A cross: the setting was stopped there."
     )
+    if lines:
+        note += " The intervals allow for the rungs before, since a race stops a setting where it seems far behind."
     title = "The race, rung by rung" if lines else "Rung by rung"
     return [PageSection(title, note, comparison_figures.race(standings, _ranks(settings), sweep.rung_by), text=lines)]
 
