@@ -88,6 +88,8 @@ def test_a_clear_winner_is_named_with_its_interval(found: Found) -> None:
         "so it may be less."
     )  # nothing was luck
     assert gap_sentence(evidence.gaps[1]).startswith("actor_lr 0.8 against actor_lr 0.2: 0.3 (95 %: ")
+    stopped = sweep_verdict(groups, replace(evidence, gaps=evidence.gaps[1:]), DEFAULT_METRIC)
+    assert "60 questions) where both were evaluated last, at step 2. " in stopped and "step" not in text
     assert "paired by 3 seeds and 60 questions)" in interval_text(evidence.gaps[1])
 
 

@@ -84,10 +84,8 @@ def _first_two(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
         return f"In {metric}, the run of {best.label} is ahead of that of {nearest.second.label} by {gap}.{one_run}"
     if not evidence.rivals:
         wins = f"{best.label} wins with {metric} {as_text(best.mean)}"
-        return f"{wins}: {nearest.second.label}, the next, is behind by {gap}."
-    shown = "" if nearest.is_shown else ", which may be chance"
-    if nearest.gap.value < 0:  # the other ended earlier, or lacks a seed, and was ahead there
-        shown = f" where both were evaluated last, at step {nearest.step}: it was behind there{shown}"
+        return f"{wins}: {nearest.second.label}, the next, is behind by {gap}{_where(nearest)}."
+    shown = _where(nearest) + ("" if nearest.is_shown else ", which may be chance")
     names, compared = [group.label for group in evidence.rivals], len(evidence.gaps) + 1
     ahead = f"ahead of {nearest.second.label} by" if nearest.gap.value else f"level with {nearest.second.label}:"
     behind = f"{best.label} is {ahead} {gap}{shown}."
@@ -96,6 +94,14 @@ def _first_two(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
     if len(names) > _MOST_NAMED:
         return f"{behind} {len(names)} others of {compared} settings may be as good."
     return f"{behind} As good may be: {'; '.join(names)}."
+
+
+def _where(pair: PairedGap) -> str:
+    """At which step two settings were compared, if the first went further, or was behind there."""
+    if pair.step == max(trial.last_step for trial in pair.first.ended) and pair.gap.value >= 0:
+        return ""
+    behind = ": it was behind there" if pair.gap.value < 0 else ""  # the other ended earlier, or lacks a seed
+    return f" where both were evaluated last, at step {pair.step}{behind}"
 
 
 def _one_run(pair: PairedGap) -> str:
