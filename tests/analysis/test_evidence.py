@@ -301,6 +301,20 @@ def test_intervals_and_chances_of_a_race_pay_for_the_rungs_before(uri: str) -> N
     assert [pair.chance for pair in paid] == pytest.approx(holm([min(1, 1.5 * once_by_hand[0]), once_by_hand[1]]))
 
 
+def test_a_run_whose_value_is_infinite_is_not_compared() -> None:
+    values = [[0.5, 0.4, 0.45], [0.3, math.inf, 0.35], [0.2, 0.1, 0.3]]
+    trials = [
+        trial(3 * i + seed, {LR: float(i), "seed": seed}, {4: value})
+        for i, row in enumerate(values)
+        for seed, value in enumerate(row)
+    ]
+    found = replace(sweep(*trials), rungs=(4,))
+    groups = group_trials(found, mode="min")
+    assert seed_table(groups, DEFAULT_METRIC)[1].tolist() == [values[2], values[0]]
+    standings = rung_standings(found, groups, DEFAULT_METRIC, "min")
+    assert [(each.seeds, math.isfinite(each.behind)) for each in standings] == [(2, True)] * 3
+
+
 def test_added_seeds_are_looks_of_a_race() -> None:
     race = replace(sweep(trial(0, {LR: 1.0}, {4: 0.5})), options={"scheduler": "race", "seeds": "3"}, rungs=(1, 2))
     assert [race.looks(step, seeds) for step, seeds in ((1, 3), (2, 3), (4, 3), (4, 2), (4, 5))] == [1, 2, 3, 3, 5]

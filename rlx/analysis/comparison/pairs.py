@@ -9,6 +9,7 @@ Left out: reading (`outcomes`) and the statistics of a table (`crossed`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -132,7 +133,8 @@ def seed_table(groups: Sequence[Group], metric: str) -> tuple[list[Group], Table
     rows = {}
     for group in rated:
         whole = {str(trial.settings.get(SEED)): trial for trial in group.ended if trial.last_step == last}
-        rows[group] = {seed: final_value(trial, metric) for seed, trial in whole.items()}
+        finals = {seed: final_value(trial, metric) for seed, trial in whole.items()}
+        rows[group] = {seed: value for seed, value in finals.items() if math.isfinite(value)}
     most = max((len(row) for row in rows.values()), default=0)
     full = [group for group, row in rows.items() if len(row) == most]
     seeds = sorted(set.intersection(*(set(rows[group]) for group in full))) if full else []

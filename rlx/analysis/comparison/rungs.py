@@ -88,9 +88,9 @@ def _standings(
 
 
 def _by_seed(group: Group, values: Sequence[float]) -> dict[str, float]:
-    """The values of a setting's trials by seed, without those that have none."""
+    """The values of a setting's trials by seed, without those that have none, or an infinite one."""
     seeds = [str(trial.settings.get(SEED)) for trial in group.trials]
-    return {seed: float(value) for seed, value in zip(seeds, values, strict=True) if not math.isnan(value)}
+    return {seed: float(value) for seed, value in zip(seeds, values, strict=True) if math.isfinite(value)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
