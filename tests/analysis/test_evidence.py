@@ -175,7 +175,10 @@ def test_the_verdict_says_what_is_certain_and_what_to_expect(uri: str) -> None:
     found = weigh(uri, groups, DEFAULT_METRIC, "max")
     text = sweep_verdict(groups, found, DEFAULT_METRIC)
     assert text.startswith("actor_lr 0.0001 is ahead of actor_lr 0.0002 by 0.19 (95 %: ")
-    assert "paired by 2 seeds and 4 questions), which may be chance. As good may be: actor_lr 0.0002; actor_lr" in text
+    assert (
+        "paired by 2 seeds and 4 questions), which may be chance. These may be as good: actor_lr 0.0002; actor_lr"
+        in text
+    )
     assert "Over many fresh seeds, expect a mean of 0.688 ±" in text
     sure = replace(found, gaps=[replace(gap, chance=0.001) for gap in found.gaps])
     assert sweep_verdict(groups, sure, DEFAULT_METRIC).startswith(

@@ -193,6 +193,9 @@ def test_the_summary_states_whether_intervals_overlap() -> None:
         "actor_lr 0 is ahead of actor_lr 1 by 0.2; not shown to be better: with one run of a setting there is no "
         "interval; use --seeds 3 (eval/accuracy 0.7 over 1 run against 0.5 over 1 run)."
     )
+    cloned = trial(0, {LR: 0}, {9: 0.7}, origins=("trial_00001@4",))
+    text = summary_sentence(group_trials(sweep(cloned, trial(1, {LR: 1}, {9: 0.5}))))
+    assert "there is no interval; rlx lineage says how to run the best on fresh seeds (" in text
     assert summary((0.7, 0.5), (0.7, 0.5)).startswith("actor_lr 0 is level with actor_lr 1; not shown to be better")
     assert summary((0.7, 0.8)).endswith("there is no other setting to compare it with.")
 

@@ -93,7 +93,7 @@ def _first_two(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
         return behind
     if len(names) > _MOST_NAMED:
         return f"{behind} {len(names)} others of {compared} settings may be as good."
-    return f"{behind} As good may be: {'; '.join(names)}."
+    return f"{behind} These may be as good: {'; '.join(names)}."
 
 
 def _where(pair: PairedGap) -> str:
