@@ -104,6 +104,15 @@ class Sweep:
     metric: str = DEFAULT_METRIC  # by which it compared its trials
     mode: Mode = "max"
 
+    def looks(self, step: int, seeds: int) -> int:
+        """How often a race had compared its settings when it compared them at this step, on so many seeds; 1 for other
+        schedulers, which stop whoever is worse, however little."""
+        if self.options.get("scheduler") != "race":
+            return 1
+        first = self.options.get("seeds", "")
+        added = max(0, seeds - int(first)) if first.isdigit() else 0
+        return 1 + sum(rung < step for rung in self.rungs) + added
+
     def num_questions_of(self, metric: str) -> int | None:
         """The number of held-out questions, if the metric is the share of correct answers to them; otherwise None."""
         return self.num_questions if metric.startswith("eval/") and metric.endswith("/accuracy") else None

@@ -74,7 +74,7 @@ def deficits(values: Values, looks: int = 1) -> list[Deficit]:
     rounding = resolution(values) ** 2 / 6  # the variance of a difference of two rounded numbers
     errors = np.sqrt((gaps.var(axis=2, ddof=1) + rounding) / count)
     t = means / np.maximum(errors, np.finfo(float).tiny)
-    needed = lengths * t / np.sqrt(t * t + count - 1)  # `means`, but for the rounding
+    needed = lengths * t / np.sqrt(t * t + count - 1)  # sqrt(seeds) times `means`, but for the rounding
     for table in (means, needed):
         np.fill_diagonal(table, -np.inf)  # a setting is no other
     chances, leaders = _chances(values, needed.max(axis=1)), means.argmax(axis=1)

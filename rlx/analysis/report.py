@@ -73,7 +73,7 @@ def write_report(
     from rlx.analysis.page import sections  # imports plotly, which is slow
 
     compared = compared or comparisons(sweep, metric, mode)
-    settings, evidence = compared[SETTINGS], evidence or evidence_of(compared, uri, metric, mode)
+    settings, evidence = compared[SETTINGS], evidence or evidence_of(sweep, compared, uri, metric, mode)
     recipe = best_yaml(sweep, settings, uri, withheld)
     texts = {
         "analysis.html": sections.render(sweep, compared, evidence, recipe, uri, metric, mode),
@@ -125,10 +125,10 @@ def comparisons(
     return compared
 
 
-def evidence_of(compared: Mapping[str, Sequence[Group]], uri: str, metric: str, mode: Mode) -> Evidence:
+def evidence_of(sweep: Sweep, compared: Mapping[str, Sequence[Group]], uri: str, metric: str, mode: Mode) -> Evidence:
     """What the compared runs prove, see `comparisons`."""
     others = next((groups for title, groups in compared.items() if title.startswith(_AGAINST)), ())
-    return weigh(uri, compared[SETTINGS], metric, mode, others)
+    return weigh(uri, compared[SETTINGS], metric, mode, others, sweep.looks)
 
 
 def _best_metrics(settings: Sequence[Group], evidence: Evidence, metric: str) -> dict[str, float]:

@@ -22,18 +22,19 @@ def summary_sentence(groups: Sequence[Group], metric: str = DEFAULT_METRIC) -> s
     best, *others = with_values
     if not others:
         return f"{best.label} ends with {metric} {mean_text(best)}; there is no other setting to compare it with."
-    return _first_two(best, others[0], metric)
+    is_population = any(trial.origins for group in with_values for trial in group.trials)
+    more = "rlx lineage says how to run the best on fresh seeds" if is_population else "use --seeds 3"  # pbt takes none
+    return _first_two(best, others[0], metric, more)
 
 
-def _first_two(best: Group, second: Group, metric: str) -> str:
+def _first_two(best: Group, second: Group, metric: str, more: str) -> str:
     gap, doubt = abs(best.mean - second.mean), best.half_width + second.half_width
     if gap > doubt:
         wins = f"{best.label} wins with {metric} {mean_text(best)}"
         return f"{wins}; the next is {mean_text(second)} ({second.label}): the intervals do not overlap."
     ahead = f"ahead of {second.label} by {as_text(gap, 2)}" if gap else f"level with {second.label}"
-    reason = (
-        "with one run of a setting there is no interval; use --seeds 3" if math.isnan(doubt) else "intervals overlap"
-    )
+    is_known = not math.isnan(doubt)
+    reason = "intervals overlap" if is_known else f"with one run of a setting there is no interval; {more}"
     means = f"{metric} {mean_text(best)} against {mean_text(second)}"
     return f"{best.label} is {ahead}; not shown to be better: {reason} ({means})."
 

@@ -65,17 +65,19 @@ class Group:
 # Means and differences
 
 
-def mean_interval(values: Sequence[float], num_questions: int | None = None) -> Estimate:
+def mean_interval(values: Sequence[float], num_questions: int | None = None, step: float = 0.0) -> Estimate:
     """The mean with its 95 % interval, half width t * s / sqrt(n) with n - 1 degrees of freedom; NaN for n < 2.
 
     Args:
         num_questions: if the values are shares of correct answers to the same questions, their number. The half width
             is then at least `wilson_half_width`.
+        step: what the values are rounded to, so that their standard deviation is at least step / sqrt(12): those that
+            are equal by luck would be known exactly otherwise.
     """
     count = len(values)
     if count < 2:
         return Estimate(float(np.mean(values)) if count else math.nan, math.nan)
-    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1))
+    mean, spread = float(np.mean(values)), max(float(np.std(values, ddof=1)), step / math.sqrt(12))
     half_width = _t_quantile(count - 1) * spread / math.sqrt(count)
     return Estimate(mean, max(half_width, wilson_half_width(mean, num_questions)))
 
@@ -169,8 +171,10 @@ def group_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max",
     for trial in rank_trials(sweep, metric, mode):
         trials_by_setting.setdefault(tuple(trial.settings[key] for key in keys), []).append(trial)
     num_questions = sweep.num_questions_of(metric)
+    finals = [final_value(trial, metric) for trial in sweep.trials if has_ended(trial, metric)]
+    step = resolution(np.array(finals))
     groups = [
-        _group(dict(zip(keys, values, strict=True)), trials, metric, num_questions)
+        _group(dict(zip(keys, values, strict=True)), trials, metric, num_questions, step)
         for values, trials in trials_by_setting.items()
     ]
     return best_first(groups, mode)
@@ -195,13 +199,15 @@ def mean_curve(group: Group, metric: str) -> pd.DataFrame:
     return pd.DataFrame(bounds, values.index, ["mean", "low", "high"], dtype=float)
 
 
-def _group(settings: dict[str, Setting], trials: Sequence[Trial], metric: str, num_questions: int | None) -> Group:
+def _group(
+    settings: dict[str, Setting], trials: Sequence[Trial], metric: str, num_questions: int | None, step: float
+) -> Group:
     ended = tuple(trial for trial in trials if has_ended(trial, metric))
     values_by_setting: dict[tuple[Setting, ...], list[float]] = {}
     for trial in ended:
         values_by_setting.setdefault(tuple(trial.settings.values()), []).append(final_value(trial, metric))
     values = tuple(float(np.mean(repeated)) for repeated in values_by_setting.values())
-    estimate = mean_interval(values, num_questions)
+    estimate = mean_interval(values, num_questions, step)
     return Group(
         label=settings_label(settings),
         settings=settings,

@@ -81,7 +81,7 @@ def print_analysis(args: argparse.Namespace) -> int:
     for groups in compared.values():
         print(f"{tables.format_table(tables.group_table(groups), width)}\n")
     settings = compared[report.SETTINGS]
-    evidence = report.evidence_of(compared, uri, metric, mode)
+    evidence = report.evidence_of(sweep, compared, uri, metric, mode)
     print(f"{sweep_verdict(settings, evidence, metric)}\n")
     if evidence.against:
         print(f"{gap_sentence(evidence.against)}\n")

@@ -366,9 +366,10 @@ def tracking_lines(plan: SweepPlan, storage: Storage) -> list[str]:
 
 
 def write_analysis(plan: SweepPlan, storage: Storage) -> None:
-    """Writes the analysis of a sweep and prints its table."""
+    """Writes the analysis of a sweep, prints its table and which setting is best."""
     from rlx.analysis import loading, report, tables
     from rlx.analysis.comparison import cost
+    from rlx.analysis.comparison.wording import sweep_verdict
     from rlx.storage.addresses import local_folder
     from rlx.tracking import outbox
 
@@ -378,11 +379,14 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
             plan.tracking_uri, plan.config.tracking.experiment, run_id or plan.name, [plan.metric]
         )
         folder = local_folder(plan.config.storage) / "analysis" / plan.name
-        paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode)
+        compared = report.comparisons(sweep, plan.metric, plan.mode)
+        evidence = report.evidence_of(sweep, compared, plan.tracking_uri, plan.metric, plan.mode)
+        paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode, compared, evidence)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if spent := cost.cost_line(sweep):
             print(spent)
         print(tables.format_table(tables.settings_table(sweep, plan.metric, plan.mode), width))
+        print(sweep_verdict(compared[report.SETTINGS], evidence, plan.metric))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own errors
         print(f"no analysis: {one_line(error, 300)}; later: rlx analyze --sweep {plan.name}", file=sys.stderr)

@@ -31,9 +31,8 @@ def race_lines(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> list[str]
     lost = [i for i in range(plan.trials) if i not in race.live and i not in dict(out)]
     behind = [_behind(labels, setting, standing) for setting, standing in out]
     if out:
-        behind.append(
-            f"the best setting of a rung is out in at most {100 * plan.alpha:.3g} % of races; one line may be chance"
-        )
+        share = f"at most {100 * plan.alpha:.3g} % of races"
+        behind.append(f"the best setting of a rung is out in {share}; a single line is less sure than that")
     return [*_left(race, labels), *behind, *(f"{labels[i]}: out, a trial of it ended early" for i in lost)]
 
 

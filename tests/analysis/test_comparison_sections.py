@@ -84,9 +84,12 @@ def test_a_clear_winner_is_named_with_its_interval(found: Found) -> None:
         "actor_lr 0.8 wins with eval/accuracy 0.817: actor_lr 0.5, the next, is behind by 0.3 (95 %: 0."
     )
     assert text.endswith(
-        "On fresh seeds, expect 0.817 ± 0.041; 1 of 3 settings ended early, so it may be less."
+        "Over many fresh seeds, expect a mean of 0.817 ± 0.043; 1 of 3 settings did not end on all of these seeds, "
+        "so it may be less."
     )  # nothing was luck
     assert gap_sentence(evidence.gaps[1]).startswith("actor_lr 0.8 against actor_lr 0.2: 0.3 (95 %: ")
+    stopped = sweep_verdict(groups, replace(evidence, gaps=evidence.gaps[1:]), DEFAULT_METRIC)
+    assert "60 questions) where both were evaluated last, at step 2. " in stopped and "step" not in text
     assert "paired by 3 seeds and 60 questions)" in interval_text(evidence.gaps[1])
 
 
@@ -141,6 +144,7 @@ def test_the_figure_of_pairs_says_who_may_be_as_good(found: Found) -> None:
         ("more than chance", ["2  actor_lr 0.5", "3  actor_lr 0.2"])
     ]
     assert all(array > 0 for array in sure.data[0].error_x.array)
+    assert sure.data[0].showlegend  # plotly leaves out the name of the only one otherwise
 
 
 def test_the_race_is_drawn_rung_by_rung_with_its_lines(found: Found) -> None:

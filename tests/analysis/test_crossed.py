@@ -84,6 +84,15 @@ def test_values_that_are_all_equal_have_no_chance_in_them() -> None:
     assert crossed_mean(np.full((3, 4), 0.25)).chance == pytest.approx(0)
 
 
+@pytest.mark.parametrize(("seeds", "degrees"), [(1, 15), (2, 1), (3, 2)])
+def test_a_difference_that_all_questions_share_is_known_to_its_resolution(seeds: int, degrees: int) -> None:
+    """One setting has all of 16 questions right, the other none: the mean of a seed is known to (1/16) / sqrt(12), of a
+    single one to 1 / sqrt(12) / sqrt(16)."""
+    found = crossed_mean(np.ones((seeds, 16)), 1.0)
+    error = 1 / 192**0.5 if seeds == 1 else 1 / 16 / 12**0.5 / seeds**0.5
+    assert found.half_width == pytest.approx(stats.t.ppf(0.975, degrees) * error)
+
+
 @pytest.mark.parametrize("seeds", [2, 3, 5, 8])
 @pytest.mark.parametrize(("of_seed", "of_question"), [(0.0, 0.1), (0.01, 0.1), (0.03, 0.3), (0.05, 0.0)])
 def test_intervals_hold_the_true_mean(seeds: int, of_seed: float, of_question: float) -> None:

@@ -15,6 +15,7 @@ from sweep_cases import sweep, trial
 
 from rlx.analysis import loading, report
 from rlx.analysis.comparison import evidence as weighing
+from rlx.analysis.comparison.crossed import half_width, holm
 from rlx.analysis.comparison.evidence import as_json, gap_table, plan_table, spread_of, variance_table, weigh
 from rlx.analysis.comparison.flips import row_of
 from rlx.analysis.comparison.outcomes import EvaluatedRun, Judged, question_values
@@ -23,9 +24,12 @@ from rlx.analysis.comparison.pareto import front
 from rlx.analysis.comparison.power import ASSUMED, options
 from rlx.analysis.comparison.rungs import rung_standings
 from rlx.analysis.comparison.wording import gap_sentence, plan_lines, sweep_verdict
+from rlx.analysis.paired import deficits
 from rlx.analysis.statistics import group_trials
+from rlx.cli.sweep import write_analysis
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
+from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
 
 LR = "train.actor_lr"
@@ -171,12 +175,28 @@ def test_the_verdict_says_what_is_certain_and_what_to_expect(uri: str) -> None:
     found = weigh(uri, groups, DEFAULT_METRIC, "max")
     text = sweep_verdict(groups, found, DEFAULT_METRIC)
     assert text.startswith("actor_lr 0.0001 is ahead of actor_lr 0.0002 by 0.19 (95 %: ")
-    assert "paired by 2 seeds and 4 questions), which may be chance. As good may be: actor_lr 0.0002; actor_lr" in text
-    assert "On fresh seeds, expect 0.688 ±" in text
+    assert (
+        "paired by 2 seeds and 4 questions), which may be chance. These may be as good: actor_lr 0.0002; actor_lr"
+        in text
+    )
+    assert "Over many fresh seeds, expect a mean of 0.688 ±" in text
     sure = replace(found, gaps=[replace(gap, chance=0.001) for gap in found.gaps])
     assert sweep_verdict(groups, sure, DEFAULT_METRIC).startswith(
         "actor_lr 0.0001 wins with eval/accuracy 0.688: actor_lr 0.0002,"
     )
+
+
+def test_none_is_ahead_by_nothing_or_less_than_that(uri: str) -> None:
+    """The first two settings have ended on both seeds, the third was stopped."""
+    groups = loaded(uri)[1]
+    found = weigh(uri, groups, DEFAULT_METRIC, "max")
+    text = sweep_verdict(groups, found, DEFAULT_METRIC)
+    assert "1 of 3 settings did not end on all of these seeds, so it may be less." in text
+    level, behind = ([replace(found.gaps[0], gap=found.gaps[0].gap._replace(value=value))] for value in (0.0, -0.1))
+    text = sweep_verdict(groups, replace(found, gaps=level), DEFAULT_METRIC)
+    assert text.startswith("actor_lr 0.0001 is level with actor_lr 0.0002: 0 (95 %: ")
+    text = sweep_verdict(groups, replace(found, gaps=behind), DEFAULT_METRIC)
+    assert "last, at step 4: it was behind there, which may be chance." in text
 
 
 def test_with_one_seed_nothing_is_said_of_settings(uri: str) -> None:
@@ -188,6 +208,18 @@ def test_with_one_seed_nothing_is_said_of_settings(uri: str) -> None:
     assert "paired by 1 seed and 4 questions). With one seed that speaks of these two runs, not of their" in text
     assert "wins" not in text and "fresh seeds" not in text
     assert "speaks of these two runs" in gap_sentence(sure.gaps[1])
+
+
+def test_a_sweep_ends_with_what_it_proves(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked = SimpleNamespace(tracking=SimpleNamespace(experiment="rlx"), storage=str(tmp_path))
+    plan: Any = SimpleNamespace(name="judged", tracking_uri=uri, config=tracked, metric=DEFAULT_METRIC, mode="max")
+    monkeypatch.setattr(outbox, "run_id", lambda folder: "")
+    write_analysis(plan, open_storage(str(tmp_path)))
+    groups = loaded(uri)[1]
+    verdict = sweep_verdict(groups, weigh(uri, groups, DEFAULT_METRIC, "max"), DEFAULT_METRIC)
+    assert f"\n{verdict}\n" in capsys.readouterr().out
 
 
 def test_numbers_are_kept_for_other_programs(uri: str) -> None:
@@ -254,6 +286,43 @@ def test_rungs_say_how_far_each_was_behind_and_who_was_stopped(uri: str) -> None
     ]
     assert standings[2].behind == pytest.approx((0.25 + 0.375) / 2 - 0.125 / 2)
     assert standings[0].behind == -standings[1].behind
+
+
+def test_intervals_and_chances_of_a_race_pay_for_the_rungs_before(uri: str) -> None:
+    """Step 4 is its second look, so the intervals are of the level 1 - 0.1 / 3."""
+    found, groups = loaded(uri)
+    race = replace(found, options={**found.options, "scheduler": "race"})
+    last = np.array([[trial.curve(DEFAULT_METRIC)[4] for trial in group.trials] for group in groups[:2]])
+    for each, looks in ((found, 1), (race, 2)):
+        standing = rung_standings(each, groups, DEFAULT_METRIC, "max")[3]
+        assert standing.ends == pytest.approx(deficits(last, looks)[0].ends)
+    compared = report.comparisons(found)
+    once, paid = (report.evidence_of(each, compared, uri, DEFAULT_METRIC, "max").gaps for each in (found, race))
+    assert paid[0].gap.half_width == pytest.approx(half_width(once[0].gap.parts, 0.1 / 3))
+    assert paid[1].gap == once[1].gap  # at step 2, the first look
+    once_by_hand = [pair.gap.chance for pair in once]
+    assert [pair.chance for pair in paid] == pytest.approx(holm([min(1, 1.5 * once_by_hand[0]), once_by_hand[1]]))
+
+
+def test_a_run_whose_value_is_infinite_is_not_compared() -> None:
+    values = [[0.5, 0.4, 0.45], [0.3, math.inf, 0.35], [0.2, 0.1, 0.3]]
+    trials = [
+        trial(3 * i + seed, {LR: float(i), "seed": seed}, {4: value})
+        for i, row in enumerate(values)
+        for seed, value in enumerate(row)
+    ]
+    found = replace(sweep(*trials), rungs=(4,))
+    groups = group_trials(found, mode="min")
+    assert seed_table(groups, DEFAULT_METRIC)[1].tolist() == [values[2], values[0]]
+    standings = rung_standings(found, groups, DEFAULT_METRIC, "min")
+    assert [(each.seeds, math.isfinite(each.behind)) for each in standings] == [(2, True)] * 3
+
+
+def test_added_seeds_are_looks_of_a_race() -> None:
+    race = replace(sweep(trial(0, {LR: 1.0}, {4: 0.5})), options={"scheduler": "race", "seeds": "3"}, rungs=(1, 2))
+    assert [race.looks(step, seeds) for step, seeds in ((1, 3), (2, 3), (4, 3), (4, 2), (4, 5))] == [1, 2, 3, 3, 5]
+    assert replace(race, options={"scheduler": "asha", "seeds": "3"}).looks(4, 5) == 1
+    assert replace(race, options={"scheduler": "race", "seeds": "three"}).looks(4, 5) == 3
 
 
 def test_the_front_has_whom_nobody_beats() -> None:

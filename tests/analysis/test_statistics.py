@@ -152,8 +152,18 @@ def test_equal_runs_have_no_spread_and_one_run_no_interval() -> None:
     assert difference_sentence(two, one) == "The means differ by 1; there is no interval without two runs of each."
 
 
+def test_runs_that_are_equal_are_known_to_the_resolution_of_the_sweep() -> None:
+    """Two runs each with 0.5, and with 0.3 and 0.31."""
+    ends = [0.5, 0.5, 0.3, 0.31]
+    runs = [trial(i, setting(1 + i // 2, i), {9: end}) for i, end in enumerate(ends)]
+    equal, unequal = group_trials(sweep(*runs))
+    assert equal.half_width == pytest.approx(stats.t.ppf(0.975, 1) * 0.01 / 12**0.5 / 2**0.5)
+    assert unequal.half_width == mean_interval([0.3, 0.31]).half_width
+
+
 def test_runs_that_agree_by_luck_are_no_certainty() -> None:
-    runs = [trial(i, setting(1 + i // 3, i), {0: 0.5, 9: 0.87 - 0.02 * (i // 3)}) for i in range(6)]
+    ends = [0.871, 0.87, 0.87, 0.85, 0.85, 0.85]  # values are 0.001 apart
+    runs = [trial(i, setting(1 + i // 3, i), {0: 0.5, 9: end}) for i, end in enumerate(ends)]
     certain, doubtful = group_trials(sweep(*runs)), group_trials(sweep(*runs, num_questions=512))
     assert summary_sentence(certain).endswith("do not overlap.")
     assert "not shown to be better: intervals overlap" in summary_sentence(doubtful)
@@ -183,6 +193,9 @@ def test_the_summary_states_whether_intervals_overlap() -> None:
         "actor_lr 0 is ahead of actor_lr 1 by 0.2; not shown to be better: with one run of a setting there is no "
         "interval; use --seeds 3 (eval/accuracy 0.7 over 1 run against 0.5 over 1 run)."
     )
+    cloned = trial(0, {LR: 0}, {9: 0.7}, origins=("trial_00001@4",))
+    text = summary_sentence(group_trials(sweep(cloned, trial(1, {LR: 1}, {9: 0.5}))))
+    assert "there is no interval; rlx lineage says how to run the best on fresh seeds (" in text
     assert summary((0.7, 0.5), (0.7, 0.5)).startswith("actor_lr 0 is level with actor_lr 1; not shown to be better")
     assert summary((0.7, 0.8)).endswith("there is no other setting to compare it with.")
 

@@ -1,5 +1,7 @@
 """The best setting without its luck."""
 
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -16,7 +18,7 @@ def test_each_seed_judges_the_winner_of_the_others() -> None:
     assert (winner.setting, winner.seen) == (0, pytest.approx(2.12 / 3))
     assert winner.fresh.value == pytest.approx(0.6)
     assert winner.luck == pytest.approx(winner.seen - 0.6)
-    error = VALUES[0].std(ddof=1) / 3**0.5
+    error = math.sqrt((VALUES[0].var(ddof=1) + 0.1**2 / 12) / 3)  # values are 0.1 apart
     assert winner.fresh.half_width == pytest.approx(stats.t.ppf(0.975, 2) * error + winner.luck)
 
 
@@ -30,6 +32,12 @@ def test_a_clear_winner_has_no_luck_to_lose() -> None:
     winner = corrected_best(np.array([[0.9, 0.8, 0.85], [0.1, 0.2, 0.1]]))
     assert winner.fresh.value == pytest.approx(winner.seen)
     assert winner.luck == pytest.approx(0)
+
+
+def test_runs_that_are_equal_by_luck_are_known_to_their_resolution() -> None:
+    """Three runs with 0.9, in a sweep whose values are 0.1 apart."""
+    winner = corrected_best(np.array([[0.9, 0.9, 0.9], [0.2, 0.1, 0.3]]))
+    assert winner.fresh.half_width == pytest.approx(stats.t.ppf(0.975, 2) * 0.1 / 12**0.5 / 3**0.5)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -313,4 +313,7 @@ def test_the_result_is_said_in_sentences() -> None:
         lines = race_lines(plan, records)
         assert all(line.startswith(start) for line, start in zip(lines, said, strict=False)), lines
         assert "3 seeds, step 2)" in lines[1]
-        assert lines[-1] == "the best setting of a rung is out in at most 5 % of races; one line may be chance"
+        assert (
+            lines[-1]
+            == "the best setting of a rung is out in at most 5 % of races; a single line is less sure than that"
+        )

@@ -88,6 +88,14 @@ class CrossedMean(NamedTuple):
         return math.exp(brentq(beyond, _LEAST, 0.0, xtol=1e-9)) if beyond(_LEAST) > 0 else 0.0
 
 
+def after_looks(found: CrossedMean, looks: int) -> tuple[CrossedMean, float]:
+    """A mean, and its chance, that was looked at so often until it seemed to differ from 0: with a wider interval and a
+    larger chance (see rlx.analysis.paired.deficits, which has the same widths)."""
+    share = 2 / (looks + 1)
+    wide = found._replace(half_width=float(half_width(found.parts, share * (1 - LEVEL))))
+    return wide, min(1.0, found.chance / share)  # NaN stays
+
+
 def crossed_mean(table: Table, step: float = 0.0) -> CrossedMean:
     """The mean of a table, [seeds, questions].
 
@@ -95,23 +103,35 @@ def crossed_mean(table: Table, step: float = 0.0) -> CrossedMean:
     such as the mean over all of them, it speaks of other seeds alone. With one of each there is no interval (NaN).
 
     Args:
-        step: what the values of a single question are rounded to, which they are too few to tell by themselves.
+        step: what the values are rounded to, where more is known of it than the table tells: in one whose values are
+            all equal nothing is seen of it. Unset: the smallest difference between two values of the table, or 0 if it
+            has one seed or one question.
     """
+    if 1 in table.shape:
+        return _mean_of_one(table, step)
     seeds, questions = table.shape
     mean = float(table.mean())
-    if 1 in table.shape:
-        variance = float(table.var(ddof=1)) if table.size > 1 else math.nan
-        rounding = step**2 / 12 if questions == 1 else 0.0
-        spread = Spread(math.nan, variance, 0.0) if seeds == 1 else Spread(variance, math.nan, 0.0)
-        return _estimate(mean, [Component((variance + rounding) / table.size, max(1, table.size - 1))], spread)
     by_seed, by_question = table.mean(axis=1), table.mean(axis=0)
     of_questions = seeds * float(np.sum((by_question - mean) ** 2)) / (questions - 1)
     of_seeds = questions * float(np.sum((by_seed - mean) ** 2)) / (seeds - 1)
     rest = float(np.sum((table - by_seed[:, None] - by_question + mean) ** 2)) / ((seeds - 1) * (questions - 1))
     spread = Spread(max(0.0, (of_seeds - rest) / questions), max(0.0, (of_questions - rest) / seeds), rest)
     squares = [square / table.size for square in (of_seeds, of_questions, rest)]
-    rounding = (resolution(table) / max(table.shape)) ** 2 / 12 / min(table.shape)
+    rounding = ((step or resolution(table)) / max(table.shape)) ** 2 / 12 / min(table.shape)
     return _estimate(mean, parts_of_mean(squares, (seeds - 1, questions - 1), rounding), spread)
+
+
+def _mean_of_one(table: Table, step: float) -> CrossedMean:
+    """The mean over a single seed or question: that of the t-test.
+
+    Means over all questions can be equal by luck, so what they are rounded to is added to their variance. Single
+    questions are many, and their variance has it already, unless all have the same value.
+    """
+    seeds, _ = table.shape
+    variance, rounding = float(table.var(ddof=1)) if table.size > 1 else math.nan, step**2 / 12
+    spread = Spread(math.nan, variance, 0.0) if seeds == 1 else Spread(variance, math.nan, 0.0)
+    of_value = max(variance, rounding) if seeds == 1 else variance + rounding
+    return _estimate(float(table.mean()), [Component(of_value / table.size, max(1, table.size - 1))], spread)
 
 
 def parts_of_mean(squares: Sequence[Table | float], degrees: tuple[int, int], rounding: float = 0.0) -> list[Component]:

@@ -14,7 +14,7 @@ from rlx.analysis.comparison import power
 from rlx.analysis.comparison.crossed import Spread, crossed_mean, sampling_variance
 from rlx.analysis.comparison.flips import Flip, flipped
 from rlx.analysis.comparison.outcomes import evaluated_runs
-from rlx.analysis.comparison.pairs import PairedGap, gaps_to_best, paired_gap, seed_table
+from rlx.analysis.comparison.pairs import Looks, PairedGap, gaps_to_best, one_look, paired_gap, seed_table
 from rlx.analysis.comparison.winner import Winner, corrected_best
 from rlx.analysis.statistics import Group
 from rlx.config.errors import ConfigError
@@ -59,16 +59,19 @@ class Evidence:
         return [gap.second for gap in self.gaps if not (gap.is_shown and gap.gap.value > 0)]
 
 
-def weigh(uri: str, groups: Sequence[Group], metric: str, mode: Mode, against: Sequence[Group] = ()) -> Evidence:
+def weigh(
+    uri: str, groups: Sequence[Group], metric: str, mode: Mode, against: Sequence[Group] = (), looks: Looks = one_look
+) -> Evidence:
     """What the runs of these settings prove.
 
     Args:
         groups: best first.
         against: the best settings of two sweeps, to be compared as well.
+        looks: of a race, see `Sweep.looks`.
     """
     sign = 1.0 if mode == "max" else -1.0
     whole, values = seed_table(groups, metric)
-    gaps = gaps_to_best(uri, groups, metric, sign)
+    gaps = gaps_to_best(uri, groups, metric, sign, looks)
     other = between(uri, against[0], against[1], metric, mode) if against else None
     if not whole or whole[0] is not groups[0]:
         return Evidence(gaps, against=other)

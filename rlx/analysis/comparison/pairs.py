@@ -9,12 +9,13 @@ Left out: reading (`outcomes`) and the statistics of a table (`crossed`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlx.analysis.comparison.crossed import CrossedMean, Table, crossed_mean, holm
+from rlx.analysis.comparison.crossed import CrossedMean, Table, after_looks, crossed_mean, holm
 from rlx.analysis.comparison.outcomes import EvaluatedRun, evaluated_runs
 from rlx.analysis.statistics import LEVEL, SEED, Group, final_value, resolution
 
@@ -57,7 +58,18 @@ class PairedGap:
         return len(self.questions) > 1
 
 
-def gaps_to_best(uri: str, groups: Sequence[Group], metric: str, sign: float = 1.0) -> list[PairedGap]:
+Looks = Callable[[int, int], int]
+"""(step, seeds) -> how often settings had been compared when they were there, to stop who was shown to be behind"""
+
+
+def one_look(step: int, seeds: int) -> int:
+    """For settings that nobody stopped for that."""
+    return 1
+
+
+def gaps_to_best(
+    uri: str, groups: Sequence[Group], metric: str, sign: float = 1.0, looks: Looks = one_look
+) -> list[PairedGap]:
     """How far the best setting is from each of the others; none for those that have nothing in common with it.
 
     Args:
@@ -67,7 +79,7 @@ def gaps_to_best(uri: str, groups: Sequence[Group], metric: str, sign: float = 1
     rated = [group for group in groups if group.values]
     runs = [evaluated_runs(uri, group, metric) for group in rated]
     found = [paired_gap((rated[0], rated[i]), (runs[0], runs[i]), sign) for i in range(1, len(rated))]
-    gaps = [gap for gap in found if gap]
+    gaps = [_after_looks(gap, looks) for gap in found if gap]
     chances = holm([gap.chance for gap in gaps])
     return [replace(gap, chance=chance) for gap, chance in zip(gaps, chances, strict=True)]
 
@@ -96,6 +108,11 @@ def paired_gap(
     return PairedGap(*groups, tuple(pairs), steps, tuple(questions), (tables[0], tables[1]), gap, gap.chance)
 
 
+def _after_looks(pair: PairedGap, looks: Looks) -> PairedGap:
+    gap, chance = after_looks(pair.gap, looks(pair.step, pair.seeds))
+    return replace(pair, gap=gap, chance=chance)
+
+
 def pair_seeds(
     first: Sequence[EvaluatedRun], second: Sequence[EvaluatedRun]
 ) -> list[tuple[EvaluatedRun, EvaluatedRun]]:
@@ -116,7 +133,8 @@ def seed_table(groups: Sequence[Group], metric: str) -> tuple[list[Group], Table
     rows = {}
     for group in rated:
         whole = {str(trial.settings.get(SEED)): trial for trial in group.ended if trial.last_step == last}
-        rows[group] = {seed: final_value(trial, metric) for seed, trial in whole.items()}
+        finals = {seed: final_value(trial, metric) for seed, trial in whole.items()}
+        rows[group] = {seed: value for seed, value in finals.items() if math.isfinite(value)}
     most = max((len(row) for row in rows.values()), default=0)
     full = [group for group, row in rows.items() if len(row) == most]
     seeds = sorted(set.intersection(*(set(rows[group]) for group in full))) if full else []

@@ -2,8 +2,7 @@
 
 A difference is shown if its paired 95 % interval (`crossed`) leaves out 0. The smallest that four of five sweeps of
 the same size would show is found with intervals that are drawn as such sweeps would have them: their width is known no
-better than few seeds tell. With two seeds more questions may therefore show less: the width then hangs on the seeds
-alone. Left out: corrections for many comparisons, which make a sweep show somewhat less.
+better than few seeds tell. Left out: corrections for many comparisons, which make a sweep show somewhat less.
 """
 
 from __future__ import annotations

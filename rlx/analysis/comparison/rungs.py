@@ -1,9 +1,10 @@
 """How settings stood at each rung of a sweep: how far each was behind the best of the others, on the same seeds.
 
 It is worked out from what the trials logged, with the statistics of a race (rlx.analysis.paired), for every scheduler.
+The intervals of a race are those that it states.
 Rungs are steps; or 1, 2, 4, 8, ... tokens or GPU-seconds, where a trial's value is on the straight line between its
 evaluations before and after.
-Left out: the race's own decisions, which also depend on alpha and on the number of looks.
+Left out: the race's own decisions, which also depend on alpha.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from rlx.analysis.comparison.pairs import Looks, one_look
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.paired import deficits
 from rlx.analysis.statistics import SEED, Group
@@ -45,17 +47,17 @@ def rung_standings(sweep: Sweep, groups: Sequence[Group], metric: str, mode: Mod
         return [standing for rung in rungs for standing in _at_amount(groups, curves, mode, rung)]
     last = max((trial.last_step for trial in sweep.trials), default=0)
     steps = sorted({*sweep.rungs, *(trial.stopped_at for trial in sweep.trials if trial.stopped_at), last})
-    return [standing for step in steps for standing in _at(groups, curves, mode, step, last)]
+    return [standing for step in steps for standing in _at(groups, curves, mode, step, last, sweep.looks)]
 
 
-def _at(groups: Sequence[Group], curves: Curves, mode: Mode, step: int, last: int) -> list[RungStanding]:
+def _at(groups: Sequence[Group], curves: Curves, mode: Mode, step: int, last: int, looks: Looks) -> list[RungStanding]:
     out = [
         group
         for group in groups
         if step < last and all((trial.stopped_at or trial.last_step) <= step for trial in group.trials)
     ]
     rows = {group: _by_seed(group, [curves[trial].get(step, math.nan) for trial in group.trials]) for group in groups}
-    return _standings(rows, out, mode, step)
+    return _standings(rows, out, mode, step, looks)
 
 
 def _at_amount(groups: Sequence[Group], curves: Curves, mode: Mode, rung: int) -> list[RungStanding]:
@@ -70,7 +72,7 @@ def _at_amount(groups: Sequence[Group], curves: Curves, mode: Mode, rung: int) -
 
 
 def _standings(
-    rows: Mapping[Group, Mapping[str, float]], out: Sequence[Group], mode: Mode, at: int
+    rows: Mapping[Group, Mapping[str, float]], out: Sequence[Group], mode: Mode, at: int, looks: Looks = one_look
 ) -> list[RungStanding]:
     """Compares the settings that have come to a rung with two of the same seeds; `out`: those that were stopped."""
     reached = [group for group in rows if len(rows[group]) > 1]
@@ -78,7 +80,7 @@ def _standings(
     if len(reached) < 2 or len(seeds) < 2:
         return []
     values = np.array([[rows[group][seed] for seed in seeds] for group in reached])
-    found = deficits((1.0 if mode == "max" else -1.0) * values)
+    found = deficits((1.0 if mode == "max" else -1.0) * values, looks(at, len(seeds)))
     return [
         RungStanding(group, at, len(seeds), float(row.mean()), deficit.value, deficit.ends, group in out)
         for group, row, deficit in zip(reached, values, found, strict=True)
@@ -86,9 +88,9 @@ def _standings(
 
 
 def _by_seed(group: Group, values: Sequence[float]) -> dict[str, float]:
-    """The values of a setting's trials by seed, without those that have none."""
+    """The values of a setting's trials by seed, without those that have none, or an infinite one."""
     seeds = [str(trial.settings.get(SEED)) for trial in group.trials]
-    return {seed: float(value) for seed, value in zip(seeds, values, strict=True) if not math.isnan(value)}
+    return {seed: float(value) for seed, value in zip(seeds, values, strict=True) if math.isfinite(value)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from rlx.analysis.comparison.crossed import Table
-from rlx.analysis.statistics import LEVEL, Estimate
+from rlx.analysis.statistics import LEVEL, Estimate, resolution
 
 
 class Winner(NamedTuple):
@@ -38,7 +38,7 @@ class Winner(NamedTuple):
 
     setting: int  # its index
     seen: float  # its mean
-    fresh: Estimate  # what a fresh run of the winner gives, with the 95 % interval of its mean over all seeds
+    fresh: Estimate  # its mean over all seeds, without the luck, and the 95 % interval of that; single runs vary more
     luck: float  # how far it seems better than that, never below 0: who is better on the other seeds is worse on this
 
 
@@ -56,5 +56,6 @@ def corrected_best(values: Table, sign: float = 1.0) -> Winner:
     tied = rated == rated.max(axis=0)  # of several that are equally good, no order may choose one
     judged = (values * tied).sum(axis=0) / tied.sum(axis=0)
     luck = sign * float(means[best] - judged.mean())
-    own = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * float(values[best].std(ddof=1)) / math.sqrt(count)
+    variance = float(values[best].var(ddof=1)) + resolution(values) ** 2 / 12  # equal by luck, they are only so close
+    own = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * math.sqrt(variance / count)
     return Winner(best, float(means[best]), Estimate(float(judged.mean()), own + luck), luck)

@@ -84,17 +84,24 @@ def _first_two(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
         return f"In {metric}, the run of {best.label} is ahead of that of {nearest.second.label} by {gap}.{one_run}"
     if not evidence.rivals:
         wins = f"{best.label} wins with {metric} {as_text(best.mean)}"
-        return f"{wins}: {nearest.second.label}, the next, is behind by {gap}."
-    shown = "" if nearest.is_shown else ", which may be chance"
-    if nearest.is_shown and nearest.gap.value < 0:  # the other ended earlier, and was ahead there
-        shown = f" where both were evaluated last, at step {nearest.step}: it was behind there"
+        return f"{wins}: {nearest.second.label}, the next, is behind by {gap}{_where(nearest)}."
+    shown = _where(nearest) + ("" if nearest.is_shown else ", which may be chance")
     names, compared = [group.label for group in evidence.rivals], len(evidence.gaps) + 1
-    behind = f"{best.label} is ahead of {nearest.second.label} by {gap}{shown}."
+    ahead = f"ahead of {nearest.second.label} by" if nearest.gap.value else f"level with {nearest.second.label}:"
+    behind = f"{best.label} is {ahead} {gap}{shown}."
     if names == [nearest.second.label]:
         return behind
     if len(names) > _MOST_NAMED:
         return f"{behind} {len(names)} others of {compared} settings may be as good."
-    return f"{behind} As good may be: {'; '.join(names)}."
+    return f"{behind} These may be as good: {'; '.join(names)}."
+
+
+def _where(pair: PairedGap) -> str:
+    """At which step two settings were compared, if the first went further, or was behind there."""
+    if pair.step == max(trial.last_step for trial in pair.first.ended) and pair.gap.value >= 0:
+        return ""
+    behind = ": it was behind there" if pair.gap.value < 0 else ""  # the other ended earlier, or lacks a seed
+    return f" where both were evaluated last, at step {pair.step}{behind}"
 
 
 def _one_run(pair: PairedGap) -> str:
@@ -108,6 +115,7 @@ def _luck(evidence: Evidence) -> list[str]:
     seen, fresh = evidence.winner.seen, evidence.winner.fresh
     lucky = f", not {as_text(seen)}: the best of {evidence.compared} was lucky, too" if fresh.value != seen else ""
     count = len(evidence.gaps) + 1
-    early = count - evidence.compared
-    less = f"; {early} of {count} settings ended early, so it may be less" if early > 0 else ""
-    return [f"On fresh seeds, expect {as_text(fresh.value)} ± {as_text(fresh.half_width, 2)}{lucky}{less}."]
+    others = count - evidence.compared
+    less = f"; {others} of {count} settings did not end on all of these seeds, so it may be less" if others > 0 else ""
+    mean = f"{as_text(fresh.value)} ± {as_text(fresh.half_width, 2)}"
+    return [f"Over many fresh seeds, expect a mean of {mean}{lucky}{less}."]

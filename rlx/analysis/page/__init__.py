@@ -10,5 +10,5 @@ Example:
     uri, metric = "sqlite:///storage/mlflow.db", "eval/accuracy"
     sweep = load_sweep(uri, "rlx")
     compared = comparisons(sweep, metric, "max")
-    page = sections.render(sweep, compared, evidence_of(compared, uri, metric, "max"), "", uri, metric, "max")
+    page = sections.render(sweep, compared, evidence_of(sweep, compared, uri, metric, "max"), "", uri, metric, "max")
 """

@@ -25,8 +25,11 @@ _MOST_WIDE = 4  # times the largest difference, an interval is drawn
 
 
 def paired_gaps(gaps: Sequence[PairedGap], ranks: Mapping[str, int]) -> go.Figure:
-    """Shows how far each setting is behind the best one; the zero line is the best itself, and who touches it may be as
-    good."""
+    """Shows how far each setting is behind the best one; the zero line is the best itself.
+
+    The color tells whether that is more than chance (of all comparisons together, Holm), which is nearly whether the
+    interval (of this one alone, and lower by the luck) leaves out 0.
+    """
     labels = [f"{ranks[gap.second.label]}  {gap.second.label}" for gap in gaps]
     values = [gap.gap.value for gap in gaps]
     reach = _MOST_WIDE * max(max(map(abs, values)), 1e-9)
@@ -44,6 +47,7 @@ def paired_gaps(gaps: Sequence[PairedGap], ranks: Mapping[str, int]) -> go.Figur
             mode="markers",
             marker={"color": color, "size": 9, "symbol": "diamond"},
             name=name,
+            showlegend=True,  # also the only one
             hovertext=[f"{labels[i]}<br>behind by {interval_text(gaps[i])}" for i in rows],
             hoverinfo="text",
         )

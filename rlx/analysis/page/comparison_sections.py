@@ -31,11 +31,12 @@ def paired(settings: Sequence[Group], evidence: Evidence) -> list[PageSection]:
     units = "the same seeds and the same questions" if by_question else "the same seeds"
     note = (
         f"How far each setting is behind the best one on {units}: what is hard for both is no difference between them, "
-        "so these intervals are narrower than those of the settings by themselves. A setting that was stopped is "
-        "compared where it stopped. chance: how often settings that are equal would differ as much, corrected for the "
-        "number of comparisons (Holm). The best one was chosen for its luck, too, so that it seems ahead by a little "
-        "more than it is. The chances take that into account, and the low ends of the intervals, which are lower by as "
-        "much as its mean is above what is expected of it on fresh seeds."
+        "so most of these intervals are narrower than those of the settings by themselves. A setting that was stopped "
+        "is compared where it stopped. chance: how often settings that are equal would differ as much, corrected for "
+        'the number of comparisons (Holm); up to 0.05 it is "more than chance". An interval is that of one comparison, '
+        "so it may leave out 0 although the difference may be chance. The best setting was chosen for its luck, too, "
+        "so it seems further ahead than it is: the low ends of the intervals are lower by the difference between its "
+        "mean and the mean that is expected of it over many fresh seeds."
     )
     if by_question:
         is_one_run = max(gap.seeds for gap in gaps) == 1
@@ -60,8 +61,8 @@ def _chance(gaps: Sequence[PairedGap]) -> list[PageSection]:
     if not plans.empty:
         note = (
             "The smallest difference of two settings that four of five sweeps of such a size show, judged by how the "
-            "settings of this one differ; the first row is this sweep. Training and answers are those of this sweep "
-            "times the number."
+            "settings of this one differ; the first row is this sweep. It is said of one comparison: where many "
+            "settings are compared, somewhat less is shown. Training and answers: how many times those of this sweep."
         )
         sections.append(PageSection("What more seeds or questions would show", note, table=plans))
     return sections
@@ -95,8 +96,10 @@ def races(sweep: Sweep, settings: Sequence[Group], metric: str, mode: Mode, line
     seeds = max(standing.seeds for standing in standings)
     note = (
         f"How far each setting was behind the best of the others at each rung, on {seeds} seeds that they share, with "
-        "95 % intervals; upwards is ahead. A cross: it was stopped there."
+        "95 % intervals; upwards is ahead. A cross: the setting was stopped there."
     )
+    if lines:
+        note += " The intervals allow for the rungs before, since a race stops a setting where it seems far behind."
     title = "The race, rung by rung" if lines else "Rung by rung"
     return [PageSection(title, note, comparison_figures.race(standings, _ranks(settings), sweep.rung_by), text=lines)]
 
