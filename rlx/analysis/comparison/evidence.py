@@ -124,7 +124,7 @@ def plan_table(gaps: Sequence[PairedGap]) -> pd.DataFrame:
     if not spread:
         return pd.DataFrame()
     seeds, questions = max(gap.seeds for gap in gaps), max(len(gap.questions) for gap in gaps)
-    names = {"shows": "shows differences of", "training": "× training", "answers": "× answers"}  # noqa: RUF001
+    names = {"shows": "can show a difference of", "training": "× training", "answers": "× answers"}  # noqa: RUF001
     return pd.DataFrame(power.options(spread, seeds, questions)).rename(columns=names)
 
 

@@ -61,7 +61,7 @@ def plan_lines(plans: Sequence[Option], assumed: bool) -> list[str]:
     if math.isinf(plan.shows):
         first = f"{size} show nothing of a setting, only of its one run ({source})"
     else:
-        first = f"{size} show differences of {as_text(plan.shows, 2)} in four of five sweeps ({source})"
+        first = f"{size} can show a difference of {as_text(plan.shows, 2)} in four of five sweeps ({source})"
     more = "; ".join(
         f"{_size(plan, each)}: {as_text(each.shows, 2)}, {_cost(each)}" for each in others if each.seeds > 1
     )
