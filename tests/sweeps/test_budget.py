@@ -71,7 +71,7 @@ def test_gpu_hours_need_a_run_that_has_told_how_long_a_step_takes(plan: SweepPla
 def test_a_plan_says_what_it_costs_and_shows(plan: SweepPlan) -> None:
     cost, shows, more, questions = plans.prospects(with_budget(plan, "9000steps"))
     assert cost == "at most 240 steps, 19,200 tokens of a budget of 9000steps"
-    assert shows.startswith("3 seeds and 256 questions can show a difference of 0.1 in four of five sweeps (an assumption")
+    assert shows.startswith("3 seeds and 256 questions can show a difference of 0.1 in four of five sweeps (an ass")
     assert "5 seeds: " in more
     assert questions == "at most 256 questions: one that repeats counts once, and fewer show less"
     assert len(plans.prospects(replace(plan, metric="eval/reward"))) == 1  # of which nothing is known
