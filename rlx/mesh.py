@@ -7,14 +7,13 @@ rows (sequence parallelism). How models are split is in rlx/models; nothing here
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
@@ -148,9 +147,13 @@ class Sharing:
         """
         if self.size == 1:
             return states
-        states = states.repeat_interleave(self.size // math.gcd(states.shape[1], self.size), dim=1)
+        repeats = 1
+        while states.shape[1] * repeats % self.size:
+            repeats += 1
+        states = states.repeat_interleave(repeats, dim=1) if repeats > 1 else states
         parts = states.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        return self._exchanged(parts).flatten(0, 1)[:tokens]
+        exchanged: Tensor = _Exchange.apply(parts, self.group)  # type: ignore[no-untyped-call]
+        return exchanged.flatten(0, 1)[:tokens]
 
     def to_tokens(self, states: Tensor) -> Tensor:
         """The reverse: states `[p, heads, size]` of this process's tokens, from `[P, heads / sp, size]`."""
@@ -158,15 +161,29 @@ class Sharing:
             return states
         missing = self.length(len(states)) * self.size - len(states)
         parts = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, missing)).unflatten(0, (self.size, -1))
-        return self._exchanged(parts.contiguous()).transpose(0, 1).flatten(1, 2)
-
-    def _exchanged(self, parts: Tensor) -> Tensor:
-        """Sends part i of `[sp, ...]` to process i; gives the parts that come, in the order of their senders."""
-        return all_to_all_single_autograd(parts, None, None, self.group)
+        exchanged: Tensor = _Exchange.apply(parts.contiguous(), self.group)  # type: ignore[no-untyped-call]
+        return exchanged.transpose(0, 1).flatten(1, 2)
 
 
-WHOLE = Sharing(None)
+UNSHARED = Sharing(None)
 """a process that has all tokens of its rows"""
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends part i of `[sp, ...]` to process i of a group; gives the parts that come, in the order of their senders.
+
+    By functional collectives, which torch.compile takes. Torch's own gradient for them leaves the wait to the first use
+    of the result, also where that is a view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return wait_tensor(all_to_all_single(parts, None, None, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return wait_tensor(all_to_all_single(gradient.contiguous(), None, None, ctx.group)), None
 
 
 class _Gather(torch.autograd.Function):

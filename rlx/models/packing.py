@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlx.mesh import WHOLE, Sharing
+from rlx.mesh import UNSHARED, Sharing
 
 ATTENTION = "rlx_packed"
 """the name by which transformers knows `attention`"""
@@ -42,7 +42,7 @@ class Packing(NamedTuple):
     key_index: Tensor | None  # [K] int64, the place in the row of each key; None: the keys are those of the row
     longest_queries: int
     longest_keys: int
-    sharing: Sharing = WHOLE  # how neighbours share the tokens while a model runs
+    sharing: Sharing = UNSHARED  # how neighbours share the tokens while a model runs
 
 
 class _Segment(NamedTuple):
@@ -259,7 +259,7 @@ def _trial(lm: Any, packed: bool) -> Tensor:
     return hidden_states(lm.base_model, row)
 
 
-def hidden_states(backbone: nn.Module, packing: Packing, sharing: Sharing = WHOLE) -> Tensor:
+def hidden_states(backbone: nn.Module, packing: Packing, sharing: Sharing = UNSHARED) -> Tensor:
     """`[N, H]` last hidden states at the places before the response tokens.
 
     Args:

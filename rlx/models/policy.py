@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlx.mesh import WHOLE, Sharing
+from rlx.mesh import UNSHARED, Sharing
 from rlx.models.logprobs import STORED_LOGITS, LogitScorer, score_logits, token_logprobs
 from rlx.models.packing import Packing, hidden_states, pack_row
 
@@ -39,14 +39,14 @@ class ResponseTokens(NamedTuple):
         """`[N]` token ids."""
         return self.ids.flatten()[self.before + 1]
 
-    def hidden(self, backbone: nn.Module, sharing: Sharing = WHOLE) -> Tensor:
+    def hidden(self, backbone: nn.Module, sharing: Sharing = UNSHARED) -> Tensor:
         """`[N, H]` last hidden states at the position before each token; with neighbours before each of their share."""
         if self.packing:
             return hidden_states(backbone, self.packing, sharing)
         states = backbone(input_ids=self.ids, use_cache=False).last_hidden_state
         return states.flatten(0, 1).index_select(0, sharing.share(self.before))
 
-    def grid(self, flat: Tensor, sharing: Sharing = WHOLE) -> Tensor:
+    def grid(self, flat: Tensor, sharing: Sharing = UNSHARED) -> Tensor:
         """Spreads one number per token, `[N]` or a neighbour's share, over `[B, T]`; zero where there is no token."""
         whole = sharing.gather(flat, len(self.before))
         return whole.new_zeros(self.mask.shape).index_put(self.token_index, whole)
@@ -134,7 +134,7 @@ class Policy(nn.Module):
         self.engine_scorer: LogitScorer | None = None  # while it is set, tokens are scored as engines draw them
         self.packs = False  # whether its layers take packed rows, see `packing.enable`
         self.stored_logits = STORED_LOGITS  # see `token_logprobs`; 0 where memory matters more than time
-        self.sharing = WHOLE  # how neighbours share packed rows, and the tokens to score
+        self.sharing = UNSHARED  # how neighbours share packed rows, and the tokens to score
 
     def forward(self, tokens: ResponseTokens, temperature: float, entropy: bool = False) -> PolicyOutput:
         """Scores the response tokens.
@@ -166,7 +166,7 @@ class Critic(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.value_head = value_head
-        self.sharing = WHOLE  # see `Policy`
+        self.sharing = UNSHARED  # see `Policy`
 
     def forward(self, tokens: ResponseTokens) -> Tensor:
         """Values `[B, T]`: column t is the value before token t of the response is sampled; zero where padded."""

@@ -5,22 +5,26 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from conftest import NothingLeft, OnRanks
+from run_cases import STEPS, comparable, small, train
 from test_packing import shared
-from test_tensor_parallel import learnt, settings_of
-from test_update import PACKED, WAYS, updated
+from test_tensor_parallel import settings_of
+from test_update import WAYS, updated
 from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig
 
+from rlx.config.errors import ConfigError
 from rlx.mesh import Mesh, Sharing
-from rlx.models.loading import load_policy
+from rlx.models import fsdp, logprobs, packing
+from rlx.runs import preflight
+from rlx.storage import checkpoint_catalog
 from rlx.training import setup
-
 
 # --- what is exchanged
 
 
 def exchanged(rank: int, ranks: int, tokens: int, heads: int) -> list[Tensor]:
-    """A row's states `[P, heads, 3]`: this process's tokens, all tokens in its heads, the tokens again, and gathered."""
+    """A row's states `[P, heads, 3]`: its tokens, all tokens in its heads, its tokens again, all tokens."""
     sharing = Sharing.of(Mesh.of("cpu", 1, ranks).mesh["sequence"])
     whole = torch.arange(tokens * heads * 3.0).view(tokens, heads, 3)
     own = sharing.share(whole)
@@ -86,7 +90,9 @@ def weights_of(tokens: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("ranks", "sp"), [(2, 2), (4, 2), (4, 4)])
-def test_scores_and_gradients_are_those_of_one_process(ranks: int, sp: int, on_ranks: OnRanks, tiny_model: Path) -> None:
+def test_scores_and_gradients_are_those_of_one_process(
+    ranks: int, sp: int, on_ranks: OnRanks, tiny_model: Path
+) -> None:
     (alone,), found = (on_ranks(n, learnt_on_ranks, str(tiny_model), s, {}) for n, s in ((1, 1), (ranks, sp)))
     row = alone.pop("seen")
     assert row % sp  # the last process's share is filled up
@@ -97,5 +103,122 @@ def test_scores_and_gradients_are_those_of_one_process(ranks: int, sp: int, on_r
         print(f"{ranks} ranks, sp {sp}: largest difference {worst:.1e}")
         for name, expected in alone.items():
             scale = max(1.0, float(expected.abs().max()))
-            torch.testing.assert_close(each[name], expected, atol=1e-5 * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                each[name], expected, atol=1e-5 * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+            )
         torch.testing.assert_close(each, found[0], atol=0, rtol=0)  # to the last bit
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"lora_rank": 4, "lora_targets": ["q_proj", "up_proj"]}, id="adapters"),
+        pytest.param({"offload": ["critic"]}, id="offload"),
+    ],
+)
+def test_adapters_and_models_in_host_memory_share_rows(
+    more: dict[str, Any], on_ranks: OnRanks, tiny_model: Path
+) -> None:
+    (alone,), found = (on_ranks(n, learnt_on_ranks, str(tiny_model), n, more) for n in (1, 2))
+    for each in found:
+        assert each.pop("seen") < alone["seen"]
+        torch.testing.assert_close(each, {n: v for n, v in alone.items() if n != "seen"}, atol=1e-5, rtol=1e-5)
+
+
+# --- updates
+
+
+def each_way(rank: int, ranks: int, path: str, sp: int, ways: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """In each way of updating, a few completions and of these a few tokens at a time, with layers in units."""
+    shape = {"parallel.sp": sp, "scaling.num_workers": ranks, "train.packing": True}
+    logprobs.CHUNK, fsdp.UNIT = 700, 1
+    return [updated(rank, ranks, path, way | shape, 45) for way in ways]
+
+
+COMPILED = {"algorithm.advantage": "grpo", "train.compile": True}
+FEW = [WAYS[0], WAYS[10]]
+"""PPO with a critic and a reference; GRPO with adapters, two epochs, and log-probabilities from the first pass"""
+
+
+@pytest.mark.parametrize(
+    ("ways", "ranks", "sp"),
+    [
+        (FEW, 2, 2),
+        (FEW, 4, 2),
+        pytest.param(WAYS, 2, 2, marks=pytest.mark.slow),
+        pytest.param(WAYS, 4, 2, marks=pytest.mark.slow),
+        pytest.param(WAYS, 4, 4, marks=pytest.mark.slow),
+        pytest.param([COMPILED], 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_an_update_does_not_depend_on_who_shares_rows(
+    ways: list[dict[str, Any]], ranks: int, sp: int, on_ranks: OnRanks, tiny_model: Path
+) -> None:
+    (alone,) = on_ranks(1, each_way, str(tiny_model), 1, ways)
+    first, *others = on_ranks(ranks, each_way, str(tiny_model), sp, ways)
+    for way, found, expected in zip(ways, first, alone, strict=True):
+        worst = max(float((found[name] - expected[name]).abs().max()) for name in expected if expected[name].dim())
+        print(f"{ranks} ranks, sp {sp}, {way}: largest difference of a weight {worst:.1e}")
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda m, w=way: f"{w}: {m}")
+    for other in others:
+        torch.testing.assert_close(other, first, atol=0, rtol=0)
+
+
+def test_neighbours_have_a_leader_and_weights_are_cut_over_all_ranks(on_ranks: OnRanks) -> None:
+    assert on_ranks(4, shape_of) == [((rank // 2, 2), (rank % 2 == 0, 2), 4, [rank // 2]) for rank in range(4)]
+
+
+def shape_of(rank: int, ranks: int) -> tuple[Any, ...]:
+    grid = Mesh.of("cpu", 1, 2)
+    told = grid.broadcast_from_leader([grid.dp_rank] if grid.is_leader else None)
+    return (grid.dp_rank, grid.dp_size), (grid.is_leader, grid.neighbours), grid.shards, told
+
+
+# --- what cannot be shared
+
+
+@pytest.mark.parametrize(
+    ("settings", "sp", "message"),
+    [
+        (LlamaConfig(hidden_size=48, num_attention_heads=6), 4, "it has 6 attention heads, not a multiple of 4"),
+        (LlamaConfig(hidden_size=24, num_attention_heads=4), 2, "its attention heads have 6 numbers each"),
+        (MistralConfig(), 2, "some of its layers do not attend to all earlier tokens"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}),
+            2,
+            r"its positions (dynamic) depend on how long a process's part of a row is",
+        ),
+        (LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=1), 4, None),
+    ],
+)
+def test_models_whose_rows_cannot_be_shared_are_known(settings: PreTrainedConfig, sp: int, message: str | None) -> None:
+    assert packing.sharing_obstacle(settings, sp) == message
+
+
+def test_they_are_refused_before_work_starts(tiny_model: Path, tmp_path: Path) -> None:
+    preflight.check_model(small(tiny_model, tmp_path, "shared", parallel__sp=2), str(tiny_model))
+    eight = small(tiny_model, tmp_path, "shared", scaling__num_workers=8, parallel__sp=8)
+    with pytest.raises(ConfigError, match=rf"^parallel\.sp 8: model\.path {tiny_model}: it has 4 attention heads, not"):
+        preflight.check_model(eight, str(tiny_model))
+
+
+# --- whole runs
+
+
+@pytest.mark.slow  # whole runs with cold starts, of parts that the tests above hold together
+def test_a_run_that_shares_rows_is_that_of_one_process_and_goes_on_there(
+    nothing_left: NothingLeft, tiny_model: Path, tmp_path: Path
+) -> None:
+    more: dict[str, Any] = {"train__ema_decay": 0.5, "rollout__max_staleness": 1}  # checkpoints keep completions too
+    alone = {"scaling__num_workers": 1, "train__packing": True}
+    done = train(small(tiny_model, tmp_path, "shared", parallel__sp=2, **more))
+    expected = comparable(train(small(tiny_model, tmp_path, "alone", **alone, **more)).history, range(STEPS + 1))
+    source = f"{done.result.folder}/{checkpoint_catalog.checkpoint_name(STEPS // 2)}"
+    start = {"checkpoint__init_from": source, "checkpoint__init_state": "all"}
+    branch = train(small(tiny_model, tmp_path, "branch", **alone, **more, **start))
+    for history, steps in ((done.history, range(STEPS + 1)), (branch.history, range(STEPS // 2 + 1, STEPS + 1))):
+        found = comparable(history, steps)
+        assert found.keys() == expected.keys()
+        for name, by_step in expected.items():
+            for number in set(by_step) & set(steps):
+                assert found[name][number] == pytest.approx(by_step[number], rel=1e-3, abs=1e-4), (name, number)
