@@ -109,8 +109,8 @@ class Sharing:
     """How neighbours share a row of tokens: each has its part of them, or all of them in a part of each token's heads.
 
     Source: Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509). All calls but `share` are collective calls of the
-    neighbours, and have gradients. That of `gather` is the sum over neighbours. All of them compute the same loss, so it
-    is `size` times that of one; FSDP's mean over all processes makes it the mean over replicas.
+    neighbours, and have gradients. That of `gather` is the sum over neighbours. All of them compute the same loss, so
+    it is `size` times that of one; FSDP's mean over all processes makes it the mean over replicas.
     """
 
     group: Any  # the neighbours' process group; None: this process has no neighbours
