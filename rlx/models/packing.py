@@ -203,12 +203,12 @@ def enable(lm: Any) -> None:
 
 
 @torch.no_grad()
-def obstacle(lm: Any) -> str | None:
-    """Why a model on the CPU cannot take packed rows, or None.
+def obstacle(lm: Any, sp: int = 1) -> str | None:
+    """Why a model on the CPU cannot take packed rows, which `sp` neighbours share, or None.
 
     It is tried on three short completions, because a layer may look at other tokens than attention does.
     """
-    if reason := _obstacle_of(lm.config):
+    if reason := config_obstacle(lm.config, sp):
         return reason
     before = lm.config._attn_implementation
     try:
@@ -223,28 +223,24 @@ def obstacle(lm: Any) -> str | None:
     return None if is_same else "it computes something else for packed rows"
 
 
-def _obstacle_of(model_config: Any) -> str | None:
-    """Why models with this config of transformers cannot take packed rows, as far as it says, or None."""
+def config_obstacle(model_config: Any, sp: int = 1) -> str | None:
+    """Why models with this config of transformers cannot take packed rows, as far as it says, or None.
+
+    Args:
+        sp: so many neighbours share each row.
+    """
     config = model_config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    if heads % sp:
+        return f"it has {heads} attention heads, not a multiple of {sp}"
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if sp > 1 and kind in _BY_LENGTH:
+        return f"its positions ({kind}) depend on how long a worker's part of a row is"
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
         return "some of its layers do not attend to all earlier tokens"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return f"its attention heads have {size} numbers each" if size % 8 or size > _HEAD_SIZE else None
-
-
-def sharing_obstacle(model_config: Any, sp: int) -> str | None:
-    """Why `sp` neighbours cannot share the rows of models with this config of transformers, as far as it says, or None.
-
-    What else keeps a model from packed rows is found once it is loaded, see `obstacle`.
-    """
-    config = model_config.get_text_config()
-    if config.num_attention_heads % sp:
-        return f"it has {config.num_attention_heads} attention heads, not a multiple of {sp}"
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if kind in _BY_LENGTH:
-        return f"its positions ({kind}) depend on how long a process's part of a row is"
-    return _obstacle_of(model_config)
 
 
 def _trial(lm: Any, packed: bool) -> Tensor:

@@ -340,7 +340,7 @@ def _check_layers(path: str, parallel: ParallelConfig, trust_remote_code: bool, 
         raise ConfigError(f"{setting} {path}: {one_line(error)}") from None
     if parallel.tp > 1:
         tensor_parallel.layer_plan(model_config, parallel.tp)
-    if reason := packing.sharing_obstacle(model_config, parallel.sp) if parallel.sp > 1 else None:
+    elif reason := packing.config_obstacle(model_config, parallel.sp):
         raise ConfigError(f"parallel.sp {parallel.sp}: {setting} {path}: {reason}")
 
 

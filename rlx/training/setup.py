@@ -273,7 +273,7 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     teacher = {"reference": _teacher(model, path, dtype)} if model.reference_path else {}
     asked_by = "parallel.sp" if config.parallel.sp > 1 else "train.packing" if config.train.packing else None
     policy.packs = config.resolved_packing and all(
-        can_pack(loading.transformer(part), _where(model, path, name), asked_by)
+        can_pack(loading.transformer(part), _where(model, path, name), asked_by, config.parallel.sp)
         for name, part in (parts | teacher).items()
     )
     sharder = _Sharder(config, device_mesh, policy.packs)
@@ -361,13 +361,13 @@ class _Sharder:
         return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), offload=name in model.offload)
 
 
-def can_pack(transformer: Any, where: str, asked_by: str | None) -> bool:
+def can_pack(transformer: Any, where: str, asked_by: str | None, sp: int = 1) -> bool:
     """Whether a model of transformers, not sharded yet, takes packed rows; `where` it comes from, for an error's text.
 
     Raises:
         ConfigError: it does not, although a setting asks for it.
     """
-    reason = packing.obstacle(transformer)
+    reason = packing.obstacle(transformer, sp)
     if reason and asked_by:
         raise ConfigError(f"{asked_by}: {where}: {reason}")
     return reason is None

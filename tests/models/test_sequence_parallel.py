@@ -186,13 +186,13 @@ def shape_of(rank: int, ranks: int) -> tuple[Any, ...]:
         (
             LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}),
             2,
-            r"its positions (dynamic) depend on how long a process's part of a row is",
+            r"its positions (dynamic) depend on how long a worker's part of a row is",
         ),
         (LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=1), 4, None),
     ],
 )
 def test_models_whose_rows_cannot_be_shared_are_known(settings: PreTrainedConfig, sp: int, message: str | None) -> None:
-    assert packing.sharing_obstacle(settings, sp) == message
+    assert packing.config_obstacle(settings, sp) == message
 
 
 def test_they_are_refused_before_work_starts(tiny_model: Path, tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def test_updates_of_models_that_cannot_be_packed_are_padded_unless_packing_was_a
     assert not can_pack(window.lm, "mine", None)
     with pytest.raises(ConfigError, match=r"^parallel\.sp: model\.path mine: some of its layers do not attend to all"):
         can_pack(window.lm, "model.path mine", "parallel.sp")
+    with pytest.raises(ConfigError, match=r"^parallel\.sp: mine: it has \d attention heads, not a multiple of 3"):
+        can_pack(plain.lm, "mine", "parallel.sp", 3)
     ids = torch.tensor([[1, 2, 3]])  # the trial left the model as it was
     assert window.lm(input_ids=ids).logits.shape == (1, 3, 9)
     assert (plain.lm.config._attn_implementation, plain.packs) == ("sdpa", False)
