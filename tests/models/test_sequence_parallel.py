@@ -16,6 +16,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig
 from rlx.config.errors import ConfigError
 from rlx.mesh import Mesh, Sharing
 from rlx.models import fsdp, logprobs, packing
+from rlx.models.policy import ResponseTokens
 from rlx.runs import preflight
 from rlx.storage import checkpoint_catalog
 from rlx.training import setup
@@ -116,6 +117,30 @@ def test_adapters_learn_from_shared_rows(on_ranks: OnRanks, tiny_model: Path) ->
     for each in found:
         assert each.pop("seen") < row
         torch.testing.assert_close(each, alone, atol=1e-5, rtol=1e-5)
+
+
+def stored(rank: int, ranks: int, path: str) -> int:
+    """Bytes that a forward pass over a long completion stores for the backward pass."""
+    config = config_of(ranks, ranks, model={"critic": "head", "reference": "none"}, algorithm={"kl_coef": 0})
+    policy: Any = setup.build_models(config, path, Mesh.of("cpu", 1, ranks).mesh)[0]["policy"].model
+    ids, prompts = torch.arange(6, 86).repeat(1, 13), torch.tensor([40])
+    tokens = ResponseTokens.of(ids, prompts, torch.ones(1, 1000))
+    row = packing.pack_row(ids, prompts, torch.tensor([1000]), torch.tensor([0]), tokens.token_index)
+    sizes: dict[int, int] = {}
+
+    def seen(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
+        policy(tokens._replace(packing=row), 1.0)
+    return sum(sizes.values())
+
+
+def test_each_neighbour_stores_its_share_of_a_long_row(on_ranks: OnRanks, tiny_model: Path) -> None:
+    (alone,), (first, other) = (on_ranks(ranks, stored, str(tiny_model)) for ranks in (1, 2))
+    print(f"{alone / 2**20:.1f} MiB alone, {first / 2**20:.1f} and {other / 2**20:.1f} shared")
+    assert max(first, other) < 0.55 * alone
 
 
 # --- updates
