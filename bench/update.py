@@ -116,7 +116,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
         train_loop_config=job,
         torch_config=TorchConfig(backend="nccl" if scaling.use_gpu else "gloo"),
         datasets=preflight.prompt_tables(config, path),
-        dataset_config=RankShares(config.parallel.tp),
+        dataset_config=RankShares(config.parallel.neighbours),
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.num_workers,
             use_gpu=scaling.use_gpu,

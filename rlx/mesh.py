@@ -1,6 +1,7 @@
-"""Which rank this process is, and the collective calls over replicas and over tensor-parallel neighbours.
+"""Which rank this process is, and the collective calls over replicas and over neighbours.
 
-How models are split over the mesh is in rlx/models; nothing here knows a model.
+Neighbours work on the same completions: they share the matrices of layers (tensor parallelism) or the tokens of packed
+rows (sequence parallelism). How models are split is in rlx/models; nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -9,60 +10,74 @@ import logging
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
-DATA, TENSOR = "data", "tensor"
-"""dimensions of the mesh: over replicas, over tensor-parallel neighbours"""
+DATA, TENSOR, SEQUENCE = "data", "tensor", "sequence"
+"""dimensions of the mesh: over replicas, over tensor-parallel neighbours, over sequence-parallel neighbours"""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """The position of a process among all. Neighbours have successive ranks and train on the same completions."""
 
-    mesh: DeviceMesh  # [replicas, tp]; without tensor parallelism [replicas]
+    mesh: DeviceMesh  # [replicas, neighbours]; without neighbours [replicas]
     rank: int  # among all processes
     world_size: int
     tp: int  # neighbours that share each layer's matrices
+    sp: int = 1  # neighbours that share the tokens of each row; this or tp is 1
 
     @classmethod
-    def of(cls, device_type: str, tp: int) -> Mesh:
+    def of(cls, device_type: str, tp: int, sp: int = 1) -> Mesh:
         """The mesh over the default process group; a collective call."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if tp == 1:
+        rank, world_size, neighbours = dist.get_rank(), dist.get_world_size(), tp * sp
+        if neighbours == 1:
             return cls(init_device_mesh(device_type, (world_size,)), rank, world_size, tp)
         # Otherwise every process logs once that two successive gathers could be faster.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        mesh = init_device_mesh(device_type, (world_size // tp, tp), mesh_dim_names=(DATA, TENSOR))
-        return cls(mesh, rank, world_size, tp)
+        names = DATA, TENSOR if sp == 1 else SEQUENCE
+        mesh = init_device_mesh(device_type, (world_size // neighbours, neighbours), mesh_dim_names=names)
+        return cls(mesh, rank, world_size, tp, sp)
+
+    @property
+    def neighbours(self) -> int:
+        """The number of processes of a replica."""
+        return self.tp * self.sp
+
+    @property
+    def shards(self) -> int:
+        """The number of processes over which FSDP cuts each weight."""
+        return self.world_size // self.tp
 
     @property
     def dp_rank(self) -> int:
         """The index of this process's replica."""
-        return self.rank // self.tp
+        return self.rank // self.neighbours
 
     @property
     def dp_size(self) -> int:
         """The number of replicas; each has its own completions."""
-        return self.world_size // self.tp
+        return self.world_size // self.neighbours
 
     @property
     def replicas(self) -> Any:
-        """The process group of the processes, one of each replica, that hold the same part of the model."""
+        """The process group of the processes, one of each replica, that do the same part of its work."""
         return self.mesh.get_group(0)
 
     @property
-    def is_tp_leader(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is the first process of its replica, the one that generates and scores completions."""
-        return self.rank % self.tp == 0
+        return self.rank % self.neighbours == 0
 
     def broadcast_from_leader(self, value: T | None) -> T:
         """Returns the value of the replica's first process on all its processes; a collective call of the replica."""
         values = [value]
-        if self.tp > 1:
-            dist.broadcast_object_list(values, group=self.mesh.get_group(TENSOR), group_src=0)
+        if self.neighbours > 1:
+            dist.broadcast_object_list(values, group=self.mesh.get_group(1), group_src=0)
         return values[0]  # type: ignore[return-value]
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
@@ -70,7 +85,7 @@ class Mesh:
 
         All processes get the same bits, so their decisions are equal.
         """
-        if not self.is_tp_leader:
+        if not self.is_leader:
             tensor.zero_()
         dist.all_reduce(tensor)
         return tensor
@@ -84,3 +99,106 @@ class Mesh:
         """Destroys the process groups that were made for the mesh."""
         for name in self.mesh.mesh_dim_names or ():
             dist.destroy_process_group(self.mesh.get_group(name))
+
+
+# --- sequence parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How neighbours share a row of tokens: each has its part of them, or all of them in a part of each token's heads.
+
+    Source: Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509). All calls but `share` are collective calls of the
+    neighbours, and have gradients. That of `gather` is the sum over neighbours. All of them compute the same loss, so
+    it is `size` times that of one; FSDP's mean over all processes makes it the mean over replicas.
+    """
+
+    group: Any  # the neighbours' process group; None: this process has no neighbours
+    size: int = 1
+    rank: int = 0  # of this process among the neighbours
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Sharing:
+        """Over the processes of a mesh of one dimension."""
+        return cls(mesh.get_group(), mesh.size(), mesh.get_local_rank())
+
+    def length(self, tokens: int) -> int:
+        """How many of a row's tokens a process has; the last ones of a row may have copies of its last token."""
+        return -(-tokens // self.size)
+
+    def share(self, values: Tensor) -> Tensor:
+        """This process's part `[p, ...]` of values `[P, ...]`."""
+        if self.size == 1:
+            return values
+        own = self.length(len(values))
+        places = torch.arange(self.rank * own, (self.rank + 1) * own, device=values.device)
+        return values[places.clamp(max=len(values) - 1)]
+
+    def gather(self, values: Tensor, tokens: int) -> Tensor:
+        """The values `[P, ...]` of all P `tokens` from each process's part `[p, ...]`."""
+        if self.size == 1:
+            return values
+        gathered: Tensor = _Gather.apply(values, self.group, self.size)  # type: ignore[no-untyped-call]
+        return gathered[:tokens]
+
+    def to_heads(self, states: Tensor, tokens: int) -> Tensor:
+        """States `[P, heads / sp, size]` of all P `tokens` in this process's heads, from `[p, heads, size]`.
+
+        Fewer heads than `size` divides are repeated, as queries that share a head of keys need it.
+        """
+        if self.size == 1:
+            return states
+        repeats = 1
+        while states.shape[1] * repeats % self.size:
+            repeats += 1
+        states = states.repeat_interleave(repeats, dim=1) if repeats > 1 else states
+        parts = states.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        exchanged: Tensor = _Exchange.apply(parts, self.group)  # type: ignore[no-untyped-call]
+        return exchanged.flatten(0, 1)[:tokens]
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        """The reverse: states `[p, heads, size]` of this process's tokens, from `[P, heads / sp, size]`."""
+        if self.size == 1:
+            return states
+        missing = self.length(len(states)) * self.size - len(states)
+        parts = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, missing)).unflatten(0, (self.size, -1))
+        exchanged: Tensor = _Exchange.apply(parts.contiguous(), self.group)  # type: ignore[no-untyped-call]
+        return exchanged.transpose(0, 1).flatten(1, 2)
+
+
+UNSHARED = Sharing(None)
+"""a process that has all tokens of its rows"""
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends part i of `[sp, ...]` to process i of a group; gives the parts that come, in the order of their senders.
+
+    By functional collectives, which torch.compile takes. Torch's own gradient for them leaves the wait to the first use
+    of the result, also where that is a view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return wait_tensor(all_to_all_single(parts, None, None, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return wait_tensor(all_to_all_single(gradient.contiguous(), None, None, ctx.group)), None
+
+
+class _Gather(torch.autograd.Function):
+    """The parts `[p, ...]` of all processes of a group, one after the other; gradients are summed over processes."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        gathered = part.new_empty(size * len(part), *part.shape[1:])
+        dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        own = gradient.new_empty(len(gradient) // ctx.size, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
+        return own, None, None

@@ -159,6 +159,7 @@ _CALLED = {
     "num_nodes actor_num_nodes",
     "scaling.resources_per_worker": "resources_per_trial",
     "parallel.tp": "ds_tensor_parallel_size",
+    "parallel.sp": "ulysses_sequence_parallel_size ring_attn_size",
     # options of sweeps
     "trials": "num_samples num_trials",
     "max_concurrent": "max_concurrent_trials",

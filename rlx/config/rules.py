@@ -32,9 +32,12 @@ def refuse_if(condition: object, message: str) -> None:
 
 
 def check_workers(scaling: ScalingConfig, parallel: ParallelConfig, train: TrainConfig, model: ModelConfig) -> None:
-    """Raises ValueError if the workers cannot share the prompts evenly, or parallel.tp does not work with a setting."""
-    workers, tp = scaling.num_workers, parallel.tp
-    refuse_if(workers % tp, f"scaling.num_workers ({workers}) must be a multiple of parallel.tp ({tp})")
+    """Raises ValueError if the workers cannot share the prompts evenly, or parallel does not work with a setting."""
+    workers, tp, sp = scaling.num_workers, parallel.tp, parallel.sp
+    refuse_if(tp > 1 and sp > 1, f"parallel.tp ({tp}) does not work with parallel.sp ({sp}): set only one of them")
+    neighbours, name = parallel.neighbours, "parallel.sp" if sp > 1 else "parallel.tp"
+    refuse_if(workers % neighbours, f"scaling.num_workers ({workers}) must be a multiple of {name} ({neighbours})")
+    refuse_if(sp > 1 and train.packing is False, f"parallel.sp ({sp}) shares packed rows: it needs train.packing")
     unsplit = {"model.lora_rank": model.lora_rank, "model.offload": model.offload, "train.compile": train.compile}
     other = train.optimizer != "adamw"
     unsplit[f"train.optimizer {train.optimizer}"] = other
@@ -46,18 +49,17 @@ def check_workers(scaling: ScalingConfig, parallel: ParallelConfig, train: Train
     for key, value in unsplit.items():
         refuse_if(tp > 1 and value, f"parallel.tp ({tp}) does not work with {key}: set only one of them")
     refuse_if(
-        train.prompts_per_step % (workers // tp * train.num_minibatches),
-        f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers / parallel.tp x "
-        f"train.num_minibatches ({workers // tp} x {train.num_minibatches})",
+        train.prompts_per_step % (workers // neighbours * train.num_minibatches),
+        f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of scaling.num_workers / {name} x "
+        f"train.num_minibatches ({workers // neighbours} x {train.num_minibatches})",
     )
 
 
-def check_packing(train: TrainConfig, scaling: ScalingConfig, model: ModelConfig) -> None:
-    """Raises ValueError if torch has no kernel for packed rows."""
-    refuse_if(
-        bool(train.packing) and scaling.use_gpu and model.dtype == "float32",
-        "train.packing: GPUs need model.dtype bfloat16 for it",
-    )
+def check_packing(train: TrainConfig, scaling: ScalingConfig, model: ModelConfig, sp: int) -> None:
+    """Raises ValueError if torch has no kernel for packed rows, which train.packing or parallel.`sp` asks for."""
+    has_kernel = not scaling.use_gpu or model.dtype != "float32"
+    refuse_if(train.packing and not has_kernel, "train.packing: GPUs need model.dtype bfloat16 for it")
+    refuse_if(sp > 1 and not has_kernel, f"parallel.sp ({sp}): GPUs need model.dtype bfloat16 for packed rows")
 
 
 def check_adaptive_kl(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
@@ -156,7 +158,8 @@ def check_ptx(algorithm: AlgorithmConfig, data: DataConfig, replicas: int) -> No
     )
     refuse_if(
         data.ptx_source and data.ptx_batch % replicas,
-        f"data.ptx_batch ({data.ptx_batch}) must be a multiple of scaling.num_workers / parallel.tp ({replicas})",
+        f"data.ptx_batch ({data.ptx_batch}) must be a multiple of scaling.num_workers / parallel.tp / "
+        f"parallel.sp ({replicas})",
     )
 
 

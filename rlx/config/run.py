@@ -89,8 +89,8 @@ class RunConfig(Section):
 
     @property
     def replicas(self) -> int:
-        """Number of training processes, or of tensor-parallel groups of them, that train on different completions."""
-        return self.scaling.num_workers // self.parallel.tp
+        """Number of training processes, or of groups of neighbours, that train on different completions."""
+        return self.scaling.num_workers // self.parallel.neighbours
 
     @property
     def reward_parts(self) -> list[RewardConfig]:
@@ -107,8 +107,8 @@ class RunConfig(Section):
 
     @property
     def resolved_packing(self) -> bool:
-        """`train.packing`, or the default: where torch has a kernel for it."""
-        is_possible = self.scaling.use_gpu and self.model.dtype != "float32"
+        """`train.packing`, or the default: where torch has a kernel for it, or parallel.sp needs it."""
+        is_possible = self.parallel.sp > 1 or (self.scaling.use_gpu and self.model.dtype != "float32")
         return is_possible if self.train.packing is None else self.train.packing
 
     @property
@@ -161,7 +161,7 @@ def _check(config: RunConfig) -> None:
     rules.check_models(config.model, config.algorithm, config.resolved_critic, config.resolved_reference)
     rules.check_adapters(config.model, config.rollout)
     rules.check_overlap(config.rollout, config.train, config.algorithm, config.replicas)
-    rules.check_packing(config.train, config.scaling, config.model)
+    rules.check_packing(config.train, config.scaling, config.model, config.parallel.sp)
     rules.check_colocated(config.rollout, config.scaling, config.model)
     rules.check_options(config.rollout, config.resolved_rollout_correction)
     rules.check_old_logprobs(

@@ -121,10 +121,10 @@ class RankShares(ray.train.DataConfig):
     Ray's own splits drop a remainder, change with the number of workers and have no position to resume from.
     """
 
-    def __init__(self, tp: int = 1, small: int = SMALL) -> None:
-        """`tp`: successive workers that share a model, and get the same rows; `small`: see `SMALL`."""
+    def __init__(self, neighbours: int = 1, small: int = SMALL) -> None:
+        """`neighbours`: successive workers that get the same rows; `small`: see `SMALL`."""
         super().__init__(datasets_to_split=[])  # no worker waits for another
-        self._tp, self._small = tp, small
+        self._neighbours, self._small = neighbours, small
 
     def configure(
         self,
@@ -135,8 +135,8 @@ class RankShares(ray.train.DataConfig):
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
         tables = {name: rows_of(dataset, self._small) for name, dataset in datasets.items()}
-        ranks = world_size // self._tp
+        ranks = world_size // self._neighbours
         return [
-            {name: Share(rows, worker // self._tp, ranks) for name, rows in tables.items()}
+            {name: Share(rows, worker // self._neighbours, ranks) for name, rows in tables.items()}
             for worker in range(world_size)
         ]

@@ -120,7 +120,7 @@ class Share:
 
     rows: PromptRows
     rank: int = 0
-    ranks: int = 1  # that share the table; tensor-parallel neighbours count as one
+    ranks: int = 1  # that share the table; neighbours count as one
 
     def stream(self, seed: int, order: Order | None = None) -> PromptStream:
         """Returns the rank's part of the prompts of training; `order`: None: the shuffled rows."""

@@ -2,9 +2,10 @@
 
 `policy` has the networks, `logprobs` the log-probabilities of tokens, `packing` rows without padding; `loading` reads
 Hugging Face folders and `folder` looks at their files, `lora` adds adapters, `fsdp` and `tensor_parallel` spread them
-over processes; `tiny` makes the small model that rlx starts from by default.
+over processes, which may share packed rows, too (`rlx.mesh.Sharing`); `tiny` makes the small model that rlx starts
+from by default.
 Left out: optimizers and losses (training, algorithms), generation (rollout).
-May import rlx.config and rlx.types.
+May import rlx.config, rlx.mesh and rlx.types.
 
 Shapes: B responses, L tokens of prompt and response, T response tokens, N response tokens of all responses together,
 H hidden size, V vocabulary.

@@ -20,9 +20,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlx.mesh import UNSHARED, Sharing
+
 ATTENTION = "rlx_packed"
 """the name by which transformers knows `attention`"""
 _HEAD_SIZE = 256  # the largest that torch's kernel takes; it must be a multiple of 8
+_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings of transformers that depend on the largest position given
 
 
 class Packing(NamedTuple):
@@ -39,6 +42,7 @@ class Packing(NamedTuple):
     key_index: Tensor | None  # [K] int64, the place in the row of each key; None: the keys are those of the row
     longest_queries: int
     longest_keys: int
+    sharing: Sharing = UNSHARED  # how neighbours share the tokens while a model runs
 
 
 class _Segment(NamedTuple):
@@ -145,7 +149,8 @@ def attention(
     """Causal attention of transformers' layers; over the segments of a packed row if `packing` is given.
 
     Args:
-        query: `[1, heads, P, size]`, or `[B, heads, L, size]` without `packing`.
+        query: `[1, heads, P, size]`, or `[B, heads, L, size]` without `packing`. Where neighbours share a row, P are
+            this process's tokens; they are exchanged so that each process attends from and to all tokens in its heads.
         key, value: the same with as many heads or fewer.
 
     Returns:
@@ -153,11 +158,12 @@ def attention(
     """
     if packing is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **others)  # type: ignore[no-any-return]
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [P, heads, size]
+    sharing, tokens = packing.sharing, packing.ids.shape[1]
+    query, key, value = (sharing.to_heads(states[0].transpose(0, 1), tokens) for states in (query, key, value))
     if packing.key_index is not None:
         key, value = key[packing.key_index], value[packing.key_index]
     attend = _on_gpu if query.is_cuda else _by_segments
-    return attend(query, key, value, packing, scaling)[None], None
+    return sharing.to_tokens(attend(query, key, value, packing, scaling))[None], None
 
 
 # Before torch 2.12 the kernel takes fewer heads of keys than of queries without being told.
@@ -197,18 +203,13 @@ def enable(lm: Any) -> None:
 
 
 @torch.no_grad()
-def obstacle(lm: Any) -> str | None:
-    """Why a model on the CPU cannot take packed rows, or None.
+def obstacle(lm: Any, sp: int = 1) -> str | None:
+    """Why a model on the CPU cannot take packed rows, which `sp` neighbours share, or None.
 
     It is tried on three short completions, because a layer may look at other tokens than attention does.
     """
-    config = lm.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
-        return "some of its layers do not attend to all earlier tokens"
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if size % 8 or size > _HEAD_SIZE:
-        return f"its attention heads have {size} numbers each"
+    if reason := config_obstacle(lm.config, sp):
+        return reason
     before = lm.config._attn_implementation
     try:
         expected = _trial(lm, packed=False)
@@ -220,6 +221,26 @@ def obstacle(lm: Any) -> str | None:
     finally:
         lm.set_attn_implementation(before)
     return None if is_same else "it computes something else for packed rows"
+
+
+def config_obstacle(model_config: Any, sp: int = 1) -> str | None:
+    """Why models with this config of transformers cannot take packed rows, as far as it says, or None.
+
+    Args:
+        sp: so many neighbours share each row.
+    """
+    config = model_config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    if heads % sp:
+        return f"it has {heads} attention heads, not a multiple of {sp}"
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if sp > 1 and kind in _BY_LENGTH:
+        return f"its positions ({kind}) depend on how long a worker's part of a row is"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
+        return "some of its layers do not attend to all earlier tokens"
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return f"its attention heads have {size} numbers each" if size % 8 or size > _HEAD_SIZE else None
 
 
 def _trial(lm: Any, packed: bool) -> Tensor:
@@ -234,7 +255,13 @@ def _trial(lm: Any, packed: bool) -> Tensor:
     return hidden_states(lm.base_model, row)
 
 
-def hidden_states(backbone: nn.Module, packing: Packing) -> Tensor:
-    """`[N, H]` last hidden states at the places before the response tokens."""
-    states = backbone(input_ids=packing.ids, position_ids=packing.positions, packing=packing, use_cache=False)
-    return states.last_hidden_state[0].index_select(0, packing.before)
+def hidden_states(backbone: nn.Module, packing: Packing, sharing: Sharing = UNSHARED) -> Tensor:
+    """`[N, H]` last hidden states at the places before the response tokens.
+
+    Args:
+        sharing: each neighbour runs the backbone on its share of the row, and gets those of its share of the N.
+    """
+    ids, positions = (sharing.share(values[0])[None] for values in (packing.ids, packing.positions))
+    shared = packing._replace(sharing=sharing)
+    states = backbone(input_ids=ids, position_ids=positions, packing=shared, use_cache=False).last_hidden_state[0]
+    return sharing.gather(states, packing.ids.shape[1]).index_select(0, sharing.share(packing.before))

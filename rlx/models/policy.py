@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlx.mesh import UNSHARED, Sharing
 from rlx.models.logprobs import STORED_LOGITS, LogitScorer, score_logits, token_logprobs
 from rlx.models.packing import Packing, hidden_states, pack_row
 
@@ -38,16 +39,17 @@ class ResponseTokens(NamedTuple):
         """`[N]` token ids."""
         return self.ids.flatten()[self.before + 1]
 
-    def hidden(self, backbone: nn.Module) -> Tensor:
-        """`[N, H]` last hidden states at the position before each token."""
+    def hidden(self, backbone: nn.Module, sharing: Sharing = UNSHARED) -> Tensor:
+        """`[N, H]` last hidden states at the position before each token; with neighbours before each of their share."""
         if self.packing:
-            return hidden_states(backbone, self.packing)
+            return hidden_states(backbone, self.packing, sharing)
         states = backbone(input_ids=self.ids, use_cache=False).last_hidden_state
-        return states.flatten(0, 1).index_select(0, self.before)
+        return states.flatten(0, 1).index_select(0, sharing.share(self.before))
 
-    def grid(self, flat: Tensor) -> Tensor:
-        """Spreads one number per token, `[N]`, over `[B, T]`; zero where there is no token."""
-        return flat.new_zeros(self.mask.shape).index_put(self.token_index, flat)
+    def grid(self, flat: Tensor, sharing: Sharing = UNSHARED) -> Tensor:
+        """Spreads one number per token, `[N]` or a neighbour's share, over `[B, T]`; zero where there is no token."""
+        whole = sharing.gather(flat, len(self.before))
+        return whole.new_zeros(self.mask.shape).index_put(self.token_index, whole)
 
 
 class Sequences(NamedTuple):
@@ -132,6 +134,7 @@ class Policy(nn.Module):
         self.engine_scorer: LogitScorer | None = None  # while it is set, tokens are scored as engines draw them
         self.packs = False  # whether its layers take packed rows, see `packing.enable`
         self.stored_logits = STORED_LOGITS  # see `token_logprobs`; 0 where memory matters more than time
+        self.sharing = UNSHARED  # how neighbours share packed rows, and the tokens to score
 
     def forward(self, tokens: ResponseTokens, temperature: float, entropy: bool = False) -> PolicyOutput:
         """Scores the response tokens.
@@ -142,16 +145,17 @@ class Policy(nn.Module):
             entropy: also compute the entropy of the distribution of each token.
         """
         lm: Any = self.lm
-        hidden, head = tokens.hidden(lm.base_model), lm.get_output_embeddings()
+        hidden, head = tokens.hidden(lm.base_model, self.sharing), lm.get_output_embeddings()
+        targets = self.sharing.share(tokens.targets)
         scorer, is_usual = self.engine_scorer or self.logit_scorer, self.engine_scorer is None
         logprobs, entropies = token_logprobs(
-            head, hidden, tokens.targets, temperature, entropy, scorer, self.stored_logits, is_usual
+            head, hidden, targets, temperature, entropy, scorer, self.stored_logits, is_usual
         )
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
         return PolicyOutput(
-            tokens.grid(logprobs),
-            None if entropies is None else tokens.grid(entropies),
-            None if values is None else tokens.grid(values),
+            tokens.grid(logprobs, self.sharing),
+            None if entropies is None else tokens.grid(entropies, self.sharing),
+            None if values is None else tokens.grid(values, self.sharing),
         )
 
 
@@ -162,7 +166,9 @@ class Critic(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.value_head = value_head
+        self.sharing = UNSHARED  # see `Policy`
 
     def forward(self, tokens: ResponseTokens) -> Tensor:
         """Values `[B, T]`: column t is the value before token t of the response is sampled; zero where padded."""
-        return tokens.grid(self.value_head(tokens.hidden(self.backbone)).squeeze(-1).float())
+        hidden = tokens.hidden(self.backbone, self.sharing)
+        return tokens.grid(self.value_head(hidden).squeeze(-1).float(), self.sharing)

@@ -48,7 +48,7 @@ class CompletionScorer:
             for c, text, answer in zip(completions, texts, answers, strict=True)
         ]
         # One rank of a replica scores for all: a reward function may fail, or give random scores.
-        is_leader = self.mesh.is_tp_leader
+        is_leader = self.mesh.is_leader
         scores = self.mesh.broadcast_from_leader(
             scoring.score(responses, source.functions, source.reward) if is_leader else None
         )

@@ -36,7 +36,7 @@ class EngineGroup:
 
     def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
         """Requests a completion of each of this replica's prompts by each sampling; does not wait."""
-        own = prompts if self.mesh.is_tp_leader else ()
+        own = prompts if self.mesh.is_leader else ()
         return (self.episodes or self.pool).begin(own, samplings, version)
 
     def finish(self, pending: PendingRollout, version: int) -> list[Completion]:

@@ -29,6 +29,7 @@ from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.records import TrackingConfig
 from rlx.config.sections.reward import RewardConfig
 from rlx.config.sections.rollout import RolloutConfig
+from rlx.config.sections.scaling import ParallelConfig
 from rlx.config.vllm_options import check_option_names
 from rlx.data import prompts, sources
 from rlx.data.stored.columns import ChatMessage
@@ -282,8 +283,8 @@ def check_model(config: RunConfig, path: str) -> None:
     if not is_model_folder(path, "model.path"):
         return  # a name on the hub: the workers and engines look it up
     shape = ModelShape.read(path)
-    if config.parallel.tp > 1:
-        _check_layers(path, config.parallel.tp, config.model.trust_remote_code)
+    if config.parallel.neighbours > 1:
+        _check_layers(path, config.parallel, config.model.trust_remote_code)
     needed = sum(lengths(config.data, config.rollout, path).values())
     if shape.positions and needed > shape.positions:
         raise ConfigError(
@@ -299,8 +300,8 @@ def check_model(config: RunConfig, path: str) -> None:
         if other in OWN_MODELS:
             continue  # `prepare` makes it and checks it then
         _check_companion(path, other, setting, needed)
-        if config.parallel.tp > 1 and is_model_folder(other, setting):
-            _check_layers(other, config.parallel.tp, config.model.trust_remote_code, setting)
+        if config.parallel.neighbours > 1 and is_model_folder(other, setting):
+            _check_layers(other, config.parallel, config.model.trust_remote_code, setting)
 
 
 def companions(model: ModelConfig) -> dict[str, str]:
@@ -327,17 +328,20 @@ def _check_companion(path: str, other: str, setting: str, needed: int) -> None:
         )
 
 
-def _check_layers(path: str, tp: int, trust_remote_code: bool, setting: str = "model.path") -> None:
-    """Raises ConfigError if the model's layers cannot be split over `tp` workers."""
+def _check_layers(path: str, parallel: ParallelConfig, trust_remote_code: bool, setting: str = "model.path") -> None:
+    """Raises ConfigError if neighbouring workers cannot share the model's layers or rows."""
     from transformers import AutoConfig
 
-    from rlx.models import tensor_parallel
+    from rlx.models import packing, tensor_parallel
 
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting} {path}: {one_line(error)}") from None
-    tensor_parallel.layer_plan(model_config, tp)
+    if parallel.tp > 1:
+        tensor_parallel.layer_plan(model_config, parallel.tp)
+    elif reason := packing.config_obstacle(model_config, parallel.sp):
+        raise ConfigError(f"parallel.sp {parallel.sp}: {setting} {path}: {reason}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

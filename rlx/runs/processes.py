@@ -45,7 +45,7 @@ _ENGINES_STARTED_WITH = ("reward.model", "model.trust_remote_code", "data.system
 # Settings that workers cannot change.
 _WORKERS_STARTED_WITH = (
     "data.",
-    "parallel.tp",
+    "parallel.",
     "eval.source",
     "eval.sets",
     "eval.num_prompts",

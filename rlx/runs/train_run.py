@@ -79,7 +79,7 @@ def make_trainer(prepared: PreparedRun, folder: Storage, box: Box) -> TorchTrain
         train_loop_config={"box": box, "folder": folder},
         torch_config=WorkerGroupConfig(backend_of(config.scaling, config.model.offload)),
         datasets=dict(prepared.tables or {}),
-        dataset_config=RankShares(config.parallel.tp),
+        dataset_config=RankShares(config.parallel.neighbours),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scaling.num_workers,
             use_gpu=config.scaling.use_gpu,

@@ -308,7 +308,7 @@ class Connections:
             retries=rollout.retries,
             notify=self.job.notify,
             weights=weights,
-            episodes=self._episodes(pool, mesh) if config.environment.name and mesh.is_tp_leader else None,
+            episodes=self._episodes(pool, mesh) if config.environment.name and mesh.is_leader else None,
         )
 
     def _episodes(self, pool: EnginePool, mesh: Mesh) -> Episodes:

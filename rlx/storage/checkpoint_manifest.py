@@ -61,7 +61,8 @@ class Manifest(_Record):
     @property
     def dp_size(self) -> int:
         """Number of data-parallel ranks that wrote the checkpoint: the ranks with completions of their own."""
-        return self.ranks // int(self.config.get("parallel", {}).get("tp", 1))
+        parallel = self.config.get("parallel", {})
+        return self.ranks // (int(parallel.get("tp", 1)) * int(parallel.get("sp", 1)))
 
     def to_json(self) -> str:
         """Returns the text of the manifest file, with a checksum over the content."""

@@ -136,7 +136,7 @@ def largest(mesh: Mesh, values: Tensor, count: int) -> float:
 def over_ranks(trainer: Trainer, updates: Updates) -> dict[str, float]:
     """The value of each metric over all ranks, the same bits on every rank; every rank calls it, with equal names.
 
-    Of tensor-parallel neighbours, which have the same completions, only the first counts, but for a `Maximum`.
+    Of neighbours, which have the same completions, only the first counts, but for a `Maximum`.
     """
     for name, (kind, *values) in updates.items():
         if name not in trainer.aggregates:

@@ -85,7 +85,7 @@ class Checkpointer:
         started = time.perf_counter()
         self.writer.wait()  # for the previous checkpoint, whose memory these copies may take
         shards = checkpoint_files.copy_shards(self.trainer.models, self.trainer.ema, self.copies)
-        if self.trainer.mesh.is_tp_leader:  # tensor-parallel neighbours have the same completions
+        if self.trainer.mesh.is_leader:  # neighbours have the same completions
             shards |= self.queue.state()
         return shards, time.perf_counter() - started
 

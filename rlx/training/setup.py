@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.errors import ConfigError
@@ -25,7 +26,7 @@ from rlx.data import prompts, sources
 from rlx.data.curriculum import CurriculumStream
 from rlx.data.mixture import JoinedRows, MixedOrder
 from rlx.data.stream import PromptStream, Share
-from rlx.mesh import DATA, TENSOR, Mesh
+from rlx.mesh import DATA, SEQUENCE, TENSOR, Mesh, Sharing
 from rlx.models import fsdp, loading, logprobs, lora, packing, tensor_parallel
 from rlx.models.policy import Critic, Policy
 from rlx.rollout.base import Engines
@@ -70,7 +71,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
     config = inputs.config
     if inputs.device.type == "cpu":
         torch.set_num_threads(threads(config.scaling))
-    mesh = Mesh.of(inputs.device.type, config.parallel.tp)
+    mesh = Mesh.of(inputs.device.type, config.parallel.tp, config.parallel.sp)
     _reset_peak_memory(inputs.device)
     models, reference = build_models(config, inputs.model_path, mesh.mesh)
     tokenizer = prompts.load_tokenizer(inputs.model_path, config.model.trust_remote_code)
@@ -162,7 +163,7 @@ def _evaluations(inputs: TrainingInputs, sampling: Sampling, scorer: ScorerMaker
 def _completion_writer(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> CompletionWriter | None:
     """What keeps this replica's completions; None with tracking.completions 0, and on all but its first process."""
     share = inputs.config.tracking.completions
-    if share == 0 or not mesh.is_tp_leader:
+    if share == 0 or not mesh.is_leader:
         return None
     keeping = Keeping(share, inputs.config.seed, mesh.dp_rank, mesh.dp_size)
     return CompletionWriter(inputs.folder, keeping, tokenizer, inputs.reporter.notify)
@@ -270,8 +271,9 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     if config.resolved_critic == "separate":
         parts["critic"] = _critic(model, path, seed, dtype)
     teacher = {"reference": _teacher(model, path, dtype)} if model.reference_path else {}
+    asked_by = "parallel.sp" if config.parallel.sp > 1 else "train.packing" if config.train.packing else None
     policy.packs = config.resolved_packing and all(
-        can_pack(loading.transformer(part), _where(model, path, name), is_asked=config.train.packing is True)
+        can_pack(loading.transformer(part), _where(model, path, name), asked_by, config.parallel.sp)
         for name, part in (parts | teacher).items()
     )
     sharder = _Sharder(config, device_mesh, policy.packs)
@@ -353,18 +355,21 @@ class _Sharder:
         if self.config.parallel.tp > 1:
             tensor_parallel.split_layers(part, device_mesh[TENSOR])
             device_mesh = device_mesh[DATA]
+        if self.config.parallel.sp > 1:
+            part.sharing = Sharing.of(device_mesh[SEQUENCE])
+            device_mesh = init_device_mesh(device_mesh.device_type, (device_mesh.size(),))  # FSDP cuts over all ranks
         return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), offload=name in model.offload)
 
 
-def can_pack(transformer: Any, where: str, is_asked: bool) -> bool:
+def can_pack(transformer: Any, where: str, asked_by: str | None, sp: int = 1) -> bool:
     """Whether a model of transformers, not sharded yet, takes packed rows; `where` it comes from, for an error's text.
 
     Raises:
-        ConfigError: it does not, although train.packing asks for it.
+        ConfigError: it does not, although a setting asks for it.
     """
-    reason = packing.obstacle(transformer)
-    if reason and is_asked:
-        raise ConfigError(f"train.packing: {where}: {reason}")
+    reason = packing.obstacle(transformer, sp)
+    if reason and asked_by:
+        raise ConfigError(f"{asked_by}: {where}: {reason}")
     return reason is None
 
 

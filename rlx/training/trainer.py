@@ -135,7 +135,7 @@ class Trainer:
         for name, each in self.models.items():
             model = cast(FSDPModule, each.model)
             model.set_requires_gradient_sync(last or name in self.scattered)
-            if self.mesh.dp_size == 1 and name not in self.config.model.offload:
+            if self.mesh.shards == 1 and name not in self.config.model.offload:
                 model.set_reshard_after_backward(last)
 
     def update_ema(self) -> None:

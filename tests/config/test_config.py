@@ -130,6 +130,10 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
             r"parallel.tp \(2\) does not work with model.lora_rank",
         ),
         (
+            {"train": {"prompts_per_step": 6}, "scaling": {"num_workers": 4}, "parallel": {"sp": 2}},
+            r"\(6\) must be a multiple of scaling.num_workers / parallel.sp x train.num_minibatches \(2 x 2\)",
+        ),
+        (
             {"algorithm": {"old_logprobs": "rollout", "rollout_correction": "tis"}},
             "set it to none, or algorithm.old_logprobs to",
         ),

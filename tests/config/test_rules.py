@@ -58,6 +58,26 @@ GPU = {"use_gpu": True}
             {"train": {"packing": True}, "model": {"dtype": "float32"}},
         ),
         (
+            {"parallel": {"sp": 2}, "scaling": GPU | {"num_workers": 2}, "model": {"dtype": "float32"}},
+            "parallel.sp (2): GPUs need model.dtype bfloat16 for packed rows",
+            {"parallel": {"sp": 2}, "scaling": {"num_workers": 2}, "model": {"dtype": "float32"}},
+        ),
+        (
+            {"parallel": {"sp": 2}, "scaling": {"num_workers": 2}, "train": {"packing": False}},
+            "parallel.sp (2) shares packed rows: it needs train.packing",
+            {"parallel": {"sp": 2}, "scaling": {"num_workers": 2}},
+        ),
+        (
+            {"parallel": {"sp": 2}, "scaling": {"num_workers": 3}, "train": {"prompts_per_step": 24}},
+            "scaling.num_workers (3) must be a multiple of parallel.sp (2)",
+            {"parallel": {"sp": 2}, "scaling": {"num_workers": 4}, "train": {"prompts_per_step": 24}},
+        ),
+        (
+            {"parallel": {"sp": 2, "tp": 2}, "scaling": {"num_workers": 4}},
+            "parallel.tp (2) does not work with parallel.sp (2): set only one of them",
+            {"parallel": {"sp": 2, "tp": 1}, "scaling": {"num_workers": 4}},
+        ),
+        (
             {"train": {"optimizer": "muon"}, "model": {"lora_rank": 4}},
             "train.optimizer muon does not work with model.lora_rank: use adamw",
             {"train": {"optimizer": "adamw"}, "model": {"lora_rank": 4}},

@@ -58,6 +58,7 @@ def test_the_entropy_is_computed_for_a_bonus_or_on_request() -> None:
         ({"scaling__use_gpu": True, "model__dtype": "float32"}, False),
         ({"scaling__use_gpu": True, "model__dtype": "bfloat16", "train__packing": False}, False),
         ({"train__packing": True}, True),
+        ({"parallel__sp": 2, "scaling__num_workers": 2}, True),
     ],
 )
 def test_updates_in_half_precision_on_gpus_are_packed(settings: dict[str, Any], expected: bool) -> None:

@@ -91,7 +91,7 @@ def test_what_a_rank_is_sent_are_the_rows_that_it_asked_for() -> None:
 
 
 def test_neighbours_of_a_tensor_parallel_group_get_the_same_rows() -> None:
-    views = RankShares(tp=2).configure({"train": dataset(1), "held_out": dataset(1)}, 6, None, None)
+    views = RankShares(neighbours=2).configure({"train": dataset(1), "held_out": dataset(1)}, 6, None, None)
     assert [(view["train"].rank, view["train"].ranks) for view in views] == [
         (0, 3),
         (0, 3),

@@ -1,8 +1,8 @@
-"""Rows on several GPUs, layers cut over several, and both, against one GPU, in bfloat16; run it with `pytest -m gpu
-tests/gpu`.
+"""Rows on several GPUs, layers cut over several, both, and packed rows shared by several, against one GPU, in bfloat16;
+run it with `pytest -m gpu tests/gpu`.
 
-Both take four GPUs, or two that ranks share: NCCL_MULTI_RANK_GPU_ENABLE=1, with NCCL from 2.31 on (an older torch takes
-a newer one by LD_PRELOAD).
+Two replicas of two neighbours take four GPUs, or two that ranks share: NCCL_MULTI_RANK_GPU_ENABLE=1, with NCCL from
+2.31 on (an older torch takes a newer one by LD_PRELOAD).
 """
 
 import functools
@@ -23,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rlx.config import loading
 from rlx.mesh import Mesh
 from rlx.models import fsdp
+from rlx.models.packing import pack_row
 from rlx.models.policy import ResponseTokens
 from rlx.training import setup
 
@@ -45,9 +46,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str) -> None:
-    """On `ranks` ranks, each `tp` of them neighbours: scores of their rows, gradients, and all weights after three
-    optimizer steps."""
+def stepped(rank: int, ranks: int, tp: int, sp: int, folder: str, path: str, results: str) -> None:
+    """On `ranks` ranks, each `tp` x `sp` of them neighbours: scores of their rows, which are packed where neighbours
+    share them, gradients, and all weights after three optimizer steps."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0"}
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
@@ -55,11 +56,11 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
         {
             "model": {"dtype": "bfloat16", "critic": "head", "value_head_init": "normal", "reference": "none"},
             "algorithm": {"kl_coef": 0},
-            "parallel": {"tp": tp},
+            "parallel": {"tp": tp, "sp": sp},
             "scaling": {"num_workers": ranks},
         }
     )
-    grid = Mesh.of("cuda", tp)
+    grid = Mesh.of("cuda", tp, sp)
     trained, _ = setup.build_models(settings, path, grid.mesh)
     policy: Any = trained["policy"].model
     generator = torch.Generator().manual_seed(0)
@@ -69,7 +70,11 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
     for number in range(3):
         mask = torch.ones(len(ids), WIDTH).cuda()
         lengths = torch.full((len(ids),), PROMPT).cuda()
-        scored = policy(ResponseTokens.of(ids, lengths, mask), 1.0)
+        tokens = ResponseTokens.of(ids, lengths, mask)
+        if sp > 1:
+            row = pack_row(ids, lengths.long(), mask.sum(1).long(), torch.arange(len(ids)).cuda(), tokens.token_index)
+            tokens = tokens._replace(packing=row)
+        scored = policy(tokens, 1.0)
         (scored.values.square().mean() - scored.logprobs.mean()).backward()
         if number == 0:
             found = {"logprobs": scored.logprobs.detach(), "values": scored.values.detach()}
@@ -78,7 +83,7 @@ def stepped(rank: int, ranks: int, tp: int, folder: str, path: str, results: str
         trained["policy"].optimizer.step()
         trained["policy"].optimizer.zero_grad()
     found |= {f"weight {name}": fsdp.full_tensor(p.detach()).clone() for name, p in policy.named_parameters()}
-    torch.save({name: tensor.cpu() for name, tensor in found.items()}, Path(results, f"{ranks}-{tp}-{rank}"))
+    torch.save({name: tensor.cpu() for name, tensor in found.items()}, Path(results, f"{ranks}-{tp}-{sp}-{rank}"))
     dist.destroy_process_group()
 
 
@@ -87,7 +92,7 @@ def check_room(ranks: int) -> None:
         pytest.skip(f"needs {ranks} GPUs")
 
 
-Results = Callable[[int, int], list[dict[str, Tensor]]]
+Results = Callable[[int, int, int], list[dict[str, Tensor]]]
 
 
 @pytest.fixture(scope="module")
@@ -99,19 +104,21 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(place / "model")
 
     @functools.cache
-    def run(ranks: int, tp: int) -> list[dict[str, Tensor]]:
+    def run(ranks: int, tp: int, sp: int) -> list[dict[str, Tensor]]:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(stepped, (ranks, tp, folder, str(place / "model"), str(place)), nprocs=ranks)
-        return [torch.load(place / f"{ranks}-{tp}-{rank}") for rank in range(ranks)]
+            shape = ranks, tp, sp
+            torch.multiprocessing.spawn(stepped, (*shape, folder, str(place / "model"), str(place)), nprocs=ranks)
+        return [torch.load(place / f"{ranks}-{tp}-{sp}-{rank}") for rank in range(ranks)]
 
     return run
 
 
-@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (2, 2), (4, 2)])
-def test_several_gpus_score_and_learn_as_one(ranks: int, tp: int, on_gpus: Results) -> None:
+@pytest.mark.parametrize(("ranks", "tp", "sp"), [(2, 1, 1), (2, 2, 1), (4, 2, 1), (2, 1, 2), (4, 1, 2)])
+def test_several_gpus_score_and_learn_as_one(ranks: int, tp: int, sp: int, on_gpus: Results) -> None:
     check_room(ranks)
-    (alone,), (first, *others) = on_gpus(1, 1), on_gpus(ranks, tp)
-    gap = (first["logprobs"] - alone["logprobs"][:: ranks // tp]).abs()
+    (alone,), (first, *others) = on_gpus(1, 1, 1), on_gpus(ranks, tp, sp)
+    replicas = ranks // (tp * sp)
+    gap = (first["logprobs"] - alone["logprobs"][::replicas]).abs()
     print(f"mean |delta logprob| {gap.mean():.4f}, largest {gap.max():.4f}")
     assert gap.mean() <= 0.02
     assert tp == 1 or gap.mean() > 0  # else nothing was cut
@@ -121,7 +128,7 @@ def test_several_gpus_score_and_learn_as_one(ranks: int, tp: int, on_gpus: Resul
             assert apart <= 0.1, (name, float(apart))
         if name == "norm 0":  # later ones follow an optimizer step, where AdamW makes tiny differences large
             assert float(first[name]) == pytest.approx(float(expected), rel=0.02)
-    alike = set(first) - (set() if ranks == tp else {"logprobs", "values"})  # of other rows
+    alike = set(first) - (set() if replicas == 1 else {"logprobs", "values"})  # of other rows
     unlike = {name for name in alike for other in others if not torch.equal(first[name], other[name])}
     assert unlike == set()  # what all hold alike stays alike, to the last bit
 

@@ -149,7 +149,7 @@ class Trainer:
         """Mean difference between an engine's log-probabilities and the policy's; all ranks call it."""
         pool = EnginePool([self.group.pool.engines[index]], 0)
         # Neighbours score the same: what is drawn twice at once may differ in the last bits, and so in tokens.
-        drawn = generate_all(pool, PROMPTS, SAMPLING, 1, self.version) if self.grid.is_tp_leader else None
+        drawn = generate_all(pool, PROMPTS, SAMPLING, 1, self.version) if self.grid.is_leader else None
         return float(self.gaps(self.grid.broadcast_from_leader(drawn)).mean())
 
     def gaps_around_push(self) -> tuple[float, float]:

@@ -141,7 +141,7 @@ def test_an_update_does_not_depend_on_how_layers_are_cut(
 
 def told(rank: int, ranks: int) -> tuple[list[Any], list[float]]:
     grid = Mesh.of("cpu", 2)
-    drawn = [f"replica {grid.dp_rank} of {grid.dp_size}"] if grid.is_tp_leader else None
+    drawn = [f"replica {grid.dp_rank} of {grid.dp_size}"] if grid.is_leader else None
     return grid.broadcast_from_leader(drawn), grid.all_reduce_sum(torch.tensor([1.0, float(rank)])).tolist()
 
 

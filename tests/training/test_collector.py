@@ -17,7 +17,7 @@ from rlx.training.reporting import MemoryReporter
 from rlx.types import Completion, Prompt, Response, Sampling, ScoredCompletion
 
 TEXTS = {(1,): "so 4", (2, 2): "5", (3, 3, 3): "no idea"}
-ALONE: Any = SimpleNamespace(is_tp_leader=True, broadcast_from_leader=lambda value: value, dp_size=2)
+ALONE: Any = SimpleNamespace(is_leader=True, broadcast_from_leader=lambda value: value, dp_size=2)
 
 
 class Tokenizer:
@@ -63,7 +63,7 @@ def test_a_score_is_the_weighted_sum_over_the_functions() -> None:
 
 def test_only_one_rank_of_a_replica_scores() -> None:
     class Other:
-        is_tp_leader = False
+        is_leader = False
 
         def broadcast_from_leader(self, value: Any) -> Any:
             assert value is None

@@ -57,11 +57,13 @@ def test_norms_and_biases_do_not_decay_and_the_head_has_the_critics_rate() -> No
 
 def test_updates_of_models_that_cannot_be_packed_are_padded_unless_packing_was_asked_for() -> None:
     plain, window = Policy(LlamaForCausalLM(LlamaConfig(**SIZES))), Policy(MistralForCausalLM(MistralConfig(**SIZES)))
-    for is_asked in (False, True):
-        assert can_pack(plain.lm, "mine", is_asked)
-    assert not can_pack(window.lm, "mine", is_asked=False)
-    with pytest.raises(ConfigError, match=r"train\.packing: model\.path mine: some of its layers do not attend to all"):
-        can_pack(window.lm, "model.path mine", is_asked=True)
+    for asked_by in (None, "train.packing"):
+        assert can_pack(plain.lm, "mine", asked_by)
+    assert not can_pack(window.lm, "mine", None)
+    with pytest.raises(ConfigError, match=r"^parallel\.sp: model\.path mine: some of its layers do not attend to all"):
+        can_pack(window.lm, "model.path mine", "parallel.sp")
+    with pytest.raises(ConfigError, match=r"^parallel\.sp: mine: it has \d attention heads, not a multiple of 3"):
+        can_pack(plain.lm, "mine", "parallel.sp", 3)
     ids = torch.tensor([[1, 2, 3]])  # the trial left the model as it was
     assert window.lm(input_ids=ids).logits.shape == (1, 3, 9)
     assert (plain.lm.config._attn_implementation, plain.packs) == ("sdpa", False)

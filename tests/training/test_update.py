@@ -130,7 +130,7 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
         "rollout": {"temperature": 0.7},
     }
     config = loading.from_tree(loading.with_overrides(over_experiment(tree), way))
-    mesh = Mesh.of(device, config.parallel.tp)
+    mesh = Mesh.of(device, config.parallel.tp, config.parallel.sp)
     models, reference = setup.build_models(config, path, mesh.mesh)
     models = {name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in models.items()}
     answers = None

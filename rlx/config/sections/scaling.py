@@ -40,3 +40,12 @@ class ParallelConfig(Section):
     tp: PositiveInt = 1
     """tensor parallelism: number of neighbouring workers that split each layer's matrices and train on the same
     completions; scaling.num_workers / tp replicas train on different completions"""
+    sp: PositiveInt = 1
+    """sequence parallelism (Ulysses): number of neighbouring workers that share the tokens of each packed row, for long
+    contexts, and train on the same completions; scaling.num_workers / sp replicas train on different completions. It
+    needs train.packing, and a number of attention heads that it divides; train.micro_batch_tokens counts whole rows"""
+
+    @property
+    def neighbours(self) -> int:
+        """Number of workers that train on the same completions."""
+        return self.tp * self.sp
