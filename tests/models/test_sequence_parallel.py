@@ -90,7 +90,7 @@ def weights_of(tokens: Any) -> Tensor:
     return torch.randn(tokens.mask.shape, generator=torch.Generator().manual_seed(6))
 
 
-@pytest.mark.parametrize(("ranks", "sp"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "sp"), [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_scores_and_gradients_are_those_of_one_process(
     ranks: int, sp: int, on_ranks: OnRanks, tiny_model: Path
 ) -> None:
@@ -162,7 +162,6 @@ FEW = [WAYS[0], WAYS[10]]
     ("ways", "ranks", "sp"),
     [
         (FEW, 2, 2),
-        (FEW, 4, 2),
         pytest.param(WAYS, 2, 2, marks=pytest.mark.slow),
         pytest.param(WAYS, 4, 2, marks=pytest.mark.slow),
         pytest.param(WAYS, 4, 4, marks=pytest.mark.slow),
@@ -182,6 +181,7 @@ def test_an_update_does_not_depend_on_who_shares_rows(
         torch.testing.assert_close(other, first, atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_shards_in_host_memory_change_nothing(on_ranks: OnRanks, tiny_model: Path) -> None:
     half = {"scaling.use_gpu": True, "model.dtype": "bfloat16"}  # the settings alone; the ranks compute on CPUs
     ways = [half, half | {"model.offload": ["critic", "reference"]}]
