@@ -141,10 +141,11 @@ def different_questions(branch: Branch, again: Storage, steps: Iterable[int]) ->
     What a source is called is left out where the branch reads it from another place.
     """
     wanted, is_moved = set(steps), any(key in branch.changes for key in MOVABLE if key.endswith("source"))
-    found = {}
+    found, there = {}, set(evaluations.kept_evaluations(again))
     for file in evaluations.kept_evaluations(branch.run.folder):
         if file.step in wanted:
-            before, after = _columns(branch.run.folder, file), _columns(again, file)
+            # A storage is asked several times for what is not there.
+            before, after = _columns(branch.run.folder, file), _columns(again, file) if file in there else {}
             names = [name for name in {**before, **after} if name != "sources" or not is_moved]
             found[str(file)] = tuple(name for name in names if before.get(name) != after.get(name))
     return found

@@ -77,6 +77,7 @@ def remax(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> Done:
     return train(small(tiny_model, storage, "remax", **chosen))
 
 
+@pytest.mark.slow  # workers of its own
 def test_what_workers_warn_of_is_shown(nothing_left: NothingLeft, tiny_model: Path, storage: Path) -> None:
     name, notes = "tests.my_rewards:slow", list[str]()
     rewards = {"reward__functions": {name: 1.0}, "reward__timeout_s": 1.0, "reward__on_timeout": "zero"}
