@@ -308,8 +308,8 @@ def steady(model: Any) -> float:
 
 
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:
-    """The metrics of a real run's steps but the first, with `WALL`, and `time/step` without the time of an evaluation,
-    which the last has; engines and workers stay for the next run."""
+    """The metrics of a real run's steps but the first, with `WALL`, and `time/step` without the times of an evaluation
+    and of a checkpoint, which the last has; engines and workers stay for the next run."""
     from rlx.runs import launch, preflight
     from rlx.storage.addresses import open_storage
 
@@ -320,7 +320,8 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
         if "time/step" not in metrics:  # of the policy as it was
             return
         reported.append(time.monotonic())
-        own = {"time/step": metrics["time/step"] - metrics.get("time/eval", 0.0), WALL: reported[-1] - reported[-2]}
+        others = sum(metrics.get(part, 0.0) for part in ("time/eval", "time/checkpoint"))
+        own = {"time/step": metrics["time/step"] - others, WALL: reported[-1] - reported[-2]}
         steps.append(metrics | own)
         say(f"{name}: step {metrics['step']} of {config.train.steps}: {seconds_of(metrics)}")
 
