@@ -7,6 +7,7 @@ rows (sequence parallelism). How models are split is in rlx/models; nothing here
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -148,9 +149,7 @@ class Sharing:
         """
         if self.size == 1:
             return states
-        repeats = 1
-        while states.shape[1] * repeats % self.size:
-            repeats += 1
+        repeats = self.size // math.gcd(self.size, states.shape[1])
         states = states.repeat_interleave(repeats, dim=1) if repeats > 1 else states
         parts = states.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
         exchanged: Tensor = _Exchange.apply(parts, self.group)  # type: ignore[no-untyped-call]
