@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from rlx.analysis.loading import Sweep, Trial
-from rlx.analysis.statistics import Group, best_value, final_value, group_trials, rank_trials
+from rlx.analysis.statistics import Group, best_value, final_value, rank_trials
 from rlx.analysis.style import as_text, short_names
 from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.tracking.base import RunStatus
@@ -22,13 +22,6 @@ from rlx.tracking.console import plain_console, table_text
 OPTIONAL_COLUMNS = ("tokens", "lowest", "highest", "seconds")
 """columns that a narrow terminal does not show, in the order in which they are dropped"""
 _UNLIMITED = 10_000  # characters
-
-
-def settings_table(
-    sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None
-) -> pd.DataFrame:
-    """One row per setting, or per value of `by`, best first; the arguments are those of `group_trials`."""
-    return group_table(group_trials(sweep, metric, mode, by))
 
 
 def group_table(groups: Sequence[Group]) -> pd.DataFrame:

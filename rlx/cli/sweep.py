@@ -385,7 +385,7 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if spent := cost.cost_line(sweep):
             print(spent)
-        print(tables.format_table(tables.settings_table(sweep, plan.metric, plan.mode), width))
+        print(tables.format_table(tables.group_table(compared[report.SETTINGS]), width))
         print(sweep_verdict(compared[report.SETTINGS], evidence, plan.metric))
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own errors

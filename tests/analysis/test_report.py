@@ -21,6 +21,7 @@ from sweep_cases import BASE, Run, config, log_sweep
 from rlx.analysis import loading, report, tables
 from rlx.analysis.importance import MIN_GROUPS
 from rlx.analysis.sentences import summary_sentence
+from rlx.analysis.statistics import group_trials
 from rlx.cli import analyze
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import with_experiment
@@ -182,7 +183,7 @@ def test_missing_artifacts_are_named_on_the_page(uri: str, tmp_path: Path) -> No
 
 def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) -> None:
     loaded = loading.load_sweep(uri, "rlx", "pbt")
-    table = tables.settings_table(loaded)
+    table = tables.group_table(group_trials(loaded))
     assert table[["actor_lr", "mean", "notes"]].values.tolist() == [
         [1e-3, 0.9, "continued from trial_1@2"],
         [1e-4, 0.2, "stopped at 2"],

@@ -14,7 +14,6 @@ from rlx.analysis import static_figure, statistics, style, tables
 from rlx.analysis.loading import Setting
 from rlx.analysis.sentences import difference_sentence, summary_sentence
 from rlx.analysis.statistics import difference, group_trials, mean_interval
-from rlx.analysis.tables import settings_table
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC
 
@@ -119,7 +118,7 @@ def test_a_setting_that_was_not_varied_is_refused() -> None:
 
 def test_a_metric_that_was_not_loaded_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown metric 'policy/loss'"):
-        settings_table(SMALL, "policy/loss")
+        group_trials(SMALL, "policy/loss")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,7 +210,7 @@ def test_without_a_result_there_is_no_winner() -> None:
 
 
 def test_a_row_per_setting_with_what_is_to_be_said_of_its_trials() -> None:
-    table = settings_table(SMALL)
+    table = tables.group_table(group_trials(SMALL))
     assert table["rank"].tolist() == [1, 2, 3]
     assert table["actor_lr"].tolist() == [3e-4, 1e-4, 1e-3]
     assert table["runs"].tolist() == [1, 2, 1]
@@ -223,12 +222,14 @@ def test_a_row_per_setting_with_what_is_to_be_said_of_its_trials() -> None:
 
 
 def test_a_trial_that_went_on_from_another_says_so() -> None:
-    (note,) = settings_table(sweep(trial(0, {LR: 1.0}, {9: 0.5}, origins=("trial_00001@6",))))["notes"]
+    (note,) = tables.group_table(group_trials(sweep(trial(0, {LR: 1.0}, {9: 0.5}, origins=("trial_00001@6",)))))[
+        "notes"
+    ]
     assert note == "continued from trial_00001@6"
 
 
 def test_without_anything_to_say_there_is_no_column_for_it() -> None:
-    assert list(settings_table(sweep(trial(0, {LR: 1.0}, {9: 0.5}))))[-1] == "seconds"
+    assert list(tables.group_table(group_trials(sweep(trial(0, {LR: 1.0}, {9: 0.5})))))[-1] == "seconds"
 
 
 def test_a_row_per_trial_by_the_last_value_then_the_best() -> None:
@@ -254,7 +255,7 @@ def test_names_lose_their_section_unless_two_would_be_alike() -> None:
 
 
 def test_the_table_is_markdown_with_numbers_a_person_can_read() -> None:
-    head, rule, first, *_ = tables.format_table(settings_table(SMALL)).splitlines()
+    head, rule, first, *_ = tables.format_table(tables.group_table(group_trials(SMALL))).splitlines()
     cells = [cell.strip() for cell in first.strip("|").split("|")]
     assert head.startswith("| rank | actor_lr ")
     assert set(rule) == set("|-")
@@ -277,7 +278,7 @@ def test_what_looks_like_markup_stays_in_the_table() -> None:
     ],
 )
 def test_a_narrow_terminal_goes_without_the_least_important(width: int, left_out: list[str]) -> None:
-    table = settings_table(SMALL)
+    table = tables.group_table(group_trials(SMALL))
     head, *rest = tables.format_table(table, width).splitlines()
     names = [name.strip() for name in head.strip("|").split("|")]
     assert names == [name for name in table if name not in left_out]
