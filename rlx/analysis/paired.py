@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from rlx.analysis.comparison.winner import corrected_best
-from rlx.analysis.statistics import LEVEL, resolution
+from rlx.analysis.statistics import LEVEL, resolution, share_of_look
 
 Values = NDArray[np.float64]
 
@@ -65,8 +65,7 @@ def deficits(values: Values, looks: int = 1) -> list[Deficit]:
         values: [settings, seeds], at least two of each; high is good. What they are rounded to, as shares of right
             answers are, counts as chance: otherwise differences that are equal by luck would prove anything.
         looks: how often they have been compared until now. Intervals are wider by that (repeated intervals: Jennison
-            and Turnbull 1989): (1 - 0.95) / (looks + 1) on each side is nearly the constant of Pocock (1977, Biometrika
-            64) for so many looks. It is about twice Bonferroni's share, for looks repeat much of each other.
+            and Turnbull 1989), see `share_of_look`.
     """
     count = values.shape[1]
     gaps = values - values[:, None]  # [settings, others, seeds]
@@ -78,7 +77,7 @@ def deficits(values: Values, looks: int = 1) -> list[Deficit]:
     for table in (means, needed):
         np.fill_diagonal(table, -np.inf)  # a setting is no other
     chances, leaders = _chances(values, needed.max(axis=1)), means.argmax(axis=1)
-    quantile = float(stdtrit(count - 1, 1 - (1 - LEVEL) / (looks + 1)))
+    quantile = float(stdtrit(count - 1, 1 - share_of_look(looks) * (1 - LEVEL) / 2))
     widths, lucks = quantile * errors, [corrected_best(np.delete(values, i, axis=0)).luck for i in range(len(values))]
     return [
         Deficit(float(means[i, leader]), float(widths[i, leader]), lucks[i], float(chances[i]), int(leader))

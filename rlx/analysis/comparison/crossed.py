@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import stdtrit
 
-from rlx.analysis.statistics import LEVEL, resolution
+from rlx.analysis.statistics import LEVEL, resolution, share_of_look
 
 Table = NDArray[np.float64]
 _LEAST = -80.0  # the logarithm of a chance below which one counts as 0
@@ -90,8 +90,8 @@ class CrossedMean(NamedTuple):
 
 def after_looks(found: CrossedMean, looks: int) -> tuple[CrossedMean, float]:
     """A mean, and its chance, that was looked at so often until it seemed to differ from 0: with a wider interval and a
-    larger chance (see rlx.analysis.paired.deficits, which has the same widths)."""
-    share = 2 / (looks + 1)
+    larger chance."""
+    share = share_of_look(looks)
     wide = found._replace(half_width=float(half_width(found.parts, share * (1 - LEVEL))))
     return wide, min(1.0, found.chance / share)  # NaN stays
 

@@ -23,14 +23,12 @@ Left out: differences themselves (`pairs`).
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
 
-from rlx.analysis.comparison.crossed import Table
-from rlx.analysis.statistics import LEVEL, Estimate, resolution
+from rlx.analysis.comparison.crossed import Table, crossed_mean
+from rlx.analysis.statistics import Estimate, resolution
 
 
 class Winner(NamedTuple):
@@ -56,6 +54,5 @@ def corrected_best(values: Table, sign: float = 1.0) -> Winner:
     tied = rated == rated.max(axis=0)  # of several that are equally good, no order may choose one
     judged = (values * tied).sum(axis=0) / tied.sum(axis=0)
     luck = sign * float(means[best] - judged.mean())
-    variance = float(values[best].var(ddof=1)) + resolution(values) ** 2 / 12  # equal by luck, they are only so close
-    own = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * math.sqrt(variance / count)
+    own = crossed_mean(values[best][:, None], resolution(values)).half_width
     return Winner(best, float(means[best]), Estimate(float(judged.mean()), own + luck), luck)
