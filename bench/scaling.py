@@ -5,7 +5,8 @@
 The update is bench/update.py's, without the bare loop and without engines, on 1, 2 and where there are as many GPUs 4
 workers; on a CPU on 1 and 2, which share its cores. `--whole-step` makes real runs besides, with as many engines as
 workers, where there are GPUs for both (with `rollout.placement colocated` they share them). train.prompts_per_step is
-for each rank; with `--strong` it is for all together, and the shares say how much of each further GPU is of use.
+for each rank; with `--strong` it is for all together, and the shares say how much of each further GPU is of use. With
+`--parallel.sp 2 --scaling.num-workers 2`, or tp, a rank is a replica of two workers.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def script() -> int:
         args, config = workload.read(options, argv)
-        if config.scaling.num_workers > 1:
-            raise ConfigError("scaling.num_workers: --ranks says how many workers there are")
-        counts = ranks(args.ranks, workload.gpus() if config.scaling.use_gpu else None)
+        if config.scaling.num_workers > config.parallel.neighbours:
+            raise ConfigError("scaling.num_workers: --ranks says how many replicas there are; give those of one")
+        counts = ranks(args.ranks, workload.gpus() // config.parallel.neighbours if config.scaling.use_gpu else None)
         work = {"train.prompts_per_step": config.train.prompts_per_step} if args.strong else {}
         alone = {count: scaled(config, count, work | without_engines(config)) for count in counts}
         load = os.getloadavg()[0]
