@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         load = os.getloadavg()[0]
         with workload.prepared(config) as (ready, path):
             steps = first_steps(ready, path, config.train.steps)
-            figures = (
-                rewards(steps) | parts(steps[-1]) | (shares(ready, path, steps[-1]) if config.scaling.use_gpu else {})
-            )
+            figures = rewards(steps) | parts(ready, steps[-1])
+            if config.scaling.use_gpu:
+                figures |= shares(ready, path, steps[-1])
             table.finish("large_model", figures, ready, args.out, load, {"in turns": args.in_turns})
         return 0
 
@@ -145,20 +145,24 @@ def rewards(steps: Steps) -> dict[str, float]:
     return {"reward of the first step": steps[0]["reward/mean"], "reward of the last step": steps[-1]["reward/mean"]}
 
 
-def parts(step: Mapping[str, Any]) -> dict[str, float]:
+def parts(config: RunConfig, step: Mapping[str, Any]) -> dict[str, float]:
     """A step's seconds and memory."""
-    drawn = step["tokens/rollout_per_s"] * step["time/rollout"]
     return (
-        {"step, s": step["time/step"], "response tokens/s": drawn / step["time/step"]}
+        {"step, s": step["time/step"], "response tokens/s": drawn(config, step) / step["time/step"]}
         | {f"{part}, s": step[f"time/{part}"] for part in workload.PARTS}
         | {"most memory of a worker, GiB": step["memory/peak_gib"]}
     )
 
 
+def drawn(config: RunConfig, step: Mapping[str, Any]) -> float:
+    """The response tokens of a step."""
+    return float(step["response/length_mean"] * alike.completions(config))
+
+
 def shares(config: RunConfig, path: str, step: Mapping[str, Any]) -> dict[str, float]:
     """The update's share of the peak, and the least seconds that a step could take as a share of those that it took."""
     figures, lm = dict[str, float](), _shape_of(path)
-    scored = step["tokens/rollout_per_s"] * step["time/rollout"]
+    scored = drawn(config, step)
     read = step["tokens/update_per_s"] * step["time/update"] - scored
     decoding = decode_s(config, lm, read, scored)
     for words, prompts in (("all tokens", read), ("prompts once", read / config.train.samples_per_prompt)):

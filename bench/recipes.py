@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             workload.check_gpu(config)
             write_questions(config, args.question, args.steps)
             with workload.prepared(config) as (ready, path):
-                figures = parts(first_steps(ready, path, args.steps)[-1])
+                figures = parts(ready, first_steps(ready, path, args.steps)[-1])
                 facts = {"recipe": args.config, "tokens of a question": args.question}
                 table.finish(f"recipe-{Path(args.config).stem}", figures, ready, args.out, load, facts)
         return 0

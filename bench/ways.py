@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -61,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     device = torch.device("cuda" if given.gpu else "cpu")
     base = (workload.GPU if given.gpu else workload.CPU) | (PPO if given.ppo else {})
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    dist.init_process_group("nccl" if given.gpu else "gloo", rank=0, world_size=1)
+    backend = "nccl" if given.gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     print(torch.cuda.get_device_name() if given.gpu else "CPU", base, flush=True)
     with tempfile.TemporaryDirectory(prefix="rlx-ways-") as folder:
         base |= {"storage": folder, "train.steps": 1000} | dict(pair.split("=", 1) for pair in given.set)
@@ -86,6 +85,7 @@ def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool
         between = now(device)
         update(trainer, batch, deferred)
         times.append((between - started, now(device) - between))
+        workload.say(f"log-probabilities {times[-1][0]:.3f} s, update {times[-1][1]:.3f} s")
         trainer.step += 1
     if profile:
         print(profiled(lambda: update(trainer, batch, trainer.defers_logprobs)), flush=True)
@@ -100,6 +100,7 @@ def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool
 
 
 def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
+    torch.set_num_threads(setup.threads(config.scaling))  # as Ray has it in a worker
     mesh = Mesh.of(device.type, 1)
     models, reference = setup.build_models(config, workload.model_folder(config), mesh.mesh)
     return Trainer(

@@ -165,7 +165,7 @@ def test_the_least_step_of_a_large_model_is_work_and_bytes_by_the_peaks(small_mo
     """Two layers, 16 wide: 4 x 2 responses of 5 tokens to prompts of 3, one worker and two engines."""
     train = {"train.prompts_per_step": 4, "train.samples_per_prompt": 2, "train.num_minibatches": 2}
     config = from_tree(with_overrides({}, large_model.CPU | train | {"rollout.num_engines": 2}))
-    step = {"tokens/rollout_per_s": 40.0, "time/rollout": 1.0, "tokens/update_per_s": 64.0, "time/update": 1.0}
+    step = {"response/length_mean": 5.0, "tokens/update_per_s": 64.0, "time/update": 1.0}
     figures = large_model.shares(config, small_model, step | {"time/step": 2.0})
     body = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16) + 16  # q and o, k and v, MLP, norms
     work = {tokens: 6 * (body * tokens + 40 * 16 * 40 + 2 * 16 * tokens**2 / 8) for tokens in (64, 52)}

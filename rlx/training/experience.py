@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlx.algorithms.dealing import balance_lengths, choose_minibatches
+from rlx.algorithms.dealing import choose_minibatches, deal
 from rlx.mesh import Mesh
 from rlx.models.packing import pack_row, same_prompts
 from rlx.models.policy import ResponseTokens, Sequences
@@ -319,23 +319,24 @@ def token_draws(batch: RolloutBatch, seeds: Sequence[int]) -> Tensor:
 # --- over replicas
 
 
-def deal_minibatches(batch: B, count: int, mesh: Mesh, seeds: Sequence[int] | None = None) -> B:
+def deal_minibatches(batch: B, count: int, mesh: Mesh, seeds: Sequence[int] | None = None, packed: bool = False) -> B:
     """Exchanges completions so that `minibatches` gives those of a pass, dealt over replicas; a collective call.
 
     Ranks wait for one another in FSDP's collectives: each micro-batch takes as long as the largest one on any replica.
-    So each replica gets equally many completions of each mini-batch, of similar lengths.
+    So each replica gets equally many completions of each mini-batch, with as much to compute.
 
     Args:
         count: of mini-batches.
         seeds: see `choose_minibatches`.
+        packed: completions of a group on the same replica share their prompt.
     """
     if mesh.dp_size == 1 and seeds is None:
         return batch
     if mesh.dp_size == 1:
         return _in_order(batch, choose_minibatches(batch.groups.cpu()[None], count, seeds)[0].argsort(stable=True))
-    lengths, groups, length, width = _gather(batch, mesh)
+    prompts, responses, groups, length, width = _gather(batch, mesh)
     chosen = choose_minibatches(groups, count, seeds)
-    owners = balance_lengths(lengths, chosen)
+    owners = deal(prompts, responses, groups, chosen, packed)
     outgoing, incoming = owners[mesh.dp_rank], owners == mesh.dp_rank
     dealt = _exchanged(pad_to(batch, length, width), outgoing, incoming.sum(1), mesh)
     return _in_order(dealt, chosen[incoming].argsort(stable=True))
@@ -344,10 +345,10 @@ def deal_minibatches(batch: B, count: int, mesh: Mesh, seeds: Sequence[int] | No
 def return_to_owners(batch: Experience, mesh: Mesh) -> Experience:
     """Each replica's own completions in the order in which it made them, wherever they are; a collective call."""
     if mesh.dp_size > 1:
-        lengths, _, length, width = _gather(batch, mesh)
-        homes = batch.home.new_empty(lengths.numel())
+        _, _, groups, length, width = _gather(batch, mesh)
+        homes = batch.home.new_empty(groups.numel())
         dist.all_gather_into_tensor(homes, batch.home, group=mesh.replicas)
-        owners = homes.cpu().view_as(lengths) // lengths.shape[1]
+        owners = homes.cpu().view_as(groups) // groups.shape[1]
         arriving = (owners == mesh.dp_rank).sum(1)
         batch = _exchanged(pad_to(batch, length, width), owners[mesh.dp_rank], arriving, mesh)
     return _in_order(batch, batch.home.argsort())
@@ -379,12 +380,12 @@ def _in_order(batch: B, order: Tensor) -> B:
     return replace(batch.rows(index), row=torch.arange(len(index), device=index.device))
 
 
-def _gather(batch: RolloutBatch, mesh: Mesh) -> tuple[Tensor, Tensor, int, int]:
-    """Every replica's completion lengths and groups, `[R, B]` on the CPU, and the largest L and T of all."""
+def _gather(batch: RolloutBatch, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """Every replica's lengths of prompts and responses, and groups, `[R, B]` on the CPU; and the largest L and T."""
     shape = torch.tensor([batch.ids.shape[1], batch.mask.shape[1]], device=batch.ids.device)
-    own = torch.cat([batch.prompt_lengths + batch.response_lengths, batch.groups, shape])
+    own = torch.cat([batch.prompt_lengths, batch.response_lengths, batch.groups, shape])
     gathered = torch.empty(mesh.dp_size, len(own), dtype=own.dtype, device=own.device)
     dist.all_gather_into_tensor(gathered.view(-1), own, group=mesh.replicas)
     length, width = gathered[:, -2:].amax(0).tolist()
-    lengths, groups = gathered[:, :-2].cpu().chunk(2, dim=1)
-    return lengths, groups, length, width
+    prompts, responses, groups = gathered[:, :-2].cpu().chunk(3, dim=1)
+    return prompts, responses, groups, length, width

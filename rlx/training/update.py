@@ -90,7 +90,7 @@ def mini_batches(
         The experience that this rank has in this epoch, and the micro-batches and denominators of each mini-batch.
     """
     count, seeds = trainer.config.train.num_minibatches, (trainer.config.seed, trainer.step, epoch)
-    batch = deal_minibatches(batch, count, trainer.mesh, seeds if epoch else None)
+    batch = deal_minibatches(batch, count, trainer.mesh, seeds if epoch else None, trainer.policy.packs)
     parts = minibatches(batch, count)
     if trainer.config.algorithm.policy_loss == "clip_cov":
         parts = [without_high_covariance(trainer, part, seeds) for part in parts]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlx.algorithms.dealing import balance_lengths, choose_minibatches
+from rlx.algorithms.dealing import balance_groups, balance_lengths, choose_minibatches, deal
 from rlx.training.collector import Selection
 from rlx.training.experience import (
     Experience,
@@ -354,6 +354,61 @@ def test_completions_are_dealt_the_longest_first_to_and_fro() -> None:
 def dealt(lengths: list[list[int]], chosen: list[list[int]] | None = None) -> list[list[int]]:
     rows = torch.tensor(lengths)
     return balance_lengths(rows, torch.zeros_like(rows) if chosen is None else torch.tensor(chosen)).tolist()
+
+
+def test_groups_that_share_their_prompt_stay_together_where_that_is_less_to_compute() -> None:
+    # Two replicas, one mini-batch, two groups of two. Whole groups: 10 + 3 and 10 + 7 tokens, so 17 for the busiest.
+    # The longest first, to and fro: 4 and 1, 3 and 2, each from both groups, so 2 x 10 + 5 for both.
+    responses, groups = torch.tensor([[4, 3], [2, 1]]), torch.tensor([[7, 7], [5, 5]])
+    prompts, chosen = torch.full_like(groups, 10), torch.zeros_like(groups)
+    assert deal(prompts, responses, groups, chosen, True).tolist() == [[0, 0], [1, 1]]
+    assert deal(prompts, responses, groups, chosen, False).tolist() == [[0, 1], [1, 0]]
+    # With prompts of one token: 1 + 7 for the busiest with whole groups, and 2 + 5 with single completions.
+    assert deal(prompts // 10, responses, groups, chosen, True).tolist() == [[0, 1], [1, 0]]
+
+
+def test_groups_are_dealt_the_longest_first_in_each_mini_batch() -> None:
+    responses = torch.tensor([[9, 9, 5, 5], [2, 2, 8, 8]])
+    groups = torch.tensor([[0, 0, 1, 1], [2, 2, 3, 3]])
+    chosen = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
+    owners = balance_groups(responses, groups, chosen)
+    assert owners is not None
+    assert owners.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]  # 18 and 4; 16 and 10
+
+
+@pytest.mark.parametrize(
+    ("groups", "chosen"),
+    [
+        ([[0, 0, 0], [1, 1, 2]], [[0, 0, 0], [0, 0, 0]]),  # of different sizes
+        ([[0, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]),  # one group, two replicas
+        ([[0, 0, 1, 1], [2, 2, 3, 3]], [[0, 0, 0, 1], [0, 1, 1, 1]]),  # cut by mini-batches
+    ],
+)
+def test_groups_that_cannot_be_dealt_evenly_are_dealt_by_completions(
+    groups: list[list[int]], chosen: list[list[int]]
+) -> None:
+    of, part = torch.tensor(groups), torch.tensor(chosen)
+    responses, prompts = torch.arange(1, of.numel() + 1).view_as(of), torch.full_like(of, 100)
+    assert balance_groups(responses, of, part) is None
+    assert torch.equal(deal(prompts, responses, of, part, True), balance_lengths(prompts + responses, part))
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_packed_completions_are_dealt_such_that_no_prompt_is_computed_twice(replicas: int) -> None:
+    """64 groups of 8 for each replica: single completions would have up to 1.4 times the tokens."""
+    generator = torch.Generator().manual_seed(replicas)
+    responses = torch.randint(32, 257, (replicas, 512), generator=generator)
+    groups = torch.arange(replicas * 512).view_as(responses) // 8
+    prompts = 50 + groups % 7
+    chosen = choose_minibatches(groups, 2, None)
+    owners = deal(prompts, responses, groups, chosen, True)
+    least = (responses.sum() + prompts.sum() / 8) / replicas
+    loads = []
+    for replica in range(replicas):
+        own = owners == replica
+        assert int((own & (chosen == 0)).sum()) == int((own & (chosen == 1)).sum()) == 256
+        loads.append(int(responses[own].sum() + sum(50 + group % 7 for group in set(groups[own].tolist()))))
+    assert max(loads) < 1.01 * least
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
