@@ -25,7 +25,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> nn.Module:
+def shard(
+    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False, keep: bool = False
+) -> nn.Module:
     """Shards a model in place over the devices of a mesh, one shard per rank, and returns it.
 
     Weights become float32, unit by unit as they are cut: no rank holds all of a model that was loaded in bfloat16 in
@@ -36,12 +38,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
     Args:
         offload: shards, gradients and therefore the optimizer stay in host memory; the weights of a unit are copied to
             the device when they are needed.
+        keep: gathered weights stay in memory after a forward pass, until `reshard` or a backward pass frees them.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     _move_buffers(model, mesh.device_type)
-    # If no other rank has a shard, freeing gathered weights between forward and backward would free little.
-    reshard_after_forward = False if mesh.size() == 1 and not offload else None
     for unit in (*_units(decoder_layers(model)), [model]):
         _move_weights(unit, mesh.device_type)
         fully_shard(
@@ -49,7 +50,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
             mesh=mesh,
             mp_policy=precision,
             offload_policy=offload_policy,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=False if keep else None,
         )
     return model
 

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlx.config.errors import ConfigError
 from rlx.mesh import UNSHARED, Sharing
 
 ATTENTION = "rlx_packed"
@@ -200,6 +201,18 @@ AttentionInterface.register(ATTENTION, attention)
 def enable(lm: Any) -> None:
     """Gives a model of transformers the attention that takes a `packing`."""
     lm.set_attn_implementation(ATTENTION)
+
+
+def can_pack(transformer: Any, where: str, asked_by: str | None, sp: int = 1) -> bool:
+    """Whether a model of transformers, not sharded yet, takes packed rows; `where` it comes from, for an error's text.
+
+    Raises:
+        ConfigError: it does not, although a setting asks for it.
+    """
+    reason = obstacle(transformer, sp)
+    if reason and asked_by:
+        raise ConfigError(f"{asked_by}: {where}: {reason}")
+    return reason is None
 
 
 @torch.no_grad()

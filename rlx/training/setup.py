@@ -89,6 +89,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
         ema=initial_ema(config.train, models["policy"].model),
         supervised=_supervised(inputs, mesh, tokenizer),
         scattered=scattered(config.scaling, config.parallel.tp, models),
+        gathered=frozenset(name for name, each in models.items() if keeps_gathered(config, name, each.model)),
         attributed_step=inputs.attributed_step,
     )
     collector = _collector(inputs, trainer, tokenizer)
@@ -273,7 +274,7 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     teacher = {"reference": _teacher(model, path, dtype)} if model.reference_path else {}
     asked_by = "parallel.sp" if config.parallel.sp > 1 else "train.packing" if config.train.packing else None
     policy.packs = config.resolved_packing and all(
-        can_pack(loading.transformer(part), _where(model, path, name), asked_by, config.parallel.sp)
+        packing.can_pack(loading.transformer(part), _where(model, path, name), asked_by, config.parallel.sp)
         for name, part in (parts | teacher).items()
     )
     sharder = _Sharder(config, device_mesh, policy.packs)
@@ -358,19 +359,8 @@ class _Sharder:
         if self.config.parallel.sp > 1:
             part.sharing = Sharing.of(device_mesh[SEQUENCE])
             device_mesh = init_device_mesh(device_mesh.device_type, (device_mesh.size(),))  # FSDP cuts over all ranks
-        return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), offload=name in model.offload)
-
-
-def can_pack(transformer: Any, where: str, asked_by: str | None, sp: int = 1) -> bool:
-    """Whether a model of transformers, not sharded yet, takes packed rows; `where` it comes from, for an error's text.
-
-    Raises:
-        ConfigError: it does not, although a setting asks for it.
-    """
-    reason = packing.obstacle(transformer, sp)
-    if reason and asked_by:
-        raise ConfigError(f"{asked_by}: {where}: {reason}")
-    return reason is None
+        offload, keep = name in model.offload, keeps_gathered(self.config, name, part)
+        return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), offload, keep)
 
 
 def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
@@ -384,6 +374,18 @@ def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOpti
     sizes = {name: sum(p.numel() for p in m.model.parameters() if p.requires_grad) for name, m in models.items()}
     limit = _kept_numbers(scaling)
     return frozenset(name for name, size in sizes.items() if size // tp > limit)
+
+
+def keeps_gathered(config: RunConfig, name: str, model: Any) -> bool:
+    """Whether the weights of a model stay gathered from its first pass to the last one before an optimizer step.
+
+    They do if they take at most a sixteenth of a worker's GPU memory, or if no other rank could hold the other parts.
+    """
+    scaling, tp = config.scaling, config.parallel.tp
+    if name in config.model.offload or not scaling.use_gpu or scaling.num_workers == tp:
+        return name not in config.model.offload
+    size = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize // tp
+    return size <= _kept_numbers(scaling) * torch.float32.itemsize
 
 
 def _kept_numbers(scaling: ScalingConfig) -> int:

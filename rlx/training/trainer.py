@@ -67,6 +67,7 @@ class Trainer:
     ema: dict[str, Tensor]  # average of the policy's weights, by name; empty if none is kept
     supervised: SupervisedRows | None = None
     scattered: frozenset[str] = frozenset()  # models whose gradients are reduced in each backward pass
+    gathered: frozenset[str] = frozenset()  # models whose weights stay gathered until an optimizer step
     attributed_step: int | None = None  # the step whose gradient is to be shared out among its prompts
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
@@ -129,14 +130,13 @@ class Trainer:
     def set_gradient_sync(self, last: bool) -> None:
         """Tells FSDP whether the next backward pass is the last one before an optimizer step.
 
-        Only the last pass reduces gradients over ranks; for a `scattered` model each pass does. Where no other rank
-        holds a part of the weights, they are gathered (that is, cast) once for all passes.
+        Only the last pass reduces gradients over ranks; for a `scattered` model each pass does. The weights of a
+        `gathered` model are gathered (and cast) once for all passes.
         """
         for name, each in self.models.items():
             model = cast(FSDPModule, each.model)
             model.set_requires_gradient_sync(last or name in self.scattered)
-            if self.mesh.shards == 1 and name not in self.config.model.offload:
-                model.set_reshard_after_backward(last)
+            model.set_reshard_after_backward(last or name not in self.gathered)
 
     def update_ema(self) -> None:
         """Moves the average of the policy's weights towards them, after an optimizer step."""

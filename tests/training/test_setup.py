@@ -12,11 +12,12 @@ from rlx.config.loading import from_tree
 from rlx.models import tiny
 from rlx.models.engine_logprobs import engine_logits
 from rlx.models.loading import end_tokens
+from rlx.models.packing import can_pack
 from rlx.models.policy import Policy
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training.optimizers.choice import make_optimizer
 from rlx.training.optimizers.groups import base_lrs
-from rlx.training.setup import can_pack, sampling_of, threads
+from rlx.training.setup import sampling_of, threads
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

@@ -13,6 +13,7 @@ import torch
 from conftest import OnRanks
 from test_policy import PAD
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config import loading
@@ -354,6 +355,47 @@ def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest
     for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
         config = loading.from_tree({"scaling": scaling})
         assert setup.scattered(config.scaling, 1, {"small": small, "large": large}) == expected
+
+
+def test_weights_stay_gathered_where_they_are_a_small_part_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (torch.nn.Linear(10, size, bias=False) for size in (40, 41))
+    monkeypatch.setattr(logprobs, "stored_logits_on_gpu", lambda share: int(share * 400))  # float32 numbers
+    two = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}, "num_workers": 2}
+    for scaling, expected in ((two, [True, False]), (two | {"num_workers": 1}, [True] * 2), ({}, [True] * 2)):
+        config = loading.from_tree({"scaling": scaling, "model": {"dtype": "bfloat16"}})
+        assert [setup.keeps_gathered(config, "policy", model) for model in (small, large)] == expected
+    config = loading.from_tree({"scaling": two, "model": {"dtype": "bfloat16", "offload": ["critic"]}})
+    assert [setup.keeps_gathered(config, name, small) for name in ("policy", "critic")] == [True, False]
+
+
+def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
+    """Whether weights are whole between two micro-batches, and the weights after both, without and with keeping."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for keeps in (False, True):
+            patch.setattr(setup, "keeps_gathered", lambda *_, keeps=keeps: keeps)
+            run = trainer_of(path, {"train.num_minibatches": 1}, 60)
+            run.gathered = frozenset(run.models if keeps else ())
+            own = [c for c in completions() if c.prompt.id % ranks == rank]
+            start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id), True, {}) for c in own], PAD)
+            batch, _ = loop.compute_advantages(run, loop.compute_logprobs(run, start))
+            (micros,), (size,) = run.micro_batches([batch]), update.denominators(run, [batch])
+            run.set_gradient_sync(last=False)
+            update.backward(run, micros[0], size, False)
+            whole = [not isinstance(p, DTensor) for t in run.models.values() for p in t.model.parameters()]
+            update.accumulate(run, micros[1:], size, 0, False)
+            after = [isinstance(p, DTensor) for t in run.models.values() for p in t.model.parameters()]
+            assert all(after)  # the last backward pass has freed them
+            update.optimizer_step(run, 0)
+            weights = {f"{n} {k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()}
+            found.append((whole, {name: p.full_tensor().detach() for name, p in weights.items()}))
+    return found
+
+
+def test_weights_that_stay_gathered_learn_the_same(on_ranks: OnRanks, tiny_model: Path) -> None:
+    for (freed, expected), (stayed, weights) in on_ranks(2, kept, str(tiny_model)):
+        assert not any(freed) and all(stayed)
+        torch.testing.assert_close(weights, expected, atol=0, rtol=0)
 
 
 OFFLOAD: dict[str, Any] = {"model.offload": ["critic", "reference"], "scaling.use_gpu": True}
