@@ -240,7 +240,6 @@ class SteppedVLLM:
         """
         if not update.keep:
             self._finish_requests()
-        gc.collect()
         # The cached keys and values belong to the old weights; requests that continue compute theirs again.
         if not self._llm.reset_prefix_cache(reset_running_requests=update.keep):
             raise RuntimeError("vLLM did not reset its prefix cache")
@@ -253,6 +252,7 @@ class SteppedVLLM:
         if error:
             self._abort_requests(error)
         self._report({name: error})
+        gc.collect()  # now that nobody waits
 
     def _receive(self, update: WeightUpdate) -> WeightSyncError | None:
         """Loads the weights of an update; returns why they are not what was sent."""
