@@ -1,11 +1,12 @@
-"""Whole steps of rlx beside those of veRL's PPO trainer: response tokens per second of the same work on one GPU.
+"""Whole steps of rlx beside those of veRL's PPO trainer: response tokens per second of the same work on the same GPUs.
 
-    python bench/against_verl.py --gpu [--verl FOLDER] [--ppo] [--ways WAY ...] [--steps N] [--SETTING VALUE ...]
+    python bench/against_verl.py --gpu [--verl FOLDER] [--ppo] [--asleep] [--ways WAY ...] [--SETTING VALUE ...]
 
 The same model, prompts, completions for each, sampling, optimizer steps, precision and micro-batch budget; the policy's
 learning rate is 0. Without --ppo it is GRPO without KL; with it PPO with critic, reference and KL in the reward, in 2
 epochs of 2 mini-batches. rlx runs before and after veRL 0.9.1, which runs once in each way of `WAYS`, by its own
-command in processes of its own; its engine and its trainer take turns on the GPU, both in its memory at once. It asks
+command in processes of its own; its engines and its trainer take turns on each GPU, both in its memory at once, or with
+--asleep one after the other, as a model needs that fills it. It has as many GPUs as rlx. It asks
 for other versions than rlx, so it lies in a folder of its own with what only it needs (docs/performance.md), which
 `--verl` names. What it is given is in `FIXED` and `WAYS`, and what follows from rlx's settings in `overrides`. Its own
 ways stay: no seeds for requests, entropies with the old log-probabilities, vLLM's model runner as vLLM chooses.
@@ -17,6 +18,7 @@ themselves, as veRL's are as long as may be; and veRL's asynchronous trainers.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -66,7 +68,6 @@ FIXED: dict[str, Any] = {
     "data.shuffle": False,
     "data.dataloader_num_workers": 0,
     "reward.custom_reward_function.name": "score",
-    "trainer.n_gpus_per_node": 1,
     "trainer.logger": "[console]",
     "trainer.val_before_train": False,
     "trainer.test_freq": -1,
@@ -79,6 +80,11 @@ FIXED: dict[str, Any] = {
     "hydra.output_subdir": "null",
 }
 """veRL's settings that no setting of rlx decides: for the same work, and for nothing but the work"""
+ASLEEP: dict[str, Any] = {
+    "actor_rollout_ref.rollout.free_cache_engine": True,
+    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": True,
+}
+"""in their place with --asleep: engines leave the GPU to the trainer, which gathers weights for each pass"""
 _CRITIC: dict[str, Any] = {
     "critic.strategy": "fsdp2",
     "critic.fsdp.model_dtype": "fp32",
@@ -118,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(5, 5))
     options.add_argument("--verl", help="folder that veRL is installed to, if it is not beside rlx")
     options.add_argument("--ppo", action="store_true", help="PPO with critic, reference and KL; else GRPO without KL")
+    options.add_argument("--asleep", action="store_true", help="veRL's engines sleep while it trains")
     options.add_argument("--ways", nargs="+", choices=list(WAYS), help="how veRL's models are set; default: all")
     words = sys.argv[1:] if argv is None else argv
 
@@ -143,7 +150,7 @@ def check(config: RunConfig, folder: str | None) -> None:
     """ConfigError for a config that veRL cannot run alike here, and where there is no veRL."""
     if not config.scaling.use_gpu:
         raise ConfigError("veRL needs a GPU: add --gpu")
-    alike.check(config, "veRL", has_ppo=True)
+    alike.check(config, "veRL", has_ppo=True, has_gpus=True)
     if config.model.dtype != "bfloat16":
         raise ConfigError(f"model.dtype {config.model.dtype}: veRL's trainer computes in bfloat16")
     if config.algorithm.aggregation not in _AGGREGATIONS:
@@ -170,7 +177,7 @@ def in_each_way(
     found = {}
     for way in args.ways or WAYS:
         try:
-            found[way] = by_verl(config, path, prompts, args.verl, out, way)
+            found[way] = by_verl(config, path, prompts, args.verl, out, way, args.asleep)
         except RuntimeError as error:
             workload.say(str(error))
     if not found:
@@ -199,7 +206,7 @@ def _median(steps: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def by_verl(
-    config: RunConfig, path: str, prompts: alike.Prompts, folder: str | None, out: Path, way: str
+    config: RunConfig, path: str, prompts: alike.Prompts, folder: str | None, out: Path, way: str, asleep: bool = False
 ) -> list[dict[str, float]]:
     """The metrics of veRL's counted steps in a way; all that it prints goes to OUT/verl-WAY.log.
 
@@ -209,7 +216,8 @@ def by_verl(
     wanted, steps = config.train.steps, list[dict[str, float]]()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place, open(log_file(out, way), "w", buffering=1) as log:
-        given = FIXED | overrides(config) | models(config, way) | files(Path(place), path, prompts)
+        given = FIXED | (ASLEEP if asleep else {}) | overrides(config) | models(config, way)
+        given |= files(Path(place), path, prompts)
         with closing(printed([f"{key}={value}" for key, value in given.items()], folder)) as lines:
             while len(steps) < wanted and (line := next(lines, "")):
                 log.write(line)
@@ -346,6 +354,7 @@ def overrides(config: RunConfig) -> dict[str, Any]:
             "data.max_prompt_length": config.data.max_prompt_tokens,
             "data.max_response_length": chosen.max_tokens,
             "trainer.total_training_steps": train.steps,
+            "trainer.n_gpus_per_node": math.ceil(alike.gpus(config)),
         }
         | algorithm(config)
     )

@@ -39,23 +39,30 @@ _ALIKE: dict[str, Any] = {
 }
 
 
-def check(config: RunConfig, other: str, has_ppo: bool = False) -> None:
+def check(config: RunConfig, other: str, has_ppo: bool = False, has_gpus: bool = False) -> None:
     """ConfigError for a config of which another library would not do the same work.
 
     Args:
         has_ppo: whether it does PPO with a critic and a reference, too, and not GRPO alone.
+        has_gpus: whether it is measured on several GPUs, too.
     """
+    if not has_gpus:
+        _check_one(config, other)
+    estimator = _PPO if has_ppo and config.algorithm.advantage == "gae" else _GRPO
+    for key, wanted in (estimator | _ALIKE).items():
+        section, name = key.split(".")
+        if (given := getattr(getattr(config, section), name)) != wanted:
+            raise ConfigError(f"{key} {given}: {other} does the same work only with {wanted}")
+
+
+def _check_one(config: RunConfig, other: str) -> None:
+    """ConfigError for a config with more than one GPU, or more than one process of a kind."""
     from rlx.cluster.resources import plan_resources
 
     if config.rollout.num_engines > 1 or config.scaling.num_workers > 1 or gpus(config) > 1:
         one_each = config.rollout.num_engines == config.scaling.num_workers == 1
         hint = "; CUDA_VISIBLE_DEVICES=0 shows rlx one of them" if one_each else ""
         raise ConfigError(f"{other} is measured on one GPU at most: {plan_resources(config)} is more{hint}")
-    estimator = _PPO if has_ppo and config.algorithm.advantage == "gae" else _GRPO
-    for key, wanted in (estimator | _ALIKE).items():
-        section, name = key.split(".")
-        if (given := getattr(getattr(config, section), name)) != wanted:
-            raise ConfigError(f"{key} {given}: {other} does the same work only with {wanted}")
 
 
 def gpus(config: RunConfig) -> float:

@@ -135,7 +135,6 @@ def test_trl_is_given_the_same_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "folder", "said"),
     [
-        ({"rollout.num_engines": 2}, None, "veRL is measured on one GPU"),
         ({"algorithm.aggregation": "constant"}, None, "aggregation constant: veRL has token_mean, sequence_mean"),
         ({}, "/nowhere", "--verl /nowhere: there is no veRL in it"),
         ({}, None, "veRL is not installed here; docs/performance.md says how, and --verl where it is"),
@@ -155,10 +154,23 @@ def test_verl_is_given_the_same_work() -> None:
     train = {"train.prompts_per_step": 6, "train.samples_per_prompt": 4, "train.num_minibatches": 2, "train.steps": 7}
     given = against_verl.overrides(from_tree(with_overrides({}, workload.GPU | train)))
     assert not given.keys() & against_verl.FIXED.keys()
+    assert given["trainer.n_gpus_per_node"] == 1
     assert given["data.train_batch_size"] == 6 and given["actor_rollout_ref.rollout.n"] == 4
     assert given["actor_rollout_ref.actor.ppo_mini_batch_size"] == 3 and given["trainer.total_training_steps"] == 7
     assert given["actor_rollout_ref.actor.loss_agg_mode"] == "seq-mean-token-mean"
     assert given["actor_rollout_ref.rollout.max_model_len"] == 128 + 256
+
+
+def test_verl_has_as_many_gpus_as_rlx() -> None:
+    turns = {"rollout.placement": "colocated", "scaling.num_workers": 4, "rollout.num_engines": 4}
+    apart = {"scaling.num_workers": 2, "rollout.num_engines": 2} | workload.gpu_shares(4)
+    for settings in (turns, apart):
+        config = from_tree(with_overrides({}, workload.GPU | settings))
+        alike.check(config, "veRL", has_ppo=True, has_gpus=True)
+        assert against_verl.overrides(config)["trainer.n_gpus_per_node"] == 4
+        with pytest.raises(ConfigError, match="TRL is measured on one GPU at most"):
+            alike.check(config, "TRL")
+    assert against_verl.ASLEEP.keys() <= against_verl.FIXED.keys()  # else they are none of veRL's names
 
 
 def test_the_least_step_of_a_large_model_is_work_and_bytes_by_the_peaks(small_model: str) -> None:

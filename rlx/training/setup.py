@@ -27,7 +27,7 @@ from rlx.data.curriculum import CurriculumStream
 from rlx.data.mixture import JoinedRows, MixedOrder
 from rlx.data.stream import PromptStream, Share
 from rlx.mesh import DATA, SEQUENCE, TENSOR, Mesh, Sharing
-from rlx.models import fsdp, loading, logprobs, lora, packing, tensor_parallel
+from rlx.models import fsdp, loading, lora, packing, tensor_parallel
 from rlx.models.policy import Critic, Policy
 from rlx.rollout.base import Engines
 from rlx.samples.evaluations import OutcomeWriter
@@ -43,7 +43,15 @@ from rlx.training.optimizers.choice import make_optimizer
 from rlx.training.optimizers.groups import base_lrs
 from rlx.training.reporting import Reporter
 from rlx.training.rollout_queue import RolloutQueue
-from rlx.training.trainer import SupervisedRows, Trainer, initial_ema
+from rlx.training.trainer import (
+    SupervisedRows,
+    Trainer,
+    gathered,
+    initial_ema,
+    keeps_gathered,
+    scattered,
+    spare_numbers,
+)
 from rlx.types import Sampling, Scorer, ShardedWeight
 
 WeightSource = Callable[[], Sequence[ShardedWeight]]
@@ -89,7 +97,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
         ema=initial_ema(config.train, models["policy"].model),
         supervised=_supervised(inputs, mesh, tokenizer),
         scattered=scattered(config.scaling, config.parallel.tp, models),
-        gathered=frozenset(name for name, each in models.items() if keeps_gathered(config, name, each.model)),
+        gathered=gathered(config.scaling, config.parallel.tp, config.model, models),
         attributed_step=inputs.attributed_step,
     )
     collector = _collector(inputs, trainer, tokenizer)
@@ -267,7 +275,7 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
         dtype=dtype,
     )
     if device_mesh.device_type == "cuda":
-        policy.stored_logits = _kept_numbers(config.scaling)
+        policy.stored_logits = spare_numbers(config.scaling)
     parts: dict[str, Any] = {"policy": policy}
     if config.resolved_critic == "separate":
         parts["critic"] = _critic(model, path, seed, dtype)
@@ -359,38 +367,8 @@ class _Sharder:
         if self.config.parallel.sp > 1:
             part.sharing = Sharing.of(device_mesh[SEQUENCE])
             device_mesh = init_device_mesh(device_mesh.device_type, (device_mesh.size(),))  # FSDP cuts over all ranks
-        offload, keep = name in model.offload, keeps_gathered(self.config, name, part)
-        return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), offload, keep)
-
-
-def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
-    """The models whose gradients are reduced in each backward pass, so that no rank ever holds all of them.
-
-    These are the models whose full float32 gradients would take more than a sixteenth of a worker's GPU memory while
-    micro-batches add up. There are none if no other rank could hold the other parts.
-    """
-    if not scaling.use_gpu or scaling.num_workers == tp:
-        return frozenset()
-    sizes = {name: sum(p.numel() for p in m.model.parameters() if p.requires_grad) for name, m in models.items()}
-    limit = _kept_numbers(scaling)
-    return frozenset(name for name, size in sizes.items() if size // tp > limit)
-
-
-def keeps_gathered(config: RunConfig, name: str, model: Any) -> bool:
-    """Whether the weights of a model stay gathered from its first pass to the last one before an optimizer step.
-
-    They do if they take at most a sixteenth of a worker's GPU memory, or if no other rank could hold the other parts.
-    """
-    scaling, tp = config.scaling, config.parallel.tp
-    if name in config.model.offload or not scaling.use_gpu or scaling.num_workers == tp:
-        return name not in config.model.offload
-    size = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize // tp
-    return size <= _kept_numbers(scaling) * torch.float32.itemsize
-
-
-def _kept_numbers(scaling: ScalingConfig) -> int:
-    """How many float32 numbers may stay in a worker's GPU memory although they could be computed again."""
-    return logprobs.stored_logits_on_gpu(scaling.resources_per_worker.get("GPU", 1.0))
+        keep = keeps_gathered(self.config.scaling, self.config.parallel.tp, model, name, part)
+        return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), name in model.offload, keep)
 
 
 def adapters(model: ModelConfig, seed: int) -> lora.Adapters | None:

@@ -17,10 +17,12 @@ from torchmetrics import Metric
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.run import RunConfig
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.scaling import ScalingConfig
 from rlx.config.sections.train import TrainConfig
 from rlx.data.stream import PromptStream
 from rlx.mesh import Mesh
-from rlx.models import fsdp
+from rlx.models import fsdp, logprobs
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import experience
 from rlx.training.experience import B, RolloutBatch, build_batch
@@ -165,3 +167,42 @@ def initial_ema(train: TrainConfig, policy: Any) -> dict[str, Tensor]:
     if train.ema_decay is None:
         return {}
     return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
+
+
+# --- what may stay in a GPU's memory
+
+
+def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
+    """The models whose gradients are reduced in each backward pass, so that no rank ever holds all of them.
+
+    These are the models whose full float32 gradients would take more than a sixteenth of a worker's GPU memory while
+    micro-batches add up. There are none if no other rank could hold the other parts.
+    """
+    if not scaling.use_gpu or scaling.num_workers == tp:
+        return frozenset()
+    sizes = {name: sum(p.numel() for p in m.model.parameters() if p.requires_grad) for name, m in models.items()}
+    limit = spare_numbers(scaling)
+    return frozenset(name for name, size in sizes.items() if size // tp > limit)
+
+
+def gathered(
+    scaling: ScalingConfig, tp: int, settings: ModelConfig, models: Mapping[str, ModelAndOptimizer]
+) -> frozenset[str]:
+    """The models for which `keeps_gathered` holds."""
+    return frozenset(name for name in models if keeps_gathered(scaling, tp, settings, name, models[name].model))
+
+
+def keeps_gathered(scaling: ScalingConfig, tp: int, settings: ModelConfig, name: str, model: Any) -> bool:
+    """Whether the weights of a model stay gathered from its first pass to the last one before an optimizer step.
+
+    They do if they take at most a sixteenth of a worker's GPU memory, or if no other rank could hold the other parts.
+    """
+    if name in settings.offload or not scaling.use_gpu or scaling.num_workers == tp:
+        return name not in settings.offload
+    size = sum(p.numel() for p in model.parameters()) * getattr(torch, settings.dtype).itemsize // tp
+    return size <= spare_numbers(scaling) * torch.float32.itemsize
+
+
+def spare_numbers(scaling: ScalingConfig) -> int:
+    """How many float32 numbers may stay in a worker's GPU memory although they could be computed again."""
+    return logprobs.stored_logits_on_gpu(scaling.resources_per_worker.get("GPU", 1.0))

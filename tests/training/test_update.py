@@ -354,18 +354,20 @@ def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest
     two = alone | {"num_workers": 2}
     for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
         config = loading.from_tree({"scaling": scaling})
-        assert setup.scattered(config.scaling, 1, {"small": small, "large": large}) == expected
+        assert trainer.scattered(config.scaling, 1, {"small": small, "large": large}) == expected
 
 
 def test_weights_stay_gathered_where_they_are_a_small_part_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (torch.nn.Linear(10, size, bias=False) for size in (40, 41))
     monkeypatch.setattr(logprobs, "stored_logits_on_gpu", lambda share: int(share * 400))  # float32 numbers
-    two = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}, "num_workers": 2}
-    for scaling, expected in ((two, [True, False]), (two | {"num_workers": 1}, [True] * 2), ({}, [True] * 2)):
+    two, both = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}, "num_workers": 2}, {"policy", "critic"}
+    for scaling, expected in ((two, {"policy"}), (two | {"num_workers": 1}, both), ({}, both)):
         config = loading.from_tree({"scaling": scaling, "model": {"dtype": "bfloat16"}})
-        assert [setup.keeps_gathered(config, "policy", model) for model in (small, large)] == expected
+        models = {name: ModelAndOptimizer(each, None) for name, each in (("policy", small), ("critic", large))}
+        assert trainer.gathered(config.scaling, 1, config.model, models) == expected
     config = loading.from_tree({"scaling": two, "model": {"dtype": "bfloat16", "offload": ["critic"]}})
-    assert [setup.keeps_gathered(config, name, small) for name in ("policy", "critic")] == [True, False]
+    models = {name: ModelAndOptimizer(small, None) for name in ("policy", "critic")}
+    assert trainer.gathered(config.scaling, 1, config.model, models) == {"policy"}
 
 
 def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
