@@ -98,7 +98,7 @@ def policy(hidden: int, layers: int, device: str) -> ModelAndOptimizer:
 def measure(trained: ModelAndOptimizer, run: Storage, disk: Path, count: int) -> dict[str, Any]:
     """Medians over the counted checkpoints, then the same state by torch.save to this machine's disk."""
     saver = CheckpointWriter(run, Retention())
-    pinned = PinnedMemory() if next(trained.model.parameters()).is_cuda else None
+    pinned = PinnedMemory(print) if next(trained.model.parameters()).is_cuda else None
     stalls, unpinned, writes, bare = [], [], [], []
     for step in range(1, _WARM + count + 1):
         if pinned:

@@ -22,13 +22,15 @@ from rlx.types import Sampling
 class EngineScorer:
     """A `LogitScorer` for the response tokens of one batch, as engines with sampling options score them.
 
-    It takes logits chunk by chunk, in the order of the tokens, once.
+    It takes logits chunk by chunk, in the order of the tokens, once. Where neighbours share a row, these are a
+    neighbour's part of the tokens (see `Sharing.share`).
     """
 
     tokens: ResponseTokens
     prompt_lengths: Tensor  # [B]
     sampling: Sampling
     bad_tokens: Sequence[Sequence[int]]  # token ids of each of the bad words, see `bad_word_tokens`
+    first: int = 0  # the number of the first token that is scored here
     _scored: int = field(default=0, init=False)
 
     def __call__(
@@ -37,7 +39,7 @@ class EngineScorer:
         """Log-probabilities `[N]` of targets `[N]` from logits `[N, V]`; no entropy."""
         sampling, rows = replace(self.sampling, temperature=temperature), []
         for own, target in zip(logits.float(), targets, strict=True):
-            prompt, drawn = self._before(self._scored)
+            prompt, drawn = self._before(min(self.first + self._scored, len(self.tokens.before) - 1))
             rows.append(torch.log_softmax(engine_logits(own, prompt, drawn, sampling, self.bad_tokens), -1)[target])
             self._scored += 1
         return torch.stack(rows), None

@@ -6,6 +6,7 @@ functions here change a model before it is sharded.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from typing import Any, Literal
@@ -168,7 +169,7 @@ def checkpoint_gradients(model: nn.Module, share: float = 1.0) -> None:
             module.gradient_checkpointing_enable({"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for place, layer in enumerate(layers):
-        layer.gradient_checkpointing = place < round(len(layers) * share)
+        layer.gradient_checkpointing = place < math.ceil(len(layers) * share)
         if layer.gradient_checkpointing:
             layer.training = True  # transformers requires it for checkpointing; the modules inside stay in eval mode
             for name, value in vars(layer).items():  # some layers apply dropout themselves

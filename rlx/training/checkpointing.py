@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlx import __version__
+from rlx.config.errors import one_line
 from rlx.storage import checkpoint_files
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import REFERENCE, CheckpointEntry, Retention, checkpoint_name
@@ -37,7 +38,8 @@ class PinnedMemory:
 
     _ALIGNED = 64  # bytes; tensors of any dtype may begin there
 
-    def __init__(self) -> None:
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -56,7 +58,11 @@ class PinnedMemory:
     def _take(self, size: int) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8)
         driver, address = torch.cuda.cudart(), self._memory.data_ptr()
-        torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
+        try:
+            torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
+        except RuntimeError as error:  # such as a limit of locked memory
+            self._notify(f"checkpoints pause training for longer: main memory cannot be pinned ({one_line(error)})")
+            return
         # Without `atexit`: when a process ends, its memory goes with it.
         weakref.finalize(self._memory, driver.cudaHostUnregister, address).atexit = False
 

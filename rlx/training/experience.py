@@ -336,10 +336,13 @@ def deal_minibatches(batch: B, count: int, mesh: Mesh, seeds: Sequence[int] | No
         return _in_order(batch, choose_minibatches(batch.groups.cpu()[None], count, seeds)[0].argsort(stable=True))
     prompts, responses, groups, length, width = _gather(batch, mesh)
     chosen = choose_minibatches(groups, count, seeds)
-    owners = deal(prompts, responses, groups, chosen, packed)
+    # In episodes prompts may differ within a group, and contexts are read again: nothing is known to be shared.
+    owners = deal(prompts, responses, groups, chosen, packed and batch.contexts is None)
     outgoing, incoming = owners[mesh.dp_rank], owners == mesh.dp_rank
     dealt = _exchanged(pad_to(batch, length, width), outgoing, incoming.sum(1), mesh)
-    return _in_order(dealt, chosen[incoming].argsort(stable=True))
+    # Those of a group are neighbours again, wherever they come from: only neighbours share a prompt.
+    by_group = groups[incoming].argsort(stable=True)
+    return _in_order(dealt, by_group[chosen[incoming][by_group].argsort(stable=True)])
 
 
 def return_to_owners(batch: Experience, mesh: Mesh) -> Experience:

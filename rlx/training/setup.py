@@ -48,7 +48,6 @@ from rlx.training.trainer import (
     Trainer,
     gathered,
     initial_ema,
-    keeps_gathered,
     scattered,
     spare_numbers,
 )
@@ -97,7 +96,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
         ema=initial_ema(config.train, models["policy"].model),
         supervised=_supervised(inputs, mesh, tokenizer),
         scattered=scattered(config.scaling, config.parallel.tp, models),
-        gathered=gathered(config.scaling, config.parallel.tp, config.model, models),
+        gathered=gathered(config.scaling, config.parallel.tp, config.model, _modules(models, reference)),
         attributed_step=inputs.attributed_step,
     )
     collector = _collector(inputs, trainer, tokenizer)
@@ -105,7 +104,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
     retention = Retention(kept.keep_last, kept.best_by, kept.best_mode, kept.keep_every)
     settle = collector.completions.wait if collector.completions else None
     writer = CheckpointWriter(inputs.folder, retention, settle)
-    copies = PinnedMemory().copies if trainer.device.type == "cuda" else new_copies
+    copies = PinnedMemory(inputs.reporter.notify).copies if trainer.device.type == "cuda" else new_copies
     checkpointer = Checkpointer(trainer, collector.queue, writer, inputs.reporter.notify, copies, inputs.signature)
     checkpointer.restore()
     if mesh.rank == 0:
@@ -285,7 +284,9 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
         packing.can_pack(loading.transformer(part), _where(model, path, name), asked_by, config.parallel.sp)
         for name, part in (parts | teacher).items()
     )
-    sharder = _Sharder(config, device_mesh, policy.packs)
+    copy = {"reference": policy} if config.resolved_reference == "copy" and not teacher else {}  # it will be as large
+    kept = gathered(config.scaling, config.parallel.tp, model, parts | teacher | copy)
+    sharder = _Sharder(config, device_mesh, policy.packs, kept)
     models = {name: sharder.trained(name, part) for name, part in parts.items()}
     if config.resolved_reference != "copy":
         return models, None
@@ -293,6 +294,11 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
         return models, sharder.sharded("reference", teacher["reference"])
     reference = loading.load_reference(path, adapters=adapters(model, seed), trust_remote_code=trust, dtype=dtype)
     return models, sharder.sharded("reference", reference)
+
+
+def _modules(models: Mapping[str, ModelAndOptimizer], reference: Any) -> dict[str, Any]:
+    """All models that are computed with."""
+    return {name: each.model for name, each in models.items()} | ({"reference": reference} if reference else {})
 
 
 def _teacher(model: ModelConfig, path: str, dtype: loading.Precision) -> Policy:
@@ -346,6 +352,7 @@ class _Sharder:
     config: RunConfig
     device_mesh: Any
     packs: bool  # whether the models take packed rows
+    kept: frozenset[str]  # see `gathered`
 
     def trained(self, name: str, part: Any) -> ModelAndOptimizer:
         if self.config.train.gradient_checkpointing:
@@ -367,8 +374,8 @@ class _Sharder:
         if self.config.parallel.sp > 1:
             part.sharing = Sharing.of(device_mesh[SEQUENCE])
             device_mesh = init_device_mesh(device_mesh.device_type, (device_mesh.size(),))  # FSDP cuts over all ranks
-        keep = keeps_gathered(self.config.scaling, self.config.parallel.tp, model, name, part)
-        return fsdp.shard(part, device_mesh, getattr(torch, model.dtype), name in model.offload, keep)
+        dtype = getattr(torch, model.dtype)
+        return fsdp.shard(part, device_mesh, dtype, offload=name in model.offload, keep=name in self.kept)
 
 
 def adapters(model: ModelConfig, seed: int) -> lora.Adapters | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric
@@ -176,7 +177,7 @@ def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOpti
     """The models whose gradients are reduced in each backward pass, so that no rank ever holds all of them.
 
     These are the models whose full float32 gradients would take more than a sixteenth of a worker's GPU memory while
-    micro-batches add up. There are none if no other rank could hold the other parts.
+    micro-batches add up. There are none if no other rank could hold the other parts. A collective call.
     """
     if not scaling.use_gpu or scaling.num_workers == tp:
         return frozenset()
@@ -185,24 +186,28 @@ def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOpti
     return frozenset(name for name, size in sizes.items() if size // tp > limit)
 
 
-def gathered(
-    scaling: ScalingConfig, tp: int, settings: ModelConfig, models: Mapping[str, ModelAndOptimizer]
-) -> frozenset[str]:
-    """The models for which `keeps_gathered` holds."""
-    return frozenset(name for name in models if keeps_gathered(scaling, tp, settings, name, models[name].model))
+def gathered(scaling: ScalingConfig, tp: int, settings: ModelConfig, models: Mapping[str, Any]) -> frozenset[str]:
+    """The models whose weights stay gathered from the first pass to the last one before an optimizer step.
 
+    All that are not offloaded do, if together they take at most a sixteenth of a worker's GPU memory, or if no other
+    rank could hold the other parts; on CPUs, too, where models are small. A collective call.
 
-def keeps_gathered(scaling: ScalingConfig, tp: int, settings: ModelConfig, name: str, model: Any) -> bool:
-    """Whether the weights of a model stay gathered from its first pass to the last one before an optimizer step.
-
-    They do if they take at most a sixteenth of a worker's GPU memory, or if no other rank could hold the other parts.
+    Args:
+        models: all that are computed with, the reference too.
     """
-    if name in settings.offload or not scaling.use_gpu or scaling.num_workers == tp:
-        return name not in settings.offload
-    size = sum(p.numel() for p in model.parameters()) * getattr(torch, settings.dtype).itemsize // tp
-    return size <= spare_numbers(scaling) * torch.float32.itemsize
+    kept = {name: model for name, model in models.items() if name not in settings.offload}
+    if scaling.use_gpu and scaling.num_workers > tp:
+        numbers = sum(weight.numel() for model in kept.values() for weight in model.parameters()) // tp
+        if numbers * getattr(torch, settings.dtype).itemsize > spare_numbers(scaling) * torch.float32.itemsize:
+            return frozenset()
+    return frozenset(kept)
 
 
 def spare_numbers(scaling: ScalingConfig) -> int:
-    """How many float32 numbers may stay in a worker's GPU memory although they could be computed again."""
-    return logprobs.stored_logits_on_gpu(scaling.resources_per_worker.get("GPU", 1.0))
+    """How many float32 numbers may stay in each worker's GPU memory although they could be computed again.
+
+    It is the same on all workers, the least of their GPUs'. A collective call.
+    """
+    own = torch.tensor(logprobs.stored_logits_on_gpu(scaling.resources_per_worker.get("GPU", 1.0)), device="cuda")
+    dist.all_reduce(own, op=dist.ReduceOp.MIN)
+    return int(own)

@@ -20,7 +20,7 @@ def stepped(trained: ModelAndOptimizer) -> ModelAndOptimizer:
 def test_pinned_copies_are_those_of_other_memory_and_take_no_new_one() -> None:
     model = nn.Linear(300, 40, device="cuda")
     trained = stepped(ModelAndOptimizer(model, torch.optim.AdamW(model.parameters(), fused=True)))
-    memory, average, places = PinnedMemory(), {"model.weight": torch.ones(3, device="cuda")}, []
+    memory, average, places = PinnedMemory(print), {"model.weight": torch.ones(3, device="cuda")}, []
     for _ in range(3):
         pinned = copy_shards({"policy": stepped(trained)}, average, memory.copies)
         plain = copy_shards({"policy": trained}, average)

@@ -87,6 +87,11 @@ def test_tokens_are_scored_in_chunks_with_what_came_before_each() -> None:
     expected = [2 - total, -1 - after(0), 1 - after(0, 3), 1 - total, 0 - after(1)]
     assert [*first.tolist(), *rest.tolist()] == pytest.approx(expected, abs=1e-6)
     assert entropy is None
+    # Two neighbours have three tokens each, the last of the second once more.
+    places = torch.tensor([3, 4, 4])
+    second = EngineScorer(tokens, torch.tensor([1, 3]), sampling, [], first=3)
+    shared, _ = second(logits[:3], tokens.targets[places], 1.0, False)
+    assert shared.tolist() == pytest.approx([expected[3], expected[4], expected[4]], abs=1e-6)
 
 
 def test_a_bad_word_is_banned_at_the_start_and_after_a_blank() -> None:

@@ -196,7 +196,7 @@ def test_forgotten_activations_are_computed_again_without_dropout(tiny_model: Pa
     assert dropouts and not any(module.training for module in dropouts)
 
 
-@pytest.mark.parametrize(("share", "places"), [(1.0, [0, 1, 2, 3]), (0.75, [0, 1, 2]), (0.5, [0, 1]), (0.1, [])])
+@pytest.mark.parametrize(("share", "places"), [(1.0, [0, 1, 2, 3]), (0.75, [0, 1, 2]), (0.5, [0, 1]), (0.1, [0])])
 def test_a_share_of_the_layers_forgets_its_activations(share: float, places: list[int]) -> None:
     sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 99}
     policy = Policy(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16, max_position_embeddings=32)).eval())

@@ -1,5 +1,6 @@
 """Completions that travel between replicas, over gloo; tests/gpu has them travel over NCCL."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -106,3 +107,19 @@ def test_later_passes_have_the_same_mini_batches_on_any_number_of_ranks(ranks: i
             joined = [row for replica in found[::tp] for row in replica[number][m]]
             assert sorted(joined) == sorted(expected[m])
     assert sorted(alone[0][0]) != sorted(alone[1][0])
+
+
+def apart(rank: int, ranks: int) -> list[list[int]]:
+    """The groups of each mini-batch of a second pass, in order, after a first that was dealt by completions."""
+    grid = Mesh.of("cpu", 1)
+    own = drawn(grid.dp_rank)
+    own = replace(own, groups=torch.arange(ROWS) // 3 + 2 * grid.dp_rank)  # two groups of three
+    batch = deal_minibatches(own, 1, grid)
+    assert len(set(batch.groups.tolist())) > 2  # single completions have travelled
+    batch = deal_minibatches(batch, 1, grid, (5, 2, 1), packed=True)
+    return [part.groups.tolist() for part in experience.minibatches(batch, 1)]
+
+
+def test_completions_of_a_group_are_neighbours_wherever_they_come_from(on_ranks: OnRanks) -> None:
+    for (groups,) in on_ranks(2, apart):
+        assert len(list(itertools.groupby(groups))) == len(set(groups))

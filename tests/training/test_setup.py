@@ -1,6 +1,7 @@
 """What of a rank's objects follows from the config alone."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rlx.models.loading import end_tokens
 from rlx.models.packing import can_pack
 from rlx.models.policy import Policy
 from rlx.storage.checkpoint_files import ModelAndOptimizer
+from rlx.training.checkpointing import PinnedMemory
 from rlx.training.optimizers.choice import make_optimizer
 from rlx.training.optimizers.groups import base_lrs
 from rlx.training.setup import sampling_of, threads
@@ -101,3 +103,17 @@ def test_answers_end_with_every_token_that_vllm_ends_them_with(
     none = torch.tensor([], dtype=torch.int64)
     first = engine_logits(torch.zeros(9), none, none, sampling, [])
     assert set((first == -torch.inf).nonzero().flatten().tolist()) == set(ends)
+
+
+def test_a_checkpoint_is_copied_where_memory_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(status: object) -> None:
+        raise RuntimeError("CUDA error:\nout of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    said, tensors = list[str](), {"a": torch.arange(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+    memory = PinnedMemory(said.append)
+    for _ in range(2):
+        assert all(torch.equal(copied, tensors[name]) for name, copied in memory.copies(tensors).items())
+    assert said == ["checkpoints pause training for longer: main memory cannot be pinned (CUDA error: out of memory)"]

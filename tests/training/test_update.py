@@ -151,6 +151,9 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
         reward_stats=RunningScores(),
         ema=trainer.initial_ema(config.train, models["policy"].model),
         supervised=answers,
+        gathered=trainer.gathered(
+            config.scaling, config.parallel.tp, config.model, {name: each.model for name, each in models.items()}
+        ),
     )
 
 
@@ -325,6 +328,7 @@ def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[s
     found = []
     for run in (trainer_of(path, {"train.num_minibatches": 1}, 60) for _ in range(2)):
         run.scattered = frozenset({"policy", "critic"} if found else ())
+        run.gathered = frozenset()  # so that parameters are shards between passes
         own = [c for c in completions() if c.prompt.id % ranks == rank]
         start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
         batch, _ = loop.compute_advantages(run, loop.compute_logprobs(run, start))
@@ -349,8 +353,8 @@ def test_gradients_that_a_rank_never_has_in_full_are_the_same(on_ranks: OnRanks,
 
 def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (ModelAndOptimizer(torch.nn.Linear(10, size, bias=False), None) for size in (10, 11))
-    monkeypatch.setattr(logprobs, "stored_logits_on_gpu", lambda share: int(share * 200))
-    alone = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}
+    monkeypatch.setattr(trainer, "spare_numbers", lambda scaling: 100)
+    alone = {"use_gpu": True}
     two = alone | {"num_workers": 2}
     for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
         config = loading.from_tree({"scaling": scaling})
@@ -358,16 +362,20 @@ def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest
 
 
 def test_weights_stay_gathered_where_they_are_a_small_part_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = (torch.nn.Linear(10, size, bias=False) for size in (40, 41))
-    monkeypatch.setattr(logprobs, "stored_logits_on_gpu", lambda share: int(share * 400))  # float32 numbers
-    two, both = {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}, "num_workers": 2}, {"policy", "critic"}
-    for scaling, expected in ((two, {"policy"}), (two | {"num_workers": 1}, both), ({}, both)):
+    small, large = (torch.nn.Linear(10, size, bias=False) for size in (20, 21))
+    monkeypatch.setattr(trainer, "spare_numbers", lambda scaling: 200)  # in float32, so 400 in bfloat16
+    two, both = {"use_gpu": True, "num_workers": 2}, {"policy", "reference"}
+    for scaling, reference, expected in (
+        (two, small, both),
+        (two, large, set[str]()),  # 410 numbers together
+        (two | {"num_workers": 1}, large, both),
+        ({}, large, both),
+    ):
         config = loading.from_tree({"scaling": scaling, "model": {"dtype": "bfloat16"}})
-        models = {name: ModelAndOptimizer(each, None) for name, each in (("policy", small), ("critic", large))}
+        models = {"policy": small, "reference": reference}
         assert trainer.gathered(config.scaling, 1, config.model, models) == expected
     config = loading.from_tree({"scaling": two, "model": {"dtype": "bfloat16", "offload": ["critic"]}})
-    models = {name: ModelAndOptimizer(small, None) for name in ("policy", "critic")}
-    assert trainer.gathered(config.scaling, 1, config.model, models) == {"policy"}
+    assert trainer.gathered(config.scaling, 1, config.model, {"policy": small, "critic": large}) == {"policy"}
 
 
 def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
@@ -375,9 +383,10 @@ def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, T
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for keeps in (False, True):
-            patch.setattr(setup, "keeps_gathered", lambda *_, keeps=keeps: keeps)
+            names = frozenset({"policy", "critic", "reference"} if keeps else ())
+            for module in (setup, trainer):
+                patch.setattr(module, "gathered", lambda *_, names=names: names)
             run = trainer_of(path, {"train.num_minibatches": 1}, 60)
-            run.gathered = frozenset(run.models if keeps else ())
             own = [c for c in completions() if c.prompt.id % ranks == rank]
             start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id), True, {}) for c in own], PAD)
             batch, _ = loop.compute_advantages(run, loop.compute_logprobs(run, start))

@@ -42,8 +42,9 @@ class ParallelConfig(Section):
     completions; scaling.num_workers / tp replicas train on different completions"""
     sp: PositiveInt = 1
     """sequence parallelism (Ulysses): number of neighbouring workers that share the tokens of each packed row, for long
-    contexts, and train on the same completions; scaling.num_workers / sp replicas train on different completions. It
-    needs train.packing, and a number of attention heads that it divides; train.micro_batch_tokens counts whole rows"""
+    contexts, and train on the same completions; scaling.num_workers / sp replicas train on different completions. Rows
+    are packed then, and it must divide the number of attention heads. A worker computes 1 / sp of
+    train.micro_batch_tokens"""
 
     @property
     def neighbours(self) -> int:

@@ -28,10 +28,11 @@ class TrainConfig(ScheduledSection):
     shuffle_minibatches: bool = True
     """deal a step's prompts to mini-batches anew in each pass after the first; false: all passes have the same ones"""
     micro_batch_tokens: PositiveInt = 16_384
-    """maximum number of tokens, padding included, in one forward and backward pass of a worker"""
+    """maximum number of tokens, padding included, in one forward and backward pass of a worker; a longer completion
+    has a pass to itself"""
     packing: bool | None = None
-    """completions of a pass stand in one row without padding, and those of a prompt share it; unset: on GPUs in half
-    precision, for models that can"""
+    """completions of a pass stand in one row without padding, and a prompt stands there once for all of its
+    completions; unset: on GPUs in half precision and with parallel.sp, for models that can"""
     optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
     """muon: for the matrices of decoder layers, with adamw for all other weights; it takes adamw's learning rates.
     adamw_8bit: adamw whose averages take a quarter of the memory; needs torchao"""
@@ -57,7 +58,8 @@ class TrainConfig(ScheduledSection):
     gradient_checkpointing: bool = False
     """recompute the activations of decoder layers in the backward pass: less memory, about a third more time"""
     checkpointed_layers: float = Field(default=1.0, gt=0, le=1)
-    """the share of decoder layers, the first ones, for which gradient_checkpointing does so: fewer take less time"""
+    """the share of decoder layers, the first ones, for which gradient_checkpointing does so: a smaller share takes less
+    time and more memory"""
     compile: bool | None = None
     """compile decoder layers with torch.compile: the first steps take a minute or two more, later ones a third less; a
     resumed run then equals an uninterrupted one only up to rounding; unset: on GPUs, for runs of 100 steps or more"""
