@@ -132,7 +132,12 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
     }
     config = loading.from_tree(loading.with_overrides(over_experiment(tree), way))
     mesh = Mesh.of(device, config.parallel.tp, config.parallel.sp)
-    models, reference = setup.build_models(config, path, mesh.mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":  # of a GPU that is in the settings alone
+            patch.setattr(trainer, "spare_numbers", lambda scaling: 2**40)
+        models, reference = setup.build_models(config, path, mesh.mesh)
+        computed = {name: each.model for name, each in models.items()}
+        gathered = trainer.gathered(config.scaling, config.parallel.tp, config.model, computed)
     models = {name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in models.items()}
     answers = None
     if config.data.ptx_source:
@@ -151,9 +156,7 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
         reward_stats=RunningScores(),
         ema=trainer.initial_ema(config.train, models["policy"].model),
         supervised=answers,
-        gathered=trainer.gathered(
-            config.scaling, config.parallel.tp, config.model, {name: each.model for name, each in models.items()}
-        ),
+        gathered=gathered,
     )
 
 
