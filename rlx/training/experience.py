@@ -340,9 +340,10 @@ def deal_minibatches(batch: B, count: int, mesh: Mesh, seeds: Sequence[int] | No
     owners = deal(prompts, responses, groups, chosen, packed and batch.contexts is None)
     outgoing, incoming = owners[mesh.dp_rank], owners == mesh.dp_rank
     dealt = _exchanged(pad_to(batch, length, width), outgoing, incoming.sum(1), mesh)
-    # Those of a group are neighbours again, wherever they come from: only neighbours share a prompt.
-    by_group = groups[incoming].argsort(stable=True)
-    return _in_order(dealt, by_group[chosen[incoming][by_group].argsort(stable=True)])
+    order = torch.arange(len(dealt.row))
+    if packed:  # those of a group are neighbours again, wherever they come from: only neighbours share a prompt
+        order = groups[incoming].argsort(stable=True)
+    return _in_order(dealt, order[chosen[incoming][order].argsort(stable=True)])
 
 
 def return_to_owners(batch: Experience, mesh: Mesh) -> Experience:
