@@ -379,6 +379,7 @@ def test_a_record_that_says_something_else_is_damaged(
         loading.load_sweep(uri, "rlx", "s")
 
 
+@pytest.mark.slow  # the script starts again; which sweep is the newest is in test_loading, too
 def test_the_script_takes_the_newest_sweep_of_a_storage(
     uri: str, script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

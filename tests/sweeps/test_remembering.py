@@ -134,7 +134,7 @@ def ends(records: Mapping[str, TrialRecord], made: Made) -> list[int]:
     return [min(steps[i : i + made.seeds]) for i in range(0, len(steps), made.seeds)]
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "unit"),
     [("asha", "steps"), ("asha", "tokens"), ("median", "steps"), ("median", "tokens"), ("hyperband", "steps")],

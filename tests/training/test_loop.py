@@ -275,7 +275,7 @@ def opened_or_not(rank: int, ranks: int, path: str, folder: str) -> list[Any]:
     return [opened, plain, *kept]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_step_that_is_opened_is_as_any_other(ranks: int, on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:
     """It has the numbers of a step that is not, to the last bit, and so have the steps after it."""
     opened, plain, kept, none = on_ranks(ranks, opened_or_not, str(tiny_model), str(tmp_path))[0]
