@@ -29,7 +29,7 @@ from rlx.mesh import Mesh
 from rlx.training import experience, loop, setup
 from rlx.training.experience import RolloutBatch
 from rlx.training.optimizers.groups import base_lrs
-from rlx.training.trainer import Trainer
+from rlx.training.trainer import Trainer, gathered
 from rlx.training.update import update
 from rlx.types import Completion, Prompt, ScoredCompletion
 
@@ -113,6 +113,7 @@ def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
         kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
         reward_stats=RunningScores(),
         ema={},
+        gathered=gathered(config.scaling, config.parallel.tp, config.model, setup.modules(models, reference)),
     )
 
 

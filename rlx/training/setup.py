@@ -96,7 +96,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
         ema=initial_ema(config.train, models["policy"].model),
         supervised=_supervised(inputs, mesh, tokenizer),
         scattered=scattered(config.scaling, config.parallel.tp, models),
-        gathered=gathered(config.scaling, config.parallel.tp, config.model, _modules(models, reference)),
+        gathered=gathered(config.scaling, config.parallel.tp, config.model, modules(models, reference)),
         attributed_step=inputs.attributed_step,
     )
     collector = _collector(inputs, trainer, tokenizer)
@@ -296,7 +296,7 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     return models, sharder.sharded("reference", reference)
 
 
-def _modules(models: Mapping[str, ModelAndOptimizer], reference: Any) -> dict[str, Any]:
+def modules(models: Mapping[str, ModelAndOptimizer], reference: Any) -> dict[str, Any]:
     """All models that are computed with."""
     return {name: each.model for name, each in models.items()} | ({"reference": reference} if reference else {})
 
