@@ -136,7 +136,7 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
         if device == "cpu":  # of a GPU that is in the settings alone
             patch.setattr(trainer, "spare_numbers", lambda scaling: 2**40)
         models, reference = setup.build_models(config, path, mesh.mesh)
-        computed = {name: each.model for name, each in models.items()}
+        computed = setup.modules(models, reference)
         gathered = trainer.gathered(config.scaling, config.parallel.tp, config.model, computed)
     models = {name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in models.items()}
     answers = None
