@@ -2,16 +2,18 @@
 
 One process without Ray: a rank's models, and steps 4 to 7 of the loop on completions that are made up, 64 prompts of
 123 tokens with 8 responses each. `--ppo` adds a critic, a reference and a second epoch; with `--tails` lengths differ.
-Shown are seconds of log-probabilities and of the update, tokens per second of the update, the most memory in it, and
-the share of an H100's or H200's peak: of the operations that every token needs which the completions have ("MFU"), and
-of those that are left once a prompt is computed for all of its responses ("of needed"). Nothing that is computed again
-counts. Left out: rollouts, rewards, weight sync; bench/step.py has whole steps.
+With `python -m torch.distributed.run --nproc-per-node N bench/ways.py ...` there are N ranks, with that work for each.
+Shown are, of the first rank, seconds of log-probabilities and of the update, tokens per second of the update, the most
+memory in it, and the share of an H100's or H200's peak: of the operations that every token needs which the completions
+have ("MFU"), and of those that are left once a prompt is computed for all of its responses ("of needed"). Nothing that
+is computed again counts. Left out: rollouts, rewards, weight sync; bench/step.py has whole steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 import workload
 from measure import PEAK_FLOPS, Memory, now, operations, profiled
+from scaling import scaled
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.loading import from_tree, with_overrides
@@ -29,7 +32,7 @@ from rlx.mesh import Mesh
 from rlx.training import experience, loop, setup
 from rlx.training.experience import RolloutBatch
 from rlx.training.optimizers.groups import base_lrs
-from rlx.training.trainer import Trainer, gathered
+from rlx.training.trainer import Trainer
 from rlx.training.update import update
 from rlx.types import Completion, Prompt, ScoredCompletion
 
@@ -60,16 +63,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     device = torch.device("cuda" if given.gpu else "cpu")
     base = (workload.GPU if given.gpu else workload.CPU) | (PPO if given.ppo else {})
-    backend = "nccl" if given.gpu else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    print(torch.cuda.get_device_name() if given.gpu else "CPU", base, flush=True)
+    join_ranks(given.gpu)
+    show(torch.cuda.get_device_name() if given.gpu else "CPU", base)
     with tempfile.TemporaryDirectory(prefix="rlx-ways-") as folder:
-        base |= {"storage": folder, "train.steps": 1000} | dict(pair.split("=", 1) for pair in given.set)
+        storage = [folder]
+        dist.broadcast_object_list(storage)  # one for all ranks
+        base |= {"storage": storage[0], "train.steps": 1000} | dict(pair.split("=", 1) for pair in given.set)
         for name in given.ways:
             config, is_last = from_tree(with_overrides({}, base | WAYS[name])), name == given.ways[-1]
-            print(f"{name:17}", measured(config, device, given.tails, given.profile and is_last), flush=True)
+            config = scaled(config, dist.get_world_size(), {})
+            show(f"{name:17}", measured(config, device, given.tails, given.profile and is_last))
             gc.collect()  # models and hooks refer to one another, and the next way needs their memory
+        dist.barrier()  # the first rank's folder goes when all have ended
     dist.destroy_process_group()
+
+
+def join_ranks(gpu: bool) -> None:
+    """Joins the ranks that torchrun started; a process that it did not start is alone."""
+    backend = "nccl" if gpu else "gloo"
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        return
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+
+
+def show(*words: object) -> None:
+    """Prints on the first rank."""
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
 
 
 def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool) -> str:
@@ -85,10 +108,11 @@ def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool
         between = now(device)
         update(trainer, batch, deferred)
         times.append((between - started, now(device) - between))
-        workload.say(f"log-probabilities {times[-1][0]:.3f} s, update {times[-1][1]:.3f} s")
+        if dist.get_rank() == 0:
+            workload.say(f"log-probabilities {times[-1][0]:.3f} s, update {times[-1][1]:.3f} s")
         trainer.step += 1
     if profile:
-        print(profiled(lambda: update(trainer, batch, trainer.defers_logprobs)), flush=True)
+        show(profiled(lambda: update(trainer, batch, trainer.defers_logprobs)))
     before, seconds = (statistics.median(column) for column in zip(*times[1:], strict=True))
     lengths, peak = (made.prompt_lengths + made.response_lengths).tolist(), memory.peak()
     passes = config.train.ppo_epochs * len(trainer.models)
@@ -102,6 +126,9 @@ def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool
 def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
     torch.set_num_threads(setup.threads(config.scaling))  # as Ray has it in a worker
     mesh = Mesh.of(device.type, 1)
+    if mesh.rank == 0:
+        workload.model_folder(config)  # makes it
+    dist.barrier()
     models, reference = setup.build_models(config, workload.model_folder(config), mesh.mesh)
     return Trainer(
         config=config,
@@ -113,15 +140,16 @@ def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
         kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
         reward_stats=RunningScores(),
         ema={},
-        gathered=gathered(config.scaling, config.parallel.tp, config.model, setup.modules(models, reference)),
+        gathered=setup.keep_gathered(config, models, reference),
     )
 
 
 def made_up(config: RunConfig, tails: bool) -> RolloutBatch:
-    """A step's completions: of equal lengths, or from an eighth of the longest up."""
-    draw, limit = torch.Generator().manual_seed(0), config.rollout.max_tokens
+    """This rank's completions of a step: of equal lengths, or from an eighth of the longest up."""
+    rank, prompts = dist.get_rank(), config.train.prompts_per_step // dist.get_world_size()
+    draw, limit = torch.Generator().manual_seed(rank), config.rollout.max_tokens
     scored = []
-    for number in range(config.train.prompts_per_step):
+    for number in range(rank * prompts, (rank + 1) * prompts):
         prompt = Prompt(number, tuple(torch.randint(6, 90, (123,), generator=draw).tolist()), "", "")
         for sample in range(config.train.samples_per_prompt):
             length = int(torch.randint(limit // 8, limit + 1, (), generator=draw)) if tails else limit

@@ -25,9 +25,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(
-    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False, keep: bool = False
-) -> nn.Module:
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> nn.Module:
     """Shards a model in place over the devices of a mesh, one shard per rank, and returns it.
 
     Weights become float32, unit by unit as they are cut: no rank holds all of a model that was loaded in bfloat16 in
@@ -38,20 +36,13 @@ def shard(
     Args:
         offload: shards, gradients and therefore the optimizer stay in host memory; the weights of a unit are copied to
             the device when they are needed.
-        keep: gathered weights stay in memory after a forward pass, until `reshard` or a backward pass frees them.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     _move_buffers(model, mesh.device_type)
     for unit in (*_units(decoder_layers(model)), [model]):
         _move_weights(unit, mesh.device_type)
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload_policy,
-            reshard_after_forward=False if keep else None,
-        )
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
     return model
 
 

@@ -96,7 +96,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
         ema=initial_ema(config.train, models["policy"].model),
         supervised=_supervised(inputs, mesh, tokenizer),
         scattered=scattered(config.scaling, config.parallel.tp, models),
-        gathered=gathered(config.scaling, config.parallel.tp, config.model, modules(models, reference)),
+        gathered=keep_gathered(config, models, reference),
         attributed_step=inputs.attributed_step,
     )
     collector = _collector(inputs, trainer, tokenizer)
@@ -284,9 +284,7 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
         packing.can_pack(loading.transformer(part), _where(model, path, name), asked_by, config.parallel.sp)
         for name, part in (parts | teacher).items()
     )
-    copy = {"reference": policy} if config.resolved_reference == "copy" and not teacher else {}  # it will be as large
-    kept = gathered(config.scaling, config.parallel.tp, model, parts | teacher | copy)
-    sharder = _Sharder(config, device_mesh, policy.packs, kept)
+    sharder = _Sharder(config, device_mesh, policy.packs)
     models = {name: sharder.trained(name, part) for name, part in parts.items()}
     if config.resolved_reference != "copy":
         return models, None
@@ -296,9 +294,13 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     return models, sharder.sharded("reference", reference)
 
 
-def modules(models: Mapping[str, ModelAndOptimizer], reference: Any) -> dict[str, Any]:
-    """All models that are computed with."""
-    return {name: each.model for name, each in models.items()} | ({"reference": reference} if reference else {})
+def keep_gathered(config: RunConfig, models: Mapping[str, ModelAndOptimizer], reference: Any) -> frozenset[str]:
+    """Tells FSDP which models' weights stay in memory after a forward pass: those of `gathered`. A collective call."""
+    modules = {name: each.model for name, each in models.items()} | ({"reference": reference} if reference else {})
+    kept = gathered(config.scaling, config.parallel.tp, config.model, modules)
+    for name in kept:
+        modules[name].set_reshard_after_forward(False)
+    return kept
 
 
 def _teacher(model: ModelConfig, path: str, dtype: loading.Precision) -> Policy:
@@ -352,7 +354,6 @@ class _Sharder:
     config: RunConfig
     device_mesh: Any
     packs: bool  # whether the models take packed rows
-    kept: frozenset[str]  # see `gathered`
 
     def trained(self, name: str, part: Any) -> ModelAndOptimizer:
         if self.config.train.gradient_checkpointing:
@@ -375,7 +376,7 @@ class _Sharder:
             part.sharing = Sharing.of(device_mesh[SEQUENCE])
             device_mesh = init_device_mesh(device_mesh.device_type, (device_mesh.size(),))  # FSDP cuts over all ranks
         dtype = getattr(torch, model.dtype)
-        return fsdp.shard(part, device_mesh, dtype, offload=name in model.offload, keep=name in self.kept)
+        return fsdp.shard(part, device_mesh, dtype, offload=name in model.offload)
 
 
 def adapters(model: ModelConfig, seed: int) -> lora.Adapters | None:

@@ -136,8 +136,7 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
         if device == "cpu":  # of a GPU that is in the settings alone
             patch.setattr(trainer, "spare_numbers", lambda scaling: 2**40)
         models, reference = setup.build_models(config, path, mesh.mesh)
-        computed = setup.modules(models, reference)
-        gathered = trainer.gathered(config.scaling, config.parallel.tp, config.model, computed)
+        gathered = setup.keep_gathered(config, models, reference)
     models = {name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in models.items()}
     answers = None
     if config.data.ptx_source:
@@ -387,8 +386,7 @@ def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, T
     with pytest.MonkeyPatch.context() as patch:
         for keeps in (False, True):
             names = frozenset({"policy", "critic", "reference"} if keeps else ())
-            for module in (setup, trainer):
-                patch.setattr(module, "gathered", lambda *_, names=names: names)
+            patch.setattr(setup, "gathered", lambda *_, names=names: names)
             run = trainer_of(path, {"train.num_minibatches": 1}, 60)
             own = [c for c in completions() if c.prompt.id % ranks == rank]
             start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id), True, {}) for c in own], PAD)
