@@ -24,6 +24,7 @@ from pathlib import Path
 
 import workload
 
+from rlx.config.errors import ConfigError
 from rlx.config.loading import read_yaml
 
 _LOOK_S = 0.5
@@ -145,15 +146,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = options.parse_args(argv)
     given.out.mkdir(parents=True, exist_ok=True)
     count = workload.gpus() if given.gpus is None else given.gpus
-    machine = Machine(given.out, set(range(count)))
+    machine, jobs = Machine(given.out, set(range(count))), read_jobs(given.file, given.only)
     try:
-        while jobs := [job for job in read_jobs(given.file, given.only) if job.name not in machine.ended]:
+        while jobs := [job for job in jobs if job.name not in machine.ended]:
             if not machine.running and min(job.gpus for job in jobs) > count:
                 machine.say(f"left out, for want of GPUs: {', '.join(job.name for job in jobs)}")
                 break
             machine.begin_what_fits([job for job in jobs if job.gpus <= count])
             time.sleep(_LOOK_S)
             machine.end_what_is_over()
+            with suppress(ConfigError, KeyError, TypeError):  # while it is written anew, the jobs of before hold
+                jobs = read_jobs(given.file, given.only)
     finally:
         for each in list(machine.running):
             machine.end(each)

@@ -103,7 +103,10 @@ def measure(config: RunConfig, folder: Path) -> dict[str, float]:
         figures = {"start to step 0, s": run.wait(lambda: run.step() >= 0, "step 0")}
         run.wait_for_new_step(2)  # the first ones are slower
         figures["step, s"] = run.wait_for_new_step(4) / 4
-        figures |= engine_killed(run) | worker_killed(run) | driver_killed(run)
+        for kill in (engine_killed, worker_killed, driver_killed):
+            workload.say(str(figures))
+            figures |= kill(run)
+        workload.say(str(figures))
         runs.append(again := Run(folder / "again.txt", SCRIPT, "--resume", NAME, "--storage", config.storage))
         last = run.step()
         figures["driver's run resumed to a new step, s"] = again.wait(lambda: again.step() > last, f"step after {last}")
