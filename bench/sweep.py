@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,12 +84,12 @@ def measured(by_hand: float, in_sweep: float, alone: Times, trials: Sequence[Tim
     }
 
 
-def seconds_of(script: str, *words: str) -> float:
-    """How long one of experiments/ takes."""
+def seconds_of(script: str, *words: str, variables: Mapping[str, str] | None = None) -> float:
+    """How long one of experiments/ takes; `variables` are further ones of its environment."""
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(ROOT / "experiments" / script), *words],
-        env=os.environ, capture_output=True, text=True, check=False,
+        env=os.environ | dict(variables or {}), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{script} failed: {done.stderr[-2000:]}")

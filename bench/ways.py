@@ -140,7 +140,7 @@ def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
         kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
         reward_stats=RunningScores(),
         ema={},
-        gathered=setup.keep_gathered(config, models, reference),
+        gathered=setup.keep_gathered(config.scaling, config.parallel.tp, config.model, models, reference),
     )
 
 

@@ -6,6 +6,8 @@ arithmetic.yaml. Left out: when a command says so (rlx.cli).
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,14 @@ def has_tiny_model(tree: Mapping[str, Any]) -> bool:
 
 def over_experiment(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A tree with the settings of the default experiment where it has none, whatever its model is."""
-    merged = {**read_yaml(EXPERIMENT_FILE), **tree}
-    for name, section in read_yaml(EXPERIMENT_FILE).items():
+    experiment = copy.deepcopy(_experiment())
+    merged = {**experiment, **tree}
+    for name, section in experiment.items():
         if isinstance(merged[name], Mapping):  # anything else is refused with the rest of the tree
             merged[name] = {**section, **merged[name]}
     return merged
+
+
+@functools.cache
+def _experiment() -> dict[str, Any]:
+    return read_yaml(EXPERIMENT_FILE)

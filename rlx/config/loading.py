@@ -129,10 +129,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def _parts(key: str) -> list[str]:
     """The parts of a dotted key. An entry of a dict of no dicts is one part: a reward function package.module:name."""
-    for name, field in settings().items():
-        if is_dict(field) and key.startswith(f"{name}.") and typing.get_args(field.annotation)[1] is not Any:
-            return [*name.split("."), key.removeprefix(f"{name}.")]
-    return key.split(".")
+    parts = key.split(".")
+    field = settings().get(".".join(parts[:2]))  # of a section
+    if len(parts) > 2 and field and is_dict(field) and typing.get_args(field.annotation)[1] is not Any:
+        return [*parts[:2], ".".join(parts[2:])]
+    return parts
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def build(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Checkpoint
         ema=initial_ema(config.train, models["policy"].model),
         supervised=_supervised(inputs, mesh, tokenizer),
         scattered=scattered(config.scaling, config.parallel.tp, models),
-        gathered=keep_gathered(config, models, reference),
+        gathered=keep_gathered(config.scaling, config.parallel.tp, config.model, models, reference),
         attributed_step=inputs.attributed_step,
     )
     collector = _collector(inputs, trainer, tokenizer)
@@ -294,10 +294,12 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
     return models, sharder.sharded("reference", reference)
 
 
-def keep_gathered(config: RunConfig, models: Mapping[str, ModelAndOptimizer], reference: Any) -> frozenset[str]:
+def keep_gathered(
+    scaling: ScalingConfig, tp: int, settings: ModelConfig, models: Mapping[str, ModelAndOptimizer], reference: Any
+) -> frozenset[str]:
     """Tells FSDP which models' weights stay in memory after a forward pass: those of `gathered`. A collective call."""
     modules = {name: each.model for name, each in models.items()} | ({"reference": reference} if reference else {})
-    kept = gathered(config.scaling, config.parallel.tp, config.model, modules)
+    kept = gathered(scaling, tp, settings, modules)
     for name in kept:
         modules[name].set_reshard_after_forward(False)
     return kept

@@ -136,7 +136,7 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
         if device == "cpu":  # of a GPU that is in the settings alone
             patch.setattr(trainer, "spare_numbers", lambda scaling: 2**40)
         models, reference = setup.build_models(config, path, mesh.mesh)
-        gathered = setup.keep_gathered(config, models, reference)
+        gathered = setup.keep_gathered(config.scaling, config.parallel.tp, config.model, models, reference)
     models = {name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in models.items()}
     answers = None
     if config.data.ptx_source:
