@@ -1,11 +1,11 @@
-"""The prompt tables of a run's sources: what is trained on, and what is held out.
+"""The prompt tables of a run's sources: what is trained on, what is held out, and what data.ptx_source has.
 
-Left out: reading rows (sources.py), their tokens (prompts.py), and the tables of eval.sets and data.ptx_source.
+Left out: reading rows (sources.py), their tokens (prompts.py), and the tables of eval.sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
@@ -43,6 +43,22 @@ def source_tables(
         prompts = [row for name in held_out for row in tables[name].take_all()]
         tables |= _not_held_out({name: tables[name] for name in training}, data, prompts)
     return tables
+
+
+def supervised_table(
+    data: DataConfig, held_out: Iterable[MaterializedDataset], tokenizer: TokenizerSource
+) -> MaterializedDataset:
+    """Returns the prompts of data.ptx_source, with their answers.
+
+    One that is in any of the tables `held_out` is left out, with a warning: its answer would be learnt.
+
+    Raises:
+        ConfigError: there are no other ones, or a row cannot be used.
+    """
+    place = f"data.ptx_source {data.ptx_source}"
+    rows = sources.read_rows(str(data.ptx_source), data, "data.ptx_source")
+    table = tokenize_rows(rows, data, tokenizer, f"prompts of {place}")
+    return without_repetitions(table, [row for each in held_out for row in each.take_all()], place, "")
 
 
 def _not_held_out(

@@ -34,7 +34,7 @@ from rlx.config.vllm_options import check_option_names
 from rlx.data import prompts, sources
 from rlx.data.stored.columns import ChatMessage
 from rlx.data.stored.source import NO_ROWS
-from rlx.data.tables import source_tables
+from rlx.data.tables import source_tables, supervised_table
 from rlx.environments.base import load_environment
 from rlx.environments.trial import try_environment
 from rlx.models.folder import (
@@ -381,10 +381,11 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
         tables[sources.set_table(each.name)] = prompts.tokenize_rows(
             asked, part, tokenizer, f"prompts of eval.sets {each.name}"
         )
+    trained = sources.table_names(data, "train")
     if data.ptx_source:
-        rows = sources.read_rows(data.ptx_source, data, "data.ptx_source")
-        tables["ptx"] = prompts.tokenize_rows(rows, data, tokenizer, f"prompts of data.ptx_source {data.ptx_source}")
-    count = sum(tables[name].count() for name in sources.table_names(data, "train"))
+        held_out = [table for name, table in tables.items() if name not in trained]
+        tables["ptx"] = supervised_table(data, held_out, tokenizer)
+    count = sum(tables[name].count() for name in trained)
     if count < config.train.prompts_per_step:
         raise ConfigError(
             f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts to train on"

@@ -24,7 +24,7 @@ from rlx.data import prompts, sources
 from rlx.data.blocks import SMALL, rows_of
 from rlx.data.reasoning_gym import generated_questions
 from rlx.data.stream import Share
-from rlx.data.tables import source_tables
+from rlx.data.tables import source_tables, supervised_table
 from rlx.models import tiny
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -405,6 +405,24 @@ def test_a_prompt_that_one_source_holds_out_is_trained_on_through_no_other(
     )
     of_first = f"data.sources.0.source {tmp_path}/a.jsonl: 1 of 3 training prompts are also held out: they are left out"
     assert told == ([of_first, of_second] if held_out else [of_second])
+
+
+def test_answers_of_held_out_prompts_are_not_learnt(
+    base_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address, tokenizer = (
+        stored(tmp_path / "a.jsonl", "a", "b", "c", "b")["source"],
+        prompts.TokenizerSource.of(base_model),
+    )
+    held_out = source_tables(DataConfig(source=address, params={}), EvalConfig(num_prompts=1), [None], tokenizer)[
+        "held_out"
+    ]
+    assert [row["question"] for row in held_out.take_all()] == ["b"]
+    answers = DataConfig(ptx_source=address)
+    assert [row["question"] for row in supervised_table(answers, [held_out], tokenizer).take_all()] == ["a", "c"]
+    assert f"data.ptx_source {address}: 2 of 4 training prompts are also held out: they are left out" in caplog.messages
+    with pytest.raises(ConfigError, match=r"^data\.ptx_source .*: every training prompt is also a held-out one$"):
+        supervised_table(DataConfig(ptx_source=stored(tmp_path / "b.jsonl", "b")["source"]), [held_out], tokenizer)
 
 
 def test_a_prompt_with_another_system_message_is_another_one(chat_model: str, tmp_path: Path) -> None:

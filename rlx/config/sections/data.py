@@ -164,8 +164,8 @@ class DataConfig(Section):
     curriculum_period: int = Field(default=5, ge=1, le=100)
     """the others are taken in one of so many epochs, so that they are measured again"""
     ptx_source: Address | None = None
-    """stored prompts, as in data.source, for the supervised loss on their answers, cut at rollout.max_tokens; needs
-    algorithm.ptx_coef"""
+    """stored prompts, as in data.source, for the supervised loss on their answers, cut at rollout.max_tokens; held-out
+    prompts are left out; needs algorithm.ptx_coef"""
     ptx_batch: PositiveInt = 32
     """rows of data.ptx_source per optimizer step, over all workers"""
 
