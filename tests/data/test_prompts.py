@@ -410,13 +410,9 @@ def test_a_prompt_that_one_source_holds_out_is_trained_on_through_no_other(
 def test_answers_of_held_out_prompts_are_not_learnt(
     base_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    address, tokenizer = (
-        stored(tmp_path / "a.jsonl", "a", "b", "c", "b")["source"],
-        prompts.TokenizerSource.of(base_model),
-    )
-    held_out = source_tables(DataConfig(source=address, params={}), EvalConfig(num_prompts=1), [None], tokenizer)[
-        "held_out"
-    ]
+    address = stored(tmp_path / "a.jsonl", "a", "b", "c", "b")["source"]
+    tokenizer, data = prompts.TokenizerSource.of(base_model), DataConfig(source=address, params={})
+    held_out = source_tables(data, EvalConfig(num_prompts=1), [None], tokenizer)["held_out"]
     assert [row["question"] for row in held_out.take_all()] == ["b"]
     answers = DataConfig(ptx_source=address)
     assert [row["question"] for row in supervised_table(answers, [held_out], tokenizer).take_all()] == ["a", "c"]
