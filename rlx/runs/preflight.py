@@ -381,11 +381,10 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
         tables[sources.set_table(each.name)] = prompts.tokenize_rows(
             asked, part, tokenizer, f"prompts of eval.sets {each.name}"
         )
-    trained = sources.table_names(data, "train")
     if data.ptx_source:
-        held_out = [table for name, table in tables.items() if name not in trained]
+        held_out = [tables[name] for name in sources.table_names(data, "held_out")]
         tables["ptx"] = supervised_table(data, held_out, tokenizer)
-    count = sum(tables[name].count() for name in trained)
+    count = sum(tables[name].count() for name in sources.table_names(data, "train"))
     if count < config.train.prompts_per_step:
         raise ConfigError(
             f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {count} prompts to train on"
