@@ -104,7 +104,8 @@ class Machine:
 
     def end(self, each: Running) -> None:
         """Ends a job, with all its processes."""
-        status = "its time is over" if (code := each.process.poll()) is None else f"exit status {code}"
+        code = each.process.poll()
+        status = f"exit status {code}" if code is not None else "its time is over" if each.is_late else "ended early"
         with suppress(ProcessLookupError):
             os.killpg(each.process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -135,6 +136,14 @@ def read_jobs(file: Path, only: Sequence[str] = ()) -> list[Job]:
     return [job for job in jobs if not only or job.name in only]
 
 
+def read_again(file: Path, only: Sequence[str]) -> list[Job] | None:
+    """The jobs of a file that may be half written; None if it cannot be read."""
+    try:
+        return read_jobs(file, only)
+    except (ConfigError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -147,16 +156,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     count = workload.gpus() if given.gpus is None else given.gpus
     machine, jobs = Machine(given.out, set(range(count))), read_jobs(given.file, given.only)
+    seen: list[Job] | None = jobs
     try:
-        while jobs := [job for job in jobs if job.name not in machine.ended]:
-            if not machine.running and min(job.gpus for job in jobs) > count:
-                machine.say(f"left out, for want of GPUs: {', '.join(job.name for job in jobs)}")
+        while (left := [job for job in jobs if job.name not in machine.ended]) or machine.running:
+            if not machine.running and min(job.gpus for job in left) > count:
+                machine.say(f"left out, for want of GPUs: {', '.join(job.name for job in left)}")
                 break
-            machine.begin_what_fits([job for job in jobs if job.gpus <= count])
+            machine.begin_what_fits([job for job in left if job.gpus <= count])
             time.sleep(_LOOK_S)
             machine.end_what_is_over()
-            with suppress(ConfigError, KeyError, TypeError):  # while it is written anew, the jobs of before hold
-                jobs = read_jobs(given.file, given.only)
+            newest = read_again(given.file, given.only)
+            if newest is not None and newest == seen:  # a file that is being written differs from one look to the next
+                jobs = newest
+            seen = newest
     finally:
         for each in list(machine.running):
             machine.end(each)

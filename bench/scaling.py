@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, config = workload.read(options, argv)
         if config.scaling.num_workers > config.parallel.neighbours:
             raise ConfigError("scaling.num_workers: --ranks says how many replicas there are; give those of one")
-        counts = ranks(args.ranks, workload.gpus() // config.parallel.neighbours if config.scaling.use_gpu else None)
+        replicas = workload.gpus() // config.parallel.neighbours if config.scaling.use_gpu else None
+        counts = ranks("--ranks", args.ranks, replicas)
         work = {"train.prompts_per_step": config.train.prompts_per_step} if args.strong else {}
         alone = {count: scaled(config, count, work | without_engines(config)) for count in counts}
         load = os.getloadavg()[0]
@@ -56,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(script)
 
 
-def ranks(given: str | None, gpus: int | None) -> list[int]:
-    """The numbers of ranks to measure; `gpus` is None on a CPU.
+def ranks(option: str, given: str | None, gpus: int | None) -> list[int]:
+    """The numbers of ranks to measure, as an option gives them; `gpus` is None on a CPU.
 
     Raises:
         ConfigError: they are not ascending numbers, or more than there are GPUs.
@@ -66,9 +67,9 @@ def ranks(given: str | None, gpus: int | None) -> list[int]:
         return [count for count in (1, 2, 4) if count <= (2 if gpus is None else gpus)]
     counts = [int(word) for word in given.split(",") if word.strip().isdecimal()]
     if len(counts) != given.count(",") + 1 or counts != sorted(set(counts)) or counts[0] < 1:
-        raise ConfigError(f"--ranks {given}: expected ascending numbers of workers, such as 1,2,4")
+        raise ConfigError(f"{option} {given}: expected ascending numbers, such as 1,2,4")
     if gpus is not None and counts[-1] > gpus:
-        raise ConfigError(f"--ranks {given}: this machine has {gpus} GPUs")
+        raise ConfigError(f"{option} {given}: this machine has {gpus} GPUs")
     return counts
 
 

@@ -1,11 +1,12 @@
 """A sweep of eight trials on one GPU and on all: trials per hour, and what ASHA saves.
 
-    python bench/trials.py [--gpu] [--places 1,4] [--trials N] [--steps N] [--SECTION.SETTING VALUE ...]
+    python bench/trials.py [--gpu] [--places 1,4] [--asha] [--trials N] [--steps N] [--SECTION.SETTING VALUE ...]
 
-Each sweep is `experiments/ppo_sweep.py` with a grid of learning rates, an engine and a worker on half of a GPU each. It
-runs once for each number of places, GPUs of this machine (on a CPU trials at once), and with the largest number once
-more with `--scheduler asha`. The reward is one that random weights can learn. Times are those that MLflow has of the
-trials, so Ray's start is left out. Left out, too: what a sweep costs beside runs by hand (sweep.py).
+Each sweep is `experiments/ppo_sweep.py` with a grid of learning rates; with --gpu an engine and a worker have half of a
+GPU each, whatever else is given. It runs once for each number of places, GPUs of this machine (on a CPU trials at
+once), and with `--asha` once more with the largest number. The reward is one that random weights can learn. Times are
+those that MLflow has of the trials, so Ray's start is left out. Left out, too: what a sweep costs beside runs by hand
+(sweep.py).
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ _SLOWEST, _FACTOR = 1e-6, 1.6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = workload.parser(__doc__, steps=(6, 14))
+    options = workload.parser(__doc__, steps=(6, 6))
     options.add_argument("--places", help="numbers of GPUs, or on a CPU of trials at once (default: 1 and all; 1,2)")
     options.add_argument("--trials", type=int, default=8)
+    options.add_argument("--asha", action="store_true", help="a sweep with --scheduler asha, too")
 
     def script() -> int:
         args, config = workload.read(options, argv, workload.CPU | _LEARNS, workload.GPU | _LEARNS)
         gpus = workload.gpus() if config.scaling.use_gpu else None
-        places = ranks(args.places or ("1,2" if gpus is None else f"1,{gpus}"), gpus)
+        places = ranks("--places", args.places or ("1,2" if gpus is None else f"1,{gpus}" if gpus > 1 else "1"), gpus)
         if args.trials < 2:
             raise ConfigError(f"--trials {args.trials}: two at least")
         load, rates = os.getloadavg()[0], [_SLOWEST * _FACTOR**n for n in range(args.trials)]
@@ -59,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             halves = workload.gpu_shares(1) if config.scaling.use_gpu else {}
             here = {"storage": folder, "model.path": workload.model_folder(config)}
             ready = from_tree(with_overrides(config.model_dump(), halves | here), "command line")
-            figures = measured(ready, places, rates) | gpu_memory()
+            figures = measured(ready, places, rates, args.asha) | gpu_memory()
             table.finish("trials", figures, ready, args.out, load, {"trials": args.trials, "steps": config.train.steps})
         return 0
 
     return exit_code(script)
 
 
-def measured(config: RunConfig, places: Sequence[int], rates: Sequence[float]) -> dict[str, float]:
+def measured(config: RunConfig, places: Sequence[int], rates: Sequence[float], with_asha: bool) -> dict[str, float]:
     """The table."""
     figures: dict[str, float] = {}
     for count in places:
@@ -75,7 +77,7 @@ def measured(config: RunConfig, places: Sequence[int], rates: Sequence[float]) -
     for few, many in itertools.pairwise(places):
         hourly = [figures[f"trials an hour, {count} places"] for count in (few, many)]
         figures[f"trials an hour, {many} / {few} places"] = hourly[1] / hourly[0]
-    asha = swept(config, places[-1], rates, "asha")
+    asha = swept(config, places[-1], rates, "asha") if with_asha else {}
     return figures | {f"{name}, asha, {places[-1]} places": value for name, value in asha.items()}
 
 

@@ -32,7 +32,7 @@ from rlx.mesh import Mesh
 from rlx.training import experience, loop, setup
 from rlx.training.experience import RolloutBatch
 from rlx.training.optimizers.groups import base_lrs
-from rlx.training.trainer import Trainer
+from rlx.training.trainer import Trainer, scattered
 from rlx.training.update import update
 from rlx.types import Completion, Prompt, ScoredCompletion
 
@@ -99,7 +99,7 @@ def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool
     """Rounds of the same completions in one way."""
     trainer = trainer_of(config, device)
     memory, times = Memory(device), []
-    made = made_up(config, tails).to(device)
+    made = made_up(config, trainer.mesh, tails).to(device)
     for _ in range(1 + ROUNDS):
         started = now(device)
         deferred = trainer.defers_logprobs
@@ -125,7 +125,7 @@ def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool
 
 def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
     torch.set_num_threads(setup.threads(config.scaling))  # as Ray has it in a worker
-    mesh = Mesh.of(device.type, 1)
+    mesh = Mesh.of(device.type, config.parallel.tp, config.parallel.sp)
     if mesh.rank == 0:
         workload.model_folder(config)  # makes it
     dist.barrier()
@@ -140,16 +140,17 @@ def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
         kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
         reward_stats=RunningScores(),
         ema={},
+        scattered=scattered(config.scaling, config.parallel.tp, models),
         gathered=setup.keep_gathered(config.scaling, config.parallel.tp, config.model, models, reference),
     )
 
 
-def made_up(config: RunConfig, tails: bool) -> RolloutBatch:
-    """This rank's completions of a step: of equal lengths, or from an eighth of the longest up."""
-    rank, prompts = dist.get_rank(), config.train.prompts_per_step // dist.get_world_size()
-    draw, limit = torch.Generator().manual_seed(rank), config.rollout.max_tokens
+def made_up(config: RunConfig, mesh: Mesh, tails: bool) -> RolloutBatch:
+    """This replica's completions of a step: of equal lengths, or from an eighth of the longest up."""
+    replica, prompts = mesh.dp_rank, config.train.prompts_per_step // mesh.dp_size
+    draw, limit = torch.Generator().manual_seed(replica), config.rollout.max_tokens
     scored = []
-    for number in range(rank * prompts, (rank + 1) * prompts):
+    for number in range(replica * prompts, (replica + 1) * prompts):
         prompt = Prompt(number, tuple(torch.randint(6, 90, (123,), generator=draw).tolist()), "", "")
         for sample in range(config.train.samples_per_prompt):
             length = int(torch.randint(limit // 8, limit + 1, (), generator=draw)) if tails else limit

@@ -425,12 +425,12 @@ def test_scaling_gives_updates_a_whole_gpu_and_whole_steps_the_placement(monkeyp
 
 
 def test_ranks_are_what_the_machine_has() -> None:
-    assert scaling.ranks(None, None) == [1, 2]
-    assert scaling.ranks(None, 4) == [1, 2, 4]
-    assert scaling.ranks("1,3", None) == [1, 3]
+    assert scaling.ranks("--ranks", None, None) == [1, 2]
+    assert scaling.ranks("--ranks", None, 4) == [1, 2, 4]
+    assert scaling.ranks("--ranks", "1,3", None) == [1, 3]
     for words, gpus in (("1,4", 2), ("0,1", None), ("1,1", None), ("one", None), ("1,", None)):
         with pytest.raises(ConfigError, match="--ranks"):
-            scaling.ranks(words, gpus)
+            scaling.ranks("--ranks", words, gpus)
 
 
 def test_scaling_is_a_share_of_the_next_smaller_number() -> None:

@@ -1,6 +1,7 @@
 """Benchmarks side by side: which GPUs they get, in which order, and that nothing of them is left."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import on_gpus
@@ -46,6 +47,23 @@ def test_nothing_is_left_of_a_job_whose_time_is_over(tmp_path: Path) -> None:
     found = ran(tmp_path, [{"name": "slow", "seconds": 1, "command": stays}], gpus=1)
     assert "its time is over" in found["events"] and time.monotonic() - begun < 30
     assert on_gpus.processes_of("slow") == [] and not (tmp_path / "late").exists()
+
+
+def test_a_file_that_is_being_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each look there is more of a second file, which may be YAML or not, until all of it is there."""
+    first: list[dict[str, object]] = [{"name": "one", "command": "sleep 2; echo whole"}]
+    text = yaml.safe_dump({"jobs": [*first, {"name": "two", "command": "echo added"}]})
+    ends = iter([*range(0, len(text), 4), *[len(text)] * 10_000])
+
+    def look(file: Path, only: Sequence[str]) -> list[on_gpus.Job] | None:
+        file.write_text(text[: next(ends)])
+        return again(file, only)
+
+    again = on_gpus.read_again
+    monkeypatch.setattr(on_gpus, "read_again", look)
+    monkeypatch.setattr(on_gpus, "_LOOK_S", 0.05)
+    found = ran(tmp_path, first, gpus=1)
+    assert found["one"].endswith("whole\n") and found["two"].endswith("added\n")
 
 
 @pytest.mark.parametrize("job", on_gpus.read_jobs(FILE), ids=lambda job: job.name)

@@ -297,7 +297,10 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> tuple[dict[s
 def keep_gathered(
     scaling: ScalingConfig, tp: int, settings: ModelConfig, models: Mapping[str, ModelAndOptimizer], reference: Any
 ) -> frozenset[str]:
-    """Tells FSDP which models' weights stay in memory after a forward pass: those of `gathered`. A collective call."""
+    """Tells FSDP which models' weights stay in memory after a forward pass: those of `gathered`. A collective call.
+
+    `Trainer.reshard`, or the last backward pass before an optimizer step, frees them. Call it before the first pass.
+    """
     modules = {name: each.model for name, each in models.items()} | ({"reference": reference} if reference else {})
     kept = gathered(scaling, tp, settings, modules)
     for name in kept:

@@ -62,6 +62,7 @@ def stepped(rank: int, ranks: int, tp: int, sp: int, folder: str, path: str, res
     )
     grid = Mesh.of("cuda", tp, sp)
     trained, _ = setup.build_models(settings, path, grid.mesh)
+    setup.keep_gathered(settings.scaling, tp, settings.model, trained, None)  # as a run does
     policy: Any = trained["policy"].model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (ROWS, PROMPT + WIDTH), generator=generator).cuda()

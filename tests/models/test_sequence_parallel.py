@@ -69,6 +69,7 @@ def learnt_on_ranks(rank: int, ranks: int, path: str, sp: int, more: dict[str, A
     for model in (with_head, with_head | {"critic": "separate"}):
         config = config_of(ranks, sp, model=model | more, algorithm={"kl_coef": 0})
         trained, _ = setup.build_models(config, path, grid.mesh)
+        setup.keep_gathered(config.scaling, 1, config.model, trained, None)  # as a run does
         policy: Any = trained["policy"].model
         layer, seen = policy.lm.base_model.layers[0].mlp, list[int]()
         layer.register_forward_hook(lambda module, given, output, seen=seen: seen.append(output.shape[1]))

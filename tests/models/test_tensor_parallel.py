@@ -78,6 +78,7 @@ def learnt_on_ranks(rank: int, ranks: int, path: str, tp: int) -> dict[str, Any]
     """The same, and the shape of one matrix as this process holds it in a forward pass."""
     chosen = settings_of(ranks, tp, model={"critic": "head", "value_head_init": "normal"})
     trained, _ = setup.build_models(chosen, path, Mesh.of("cpu", tp).mesh)
+    setup.keep_gathered(chosen.scaling, tp, chosen.model, trained, None)  # as a run does
     policy: Any = trained["policy"].model
     shapes: list[tuple[int, ...]] = []
     projection = policy.lm.base_model.layers[0].mlp.up_proj
