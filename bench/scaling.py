@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(6, 6))
     options.add_argument("--ranks", help="numbers of workers, ascending (default: 1,2 and with four GPUs 4)")
     options.add_argument("--whole-step", action="store_true", help="measure whole steps too")
+    options.add_argument("--profile", action="store_true", help="print where the time of the first rank's update goes")
     options.add_argument("--strong", action="store_true", help="the ranks share the work of one")
 
     def script() -> int:
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         load = os.getloadavg()[0]
         with workload.prepared(alone[counts[-1]]) as (ready, path):
             here = {"storage": ready.storage, "model.path": path}
-            figures = per_rank("update", {n: updated(scaled(one, 1, here), path) for n, one in alone.items()})
+            figures = per_rank(
+                "update", {n: updated(scaled(one, 1, here), path, args.profile) for n, one in alone.items()}
+            )
             if args.whole_step:
                 whole = {n: scaled(config, n, work | here | {"rollout.num_engines": n}) for n in counts}
                 figures |= per_rank("step", {n: stepped(one, path) for n, one in whole.items() if fits(one)})
@@ -92,9 +95,11 @@ def fits(config: RunConfig) -> bool:
     return not config.scaling.use_gpu or of_each * config.scaling.num_workers <= workload.gpus()
 
 
-def updated(config: RunConfig, path: str) -> float:
+def updated(config: RunConfig, path: str, profile: bool = False) -> float:
     """Tokens per second and rank in rlx's update."""
-    result = update.on_ranks(config, path)
+    result = update.on_ranks(config, path, profile=profile)
+    if profile:
+        print(result["profile"], flush=True)
     rate = float(result["tokens"] / statistics.median(result["seconds"][workload.WARM :]))
     memory = result["memory"] / 2**30
     workload.say(f"{config.scaling.num_workers} ranks: {rate:,.0f} tokens/s per rank in updates, {memory:.1f} GiB")

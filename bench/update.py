@@ -181,8 +181,8 @@ def rank(job: dict[str, Any]) -> None:
         run.step += 1
     if loop:
         result["bare memory"] = ray.get(loop.peak_memory.remote())
-        if job["profile"]:
-            result["profile"] = profiled(lambda: update(run, batch, deferred))
+    if job["profile"]:
+        result["profile"] = profiled(lambda: update(run, batch, deferred))
     setup.close(run, collector, checkpointer, inputs.reporter)
     if mesh.rank == 0:
         _result(run.config).write_text(json.dumps(result))
