@@ -131,8 +131,15 @@ def processes_of(job: str) -> list[int]:
 
 
 def read_jobs(file: Path, only: Sequence[str] = ()) -> list[Job]:
-    """The jobs of a file, all or those of these names."""
-    jobs = [Job(**each | {"after": tuple(each.get("after", ()))}) for each in read_yaml(str(file))["jobs"]]
+    """The jobs of a file, all or those of these names.
+
+    Raises:
+        ConfigError: it cannot be read, or what is in it are no jobs.
+    """
+    try:
+        jobs = [Job(**each | {"after": tuple(each.get("after", ()))}) for each in read_yaml(str(file))["jobs"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}: not a list of jobs ({error})") from None
     return [job for job in jobs if not only or job.name in only]
 
 
@@ -140,7 +147,7 @@ def read_again(file: Path, only: Sequence[str]) -> list[Job] | None:
     """The jobs of a file that may be half written; None if it cannot be read."""
     try:
         return read_jobs(file, only)
-    except (ConfigError, KeyError, TypeError, AttributeError):
+    except ConfigError:
         return None
 
 
