@@ -217,8 +217,19 @@ def test_an_engine_that_hangs_is_named_in_time_and_the_other_has_the_weights(pai
     wait_until_both_have_it(pair)
 
 
-def test_a_rank_without_the_engines_answers_learns_at_once_that_a_reader_failed(
-    engines: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "failed", "retry"),
+    [
+        (RuntimeError("no room"), {0: "sending weight version 1: engine 0 failed: no room"}, {}),
+        (UpdateInterruptedError("broken off"), {}, {0: "sending weight version 1: engine 0: broken off"}),
+    ],
+)
+def test_a_rank_without_the_engines_answers_learns_at_once_that_a_reader_stopped(
+    engines: tuple[Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    failed: dict[int, str],
+    retry: dict[int, str],
 ) -> None:
     """Of several ranks that share memory with engines, only the first gets the engines' answers."""
     tensors = [torch.randn(1000) for _ in range(4)]
@@ -232,15 +243,15 @@ def test_a_rank_without_the_engines_answers_learns_at_once_that_a_reader_failed(
     outgoing = OutgoingUpdate(plan, UpdateRequest(1, layouts, SECONDS, keep=False), second)
     outgoing.connect()
 
-    def out_of_memory(*_: Any) -> Tensor:
-        raise RuntimeError("no room")
+    def stop(*_: Any) -> Tensor:
+        raise error
 
-    monkeypatch.setattr(shared_memory, "map_shared", out_of_memory)
+    monkeypatch.setattr(shared_memory, "map_shared", stop)
 
     def receive() -> None:
         incoming = Incoming("update", "process", plan.address, "none", plan.world, sources[0], layouts, 60.0, False)
-        error = Receiver(torch.device("cpu"), 0).receive(incoming, list, keeps=False)
-        assert type(error) is WeightSyncError
+        noted = Receiver(torch.device("cpu"), 0).receive(incoming, list, keeps=False)
+        assert isinstance(noted, type(error) if retry else WeightSyncError)
 
     reader = threading.Thread(target=receive)
     reader.start()
@@ -249,9 +260,8 @@ def test_a_rank_without_the_engines_answers_learns_at_once_that_a_reader_failed(
         outgoing.send([tensor])
     outgoing.finish()
     reader.join()
-    assert {i: str(error) for i, error in outgoing.failed.items()} == {
-        0: "sending weight version 1: engine 0 failed: no room"
-    }
+    assert {i: str(lost) for i, lost in outgoing.failed.items()} == failed
+    assert {i: str(lost) for i, lost in outgoing.retry.items()} == retry
     assert time.monotonic() - started < SECONDS / 2
     send_buffers.close()
 

@@ -206,11 +206,14 @@ class OutgoingUpdate:
         if any(source.transport == transport for engine in left_out for source in self.plan.sources[engine]):
             raise EngineLostError("an engine of the process group is lost")
 
-    def mark_failed(self, engine: int, error: RolloutError) -> None:
-        """Leaves an engine out that is at fault."""
-        self.failed.setdefault(engine, _with_version(error, self.request.version))
-        self._calls = {call: i for call, i in self._calls.items() if i != engine}
-        self._leave_out(engine)
+    def mark_failed(self, engine: int, error: RolloutError, *, is_at_fault: bool = True) -> None:
+        """Leaves an engine out. For one that is not known to be at fault `finish` waits until it has stopped."""
+        if is_at_fault:
+            self._calls = {call: i for call, i in self._calls.items() if i != engine}
+        failures = self.failed if is_at_fault else self.retry
+        failures.setdefault(engine, _with_version(error, self.request.version))
+        for transport in self.sender.transports.values():
+            transport.leave_out(engine)
 
     def wait_for_gpu(self) -> None:
         """Returns when a bucket is filled, for receivers that do not wait for the GPU's stream.
@@ -232,15 +235,9 @@ class OutgoingUpdate:
         self._calls.pop(call, None)
         try:
             if (reason := get_result(call, engine, time.monotonic())) is not None:
-                error = EngineLostError(f"engine {engine}: {reason}")
-                self.retry[engine] = _with_version(error, self.request.version)
-                self._leave_out(engine)
+                self.mark_failed(engine, EngineLostError(f"engine {engine}: {reason}"), is_at_fault=False)
         except RolloutError as error:
             self.mark_failed(engine, error)
-
-    def _leave_out(self, engine: int) -> None:
-        for transport in self.sender.transports.values():
-            transport.leave_out(engine)
 
     def _interrupt(self) -> None:
         for transport in self._active:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlx.actors import EngineLostError, EngineTimeoutError, Lifeline
-from rlx.rollout.weight_sync.base import DeviceLocation, Incoming, Source, deadline, wait
+from rlx.rollout.weight_sync.base import DeviceLocation, Incoming, Source, UpdateInterruptedError, deadline, wait
 from rlx.rollout.weight_sync.buckets import byte_size
 from rlx.rollout.weight_sync.sender import OutgoingBucket, OutgoingUpdate
 from rlx.types import WeightSyncError
@@ -107,12 +107,13 @@ class SharedMemorySender:
     def _check(self, engine: int) -> None:
         """Raises EngineLostError if an engine has died, or one of its workers has failed."""
         self._update.check()
-        if engine not in self._readers:
-            return
         plan, store = self._update.plan, self._update.sender.store
-        for key in (_failed(plan.name, plan.processes[engine], worker) for worker in self._readers[engine]):
-            if store.check([key]):
+        for worker in self._readers.get(engine, []):
+            if store.check([key := _failed(plan.name, plan.processes[engine], worker)]):
                 raise EngineLostError(f"engine {engine} failed: {store.get(key).decode()}")
+            if store.check([key := _interrupted(plan.name, plan.processes[engine], worker)]):
+                error = EngineLostError(f"engine {engine}: {store.get(key).decode()}")
+                self._update.mark_failed(engine, error, is_at_fault=False)
         if time.monotonic() - self._asked > _ALIVE_S:
             self._asked = time.monotonic()
             if self._lifelines[engine].is_broken:
@@ -143,8 +144,9 @@ class SharedMemoryReceiver:
 
     def fail(self, incoming: Incoming, error: Exception) -> None:
         """Tells the trainer whose memory is mapped: it may not be the rank that gets the engine's answers."""
+        note = _interrupted if isinstance(error, UpdateInterruptedError) else _failed
         with suppress(RuntimeError):  # the store is gone, and so is the trainer
-            self._store.set(_failed(incoming.update, incoming.engine, self._worker), str(error))
+            self._store.set(note(incoming.update, incoming.engine, self._worker), str(error))
 
     def close(self) -> None:
         self._mapped.clear()
@@ -255,3 +257,8 @@ def _read(update: str, bucket: int, engine: str, worker: int) -> str:
 def _failed(update: str, engine: str, worker: int) -> str:
     """The key under which a worker notes that it has stopped reading an update, and why."""
     return f"{update}/{engine}/{worker}/failed"
+
+
+def _interrupted(update: str, engine: str, worker: int) -> str:
+    """The key under which a worker notes that it has stopped reading an update for a reason that is not its own."""
+    return f"{update}/{engine}/{worker}/interrupted"
