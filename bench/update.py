@@ -144,12 +144,12 @@ def rank(job: dict[str, Any]) -> None:
     from measure import Memory, now, profiled
 
     from rlx.runs import worker
-    from rlx.training import setup
     from rlx.training.loop import compute_advantages, compute_logprobs
+    from rlx.training.setup.rank import build_rank, close_rank
     from rlx.training.update import update
 
     inputs = worker.inputs_of(worker.Job(job["spec"], job["box"], 1, job["spec"].folder))
-    run, collector, checkpointer = setup.build(inputs)
+    run, collector, checkpointer = build_rank(inputs)
     deferred, mesh = run.defers_logprobs, run.mesh
     memory = Memory(run.device)
     judged = made_up(run.config, collector.score.tokenizer)
@@ -183,7 +183,7 @@ def rank(job: dict[str, Any]) -> None:
         result["bare memory"] = ray.get(loop.peak_memory.remote())
     if job["profile"]:
         result["profile"] = profiled(lambda: update(run, batch, deferred))
-    setup.close(run, collector, checkpointer, inputs.reporter)
+    close_rank(run, collector, checkpointer, inputs.reporter)
     if mesh.rank == 0:
         _result(run.config).write_text(json.dumps(result))
 

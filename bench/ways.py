@@ -29,10 +29,12 @@ from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.mesh import Mesh
-from rlx.training import experience, loop, setup
+from rlx.training import experience, loop
 from rlx.training.experience import RolloutBatch
 from rlx.training.optimizers.groups import base_lrs
-from rlx.training.trainer import Trainer, scattered
+from rlx.training.setup.models import build_models
+from rlx.training.setup.rank import threads
+from rlx.training.trainer import Trainer
 from rlx.training.update import update
 from rlx.types import Completion, Prompt, ScoredCompletion
 
@@ -124,24 +126,24 @@ def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool
 
 
 def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
-    torch.set_num_threads(setup.threads(config.scaling))  # as Ray has it in a worker
+    torch.set_num_threads(threads(config.scaling))  # as Ray has it in a worker
     mesh = Mesh.of(device.type, config.parallel.tp, config.parallel.sp)
     if mesh.rank == 0:
         workload.model_folder(config)  # makes it
     dist.barrier()
-    models, reference = setup.build_models(config, workload.model_folder(config), mesh.mesh)
+    made = build_models(config, workload.model_folder(config), mesh.mesh)
     return Trainer(
         config=config,
         mesh=mesh,
         device=device,
-        models=models,
-        reference=reference,
-        base_lrs=base_lrs(config.train, models),
+        models=made.trained,
+        reference=made.reference,
+        base_lrs=base_lrs(config.train, made.trained),
         kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
         reward_stats=RunningScores(),
         ema={},
-        scattered=scattered(config.scaling, config.parallel.tp, models),
-        gathered=setup.keep_gathered(config.scaling, config.parallel.tp, config.model, models, reference),
+        scattered=made.scattered,
+        gathered=made.gathered,
     )
 
 

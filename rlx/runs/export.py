@@ -34,7 +34,8 @@ from rlx.runs import preflight, run_folder
 from rlx.storage import checkpoint_catalog, checkpoint_files, checkpoint_keys
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import retry
-from rlx.training import experience, setup
+from rlx.training import experience
+from rlx.training.setup.models import adapters_of
 from rlx.types import Completion, Prompt, ScoredCompletion
 
 _LOG = logging.getLogger("rlx")
@@ -136,7 +137,7 @@ def _load(model: ModelConfig, seed: int, path: str) -> tuple[Policy, Any]:
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    trust, adapters = model.trust_remote_code, setup.adapters(model, seed)
+    trust, adapters = model.trust_remote_code, adapters_of(model, seed)
     try:
         policy = loading.load_policy(path, head=None, adapters=adapters, trust_remote_code=trust)
         return policy, prompts.load_tokenizer(path, trust)

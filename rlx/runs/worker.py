@@ -56,8 +56,9 @@ from rlx.tracking.base import Tracker
 from rlx.tracking.memory import NullTracker
 from rlx.tracking.services.mlflow_page import SystemMetrics
 from rlx.tracking.tracker import OutboxTracker
-from rlx.training import loop, setup
-from rlx.training.setup import TrainingInputs, WeightSource
+from rlx.training import loop
+from rlx.training.setup.inputs import TrainingInputs, WeightSource
+from rlx.training.setup.rank import build_rank, close_rank
 from rlx.types import Phase, Scorer
 
 _CLOSE_S = 5.0  # longest wait for the tracker at the end of a run
@@ -173,7 +174,7 @@ def _train_or_examine(job: Job) -> None:
     """Does a job on this worker, with all others; a collective call."""
     spec, inputs = job.spec, inputs_of(job)
     inputs.reporter.notify(Phase("models"))
-    trainer, collector, checkpointer = setup.build(inputs)
+    trainer, collector, checkpointer = build_rank(inputs)
     if spec.examine:
         figures = doctor.examine(trainer, collector)
         inputs.reporter.report(figures | {"step": 0}, is_last=True, checkpoints=[])
@@ -185,7 +186,7 @@ def _train_or_examine(job: Job) -> None:
             with suppress(Exception):  # the first error is the one to tell
                 inputs.reporter.flush()  # the metrics that led there may not have reached the tracking service
             raise
-    setup.close(trainer, collector, checkpointer, inputs.reporter)
+    close_rank(trainer, collector, checkpointer, inputs.reporter)
 
 
 class WarningRelay(logging.Handler):

@@ -11,19 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores
 from rlx.config.run import RunConfig
-from rlx.config.sections.model import ModelConfig
-from rlx.config.sections.scaling import ScalingConfig
 from rlx.config.sections.train import TrainConfig
 from rlx.data.stream import PromptStream
 from rlx.mesh import Mesh
-from rlx.models import fsdp, logprobs
+from rlx.models import fsdp
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import experience
 from rlx.training.experience import B, RolloutBatch, build_batch
@@ -168,46 +165,3 @@ def initial_ema(train: TrainConfig, policy: Any) -> dict[str, Tensor]:
     if train.ema_decay is None:
         return {}
     return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
-
-
-# --- what may stay in a GPU's memory
-
-
-def scattered(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
-    """The models whose gradients are reduced in each backward pass, so that no rank ever holds all of them.
-
-    These are the models whose full float32 gradients would take more than a sixteenth of a worker's GPU memory while
-    micro-batches add up. There are none if no other rank could hold the other parts. A collective call.
-    """
-    if not scaling.use_gpu or scaling.num_workers == tp:
-        return frozenset()
-    sizes = {name: sum(p.numel() for p in m.model.parameters() if p.requires_grad) for name, m in models.items()}
-    limit = spare_numbers(scaling)
-    return frozenset(name for name, size in sizes.items() if size // tp > limit)
-
-
-def gathered(scaling: ScalingConfig, tp: int, settings: ModelConfig, models: Mapping[str, Any]) -> frozenset[str]:
-    """The models whose weights stay gathered from the first pass to the last one before an optimizer step.
-
-    All that are not offloaded do, if together they take at most a sixteenth of a worker's GPU memory, or if no other
-    rank could hold the other parts; on CPUs, too, where models are small. A collective call.
-
-    Args:
-        models: all that are computed with, the reference too.
-    """
-    kept = {name: model for name, model in models.items() if name not in settings.offload}
-    if scaling.use_gpu and scaling.num_workers > tp:
-        numbers = sum(weight.numel() for model in kept.values() for weight in model.parameters()) // tp
-        if numbers * getattr(torch, settings.dtype).itemsize > spare_numbers(scaling) * torch.float32.itemsize:
-            return frozenset()
-    return frozenset(kept)
-
-
-def spare_numbers(scaling: ScalingConfig) -> int:
-    """How many float32 numbers may stay in each worker's GPU memory although they could be computed again.
-
-    It is the same on all workers, the least of their GPUs'. A collective call.
-    """
-    own = torch.tensor(logprobs.stored_logits_on_gpu(scaling.resources_per_worker.get("GPU", 1.0)), device="cuda")
-    dist.all_reduce(own, op=dist.ReduceOp.MIN)
-    return int(own)

@@ -25,7 +25,7 @@ from rlx.mesh import Mesh
 from rlx.models import fsdp
 from rlx.models.packing import pack_row
 from rlx.models.policy import ResponseTokens
-from rlx.training import setup
+from rlx.training.setup.models import build_models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,8 +61,7 @@ def stepped(rank: int, ranks: int, tp: int, sp: int, folder: str, path: str, res
         }
     )
     grid = Mesh.of("cuda", tp, sp)
-    trained, _ = setup.build_models(settings, path, grid.mesh)
-    setup.keep_gathered(settings.scaling, tp, settings.model, trained, None)  # as a run does
+    trained = build_models(settings, path, grid.mesh).trained
     policy: Any = trained["policy"].model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (ROWS, PROMPT + WIDTH), generator=generator).cuda()

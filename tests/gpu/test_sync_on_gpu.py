@@ -39,7 +39,8 @@ from rlx.rollout.engine_group import EngineGroup
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.weight_sync import sync
 from rlx.rollout.weight_sync.sync import WeightSync
-from rlx.training import experience, setup
+from rlx.training import experience
+from rlx.training.setup.models import build_models
 from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
 
 pytestmark = pytest.mark.gpu
@@ -99,7 +100,7 @@ class Trainer:
             }
         )
         self.grid = Mesh.of("cuda", tp)
-        self.policy: Any = setup.build_models(settings, path, self.grid.mesh)[0]["policy"].model
+        self.policy: Any = build_models(settings, path, self.grid.mesh).trained["policy"].model
         self.sync = WeightSync(engines, self.grid, self.device, torch.bfloat16)
         weights = partial(lora.engine_weights, self.policy)
         pool = EnginePool(engines, 0, hang_s=100.0)

@@ -24,7 +24,7 @@ from rlx.models.loading import load_critic
 from rlx.models.tiny import build_tokenizer
 from rlx.storage import checkpoint_files
 from rlx.storage.filesystem import Storage
-from rlx.training import setup
+from rlx.training.setup.models import build_models
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_models_that_cannot_be_critics_are_refused(tiny_model: Path, tmp_path: P
 
 def critic_of(path: str, judge: str, **more: Any) -> Any:
     tree = config_loading.with_overrides({}, {"model.critic_path": judge, **more})
-    models, _ = setup.build_models(config_loading.from_tree(tree), path, Mesh.of("cpu", 1).mesh)
+    models = build_models(config_loading.from_tree(tree), path, Mesh.of("cpu", 1).mesh).trained
     return models
 
 

@@ -19,7 +19,7 @@ from rlx.models import fsdp, logprobs, packing
 from rlx.models.policy import ResponseTokens
 from rlx.runs import preflight
 from rlx.storage import checkpoint_catalog
-from rlx.training import setup
+from rlx.training.setup.models import build_models
 
 # --- what is exchanged
 
@@ -68,8 +68,7 @@ def learnt_on_ranks(rank: int, ranks: int, path: str, sp: int, more: dict[str, A
     found: dict[str, Any] = {}
     for model in (with_head, with_head | {"critic": "separate"}):
         config = config_of(ranks, sp, model=model | more, algorithm={"kl_coef": 0})
-        trained, _ = setup.build_models(config, path, grid.mesh)
-        setup.keep_gathered(config.scaling, 1, config.model, trained, None)  # as a run does
+        trained = build_models(config, path, grid.mesh).trained
         policy: Any = trained["policy"].model
         layer, seen = policy.lm.base_model.layers[0].mlp, list[int]()
         layer.register_forward_hook(lambda module, given, output, seen=seen: seen.append(output.shape[1]))
@@ -123,7 +122,7 @@ def test_adapters_learn_from_shared_rows(on_ranks: OnRanks, tiny_model: Path) ->
 def stored(rank: int, ranks: int, path: str) -> int:
     """Bytes that a forward pass over a long completion stores for the backward pass."""
     config = config_of(ranks, ranks, model={"critic": "head", "reference": "none"}, algorithm={"kl_coef": 0})
-    policy: Any = setup.build_models(config, path, Mesh.of("cpu", 1, ranks).mesh)[0]["policy"].model
+    policy: Any = build_models(config, path, Mesh.of("cpu", 1, ranks).mesh).trained["policy"].model
     ids, prompts = torch.arange(6, 86).repeat(1, 13), torch.tensor([40])
     tokens = ResponseTokens.of(ids, prompts, torch.ones(1, 1000))
     row = packing.pack_row(ids, prompts, torch.tensor([1000]), torch.tensor([0]), tokens.token_index)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlx.config.loading import from_tree
 from rlx.mesh import Mesh
 from rlx.models import fsdp, loading, packing
-from rlx.training import setup
+from rlx.training.setup.models import build_models
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def cut(rank: int, ranks: int, path: str) -> tuple[dict[str, Tensor], list[int]]
 
     fsdp._move_weights, fsdp.shard = counted, watched
     config = from_tree({"model": {"path": path}, "algorithm": {"kl_coef": 0.01}})
-    made, reference = setup.build_models(config, path, Mesh.of("cpu", 1).mesh)
+    made = build_models(config, path, Mesh.of("cpu", 1).mesh)
     assert all(isinstance(model, FSDPModule) for model in models) and len(models) == 3
-    named = {name: part.model for name, part in made.items()} | {"reference": reference}
+    named = {name: part.model for name, part in made.trained.items()} | {"reference": made.reference}
     weights = {f"{name} {key}": weight for name, model in named.items() for key, weight in model.named_parameters()}
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     return {name: fsdp.full_tensor(weight).detach().clone() for name, weight in weights.items()}, whole

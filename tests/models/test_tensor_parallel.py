@@ -29,7 +29,7 @@ from rlx.models.loading import load_policy
 from rlx.runs import preflight
 from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.checkpoint_files import ModelAndOptimizer
-from rlx.training import setup
+from rlx.training.setup.models import build_models
 
 UNCUT = [way for way in WAYS if "model.lora_rank" not in way]
 
@@ -77,8 +77,7 @@ def weights_of_tokens() -> Tensor:
 def learnt_on_ranks(rank: int, ranks: int, path: str, tp: int) -> dict[str, Any]:
     """The same, and the shape of one matrix as this process holds it in a forward pass."""
     chosen = settings_of(ranks, tp, model={"critic": "head", "value_head_init": "normal"})
-    trained, _ = setup.build_models(chosen, path, Mesh.of("cpu", tp).mesh)
-    setup.keep_gathered(chosen.scaling, tp, chosen.model, trained, None)  # as a run does
+    trained = build_models(chosen, path, Mesh.of("cpu", tp).mesh).trained
     policy: Any = trained["policy"].model
     shapes: list[tuple[int, ...]] = []
     projection = policy.lm.base_model.layers[0].mlp.up_proj
@@ -156,7 +155,7 @@ def test_neighbours_hear_from_their_first_and_count_once(on_ranks: OnRanks) -> N
 
 
 def trained_of(path: str, ranks: int, tp: int) -> dict[str, ModelAndOptimizer]:
-    return setup.build_models(settings_of(ranks, tp), path, Mesh.of("cpu", tp).mesh)[0]
+    return build_models(settings_of(ranks, tp), path, Mesh.of("cpu", tp).mesh).trained
 
 
 def save(rank: int, ranks: int, path: str, tp: int, target: str) -> dict[str, Any]:

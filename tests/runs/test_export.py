@@ -36,7 +36,8 @@ from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.filesystem import Storage
-from rlx.training import setup, trainer
+from rlx.training import trainer
+from rlx.training.setup.models import build_models
 from rlx.types import Prompt, Sampling, ShardedWeight
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ class Made:
 def trained(rank: int, ranks: int, tree: dict[str, Any], path: str, folder: str) -> dict[str, Any]:
     """One optimizer step by the trainer's own models, and this rank's file of a checkpoint."""
     config = from_tree(tree)
-    models, _ = setup.build_models(config, path, Mesh.of("cpu", config.parallel.tp).mesh)
+    models = build_models(config, path, Mesh.of("cpu", config.parallel.tp).mesh).trained
     policy: Any = models["policy"].model
     average = trainer.initial_ema(config.train, policy)
     for part in models.values():

@@ -14,7 +14,7 @@ from rlx.config.errors import ConfigError
 from rlx.models.tiny import build_tokenizer
 from rlx.rollout.base import Output, Request
 from rlx.rollout.fake_engine import FakeEngines
-from rlx.training.setup import WeightSource
+from rlx.training.setup.inputs import WeightSource
 
 DISTILLATION: dict[str, Any] = {
     "algorithm__advantage": "reinforce++",

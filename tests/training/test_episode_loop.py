@@ -17,7 +17,7 @@ from rlx.rollout.fake_engine import FakeEngines
 from rlx.samples import reader
 from rlx.storage.addresses import open_storage
 from rlx.tracking.metrics import meaning
-from rlx.training.setup import WeightSource
+from rlx.training.setup.inputs import WeightSource
 from rlx.types import TaskRow
 
 pytestmark = pytest.mark.slow  # three runs, and nothing that other tests do not show in part

@@ -26,9 +26,10 @@ from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import checkpoint_name
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.tracking.metrics import meaning
-from rlx.training import loop, setup
+from rlx.training import loop
 from rlx.training.reporting import MemoryReporter
-from rlx.training.setup import TrainingInputs, WeightSource
+from rlx.training.setup.inputs import TrainingInputs, WeightSource
+from rlx.training.setup.rank import build_rank, close_rank
 from rlx.types import Prompt, Sampling
 
 STEPS = 4
@@ -121,9 +122,9 @@ def trained(
         connect_scorers=lambda mesh: {},
         attributed_step=attributed_step,
     )
-    trainer, collector, checkpointer = setup.build(inputs)
+    trainer, collector, checkpointer = build_rank(inputs)
     loop.train(trainer, collector, checkpointer, reporter)
-    setup.close(trainer, collector, checkpointer, reporter)
+    close_rank(trainer, collector, checkpointer, reporter)
     return Outcome(reporter, engines[0])
 
 

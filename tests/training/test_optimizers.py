@@ -18,10 +18,10 @@ from rlx.runs import preflight
 from rlx.storage import checkpoint_files
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.storage.filesystem import Storage
-from rlx.training import setup
 from rlx.training.optimizers.choice import set_lr
 from rlx.training.optimizers.eight_bit import eight_bit_adamw
 from rlx.training.optimizers.groups import hidden_matrices
+from rlx.training.setup.models import build_models
 
 RATE, DECAY = 1e-3, 0.1
 
@@ -29,7 +29,7 @@ RATE, DECAY = 1e-3, 0.1
 def policy_of(path: str, name: str) -> ModelAndOptimizer:
     tree = {"train.optimizer": name, "train.actor_lr": RATE, "train.weight_decay": DECAY, "model.reference": "none"}
     config = from_tree(with_overrides({}, tree | {"algorithm.kl_coef": 0.0, "algorithm.advantage": "grpo"}))
-    return setup.build_models(config, path, Mesh.of("cpu", 1).mesh)[0]["policy"]
+    return build_models(config, path, Mesh.of("cpu", 1).mesh).trained["policy"]
 
 
 def gradient(shape: torch.Size, number: int) -> Tensor:

@@ -19,7 +19,8 @@ from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training.checkpointing import PinnedMemory
 from rlx.training.optimizers.choice import make_optimizer
 from rlx.training.optimizers.groups import base_lrs
-from rlx.training.setup import sampling_of, threads
+from rlx.training.setup.rank import threads
+from rlx.training.setup.rollouts import sampling_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

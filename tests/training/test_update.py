@@ -24,11 +24,12 @@ from rlx.models import fsdp, logprobs
 from rlx.models.loading import load_policy
 from rlx.samples.evaluations import AVERAGED, HELD_OUT, Outcomes
 from rlx.storage.checkpoint_files import ModelAndOptimizer
-from rlx.training import experience, loop, metrics, setup, trainer, update
+from rlx.training import experience, loop, metrics, trainer, update
 from rlx.training.collector import Selection
 from rlx.training.evaluation.evaluate import evaluate
 from rlx.training.evaluation.sets import QuestionSet
 from rlx.training.experience import Experience
+from rlx.training.setup import models
 from rlx.types import Completion, Prompt, ScoredCompletion
 
 # --- one global batch, cut up
@@ -134,10 +135,11 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
     mesh = Mesh.of(device, config.parallel.tp, config.parallel.sp)
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":  # of a GPU that is in the settings alone
-            patch.setattr(trainer, "spare_numbers", lambda scaling: 2**40)
-        models, reference = setup.build_models(config, path, mesh.mesh)
-        gathered = setup.keep_gathered(config.scaling, config.parallel.tp, config.model, models, reference)
-    models = {name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in models.items()}
+            patch.setattr(models, "spare_numbers", lambda scaling: 2**40)
+        made = models.build_models(config, path, mesh.mesh)
+    parts = {
+        name: ModelAndOptimizer(m.model, torch.optim.SGD(m.model.parameters())) for name, m in made.trained.items()
+    }
     answers = None
     if config.data.ptx_source:
         rows = stream.PromptStream(stream.TableRows(ANSWERS), 0, mesh.dp_rank, mesh.dp_size)
@@ -148,14 +150,14 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
         config=config,
         mesh=mesh,
         device=torch.device(device),
-        models=models,
-        reference=reference,
-        base_lrs={name: [0.1] for name in models},
+        models=parts,
+        reference=made.reference,
+        base_lrs={name: [0.1] for name in parts},
         kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
         reward_stats=RunningScores(),
-        ema=trainer.initial_ema(config.train, models["policy"].model),
+        ema=trainer.initial_ema(config.train, parts["policy"].model),
         supervised=answers,
-        gathered=gathered,
+        gathered=made.gathered,
     )
 
 
@@ -355,17 +357,17 @@ def test_gradients_that_a_rank_never_has_in_full_are_the_same(on_ranks: OnRanks,
 
 def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (ModelAndOptimizer(torch.nn.Linear(10, size, bias=False), None) for size in (10, 11))
-    monkeypatch.setattr(trainer, "spare_numbers", lambda scaling: 100)
+    monkeypatch.setattr(models, "spare_numbers", lambda scaling: 100)
     alone = {"use_gpu": True}
     two = alone | {"num_workers": 2}
     for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
         config = loading.from_tree({"scaling": scaling})
-        assert trainer.scattered(config.scaling, 1, {"small": small, "large": large}) == expected
+        assert models.scattered_models(config.scaling, 1, {"small": small, "large": large}) == expected
 
 
 def test_weights_stay_gathered_where_they_are_a_small_part_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (torch.nn.Linear(10, size, bias=False) for size in (20, 21))
-    monkeypatch.setattr(trainer, "spare_numbers", lambda scaling: 200)  # in float32, so 400 in bfloat16
+    monkeypatch.setattr(models, "spare_numbers", lambda scaling: 200)  # in float32, so 400 in bfloat16
     two, both = {"use_gpu": True, "num_workers": 2}, {"policy", "reference"}
     for scaling, reference, expected in (
         (two, small, both),
@@ -374,10 +376,10 @@ def test_weights_stay_gathered_where_they_are_a_small_part_of_a_gpu(monkeypatch:
         ({}, large, both),
     ):
         config = loading.from_tree({"scaling": scaling, "model": {"dtype": "bfloat16"}})
-        models = {"policy": small, "reference": reference}
-        assert trainer.gathered(config.scaling, 1, config.model, models) == expected
+        modules = {"policy": small, "reference": reference}
+        assert models.gathered_models(config.scaling, 1, config.model, modules) == expected
     config = loading.from_tree({"scaling": two, "model": {"dtype": "bfloat16", "offload": ["critic"]}})
-    assert trainer.gathered(config.scaling, 1, config.model, {"policy": small, "critic": large}) == {"policy"}
+    assert models.gathered_models(config.scaling, 1, config.model, {"policy": small, "critic": large}) == {"policy"}
 
 
 def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
@@ -386,7 +388,7 @@ def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, T
     with pytest.MonkeyPatch.context() as patch:
         for keeps in (False, True):
             names = frozenset({"policy", "critic", "reference"} if keeps else ())
-            patch.setattr(setup, "gathered", lambda *_, names=names: names)
+            patch.setattr(models, "gathered_models", lambda *_, names=names: names)
             run = trainer_of(path, {"train.num_minibatches": 1}, 60)
             own = [c for c in completions() if c.prompt.id % ranks == rank]
             start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id), True, {}) for c in own], PAD)

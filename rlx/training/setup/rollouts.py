@@ -1,0 +1,115 @@
+"""Builds what collects a rank's rollouts: prompts, sampling, engines, rewards, questions, and kept completions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.rollout import RolloutConfig
+from rlx.data.stream import PromptStream
+from rlx.mesh import Mesh
+from rlx.models import loading, lora
+from rlx.rollout.base import Engines
+from rlx.samples.evaluations import OutcomeWriter
+from rlx.samples.writer import CompletionWriter, Keeping
+from rlx.training.collector import RolloutCollector
+from rlx.training.evaluation.sets import QuestionSet, ScoredSource, ScorerMaker, SetMaker
+from rlx.training.rollout_queue import RolloutQueue
+from rlx.training.setup.inputs import TrainingInputs
+from rlx.training.setup.tables import share_of, training_prompts
+from rlx.training.trainer import Trainer
+from rlx.types import Sampling, ShardedWeight
+
+
+def build_collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> RolloutCollector:
+    """What gets a rank its rollouts, from engines and reward models that are connected here; a collective call."""
+    config, mesh = inputs.config, trainer.mesh
+    engines = inputs.connect_engines(mesh, partial(weights_for_engines, config.rollout, config.model, trainer.policy))
+    remote = inputs.connect_scorers(mesh)
+    ends = loading.end_tokens(inputs.model_path, tokenizer, config.model.trust_remote_code)
+    sampling, scorer = sampling_of(config.rollout, ends), ScorerMaker(remote, tokenizer, mesh)
+    parts = zip(config.data.parts, config.reward_parts, strict=True)
+    return RolloutCollector(
+        engines=engines,
+        queue=_queue(trainer, engines, ends, training_prompts(inputs, mesh)),
+        sampling=sampling,
+        score=scorer([ScoredSource(part, reward, part.seed, part.num_prompts) for part, reward in parts]),
+        evaluations=_evaluations(inputs, sampling, scorer),
+        train=config.train,
+        algorithm=config.algorithm,
+        rollout=config.rollout,
+        completions=_completion_writer(inputs, mesh, tokenizer),
+        outcomes=OutcomeWriter(inputs.folder, inputs.reporter.notify) if mesh.rank == 0 else None,
+        sources=config.data.labels,
+    )
+
+
+def _evaluations(inputs: TrainingInputs, sampling: Sampling, scorer: ScorerMaker) -> list[QuestionSet]:
+    """The questions of evaluations, the held-out prompts first."""
+    config, share = inputs.config, partial(share_of, inputs, scorer.mesh)
+    maker = SetMaker(config.eval, config.data, config.reward_parts, sampling, scorer, share)
+    held_out = maker.held_out()
+    return [held_out, *(maker.of(each, config.reward, held_out) for each in config.eval.sets)]
+
+
+def _completion_writer(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> CompletionWriter | None:
+    """What keeps this replica's completions; None with tracking.completions 0, and on all but its first process."""
+    share = inputs.config.tracking.completions
+    if share == 0 or not mesh.is_leader:
+        return None
+    keeping = Keeping(share, inputs.config.seed, mesh.dp_rank, mesh.dp_size)
+    return CompletionWriter(inputs.folder, keeping, tokenizer, inputs.reporter.notify)
+
+
+def _queue(trainer: Trainer, engines: Engines, ends: tuple[int, ...], prompts: PromptStream) -> RolloutQueue:
+    """Each prompt gets `samples_per_prompt` completions, and a greedy one where the estimator needs it."""
+    config = trainer.config
+    train, rollout = config.train, config.rollout
+
+    def samplings(step: int) -> list[Sampling]:
+        """Of the completions that are trained on after so many steps."""
+        sampling = sampling_of(config.at(step, trainer.tokens).rollout, ends)
+        greedy = [sampling.greedy] if config.algorithm.estimator.needs_greedy else []
+        return [sampling] * train.samples_per_prompt + greedy
+
+    return RolloutQueue(
+        engines,
+        prompts,
+        samplings,
+        train.prompts_per_step,
+        rollout.num_chunks,
+        rollout.max_staleness,
+        config.resolved_logprobs_every,
+    )
+
+
+def sampling_of(rollout: RolloutConfig, ends: tuple[int, ...]) -> Sampling:
+    """How training completions are sampled; `ends`: the tokens that end one, see `loading.end_tokens`."""
+    return Sampling(
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.max_tokens,
+        ends,
+        min_p=rollout.min_p,
+        min_tokens=rollout.min_tokens,
+        repetition_penalty=rollout.repetition_penalty,
+        presence_penalty=rollout.presence_penalty,
+        frequency_penalty=rollout.frequency_penalty,
+        bad_words=rollout.bad_words,
+        stop=rollout.stop,
+        options=tuple(rollout.sampling_options.items()),
+    )
+
+
+def weights_for_engines(rollout: RolloutConfig, model: ModelConfig, policy: Any) -> list[ShardedWeight]:
+    """The policy's weights for the engines: all of them, or the adapters alone."""
+    if rollout.placement == "colocated":
+        torch.cuda.empty_cache()
+        dist.barrier()  # all engines on these GPUs wake up once the first rank says so
+    adapters_only = model.lora_sync == "adapter"
+    return lora.adapter_weights(policy) if adapters_only else lora.engine_weights(policy)
