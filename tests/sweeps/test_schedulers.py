@@ -123,14 +123,13 @@ def test_asha_stops_who_is_below_the_median_of_a_rung(free_cluster: None, tmp_pa
     assert steps(reports) == [8, 2, 8, 2, 2, 8, 4, 2]
 
 
-@pytest.mark.slow  # the test of evaluations below has one, too
 def test_median_stops_who_is_below_the_median_of_three_others(free_cluster: None, tmp_path: Path) -> None:
     reports = run("median", [0.5, 0.7, 0.1, 0.2, 0.9], sweep(8, 2), tmp_path)
     assert steps(reports) == [8, 8, 8, 2, 8]
     assert [report["starts"] for report in reports] == [1] * 5  # nobody waits until there are three others
 
 
-@pytest.mark.slow  # so does that one
+@pytest.mark.slow  # the test of evaluations below brings all to an end, too
 def test_hyperband_brings_all_trials_to_an_end(
     free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

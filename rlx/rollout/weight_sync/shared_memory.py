@@ -105,7 +105,11 @@ class SharedMemorySender:
         return bool(self._update.sender.store.check(keys))
 
     def _check(self, engine: int) -> None:
-        """Raises EngineLostError if an engine has died, or one of its workers has failed."""
+        """Leaves an engine out that was interrupted.
+
+        Raises:
+            EngineLostError: it has died, or one of its workers has failed.
+        """
         self._update.check()
         plan, store = self._update.plan, self._update.sender.store
         for worker in self._readers.get(engine, []):
