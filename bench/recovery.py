@@ -140,10 +140,12 @@ def driver_killed(run: Run) -> dict[str, float]:
 
 
 def gpu_memory() -> dict[str, float]:
-    """What is held on GPUs, by whomever; nothing without any."""
+    """What is held on the GPUs of this command, by whomever; nothing without any."""
     if not workload.gpus():
         return {}
     words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        words += ["--id", given]
     used = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     return {"most memory in use on a GPU afterwards, MiB": max(map(float, used))}
 
