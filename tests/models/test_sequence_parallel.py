@@ -90,7 +90,7 @@ def weights_of(tokens: Any) -> Tensor:
     return torch.randn(tokens.mask.shape, generator=torch.Generator().manual_seed(6))
 
 
-@pytest.mark.parametrize(("ranks", "sp"), [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "sp"), [(4, 2), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_scores_and_gradients_are_those_of_one_process(
     ranks: int, sp: int, on_ranks: OnRanks, tiny_model: Path
 ) -> None:
@@ -110,6 +110,7 @@ def test_scores_and_gradients_are_those_of_one_process(
         torch.testing.assert_close(each, found[0], atol=0, rtol=0)  # to the last bit
 
 
+@pytest.mark.slow  # its sibling has all weights
 def test_adapters_learn_from_shared_rows(on_ranks: OnRanks, tiny_model: Path) -> None:
     more = {"lora_rank": 4, "lora_targets": ["q_proj", "up_proj"]}
     (alone,), found = (on_ranks(n, learnt_on_ranks, str(tiny_model), n, more) for n in (1, 2))

@@ -177,7 +177,7 @@ def load(rank: int, ranks: int, path: str, tp: int, source: str) -> dict[str, An
     ("then", "now"),
     [
         ((4, 2), (1, 1)),
-        ((2, 2), (3, 1)),
+        pytest.param((2, 2), (3, 1), marks=pytest.mark.slow),
         pytest.param((1, 1), (4, 2), marks=pytest.mark.slow),
         pytest.param((4, 2), (2, 2), marks=pytest.mark.slow),
     ],

@@ -63,6 +63,7 @@ def test_the_last_step_may_have_nothing_but_what_was_drawn_before(tiny_model: Pa
     assert sorted(resumed.history["reward/mean"]) == [1, 2, 3]
 
 
+@pytest.mark.slow  # a run; test_engine continues completions under new weights
 def test_completions_in_progress_go_on_with_new_weights(tiny_model: Path, storage: Path) -> None:
     """Two steps ahead, and what is being drawn waits for no update."""
     done = train(small(tiny_model, storage, "partial", rollout__max_staleness=2, rollout__partial_rollouts=True))
@@ -71,6 +72,7 @@ def test_completions_in_progress_go_on_with_new_weights(tiny_model: Path, storag
     assert len(done.history["reward/mean"]) == STEPS
 
 
+@pytest.mark.slow  # a run; test_update has the losses
 def test_ratios_can_be_to_the_policy_that_drew(tiny_model: Path, storage: Path) -> None:
     once = {"train__ppo_epochs": 1, "train__num_minibatches": 1, "train__warmup_steps": 0, "train__steps": 2}
     done = train(small(tiny_model, storage, "theirs", algorithm__old_logprobs="rollout", **once, **AHEAD))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import KEPT, NothingLeft
 from run_cases import STEPS, Done, comparable, sample_rows, small, train
+from test_steadying import STEADY
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlx.config.run import RunConfig
@@ -32,26 +33,6 @@ def storage(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> P
     folder = tmp_path_factory.mktemp("storage")
     shutil.copy(empty_database, folder)
     return folder
-
-
-STEADY: dict[str, Any] = {
-    "model__value_head_init": "normal",
-    "train__critic_warmup": 1,
-    "train__ema_decay": 0.5,
-    "train__gradient_checkpointing": True,
-    "train__warmup_steps": 0,
-    "eval__sets": [{"name": "held", "samples": 2, "temperature": 0.7, "every": 1}],
-    "algorithm__target_kl": 1e-7,
-    "algorithm__normalize_rewards": True,
-    "algorithm__reward_clip": 2.0,
-    "algorithm__missing_eos_penalty": 0.5,
-    "algorithm__overlong_buffer": 4,
-    "algorithm__entropy_coef": 0.01,
-    "algorithm__adaptive_kl_target": 0.1,
-    "algorithm__adaptive_kl_horizon": 100,
-    "algorithm__rollout_correction": "tis",
-    "algorithm__rollout_correction_level": "sequence",
-}
 
 
 @pytest.fixture(scope="module")
@@ -96,21 +77,25 @@ def last(done: Done, metric: str, step: int) -> float:
     return value
 
 
+@pytest.mark.slow  # runs of their own; test_steadying has them without Ray and engines
 def test_the_policy_stays_while_the_critic_warms_up(steady: Done) -> None:
     assert 1 not in steady.history["policy/loss"] and 1 in steady.history["value/loss"]
     assert abs(last(steady, "kl/ref", 2)) <= 1e-9 < abs(last(steady, "kl/ref", 3))
 
 
+@pytest.mark.slow  # the same runs
 def test_epochs_end_early_by_kl(steady: Done) -> None:
     assert [last(steady, "policy/updates", step) for step in (2, 3, 4)] == [1, 1, 1]  # of four
 
 
+@pytest.mark.slow  # the same runs
 def test_the_average_is_evaluated_beside_the_policy(steady: Done) -> None:
     assert last(steady, "eval/ema/accuracy", 0) == last(steady, "eval/accuracy", 0)
     assert set(steady.history["eval/ema/reward"]) == {0, 2, 4}
     assert all(last(steady, "mismatch/max_abs", step) <= 1e-4 for step in range(1, 5))  # the policy is back
 
 
+@pytest.mark.slow  # the same runs
 def test_penalties_are_taken_off_and_scores_normalised(steady: Done) -> None:
     taken = last(steady, "reward/task", 1) - last(steady, "reward/mean", 1)
     assert taken >= 0.5 * last(steady, "response/truncated_fraction", 1)
@@ -118,6 +103,7 @@ def test_penalties_are_taken_off_and_scores_normalised(steady: Done) -> None:
     assert last(steady, "reward/running_std", 1) > 0
 
 
+@pytest.mark.slow  # the same runs
 def test_a_resumed_run_with_all_that_state_is_the_undisturbed_one(steady: Done, resumed: Done) -> None:
     assert comparable(resumed.history, range(5)) == comparable(steady.history, range(5))
     assert len(comparable(steady.history, range(5))) > 30
@@ -333,6 +319,7 @@ def test_a_score_that_is_missing_ends_the_run_and_names_its_prompt(
         train(many_rewards("spoilt"))
 
 
+@pytest.mark.slow  # the same runs
 def test_nothing_is_left_of_these_runs(resumed: Done, nothing_left: NothingLeft) -> None:
     KEPT.close()
     nothing_left(5)

@@ -43,6 +43,7 @@ def test_the_actor_gets_the_variables_of_wandb_from_the_driver(
     assert far.browse_command() == f"wandb sync {tmp_path}/wandb/offline-run-*"  # as the actor answers
 
 
+@pytest.mark.slow  # kills things
 def test_an_actor_that_dies_comes_back_and_refuses_nothing(ray_cluster: None, tmp_path: Path) -> None:
     far = relay.start_relay(TensorBoardService(tmp_path / "tb"))
     folder = Storage.local(tmp_path / "run")

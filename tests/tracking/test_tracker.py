@@ -237,7 +237,7 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(server: Ser
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [
-        ("500", "too many 500 error responses"),
+        pytest.param("500", "too many 500 error responses", marks=pytest.mark.slow),  # is asked several times
         ("reset", "connection |remote end closed"),  # by the moment at which it breaks
         pytest.param("hang", "timed out", marks=pytest.mark.slow),  # waits for it several times
     ],

@@ -114,6 +114,8 @@ WAYS: list[dict[str, Any]] = [
 
 PACKED = {0, 1, 4, 7, 10, 12}
 """the ways with a critic and a value head, adapters, checkpointing, late log-probabilities, and supervised rows"""
+FEW = (0, 4, 10, 12)
+"""those of them that differ most"""
 
 ANSWERS = pa.table(
     {
@@ -283,22 +285,22 @@ def test_nothing_is_scored_late_that_is_asked_for_before(on_ranks: OnRanks, tiny
     assert on_ranks(1, scores_late, str(tiny_model))[0] == [True, False, False, False, False]
 
 
-def each_way(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
+def each_way(rank: int, ranks: int, path: str, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
     """In each way, all of a mini-batch at once and then a few completions, and of these a few tokens, at a time.
 
     In some ways these completions are packed.
     """
     results = []
-    for number, way in enumerate(WAYS):
+    for number in numbers:
         for tokens, logprobs.CHUNK, fsdp.UNIT in ((100_000, 2**26, 2**27), (45, 700, 1)):
             packing = tokens == 45 and number in PACKED
-            results.append(updated(rank, ranks, path, way | {"train.packing": packing}, tokens))
+            results.append(updated(rank, ranks, path, WAYS[number] | {"train.packing": packing}, tokens))
     return results
 
 
 @pytest.fixture(scope="module")
 def on_one_rank(on_ranks: OnRanks, tiny_model: Path) -> list[dict[str, Tensor]]:
-    return on_ranks(1, each_way, str(tiny_model))[0]
+    return on_ranks(1, each_way, str(tiny_model), range(len(WAYS)))[0]
 
 
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=[" ".join(map(str, way.values())) for way in WAYS])
@@ -317,12 +319,17 @@ def test_an_update_does_not_depend_on_micro_batches(
             assert (after - start).abs().max() > 1e-5, name
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("numbers", "ranks"),
+    [(FEW, 2), *(pytest.param(range(len(WAYS)), ranks, marks=pytest.mark.slow) for ranks in (2, 4))],
+    ids=["2", "all-2", "all-4"],
+)
 def test_an_update_does_not_depend_on_the_number_of_ranks(
-    ranks: int, on_ranks: OnRanks, on_one_rank: list[dict[str, Tensor]], tiny_model: Path
+    numbers: Sequence[int], ranks: int, on_ranks: OnRanks, on_one_rank: list[dict[str, Tensor]], tiny_model: Path
 ) -> None:
-    for rank, results in enumerate(on_ranks(ranks, each_way, str(tiny_model))):
-        for way, found, expected in zip([w for w in WAYS for _ in range(2)], results, on_one_rank, strict=True):
+    expectations = [(WAYS[n], on_one_rank[2 * n + cut]) for n in numbers for cut in (0, 1)]
+    for rank, results in enumerate(on_ranks(ranks, each_way, str(tiny_model), numbers)):
+        for (way, expected), found in zip(expectations, results, strict=True):
             where = f"rank {rank}, {way}"
             torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
 
