@@ -1,6 +1,6 @@
 """Readers of rlx's source: modules, imports, functions, classes and the circles of a graph.
 
-All of it is read with `ast`; nothing of rlx is imported. What the numbers should be is in measure.py.
+All of it is read with `ast`; nothing of rlx is imported. What the numbers should be is in house_measures.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 Every function takes tensors and plain numbers and returns tensors, on any device. Left out: models, settings,
 communication between ranks. Whatever must agree over all ranks (moments, denominators, statistics) is a sum here, and
-the caller all-reduces it. Imports torch and no other package of rlx.
+the caller all-reduces it.
+
+Imports of rlx: none.
 
 Conventions, which the docstrings do not repeat. B is the number of responses, T the number of response positions.
 Tensors are `[B, T]` unless another shape is stated. `mask` (bool, or 0 and 1) is 1 on response tokens. Where the mask

@@ -1,6 +1,8 @@
 """A sweep read back from MLflow: statistics of its settings, tables, figures, and a page that holds them all.
 
-Left out: running a sweep (rlx.sweeps). Imports rlx.config and rlx.tracking.
+Left out: running a sweep (rlx.sweeps).
+
+Imports of rlx: algorithms, config, samples, storage, tracking.
 
 Example:
     from rlx.analysis.loading import load_sweep

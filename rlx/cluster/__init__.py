@@ -6,7 +6,7 @@ process has died, `leftovers` deletes what earlier ones have left.
 
 Left out: the processes of a run (rlx.runs).
 
-May import: config, types.
+Imports of rlx: config, types.
 
 Example:
     from rlx.cluster import connection

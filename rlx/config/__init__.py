@@ -1,7 +1,9 @@
 """All settings of a run: their meaning, their rules, and how they are read from YAML files and dotted keys.
 
-Left out: command-line options (rlx.cli.options), and whether files, models and GPUs exist. Imports no other package of
-rlx, and neither torch nor Ray, so that a mistyped setting is refused in a fraction of a second.
+Left out: command-line options (rlx.cli.options), and whether files, models and GPUs exist. Neither torch nor Ray is
+imported, so that a mistyped setting is refused in a fraction of a second.
+
+Imports of rlx: none.
 
 Example:
     from rlx.config import flatten, from_tree, with_overrides

@@ -1,8 +1,9 @@
 """Prompts: where they come from, how they become token ids, and which rank trains on which of them at which step.
 
 Left out: completions (rlx.rollout), and all scores of answers but those of a source's own scorer (rlx.rewards).
-Imports rlx.config, rlx.types, rlx.storage to open S3, and the child processes of rlx.rewards. Reading and tokenizing
-run in Ray Data.
+Reading and tokenizing run in Ray Data. S3 is opened by storage; generators run in the child processes of rewards.
+
+Imports of rlx: config, rewards, storage, types.
 
 Example:
     from rlx.config.sections.data import DataConfig, EvalConfig

@@ -4,7 +4,9 @@
 are tools, `agents` one of an agent that asks an OpenAI-compatible address; `host` has the instances of one process,
 `pool` the processes as a rank uses them. Left out: turns of the policy, and tokens (rlx.rollout.episodes).
 
-Imports rlx.config and rlx.types, and for programs of the policy rlx.rewards.sandbox. Only `pool` needs Ray.
+Programs of the policy run in `rlx.rewards.sandbox`. Only `pool` needs Ray.
+
+Imports of rlx: actors, config, rewards, types.
 
 Example:
     from rlx.environments.base import load_environment

@@ -5,7 +5,8 @@ Hugging Face folders and `folder` looks at their files, `lora` adds adapters, `f
 over processes, which may share packed rows, too (`rlx.mesh.Sharing`); `tiny` makes the small model that rlx starts
 from by default.
 Left out: optimizers and losses (training, algorithms), generation (rollout).
-May import rlx.config, rlx.mesh and rlx.types.
+
+Imports of rlx: config, mesh, types.
 
 Shapes: B responses, L tokens of prompt and response, T response tokens, N response tokens of all responses together,
 H hidden size, V vocabulary.

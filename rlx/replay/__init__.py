@@ -6,7 +6,7 @@ branches, `verifying` a whole record.
 
 Left out: what a step does (rlx.training), and how a run is started (rlx.runs). The run that is replayed is only read.
 
-May import: what rlx.runs may import, and rlx.runs and rlx.analysis.
+Imports of rlx: analysis, config, runs, samples, storage, tracking, types.
 
 Example:
     from rlx.replay import branches, recorded

@@ -3,7 +3,9 @@
 `functions` has the built-in reward functions in one table, `custom` loads functions of the user, `reward_model` and
 `remote` ask a model or a web address, `scoring` calls all of them and adds up their scores by weight, `completions`
 does so for what engines have generated. `preferences` trains a reward model on pairs. Left out: penalties for length
-and clipping or normalising scores, which training does. May import rlx.config, rlx.types, rlx.actors and rlx.mesh.
+and clipping or normalising scores, which training does.
+
+Imports of rlx: actors, config, mesh, types.
 
 Example:
     from rlx.config.sections.reward import RewardConfig

@@ -4,8 +4,9 @@ Seeds follow from (run seed, step, prompt, sample), so completions do not depend
 or hung engine is replaced, gets the weights again, and its prompts go to the others. Left out: which prompts are asked
 for and how many steps ahead (rlx/training), and the scores of completions (rlx/rewards).
 
-It imports rlx.config, rlx.types, rlx.actors and rlx.mesh. The modules `base`, `engine_args`, `engine_thread` and
-`fake_engine` run without Ray.
+The modules `base`, `engine_args`, `engine_thread` and `fake_engine` run without Ray.
+
+Imports of rlx: actors, config, mesh, types.
 
 Example:
     from rlx.rollout.fake_engine import FakeEngines

@@ -5,8 +5,8 @@
 
 Left out: what a training step does (rlx.training) and what a sweep does with many runs (rlx.sweeps).
 
-May import: config, algorithms, types, actors, mesh, cluster, storage, data, rewards, models, rollout, training,
-tracking.
+Imports of rlx: actors, algorithms, cluster, config, data, environments, mesh, models, rewards, rollout, samples,
+storage, tracking, training, types.
 
 Example:
     from rlx.cluster import connection

@@ -10,7 +10,9 @@
 the outcomes of questions.
 
 Left out: what a step computes (rlx.training) and the terminal (rlx.cli.samples).
-Imports rlx.config, rlx.types and rlx.storage; neither torch nor Ray, so that reading is fast.
+Neither torch nor Ray is imported, so that reading is fast.
+
+Imports of rlx: config, storage, types.
 
 Example:
     from rlx.samples import reader

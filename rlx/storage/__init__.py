@@ -1,8 +1,10 @@
 """Files on a disk, a network mount or S3, and the checkpoints of runs on them.
 
 Left out: what the numbers in a checkpoint mean (rlx.training) and the other files of a run (rlx.runs).
-Imports rlx.config alone. Only checkpoint_files, checkpoint_writer and rank_group need torch: code that only lists
-checkpoints does not import them, and stays fast.
+Only checkpoint_files, checkpoint_writer and rank_group need torch: code that only lists checkpoints does not import
+them, and stays fast.
+
+Imports of rlx: config, types.
 
 Example:
     from rlx.storage import checkpoint_catalog

@@ -6,7 +6,7 @@ which settings are tried and which trials stop early. `records` keeps, in the sw
 
 Left out: tables and figures of a sweep (rlx.analysis).
 
-May import: runs, cluster, tracking, storage, config.
+Imports of rlx: analysis, cluster, config, runs, storage, tracking, types.
 
 Example:
     from rlx.config.run import RunConfig

@@ -1,7 +1,8 @@
 """Numbers out of a run: metric names, the tracker that records them in a tracking service, and the console.
 
-Left out: computing metrics (rlx.training.metrics) and analyzing sweeps (rlx.analysis). Imports rlx.config and
-rlx.storage.
+Left out: computing metrics (rlx.training.metrics) and analyzing sweeps (rlx.analysis).
+
+Imports of rlx: config, storage, types.
 
 Example:
     from pathlib import Path

@@ -3,7 +3,9 @@
 The package imports neither ray nor mlflow. Its caller passes live engines, reward models and a reporter
 (`setup.inputs.TrainingInputs`), so it also runs in a plain process, with `rollout.fake_engine.FakeEngines` and
 `reporting.MemoryReporter`. It leaves out formulas (rlx.algorithms), how engines work (rlx.rollout), files (rlx.storage)
-and the start of processes (rlx.runs). It may import the packages of the two floors below it.
+and the start of processes (rlx.runs).
+
+Imports of rlx: algorithms, config, data, mesh, models, rewards, rollout, samples, storage, types.
 
 Example:
     from rlx.training import loop
